@@ -28,9 +28,8 @@ from elastic.errors import CollectiveFailed
 from elastic.rendezvous.store import Call, Store
 
 log = logging.getLogger("elastic.collectives")
-_said: set[str] = (
-    set()
-)  # log each message once per process, since all groups of all generations give the same
+# Log each message once per process, since all groups of all generations give the same.
+_logged: set[str] = set()
 
 
 class CpuGroup:
@@ -115,13 +114,13 @@ class CpuGroup:
 
         See `construct.meeting`.
         """
-        said = self._swap(
+        rows = self._swap(
             store,
             f"{purpose}/{self._size}",
             msgspec.msgpack.encode(offer.row),
             self._collective_timeout_s,
         )
-        return _rows(said)
+        return _rows(rows)
 
     def _connect_apart(
         self, store: Store, purpose: str, bind_host: str, offer: MemoryOffer
@@ -132,7 +131,7 @@ class CpuGroup:
         """
         rows: list[RankInfo] = []
 
-        def heard(words: list[bytes]) -> None:
+        def received(words: list[bytes]) -> None:
             rows[:] = _rows(words)
             if topology.plan(rows).backend is not Backend.GLOO:
                 raise CollectiveFailed("ranks of one host share memory")
@@ -141,7 +140,7 @@ class CpuGroup:
         self._adopt(gloo)
         word = msgspec.msgpack.encode(offer.row)
         try:
-            gloo.connect(store, purpose, bind_host, word=word, heard=heard)
+            gloo.connect(store, purpose, bind_host, word=word, heard=received)
         except CollectiveFailed:
             if self._aborted or not rows or topology.plan(rows).backend is Backend.GLOO:
                 raise
@@ -161,14 +160,14 @@ class CpuGroup:
             return plan, None
         host, why = self._join(purpose, offer, rows, plan.local_ranks(self._rank))
         try:
-            said = self._swap(
+            reasons = self._swap(
                 store, f"{purpose}/shared/{self._size}", why.encode(), self._timeout_s
             )
         except BaseException:
             self._drop(host)
             host = None  # otherwise the exception would keep its memory
             raise
-        why = next((each.decode() for each in said if each), "")
+        why = next((each.decode() for each in reasons if each), "")
         if why:
             self._drop(host)
             return Plan(Backend.GLOO, plan.hosts, why), None
@@ -212,8 +211,8 @@ class CpuGroup:
 
     def _say(self, plan: Plan) -> None:
         """Log the reason on one rank, since it is the same on all."""
-        if plan.why and self._rank == 0 and plan.why not in _said:
-            _said.add(plan.why)
+        if plan.why and self._rank == 0 and plan.why not in _logged:
+            _logged.add(plan.why)
             log.warning(
                 "ranks of one host do not share memory and exchange tensors over the network, which is slower: %s"
                 " (ELASTIC_NATIVE=0 does the same without this warning)",

@@ -34,7 +34,7 @@ class Work(Protocol):
     """A collective in flight."""
 
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Return whether `wait` would return or raise at once."""
 
     def within(self, timeout_s: float) -> bool:
         """Like `wait`, for at most ``timeout_s`` seconds. Return whether it is done."""

@@ -157,7 +157,7 @@ class NcclCollectives:
         host = b"" if listener is None else bind_host.encode()
         key = f"{purpose}/nccl/{self.size}"
         # A late rank is awaited as long as in a collective.
-        told = store.exchange(
+        answers = store.exchange(
             key,
             self.rank,
             self.size,
@@ -165,7 +165,7 @@ class NcclCollectives:
             self._collective_timeout_s,
             self._swapping,
         )
-        served_at, gpus = zip(*(each.decode().rsplit(" ", 1) for each in told), strict=True)
+        served_at, gpus = zip(*(each.decode().rsplit(" ", 1) for each in answers), strict=True)
         if not environment.gpus_are_shared():
             own_gpu.refuse_shared(gpus, torch.cuda.device_count())
         server_host, _, server_port = served_at[0].rpartition(" ")
@@ -470,7 +470,7 @@ class NcclWork:
         return [] if event is None else [event]
 
     def has_arrived(self) -> bool:
-        """Whether the GPU has reached it.
+        """Return whether the GPU has reached it.
 
         Raises:
             RuntimeError: the device has failed.
@@ -486,7 +486,7 @@ class NcclWork:
         return self._group._failed is not None or self.finished()
 
     def finished(self) -> bool:
-        """Whether its kernels have ended, successfully or not."""
+        """Return whether its kernels have ended, successfully or not."""
         with torch.cuda.device(self._group._device):  # called from any thread; most are on device 0
             return bool(self._work.is_completed())
 

@@ -1,4 +1,4 @@
-"""NCCL functions that torch does not expose, for communicators that torch created. Acts.
+"""NCCL functions that torch does not expose, for communicators that torch created.
 
 `revoke` ends the kernels of a communicator without freeing its memory, which kernels of its peers may still read. NCCL
 supports it since 2.28. The functions are looked up in the library that torch is linked with.
@@ -35,7 +35,7 @@ def _function(name: str, *argtypes: type) -> ctypes._NamedFuncPointer | None:
 
 
 def can_revoke() -> bool:
-    """Whether this NCCL has `revoke`."""
+    """Return whether this NCCL has `revoke`."""
     return _function("ncclCommRevoke", ctypes.c_void_p, ctypes.c_int) is not None
 
 

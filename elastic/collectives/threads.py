@@ -1,4 +1,4 @@
-"""Threads that run torch code. Acts.
+"""Threads that run torch code.
 
 At its exit, the interpreter ends every thread that returns to it from C++. If that unwinds C++ frames, the whole
 process aborts. The exiting thread therefore waits for these threads first.

@@ -1,31 +1,44 @@
-"""Named places in a worker where a test may make something go wrong. A tool for testing; where it is not used, a
-place costs one look at a global.
+"""Named places in a worker where a test can inject a fault. Unused, a place costs one read of a global.
 
     ELASTIC_FAILPOINTS="bucket kill rank=2 step=7; before-commit slow=0.5 slot=1"   rules, or
     ELASTIC_FAILPOINTS=@FILE                                                        a file that holds rules
 
-A rule is a place, an action, and what must hold for it; rules are separated by ``;`` or by lines. A script may have
-places of its own: ``failpoint("evaluation")``. Those inside the library: rendezvous (said ready, waits for a world),
-bucket (about to send a gradient bucket), optimizer-step (gradients are averaged, parameters not changed yet),
-zero-gather (zero=1: this rank has stepped its part of the parameters, and does not have the others'), commit (about to
-be made), snapshot (half of it is saved), hold (at the check where a planned change stops all, or where it is
-waited for the word which one that is), state-copy (between the header and the tensors), cut (told that the world is
-over, its collectives not ended yet), shutdown; of a fully sharded state: shard-copy (before this rank's shard is
-copied), shard-mirror (before it is sent to others), shard-seal (before it is known that all have it), shard-moved (in a
-new world, rows have arrived), shard-placed (and are in place); of durable commits: durable-file (half of a share is
-written), durable-share, durable-manifest (before it), durable-sealed (after it), durable-load (rank 0 is about to read
-one), durable-rows (each rank is about to read its rows of one).
+A rule is a place, an action and conditions; rules are separated by ``;`` or newlines. Scripts can define their own
+places: ``failpoint("evaluation")``. The built-in places:
+
+    rendezvous        has reported ready and waits for a world
+    bucket            is about to send a gradient bucket
+    optimizer-step    gradients are averaged, parameters not changed yet
+    zero-gather       zero=1: this rank has updated its part of the parameters, and lacks the others'
+    commit            is about to be made
+    snapshot          half of it is saved
+    hold              at the safepoint of a planned change, or waiting to learn which one that is
+    state-copy        between the header and the tensors
+    cut               notified that the world is over, its collectives not ended yet
+    shutdown          in ``shutdown()``
+    shard-copy        fully sharded state: before this rank's shard is copied
+    shard-mirror      ... before it is sent to other ranks
+    shard-seal        ... before it is known that all have it
+    shard-moved       ... in a new world, rows have arrived
+    shard-placed      ... and are in place
+    durable-file      durable commit: half of this rank's part is written
+    durable-share     ... the part is written
+    durable-manifest  ... before the manifest
+    durable-sealed    ... after the manifest
+    durable-load      rank 0 is about to read a durable commit
+    durable-rows      each rank is about to read its rows of one
 
 Actions: kill, term, stop, segv, exit=CODE, raise=TEXT, hold-gil=S, hold-gil-busy=S, shut, slow=S, disk-full,
 out-of-memory, wait=FILE, flip=WHAT:SEED (a bit of the state's weights, moments or gradients); see
 `elastic.failpoints.actions`.
 
 Conditions: worker, other-than, host, slot, incarnation, rank, size, generation, step (see `set_step`), each with one or
-several values as in ``rank=0,2``. ``hit=3``: the third time that the others hold. A rule strikes a process once.
+several values, as in ``rank=0,2``. ``hit=3``: the third time that the other conditions hold. A rule takes effect once
+per process.
 
-A file is read again whenever it was replaced (write another one, then rename it). A rule in a file strikes as many
-processes as ``victims=N`` says (1 by default), which wait for each other, so that they are struck at once; each leaves
-a file ``FILE.ID.N`` behind that says who it was and when. ``id=`` gives the ID, by default the place.
+A file is read again whenever it is replaced (write another one, then rename it). A rule in a file takes effect in
+``victims=N`` processes (default: 1), which wait for each other so that they are hit at once; each creates a file
+``FILE.ID.N`` with its identity and the time. ``id=`` gives the ID (default: the place).
 """
 
 from __future__ import annotations
@@ -42,26 +55,26 @@ from elastic.rendezvous import environment
 _text = environment.failpoints()
 _lock = threading.Lock()
 _rules: list[Rule] = []
-_read: object = None  # what the rules were read from; None: nothing yet
+_read: object = None  # source of the rules; None: not read yet
 _met: dict[Rule, int] = {}
 _step = ""
 
 
 def failpoint(place: str) -> None:
-    """A place where something may go wrong, if ELASTIC_FAILPOINTS says so."""
+    """Inject a fault here if ELASTIC_FAILPOINTS has a rule for it."""
     if _text:
         _reached(place)
 
 
 def check() -> None:
-    """Raises Invalid if ELASTIC_FAILPOINTS can't be read as rules. ``init()`` calls it."""
+    """Raise Invalid if ELASTIC_FAILPOINTS cannot be parsed. Called by ``init()``."""
     if _text:
         with _lock:
             _load()
 
 
 def use(text: str) -> None:
-    """The rules of this process from here on, or the file that they are in, whatever its environment said before."""
+    """Replace the rules of this process, or their file, regardless of its environment."""
     global _text, _read
     with _lock:
         _text, _read = text, None
@@ -70,12 +83,12 @@ def use(text: str) -> None:
 
 
 def in_use() -> bool:
-    """Whether there may be rules."""
+    """Return whether there may be rules."""
     return bool(_text)
 
 
 def set_step(step: int) -> None:
-    """Says which step is trained now, for conditions like ``step=7``."""
+    """Set the step that is trained now, for conditions like ``step=7``."""
     global _step
     _step = str(step)
 
@@ -130,7 +143,7 @@ def _facts() -> dict[str, str]:
         "incarnation": str(worker.incarnation),
         "step": _step,
     }
-    # Not imported from here: a script's own places may come before torch is.
+    # Looked up, not imported: a script may use failpoints before it imports torch.
     runtime = sys.modules.get("elastic.runtime.lifecycle")
     active = runtime.active() if runtime is not None else None
     if active is not None:

@@ -1,7 +1,7 @@
-"""Makes something go wrong in this very process, at a place that `elastic.failpoints` has named. Decides nothing.
+"""Injection of faults into this process, at the places named by `elastic.failpoints`.
 
-Before it acts it says so on stderr. Where the rules come from a file it also leaves a file behind, which is how several
-processes agree who is struck: the n-th victim is whoever makes ``FILE.ID.n``; the others go on.
+A line on stderr precedes each fault. With rules from a file, processes also use files to agree on the victims: the n-th
+victim is the process that creates ``FILE.ID.n``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from elastic.errors import Invalid
 from elastic.failpoints.rules import Rule
 from elastic.rendezvous import environment
 
-TOGETHER_S = 30.0  # for all victims of a rule to come to their place
-WAIT_S = 60.0  # for a file that an action waits for
-HOARD_BYTES = 64 << 20  # that an out-of-memory leaves to be used up
+TOGETHER_S = 30.0  # for all victims of a rule to reach their place
+WAIT_S = 60.0  # for the file of a wait action
+HOARD_BYTES = 64 << 20  # memory left to be used up by out-of-memory
 LOOK_S = 0.002
-TURNS_PER_S = 100_000_000  # of the emptiest loop in C, roughly
+TURNS_PER_S = 100_000_000  # approximate speed of an empty loop in C
 
 
 def strike(rule: Rule, facts: Mapping[str, str], file: Path | None) -> None:
-    """Carries out a rule, unless it has struck enough processes. May not return."""
+    """Carry out a rule, unless enough processes were hit. May not return."""
     if file is not None and not _claim(rule, facts, file):
         return
     print(f"elastic: failpoint {rule.place}: {rule.action}", file=sys.stderr, flush=True)
@@ -42,13 +42,13 @@ def strike(rule: Rule, facts: Mapping[str, str], file: Path | None) -> None:
 
 
 def _claim(rule: Rule, facts: Mapping[str, str], file: Path) -> bool:
-    """Be one of its victims, and wait for the others."""
+    """Become one of the rule's victims, and wait for the others. Return whether that succeeded."""
     paths = [Path(f"{file}.{rule.id}.{n}") for n in range(rule.victims)]
-    said = json.dumps({**facts, "pid": os.getpid(), "at": time.monotonic()})
+    identity = json.dumps({**facts, "pid": os.getpid(), "at": time.monotonic()})
     for path in paths:
         with contextlib.suppress(FileExistsError):
             with open(path, "x") as claimed:
-                claimed.write(said)
+                claimed.write(identity)
             break
     else:
         return False
@@ -76,7 +76,7 @@ def _stop(_: str) -> None:
 
 
 def _segv(_: str) -> None:
-    faulthandler.disable()  # or it would write all stacks, as it should for a fault that nobody asked for
+    faulthandler.disable()  # otherwise it would print all stacks, as for an unexpected fault
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     ctypes.string_at(0)
 
@@ -90,23 +90,23 @@ def _raise(text: str) -> None:
 
 
 def _hold_gil(seconds: str) -> None:
-    """Idle in C: no other Python thread of the process runs meanwhile, and no signal ends it, as it would a sleep."""
+    """Block in C while holding the GIL, so that no other Python thread runs. Unlike a sleep, no signal ends it."""
     libc = ctypes.PyDLL(None)  # unlike CDLL, it keeps the GIL
-    mutex = ctypes.create_string_buffer(128)  # zeros are a mutex that is not locked
+    mutex = ctypes.create_string_buffer(128)  # zeros are an unlocked mutex
     whole, part = divmod(time.time() + float(seconds), 1)
     until = (ctypes.c_long * 2)(int(whole), int(part * 1e9))
     libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_timedlock(mutex, until)  # by itself: a deadlock, until then
+    libc.pthread_mutex_timedlock(mutex, until)  # deadlocks with itself until then
 
 
 def _hold_gil_busy(seconds: str) -> None:
-    """Computing in C, without a look at whether another thread wants to run."""
+    """Compute in C without releasing the GIL."""
     turns = int(float(seconds) * TURNS_PER_S)
     collections.deque(itertools.repeat(None, turns), maxlen=0)
 
 
 def _shut(_: str) -> None:
-    """Every TCP connection of the process but the one to the driver."""
+    """Shut down every TCP connection of the process except the one to the driver."""
     driver = environment.read().driver
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, ValueError):
@@ -132,7 +132,7 @@ def _disk_full(_: str) -> None:
 
 
 def _out_of_memory(_: str) -> None:
-    """A limit a little above what the process uses, and then more than that."""
+    """Set a limit slightly above the memory in use, and then exceed it."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -141,22 +141,23 @@ def _out_of_memory(_: str) -> None:
         hoard = [bytearray(HOARD_BYTES // 8) for _ in range(16)]
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-    raise AssertionError(f"{len(hoard)} pieces of memory were had in spite of the limit")
+    raise AssertionError(f"{len(hoard)} blocks of memory were allocated in spite of the limit")
 
 
 def _wait(name: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not os.path.exists(name):
         if time.monotonic() > deadline:
-            raise Invalid(f"a failpoint waited {WAIT_S:g} s for {name}, which nobody made")
+            raise Invalid(f"a failpoint waited {WAIT_S:g} s for {name}, which was not created")
         time.sleep(LOOK_S)
 
 
-flippers: dict[str, Callable[[int], str]] = {}  # a bit of what; says which one it was
+# flips a bit of one kind of tensor; returns a description, empty if there is none
+flippers: dict[str, Callable[[int], str]] = {}
 
 
 def _flip(argument: str) -> None:
-    """A bit of the memory of the state in ``elastic.run``."""
+    """Flip a bit of the state in ``elastic.run``."""
     what, _, seed = argument.partition(":")
     flipper = flippers.get(what)
     which = flipper(int(seed)) if flipper is not None else ""

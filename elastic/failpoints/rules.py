@@ -1,4 +1,4 @@
-"""The rules of failpoints: what happens where, to whom. Pure; the grammar stands in the package."""
+"""Rules of failpoints: action, place and conditions. Pure; see the package for the grammar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elastic.errors import Invalid
 
 ACTIONS = {
-    "kill": False,  # action: whether it takes an argument
+    "kill": False,  # action -> whether it takes an argument
     "term": False,
     "stop": False,
     "segv": False,
@@ -42,7 +42,7 @@ FORM = "a rule is PLACE ACTION [KEY=VALUE ...], as in: bucket kill rank=2 step=7
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens where, to whom. ``where``: condition -> allowed values."""
+    """One rule. ``where``: condition -> allowed values."""
 
     place: str
     action: str
@@ -53,7 +53,7 @@ class Rule:
     id: str = ""
 
     def means(self, facts: Mapping[str, str]) -> bool:
-        """Whether all conditions hold."""
+        """Return whether all conditions hold."""
         for key, values in self.where:
             if key == "other-than":
                 if facts.get("worker", "") in values:
@@ -64,7 +64,7 @@ class Rule:
 
 
 def parse(text: str) -> list[Rule]:
-    """The rules in a text. Raises Invalid with a sentence."""
+    """Parse rules. Raises Invalid."""
     lines = text.replace("\n", ";").split(";")
     return [_rule(line) for line in lines if line.strip()]
 

@@ -1,7 +1,8 @@
-"""Accelerate's scripts, elastic: what ``accelerator.prepare`` has returned, as a state; docs/transformers.md. Acts.
+"""Elastic training with Accelerate: the objects returned by ``accelerator.prepare`` as a state. See
+docs/transformers.md.
 
-A loader is dealt by the job's position from then on, and Accelerate does with its batches what it always does: it puts
-them on the device and says when the last one comes. Other loaders, those of an evaluation, follow the world.
+From then on a loader is divided by the job's position, while Accelerate still moves its batches to the device and
+detects the last one. Other loaders, such as those for evaluation, follow the world.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ _UNSUPPORTED = {
 
 
 class PreparedState(TorchState):
-    """``PreparedState(accelerator, model=model, loader=train_loader, epoch=0)``, after ``accelerator.prepare(...)``.
+    """State of a script that uses Accelerate: ``PreparedState(accelerator, model=model, loader=train_loader,
+    epoch=0)``.
 
-    ``values``: every model that was prepared for training, as ``prepare`` has returned it, the loaders whose position
-    the job keeps, and Python values. Optimizers, schedulers, the scaler, what is registered for the accelerator's
-    checkpoints, and random generators are kept unasked. Raises Invalid for what can't follow a world, before anything
-    is trained.
+    Create it after ``accelerator.prepare(...)``. ``values``: every model prepared for training, as returned by
+    ``prepare``, the loaders whose position the job keeps, and Python values. Optimizers, schedulers, the scaler,
+    objects registered for the accelerator's checkpoints, and random generators are included automatically. Raises
+    Invalid, before training starts, for objects that cannot follow a world.
     """
 
     def __init__(self, accelerator: Accelerator, **values: Any) -> None:
@@ -71,13 +73,13 @@ class PreparedState(TorchState):
         super().__init__(rng=True, **kept)
 
     def reset(self) -> None:
-        """The world has changed: so does what the accelerator says of it."""
+        """Update the accelerator after a change of the world."""
         follow(self._accelerator)
         super().reset()
 
 
 def refuse(accelerator: Accelerator) -> None:
-    """Raises NotElastic, Invalid for what can't follow a world."""
+    """Raise NotElastic or Invalid for what cannot follow a world."""
     kind = accelerator.distributed_type
     if kind in _UNSUPPORTED:
         raise NotElastic(
@@ -99,26 +101,26 @@ def refuse(accelerator: Accelerator) -> None:
 
 
 def _has_others(state: PartialState) -> bool:
-    """Accelerate's own answer, and yes for a worker that is alone: others may join it.
+    """Accelerate's own answer, but True for a worker that is alone, because others may join it.
 
-    On a GPU Accelerate puts a model in DDP by this answer; on a CPU it always does.
+    On a GPU this decides whether Accelerate wraps a model in DDP; on a CPU it always does.
     """
     alone = state.num_processes == 1 and lifecycle.active() is None
     return state.distributed_type != DistributedType.NO and not alone
 
 
-# From the import on: a model is prepared before a state is made.
+# At import: a model is prepared before a state is created.
 setattr(PartialState, "use_distributed", property(_has_others))  # noqa: B010 - not for mypy
 
 
 def averaging(value: Any) -> Any:
-    """The DDP that a value is or that was compiled; None for others."""
+    """Return the DDP module that a value is or was compiled from; None for others."""
     inner = getattr(value, "_orig_mod", value)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def _kept(accelerator: Accelerator, value: Any) -> Any:
-    """What the state has in place of a value. A prepared loader is changed to be dealt by the job's position."""
+    """Return what the state stores for a value. A prepared loader is changed to be divided by the job's position."""
     if isinstance(value, Module):
         return averaging(value) or accelerator.unwrap_model(value, keep_torch_compile=False)
     if _is(value, DataLoaderDispatcher):
@@ -130,19 +132,19 @@ def _kept(accelerator: Accelerator, value: Any) -> Any:
 
 
 def is_dealable(value: Any) -> bool:
-    """Whether it is a prepared loader of which each rank reads its part."""
+    """Return whether it is a prepared loader of which each rank reads its part."""
     return _is(value, DataLoaderShard)
 
 
 def _is(value: Any, kind: type) -> bool:
-    """A prepared loader says of itself that it is the one it wraps."""
+    """Check the actual type: a prepared loader reports the class of the loader that it wraps."""
     return issubclass(type(value), kind)
 
 
 def deal(prepared: Any, **changes: Any) -> DataLoader:
-    """From now on ``prepared`` hands out what belongs to this rank from the job's position on. Idempotent.
+    """Make ``prepared`` return this rank's batches from the job's position on. Idempotent.
 
-    Returns the loader inside, which is what a state keeps. Raises Invalid.
+    Returns the inner loader, which a state stores. Raises Invalid.
     """
     base = getattr(prepared, "base_dataloader", None)
     if base is None:
@@ -162,11 +164,11 @@ def deal(prepared: Any, **changes: Any) -> DataLoader:
         given = {"batch_size": 1, "batch_sampler": None, "drop_last": inner.drop_last, **sizes}
         given.update(_order(inner.sampler))
     made: Any = from_torch(base, **given, **changes)
-    # What Accelerate asks the loader for that it has prepared.
+    # Attributes that Accelerate reads from the loader it has prepared.
     made.batch_sampler, made.sampler, made.generator = shard, base.sampler, None
-    made.ahead = 1  # it looks whether another batch follows
+    made.ahead = 1  # Accelerate checks whether another batch follows
     prepared.base_dataloader = made
-    prepared.rng_types = None  # the order is the loader's
+    prepared.rng_types = None  # the loader determines the order
     return made
 
 
@@ -179,9 +181,9 @@ def _order(sampler: Any) -> dict[str, Any]:
 
 
 def follow(accelerator: Accelerator) -> None:
-    """What Accelerate keeps of ranks is of the present world now."""
+    """Update Accelerate's copies of rank and size to the present world."""
     place = lifecycle.place()
-    # It asks for local process 0, which here is a slot, as of a GPU: its worker may be gone while others train.
+    # Accelerate checks for local process 0, which here is a slot whose worker may be gone while others train.
     setattr(PartialState, "is_local_main_process", property(_speaks))  # noqa: B010 - not for mypy
     for state in (PartialState(), accelerator.state):  # each has a copy
         state.num_processes, state.process_index = max(place.size, 1), place.rank
@@ -193,7 +195,7 @@ def follow(accelerator: Accelerator) -> None:
 
 
 def _speaks(state: PartialState) -> bool:
-    """Whether it prints and shows progress, of the workers of its host: rank 0 does, wherever it is."""
+    """Return whether this worker prints and shows progress on its host. Rank 0 does on any host."""
     place = lifecycle.place()
     elsewhere = place.local_size < place.size and state.local_process_index == 0
     return bool(state.is_main_process) or elsewhere

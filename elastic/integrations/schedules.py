@@ -1,4 +1,4 @@
-"""Schedules of the learning rate in a world whose number of steps changes. Pure, but for the warning."""
+"""Learning-rate schedules in a world whose number of steps changes. Pure, except for the warning."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from elastic.errors import StaleValueWarning
 
-Factor = Callable[[float], float]  # of the learning rate, by the position in a schedule
+Factor = Callable[[float], float]  # learning-rate factor by the position in a schedule
 
 
 class Following:
-    """A factor of ``LambdaLR`` over as many steps as training has in the present world, without a jump: it is a
-    function of the share of training that is done.
+    """A factor for ``LambdaLR`` that follows the number of steps in the present world, without a jump.
 
-    ``make(steps)`` makes the factor for a number of steps; ``steps`` is that number in the first world. Every attribute
-    but these two is a number, and a part of ``LambdaLR.state_dict()``: a worker that joins, whose own first world had
-    another number of steps, has the same factor as all others once it has loaded that.
+    It is a function of the completed share of training. ``make(steps)`` creates the factor for a number of steps;
+    ``steps`` is that number in the first world. Every attribute except these two is a number and part of
+    ``LambdaLR.state_dict()``. So a worker that joins, whose own first world had another number of steps, has the same
+    factor as all others once it has loaded that.
     """
 
     __slots__ = ("__dict__", "_made", "_make")
@@ -28,7 +28,7 @@ class Following:
         self._make = make
         self._made: tuple[int, Factor] | None = None
         self.steps = steps
-        # From the step `since` on, which is at `position` of the first world's, each step moves it by `rate`.
+        # From step `since` on, which is at `position` in the first world's steps, each step advances it by `rate`.
         self.since, self.position, self.rate = 0, 0.0, 1.0
 
     def __call__(self, step: int) -> float:
@@ -37,19 +37,19 @@ class Following:
         return self._made[1](self.at(step))
 
     def at(self, step: int) -> float:
-        """The position of a step in the first world's steps. An int where the world has not changed."""
+        """Return the position of a step, in the first world's steps. An int if the world has not changed."""
         if self.rate == 1.0 and self.position == self.since:
             return step
         return min(self.position + (step - self.since) * self.rate, self.steps)
 
     def resume(self, step: int, share: float) -> None:
-        """Place ``step`` at a share of training, from 0 to 1, where a checkpoint of other worlds does not say."""
+        """Place ``step`` at a share of training, from 0 to 1, if a checkpoint of other worlds does not record it."""
         position = share * self.steps
         if self.at(step) == step and abs(position - step) > 1:
             self.since, self.position = step, position
 
     def follow(self, step: int, left: int) -> None:
-        """From ``step`` on training has ``left`` steps. Does nothing where it is as far from its end as planned."""
+        """Stretch the rest so that it ends after ``left`` more steps. No effect if that is already so."""
         position = self.at(step)
         planned = (self.steps - position) / self.rate if self.rate else 0
         if left <= 0 or abs(planned - left) < 0.5:
@@ -59,8 +59,9 @@ class Following:
 
 
 class Changed:
-    """Whether training has another number of steps than a schedule that the script made was given. `warn` does so
-    once; the numbers are a part of a state.
+    """Detects that the number of steps differs from the one that a script's schedule was given.
+
+    `warn` warns once; the numbers are part of a state.
     """
 
     def __init__(self) -> None:
@@ -71,12 +72,12 @@ class Changed:
         return {"first": self.first, "warned": self.warned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """One that was made before any number was seen changes nothing."""
+        """Load the numbers, unless the state was saved before any was recorded."""
         if state["first"] is not None:
             self.first, self.warned = state["first"], state["warned"]
 
     def see(self, steps: int) -> bool:
-        """Whether these are others than the first that were seen, and no warning has been due before."""
+        """Return whether the number differs from the first one, and no warning has been issued."""
         if self.first is None:
             self.first = steps
         if self.warned or steps == self.first:
@@ -86,16 +87,16 @@ class Changed:
 
 
 def counts_steps(scheduler: Any) -> bool:
-    """Whether its learning rate may depend on a number of steps."""
+    """Return whether its learning rate may depend on a number of steps."""
     return scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
 
 
 def warn(scheduler: Any, first: int, now: int, what: str, remedy: str) -> None:
-    """Says that ``scheduler`` does not follow. ``what`` has been counted: steps, or batches of an epoch."""
+    """Warn that ``scheduler`` does not follow. ``what`` was counted: steps, or batches of an epoch."""
     warnings.warn(
         f"the world changed, and with it the number of {what}: {first} at the start, {now} now. The schedule"
         f" {type(scheduler).__name__} of the script keeps its number of steps, so its learning rate may reach the"
         f" end too early or never. {remedy}",
         StaleValueWarning,
-        stacklevel=1,  # Lightning leaves the category out where the file is of a folder of that name
+        stacklevel=1,  # Lightning omits the category of warnings from its own folders
     )

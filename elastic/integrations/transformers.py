@@ -1,7 +1,7 @@
-"""Hugging Face's Trainer, elastic: `ElasticTrainer` in place of ``Trainer``; docs/transformers.md. Acts.
+"""Hugging Face's Trainer in an elastic job: `ElasticTrainer` in place of ``Trainer``. See docs/transformers.md.
 
-The loop is the Trainer's own. What it does in an epoch is entered again where the last commit has left it, with as many
-batches as are left of the epoch in the present world.
+The loop is the Trainer's own. Its work within an epoch is resumed from the last commit, with the number of batches that
+are left of the epoch in the present world.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from elastic.state import sharding
 from elastic.state.handlers.part import Carried
 from elastic.state.torch_state import TorchState
 
-Epoch = dict[str, Any]  # the arguments of Trainer._run_epoch
+Epoch = dict[str, Any]  # arguments of Trainer._run_epoch
 _OWN_PACE = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.INVERSE_SQRT)
 
 
 class ElasticTrainerMixin:
-    """Before ``Trainer``, or any subclass of it: ``class MyTrainer(ElasticTrainerMixin, Seq2SeqTrainer)``.
+    """Mixin placed before ``Trainer`` or a subclass: ``class MyTrainer(ElasticTrainerMixin, Seq2SeqTrainer)``.
 
-    A commit follows every ``commit_every``-th optimizer step, with what belongs to it (logs, evaluation, checkpoints),
-    and each epoch. Raises Invalid for what can't follow a world, before anything is trained.
+    Commits after every ``commit_every``-th optimizer step, including what belongs to it (logs, evaluation,
+    checkpoints), and after each epoch. Raises Invalid, before training starts, for what cannot follow a world.
     """
 
     commit_every = 1
@@ -82,7 +82,7 @@ class ElasticTrainerMixin:
         return prepared
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The Trainer's own schedule follows the number of steps of the present world."""
+        """Create the Trainer's own schedule, which then follows the number of steps of the present world."""
         given = self.lr_scheduler is not None
         create = super().create_scheduler  # type: ignore[misc]
         made = create(num_training_steps, optimizer)
@@ -95,14 +95,16 @@ class ElasticTrainerMixin:
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *rest: Any, **named: Any
     ) -> tuple[int, int]:
-        """Whole epochs of a checkpoint, and batches of the next. The Trainer divides its steps by those of an epoch
-        now; in another world an epoch has others, so the checkpoint's own number of epochs counts. With
-        ``max_steps`` it trains as many epochs as these steps make now: there its own division fits.
+        """Return the whole epochs of a checkpoint, and the batches of the next.
+
+        The Trainer divides its steps by the present number per epoch, which differs in another world, so the
+        checkpoint's own number of epochs is used. With ``max_steps`` it trains as many epochs as these steps make now,
+        and its own division is right.
         """
         init = super()._init_training_state  # type: ignore[misc]
         found: tuple[int, int] = init(max_steps, num_update_steps_per_epoch, *rest, **named)
-        told = self.state.global_step and self.state.epoch and has_length(self.train_dataset)
-        if not told or self.args.max_steps > 0:
+        epoch_known = self.state.global_step and self.state.epoch and has_length(self.train_dataset)
+        if not epoch_known or self.args.max_steps > 0:
             return found
         made = self.state.epoch * num_update_steps_per_epoch
         # As the Trainer counts an epoch with accumulation.
@@ -114,7 +116,7 @@ class ElasticTrainerMixin:
         return whole, skipped * self.args.gradient_accumulation_steps
 
     def _run_epoch(self, **epoch: Any) -> None:
-        """The Trainer asks for its first epoch; this trains all of them, and the Trainer finds nothing left to do."""
+        """Train all epochs in the Trainer's call for its first one; the Trainer then finds nothing left to do."""
         loader = accelerate.deal(epoch["train_dataloader"])
         self._steps.begin(epoch["epoch"])
         if epoch["resume_from_checkpoint"] is not None:
@@ -131,7 +133,7 @@ class ElasticTrainerMixin:
         steps = self._steps
         if self._kept is None or not steps.take():
             return
-        # The commit after the last step is made when the epoch has ended.
+        # The commit after the last step is made once the epoch has ended.
         over = self.control.should_epoch_stop or self.control.should_training_stop
         if steps.done < steps.all and not over:
             steps.count += 1
@@ -139,7 +141,7 @@ class ElasticTrainerMixin:
                 self._kept.commit()
 
     def _resume(self, epoch: Epoch, loader: DataLoader) -> None:
-        """From a checkpoint of the Trainer's, which counts batches in a world like this one."""
+        """Resume from a checkpoint of the Trainer, which counts batches in a world of the present size."""
         batches = 0 if self.args.ignore_data_skip else epoch["steps_trained_in_current_epoch"]
         consumed = batches * self.args.world_size * self.args.train_batch_size
         self._steps.done = batches // self.args.gradient_accumulation_steps
@@ -152,7 +154,7 @@ class ElasticTrainerMixin:
             factor.resume(schedule.last_epoch, self.state.epoch / self.args.num_train_epochs)
 
     def go_on(self, first: Epoch, loader: DataLoader) -> None:
-        """From where the state stands, in the present world, to the end."""
+        """Run from the position of the state, in the present world, to the end."""
         epochs = self._epochs(first)
         steps = self._steps
         accelerate.follow(self.accelerator)
@@ -173,12 +175,12 @@ class ElasticTrainerMixin:
             self._kept.commit()
 
     def _one_epoch(self, first: Epoch, loader: DataLoader) -> None:
-        """What is left of it: `steps` counts those before, of perhaps other worlds."""
+        """Run the rest of an epoch. `steps` counts those completed, possibly in other worlds."""
         steps, each = self._steps, self.args.gradient_accumulation_steps
         arguments = {**first, "epoch": steps.epoch, "resume_from_checkpoint": None}
         try:
             left = loader.remaining
-        except TypeError:  # a stream: max_steps says when it is over
+        except TypeError:  # a stream, which ends after max_steps
             left = first["steps_in_epoch"] - steps.done * each
         steps.all = steps.done + math.ceil(left / each)
         if self.args.max_steps <= 0:
@@ -195,13 +197,13 @@ class ElasticTrainerMixin:
             super()._run_epoch(**arguments)  # type: ignore[misc]
 
     def _follow_steps(self) -> None:
-        """Training has `state.max_steps` now: the schedule follows, or a line says that it does not."""
+        """Let the schedule follow the new `state.max_steps`, or warn that it does not."""
         factor, schedule = self._factor()
         if factor is not None:
             factor.follow(schedule.last_epoch, self.state.max_steps - self.state.global_step)
             return
         if not schedules.counts_steps(schedule) or self._created_lr_scheduler:
-            return  # one without an end
+            return  # independent of the number of steps
         changed = self._steps.changed
         if changed.see(self.state.max_steps) and self.state.is_world_process_zero:
             assert changed.first is not None
@@ -214,7 +216,7 @@ class ElasticTrainerMixin:
             )
 
     def _factor(self) -> tuple[schedules.Following | None, Any]:
-        """That of the Trainer's own schedule, and the schedule."""
+        """Return the factor of the Trainer's own schedule, and the schedule."""
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         (first, *_) = getattr(schedule, "lr_lambdas", None) or [None]
         return (first if isinstance(first, schedules.Following) else None), schedule
@@ -226,16 +228,16 @@ class ElasticTrainerMixin:
 
 
 class ElasticTrainer(ElasticTrainerMixin, Trainer):
-    """``transformers.Trainer``, in a world that may lose workers and gain some while it trains."""
+    """``transformers.Trainer`` in a world that may lose and gain workers during training."""
 
 
 class _Steps:
-    """Where the loop stands: a part of the state."""
+    """Position of the loop, as part of the state."""
 
     def __init__(self) -> None:
         self.epoch = 0
         self.done = 0  # optimizer steps of this epoch
-        self.all = 0  # ... and those that are left in the present world
+        self.all = 0  # ... and those left in the present world
         self.begun = False
         self.count = 0
         self.changed = schedules.Changed()
@@ -249,13 +251,13 @@ class _Steps:
         self._fresh = True
 
     def take(self) -> bool:
-        """Whether an optimizer has stepped since this was asked last."""
+        """Return whether an optimizer has stepped since the last call."""
         fresh, self._fresh = self._fresh, False
         return fresh
 
 
 class _Fraction(TrainerCallback):
-    """Counts steps, and tells how much of the epoch is done, whatever the worlds in which it was."""
+    """Counts steps, and reports the completed share of the epoch across worlds."""
 
     def __init__(self, steps: _Steps) -> None:
         self._steps = steps
@@ -269,12 +271,12 @@ class _Fraction(TrainerCallback):
 
 
 def _has_an_end(args: TrainingArguments) -> bool:
-    """Whether the schedule of these arguments depends on the number of steps."""
+    """Return whether the schedule of these arguments depends on the number of steps."""
     return SchedulerType(args.lr_scheduler_type) not in _OWN_PACE or 0 < args.warmup_steps < 1
 
 
 def _factor(args: TrainingArguments, steps: int) -> schedules.Factor:
-    """That of the Trainer's schedule for so many steps."""
+    """Return the factor of the Trainer's schedule for this number of steps."""
     made: Any = get_scheduler(
         args.lr_scheduler_type,
         optimizer=torch.optim.SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=1.0),
@@ -294,7 +296,7 @@ def _train(
 
 
 class _Progress(Carried):
-    """TrainerState, control, callbacks that have a state, losses since the last log."""
+    """TrainerState, control, callbacks with a state, and losses since the last log."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -333,7 +335,7 @@ class _Progress(Carried):
 
 
 class _Loss(Carried):
-    """What this rank's batches have lost since the last log."""
+    """Loss of this rank's batches since the last log."""
 
     own = True
 

@@ -1,4 +1,4 @@
-"""Which versions of a trainer library an integration was tried with, and what is said of others."""
+"""Tested versions of trainer libraries, and a warning for others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRIED = {
 
 
 def check(package: str, *, installed: str | None = None) -> None:
-    """Warns, once per place, where another version is installed than those that were tried."""
+    """Warn, once per call site, if the installed version was not tested."""
     oldest, newest = TRIED[package]
     found = installed or importlib.metadata.version(package)
     if not _minor(oldest) <= _minor(found) <= _minor(newest):

@@ -1,4 +1,4 @@
-"""``hvd.DistributedOptimizer`` for TensorFlow: of Keras optimizers and of those of TensorFlow 1."""
+"""``hvd.DistributedOptimizer`` for TensorFlow: for Keras optimizers and those of TensorFlow 1."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """An optimizer that applies gradients reduced over all ranks.
+    """Return an optimizer that applies gradients reduced over all ranks.
 
     Args:
         optimizer: of Keras (see `elastic.keras.distributed_optimizer.DistributedOptimizer`), or a
@@ -41,13 +41,13 @@ def DistributedOptimizer(
         name, use_locking: of the wrapper of an optimizer of TensorFlow 1.
         compression, sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients: see
             `elastic.optimizer.framework_options.GradientOptions`.
-        backward_passes_per_step: gradients of so many passes are added up on each rank, reduced and applied.
-        average_aggregated_gradients: what is added up is divided by their number; else their sum is applied.
-        num_groups, groups: accepted: all gradients travel together.
-        device_dense, device_sparse: accepted, and without a meaning.
+        backward_passes_per_step: number of passes whose gradients are accumulated on each rank before the reduction.
+        average_aggregated_gradients: divide accumulated gradients by their number; otherwise apply their sum.
+        num_groups, groups: ignored, since all gradients are reduced together.
+        device_dense, device_sparse: ignored.
 
     Raises:
-        Invalid: (a ValueError) for bad arguments, and for what is no optimizer.
+        Invalid: (a ValueError) for invalid arguments, or an object that is not an optimizer.
     """
     given = dict(locals())
     del given["use_locking"]

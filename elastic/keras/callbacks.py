@@ -1,5 +1,7 @@
-"""Keras callbacks: equal weights at the start, metrics of all ranks, learning rates that grow with the world, and the
-position in an epoch for elastic training. The same on each of Keras's backends.
+"""Keras callbacks for all backends.
+
+They broadcast weights at the start, average metrics over all ranks, scale learning rates with the world, and keep the
+position in an epoch for elastic training.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from elastic.state.state import ObjectState
 def broadcast_variables(
     variables: Any, root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrites Keras's variables with those of rank ``root_rank``. Raises ValueError, PeerLost: see
-    `elastic.api.broadcasting.broadcast_parameters`.
+    """Overwrite Keras's variables with those of rank ``root_rank``. Raises ValueError, PeerLost.
+
+    See `elastic.api.broadcasting.broadcast_parameters`.
     """
     variables = list(variables)
     made = broadcasting.broadcast_copies(map(arrays.value_of, variables), root_rank, process_set)
@@ -35,11 +38,11 @@ def broadcast_variables(
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Brings rank ``root_rank``'s model and optimizer to all ranks: the model before the first batch, where it has its
-    weights by then, and both after it, when they have all their variables.
+    """Broadcast rank ``root_rank``'s model and optimizer to all ranks.
 
-    ``local_variables``: a variable or several, of the model, that stay each rank's own. Raises Invalid (a ValueError)
-    where one is not a variable.
+    The model is broadcast before the first batch if its weights exist by then; both are broadcast after it, when all
+    variables exist. ``local_variables``: one or several variables of the model that are not broadcast. Raises Invalid
+    (a ValueError) if one is not a variable.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -52,7 +55,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.register_local_var(each)
 
     def register_local_var(self, var: Any) -> None:
-        """``var`` stays each rank's own. Raises Invalid where it is not a variable."""
+        """Exclude ``var`` from the broadcast. Raises Invalid if it is not a variable."""
         if not _is_variable(var):
             raise Invalid(
                 f"local_variables has a {type(var).__name__}, which is not a variable: pass variables of the model, as"
@@ -61,7 +64,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.append(var)
 
     def _shared(self) -> list[Any]:
-        """The model's variables that are not local. One of Keras stands for the one of its backend that it holds."""
+        """Return the model's variables that are not local. A Keras variable and its backend variable count as one."""
         local = {id(each) for var in self._local for each in (var, tensors.held(var))}
         return [
             each for each in self.model.variables if not {id(each), id(tensors.held(each))} & local
@@ -87,7 +90,7 @@ def _is_variable(value: Any) -> bool:
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Averages the metrics of an epoch over all ranks, in place: put it before callbacks that read them."""
+    """Average the metrics of an epoch over all ranks, in place. Put it before callbacks that read metrics."""
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
@@ -105,16 +108,16 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Sets the learning rate to ``initial_lr`` times a multiplier, of epochs or of batches.
+    """Set the learning rate to ``initial_lr`` times a multiplier, per epoch or per batch.
 
     Args:
-        initial_lr: the learning rate that the multiplier belongs to.
-        multiplier: a number, or a function of the epoch: of its fraction with ``staircase=False``.
-        start_epoch, end_epoch: the epochs in which it acts, the second one excluded.
-        staircase: once an epoch; else at every batch.
-        momentum_correction: with SGD, the momentum is scaled with the learning rate for the batch in which that changes
+        initial_lr: the learning rate to multiply.
+        multiplier: a number, or a function of the epoch; of a fractional epoch with ``staircase=False``.
+        start_epoch, end_epoch: the range of epochs in which it applies, excluding the last.
+        staircase: adjust once per epoch; otherwise at every batch.
+        momentum_correction: with SGD, scale the momentum with the learning rate for the batch in which that changes
             (Goyal et al. 2017, https://arxiv.org/abs/1706.02677).
-        steps_per_epoch: of this rank; by default what Keras knows.
+        steps_per_epoch: of this rank; by default Keras's value.
     """
 
     def __init__(
@@ -183,7 +186,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         after = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = after
         momentum = getattr(optimizer, "momentum", None)
-        # A momentum that a compiled step holds as a constant can't be corrected for one batch.
+        # A momentum that is a constant of a compiled step can't be corrected for one batch.
         eager = self.model.run_eagerly or tensors.backend() == "torch"
         if self.momentum_correction and eager and isinstance(momentum, float) and before:
             self._momentum = momentum
@@ -191,13 +194,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Grows the learning rate from ``initial_lr / size`` to ``initial_lr`` within the first epochs (Goyal et al. 2017).
+    """Increase the learning rate from ``initial_lr / size`` to ``initial_lr`` in the first epochs (Goyal et al. 2017).
 
     Args:
         initial_lr: the learning rate after the warm-up: usually that of one worker, times ``hvd.size()``.
-        warmup_epochs: how long it takes.
+        warmup_epochs: duration of the warm-up.
         momentum_correction, steps_per_epoch: see `LearningRateScheduleCallback`.
-        verbose: 1 prints the learning rate that was reached.
+        verbose: 1 prints the final learning rate.
     """
 
     def __init__(
@@ -234,9 +237,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """``keras.callbacks.ModelCheckpoint`` that keeps the best model, or its weights.
+    """``keras.callbacks.ModelCheckpoint`` that saves only the best model, or its weights.
 
-    Its file, best.keras or best.weights.h5, may be set later: ``filepath``.
+    The file, best.keras or best.weights.h5 by default, may be changed later by setting ``filepath``.
     """
 
     def __init__(
@@ -263,26 +266,26 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 class _Position(keras.callbacks.Callback):
-    """Keeps a part of the position in a state. A commit at the same moment sees it, however callbacks are ordered."""
+    """Keeps part of the position in a state. A commit at the same moment includes it in any order of callbacks."""
 
     def __init__(self, state: ObjectState) -> None:
         super().__init__()
         self.state = state
 
     def on_train_begin(self, logs: Any = None) -> None:
-        # Those of a fit that was left may still be there, and know nothing of this one.
+        # Callbacks of an interrupted fit may still exist, but do not belong to this one.
         others = [each for each in _kept_with(self.state) if type(each) is not type(self)]
         _positions[self.state] = [weakref.ref(each) for each in (*others, self)]
 
     def batch_ended(self, batch: int) -> None:
-        """May be called twice."""
+        """Record the end of a batch. May be called twice."""
 
     def was_last_batch(self) -> bool:
-        """Of an epoch, as far as this knows."""
+        """Return whether it was the last batch of an epoch, as far as known."""
         return False
 
     def epoch_ended(self, epoch: int) -> None:
-        """May be called twice."""
+        """Record the end of an epoch. May be called twice."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.batch_ended(batch)
@@ -300,10 +303,10 @@ def _kept_with(state: ObjectState) -> list[_Position]:
 
 
 class CommitStateCallback(keras.callbacks.Callback):
-    """Commits the state each ``batches_per_commit`` batches, and at the end of each epoch: after the last batch of one
-    only there, so that nobody goes on in an epoch of which no batch is left.
+    """Commit the state every ``batches_per_commit`` batches and at the end of each epoch.
 
-    Raises Invalid for a ``batches_per_commit`` below 1.
+    After the last batch of an epoch it commits only at the end of the epoch, so that no worker resumes in an epoch
+    without batches left. Raises Invalid for ``batches_per_commit`` below 1.
     """
 
     def __init__(self, state: ObjectState, batches_per_commit: int = 1) -> None:
@@ -345,23 +348,23 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class _EndOfEpoch:
-    """A true value of ``model.stop_training`` that ends an epoch, and not the training."""
+    """A true value of ``model.stop_training`` that ends an epoch but not the training."""
 
 
 class UpdateBatchStateCallback(_Position):
-    """Keeps ``state.batch``: how many batches of this epoch are done.
+    """Keep ``state.batch``, the number of completed batches of this epoch.
 
-    An epoch that was left in the middle goes on there: so many batches fewer are trained in it. Which ones is the data
-    set's affair; ``fit(dataset.skip(state.batch), ...)`` would skip those that are done in every epoch.
+    An epoch that was interrupted is resumed, so fewer batches are trained in it. The data set decides which ones;
+    ``fit(dataset.skip(state.batch), ...)`` would skip the completed ones in every epoch.
     """
 
     def __init__(self, state: ObjectState) -> None:
         super().__init__(state)
         self.steps_per_epoch: int | None = None
-        self._begun_at = 0  # batches of the present epoch that were done before
+        self._begun_at = 0  # batches of the present epoch that were completed earlier
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # Of this fit: with another world it may be given others.
+        # Of this fit: another world may have another number of steps.
         self.steps_per_epoch = (self.params or {}).get("steps") or self.steps_per_epoch
         self._begun_at = self.state.batch
 
@@ -385,7 +388,7 @@ class UpdateBatchStateCallback(_Position):
 
 
 class UpdateEpochStateCallback(_Position):
-    """Keeps ``state.epoch``: how many epochs are done, those before this ``fit`` included."""
+    """Keep ``state.epoch``, the number of completed epochs, including those before this ``fit``."""
 
     def __init__(self, state: ObjectState) -> None:
         super().__init__(state)
@@ -406,8 +409,10 @@ class UpdateEpochStateCallback(_Position):
 
 
 def _end_epoch_of_data() -> None:
-    """Keras 3 takes it that an epoch which was stopped is the last one, and leaves its data in the middle: a
-    ``PyDataset`` would refuse to begin the next. What reads the data is known to ``fit`` alone, which is calling us.
+    """End the epoch of the data set after an epoch that was stopped.
+
+    Keras 3 treats an epoch that was stopped as the last one and leaves its data in the middle: a ``PyDataset`` would
+    refuse to begin the next epoch. Only the calling ``fit`` has a reference to the iterator.
     """
     iterator = _of_fit("epoch_iterator")
     if iterator is None:
@@ -423,7 +428,7 @@ def _end_epoch_of_data() -> None:
 
 
 def _of_fit(name: str) -> Any:
-    """A local variable of the ``fit`` that is calling us; None where there is none."""
+    """Return a local variable of the calling ``fit``, or None."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get(name) if frame.f_code.co_name == "fit" else None

@@ -1,4 +1,4 @@
-"""``hvd.DistributedOptimizer`` for Keras, and models that are loaded with it."""
+"""``hvd.DistributedOptimizer`` for Keras, and loading of models with it."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """The same Keras optimizer, which from now on applies gradients reduced over all ranks.
+    """Make a Keras optimizer apply gradients reduced over all ranks, and return it.
 
-    All gradients of a step travel in one call. A model that is saved with it is one of Keras's own, and can be loaded
-    without Horovod; `load_model` makes its optimizer a distributed one again.
+    All gradients of a step are reduced in one call. A model saved with it is an ordinary Keras model, which can be
+    loaded without Horovod; `load_model` makes its optimizer distributed again.
 
     Args:
-        optimizer: of Keras 3, on TensorFlow, torch or JAX; or of legacy Keras, where TF_USE_LEGACY_KERAS is set.
+        optimizer: of Keras 3, on TensorFlow, torch or JAX; or of legacy Keras if TF_USE_LEGACY_KERAS is set.
         compression: ``hvd.Compression.none``, ``fp16``, ``bf16``, or a class with the same two methods.
-        sparse_as_dense: gradients of embeddings travel as dense ones (TensorFlow; elsewhere they are dense anyway).
+        sparse_as_dense: reduce gradients of embeddings as dense ones (TensorFlow; other backends always do).
         gradient_predivide_factor: Average divides by it before the sum and multiplies by it after.
         op: Average, Sum or Adasum.
-        backward_passes_per_step: gradients of so many steps are added up on each rank before they are reduced and
-            applied: Keras's own ``gradient_accumulation_steps``.
-        average_aggregated_gradients: what is added up is divided by their number; else their sum is applied.
-        num_groups, groups, name: accepted: all gradients travel together.
-        process_set: the ranks that reduce among themselves. On others the optimizer works as it did.
-        scale_local_gradients: gradients of local variables are divided by the number of ranks.
-        device_dense, device_sparse: accepted, and without a meaning.
+        backward_passes_per_step: number of steps whose gradients are accumulated on each rank before they are reduced
+            and applied: Keras's own ``gradient_accumulation_steps``.
+        average_aggregated_gradients: divide accumulated gradients by their number; otherwise apply their sum.
+        num_groups, groups, name: ignored, since all gradients are reduced together.
+        process_set: the ranks that reduce among themselves. On other ranks the optimizer works as before.
+        scale_local_gradients: divide gradients of local variables by the number of ranks.
+        device_dense, device_sparse: ignored.
 
     Raises:
-        Invalid: (a ValueError) for bad arguments.
+        Invalid: (a ValueError) for invalid arguments.
 
     Example::
 
@@ -97,8 +97,9 @@ def DistributedOptimizer(
 def PartialDistributedOptimizer(
     optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any
 ) -> Any:
-    """`DistributedOptimizer`, but the variables of ``local_layers``, a layer or several, belong to this rank: their
-    gradients are not reduced.
+    """Like `DistributedOptimizer`, but exclude the variables of ``local_layers``, one layer or several.
+
+    These variables belong to this rank, and their gradients are not reduced.
     """
     made = DistributedOptimizer(optimizer, *args, **kwargs)
     layers = [] if local_layers is None else local_layers
@@ -118,11 +119,11 @@ def load_model(
     custom_objects: dict[str, Any] | None = None,
     compression: Any = TorchCompression.none,
 ) -> Any:
-    """A saved Keras model, whose optimizer becomes a distributed one, with its state.
+    """Load a saved Keras model and make its optimizer distributed, keeping its state.
 
     Args:
         filepath: of a ``.keras`` or ``.h5`` file.
-        custom_optimizers: a list of optimizer classes of one's own.
+        custom_optimizers: a list of custom optimizer classes.
         custom_objects: as for ``keras.models.load_model``.
         compression: as for `DistributedOptimizer`.
     """
@@ -134,7 +135,7 @@ def load_model(
 
 
 def _of_backend(compression: Any) -> Any:
-    """Each framework casts its own tensors; Horovod's two classes called ``Compression`` stand for each other."""
+    """Return the backend's own compression class, because each framework casts its own tensors."""
     own: Any = TorchCompression
     if tensors.backend() == "tensorflow":
         from elastic.tensorflow.compression import TensorFlowCompression

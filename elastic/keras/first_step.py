@@ -1,8 +1,8 @@
-"""The first training step of a worker that joins: TensorFlow takes far longer to trace and plan it than to run it.
+"""Tracing of the first training step of a joining worker, which takes TensorFlow far longer than running it.
 
-A worker that trains says of what its batches consist, shapes and dtypes, through the driver (`StepInput`). One that
-joins traces the step for such batches before it says that it is ready, so that nobody waits for that. Batches that are
-of another kind after all are traced when they come, as ever. For Keras 3 on TensorFlow, and models of a state.
+A training worker sends the shapes and dtypes of its batches through the driver (`StepInput`). A joining worker traces
+the step for such batches before it reports ready, so that no worker waits for it. Batches of other shapes are traced
+when they arrive, as usual. For Keras 3 on TensorFlow, and models in a state.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _watched: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 def watch(model: keras.Model) -> None:
-    """From now on this worker says what the model is trained on."""
+    """Start reporting the batches that the model is trained on."""
     if not LEGACY and tensors.backend() == "tensorflow":
         _watched.add(model)
         _tell_by_train_function()
 
 
 def prepare(model: keras.Model, step_input: bytes) -> None:
-    """Traces the training step for batches of this kind. Nothing of it is run."""
+    """Trace the training step for batches of this kind, without running it."""
     if model not in _watched or not step_input or model.run_eagerly or not model.compiled:
         return
     import tensorflow as tf
@@ -44,7 +44,7 @@ def prepare(model: keras.Model, step_input: bytes) -> None:
         step = _of_iterators(inspect.unwrap(model.train_function))
         if step is not None:
             step.get_concrete_function(iter(none))
-    # Whatever a script's train_step raises: it will again, at the first batch.
+    # An error of a script's train_step: it will be raised again at the first batch.
     except Exception as error:
         log.debug(
             "the training step could not be traced ahead: %s: %s", type(error).__name__, error
@@ -52,7 +52,7 @@ def prepare(model: keras.Model, step_input: bytes) -> None:
 
 
 def _of_iterators(train_function: Any) -> Any:
-    """The ``tf.function`` that Keras 3.15 calls with an iterator over batches; None of a Keras that does otherwise."""
+    """Return the ``tf.function`` that Keras 3.15 calls with an iterator over batches; None with other versions."""
     cells = getattr(train_function, "__closure__", None) or ()
     for name, cell in zip(train_function.__code__.co_freevars, cells, strict=True):
         if name == "multi_step_on_iterator":
@@ -76,14 +76,14 @@ def _tell_by_train_function() -> None:
 
 
 def _telling(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    told = False
+    sent = False
 
     @functools.wraps(step)
     def telling(iterator: Any) -> Any:
-        nonlocal told
+        nonlocal sent
         rt = lifecycle.active()
-        if not told and rt is not None and rt.session.recovery.running:
-            told = True  # once, also where it can't be said: this is called at every step
+        if not sent and rt is not None and rt.session.recovery.running:
+            sent = True  # once, even if it fails: this is called at every step
             rt.worlds.tell_step_input(_step_input(iterator))
         return step(iterator)
 
@@ -91,14 +91,14 @@ def _telling(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _step_input(iterator: Any) -> bytes:
-    """Of what the batches consist. Empty where that can't be said."""
+    """Return the element spec of the batches, serialized; empty if that is not possible."""
     import tensorflow as tf
 
     if not isinstance(iterator, tf.data.Iterator):
         return b""
     try:
         proto = tf.data.DatasetSpec(iterator.element_spec).experimental_as_proto()
-    except (NotImplementedError, TypeError, ValueError):  # of a type that TensorFlow can't write
+    except (NotImplementedError, TypeError, ValueError):  # a type that TensorFlow cannot serialize
         return b""
-    said: bytes = proto.SerializeToString(deterministic=True)
-    return said if len(said) <= STEP_INPUT_LIMIT else b""
+    spec: bytes = proto.SerializeToString(deterministic=True)
+    return spec if len(spec) <= STEP_INPUT_LIMIT else b""

@@ -1,4 +1,4 @@
-"""What JAX reports from inside a compiled step, as the error that it was."""
+"""Conversion of errors that JAX reports from inside a compiled step back to the original errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 
 
 def unwrapping(func: Callable[..., Value]) -> Callable[..., Value]:
-    """Raises what a collective raised inside a compiled step, in place of JAX's error."""
+    """Raise what a collective raised inside a compiled step, in place of JAX's error."""
 
     @functools.wraps(func)
     def training(*args: Any, **kwargs: Any) -> Value:

@@ -1,7 +1,7 @@
-"""The end of an epoch that goes on in the middle, with Keras's ``steps_per_execution``.
+"""The end of an epoch that is resumed in the middle, with Keras's ``steps_per_execution``.
 
-Keras takes as many steps at once as ever, until the data ends; and a data set may have all of an epoch's batches, also
-where some of them were done before. So the last call gets as many batches as are left of the epoch.
+Keras always takes the same number of steps at once until the data ends, and a data set may have all batches of an epoch
+even if some were completed before. So the last call is limited to the batches left in the epoch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastic.keras import tensors
 
 
 def limit(model: keras.Model, left: int) -> None:
-    """Before a call of the training step: so many batches are left of the epoch."""
+    """Limit the next call of the training step to the ``left`` batches of the epoch."""
     own: Any = model._steps_per_execution if LEGACY else model.steps_per_execution
     at_once = int(own)
     if not 0 < left < at_once:
@@ -35,7 +35,10 @@ def limit(model: keras.Model, left: int) -> None:
 
 
 def _first(batches: Any, number: int) -> Any:
-    """Of the iterator that Keras 3 hands to its step. TensorFlow gets one of the same kind, and traces nothing anew."""
+    """Return the first batches of the iterator that Keras 3 passes to its step.
+
+    For TensorFlow, an iterator of the same kind, so that nothing is traced again.
+    """
     first = itertools.islice(batches, number)
     if tensors.backend() != "tensorflow":
         return first

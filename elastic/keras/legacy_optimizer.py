@@ -1,5 +1,6 @@
-"""Optimizers of legacy Keras (tf_keras) that reduce gradients over all ranks before they apply them: those of
-``tf_keras.optimizers`` and of ``tf_keras.optimizers.legacy``.
+"""Optimizers of legacy Keras that reduce gradients over all ranks before applying them.
+
+For ``tf_keras.optimizers`` and ``tf_keras.optimizers.legacy``.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from elastic.tensorflow.aggregation import GradientAggregation
 
 
 class ReducesLegacyGradients:
-    """What a distributed optimizer has besides its own methods."""
+    """Mixin of distributed optimizers."""
 
     _elastic: GradientOptions
     _elastic_local: set[int]  # ids of variables
     _elastic_passes: GradientAggregation | None
 
     def register_local_var(self, variable: Any) -> None:
-        """This variable belongs to this rank: its gradient is not reduced."""
+        """Exclude the gradient of this rank's own variable from the reduction."""
         self._elastic_local.add(id(variable))
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        """As legacy Keras's, which asks `aggregate_gradients`; with several backward passes in a step, gradients are
-        reduced in the last one of them.
+        """Like legacy Keras's method, which calls `aggregate_gradients`.
+
+        With several backward passes per step, gradients are reduced in the last one.
         """
         apply = super().apply_gradients  # type: ignore[misc]
         pairs = list(grads_and_vars)
@@ -40,8 +42,9 @@ class ReducesLegacyGradients:
         return passes.apply_gradients(lambda: apply(made, *args, **kwargs), self, made)
 
     def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> list[Any]:
-        """Legacy Keras's own, which a loss scale calls too, and then looks whether all is finite: so all ranks leave a
-        step out, or none.
+        """Override of legacy Keras's method, which loss scales call before they check for finite values.
+
+        Thus all ranks skip a step or none does.
         """
         if self._elastic_passes is not None:
             raise Invalid(
@@ -62,8 +65,8 @@ class ReducesLegacyGradients:
 
 
 def distribute(optimizer: Any, options: GradientOptions, passes: int, average: bool) -> Any:
-    """An optimizer that reduces from now on; one in a loss scale, where it has one around it."""
-    # Not tracked by Keras: they are no part of what is saved.
+    """Make an optimizer reduce from now on; for a loss scale, pass the optimizer in it."""
+    # Bypasses Keras's tracking, so that they are not saved.
     object.__setattr__(optimizer, "_elastic", options)
     object.__setattr__(optimizer, "_elastic_local", set())
     kind: Any = type(optimizer)
@@ -77,7 +80,7 @@ def distribute(optimizer: Any, options: GradientOptions, passes: int, average: b
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Makes all variables that it works with."""
+    """Create all variables of an optimizer."""
     if hasattr(optimizer, "build"):
         optimizer.build(variables)
     else:  # of tf_keras.optimizers.legacy
@@ -89,5 +92,5 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 @functools.cache
 def _subclass(kind: type) -> type:
-    # Of the same name and module, so that a saved model is one of Keras's own.
+    # With the same name and module, so that a saved model is an ordinary Keras model.
     return type(kind.__name__, (ReducesLegacyGradients, kind), {"__module__": kind.__module__})

@@ -1,7 +1,7 @@
-"""Steps of Keras's optimizers, in ``fit`` and in loops of a script's own, for `elastic.script_checks`.
+"""Observation of Keras optimizers' steps, in ``fit`` and in custom loops, for `elastic.script_checks`.
 
 While a script is checked three methods are wrapped: an optimizer's ``apply``, which runs in each eager step and once
-while a graph is made; the call of a ``tf.function``, after which optimizers have stepped whose counts have grown; and,
+while a graph is built; the call of a ``tf.function``, after which optimizers whose counts have grown have stepped; and,
 on JAX, the end of a batch in ``fit``.
 """
 
@@ -28,18 +28,19 @@ APPLY = "apply_gradients" if LEGACY else "apply"
 
 
 class KerasSteps:
-    """Of one training. Methods are for the training thread."""
+    """Observed steps of one training. For the training thread."""
 
     def __init__(self) -> None:
         self._stepped: Callable[[object], None] | None = None
         self._thread = 0
         self._world = (0, 1)
-        # Optimizers, and their steps so far; None: a graph has one that has not run yet.
+        # Optimizers and their steps so far; None: part of a graph that has not run yet.
         self._known: dict[int, tuple[Any, int | None]] = {}
-        self._used: dict[int, Any] = {}  # optimizers that have stepped
-        self._applied_to: dict[int, list[Any]] = {}  # variables, of optimizers that don't keep them
+        self._used: dict[int, Any] = {}  # optimizers that have made a step
+        # variables, of optimizers that don't store them
+        self._applied_to: dict[int, list[Any]] = {}
         self._wrapped: list[tuple[type, str, Any]] = []
-        # From before the training.
+        # Objects from before the training.
         self._met_optimizers: list[weakref.ref[Any]] = []
         self._sharded: list[weakref.ref[Any]] = []  # data sets
         self._windows = 0
@@ -81,7 +82,7 @@ class KerasSteps:
     # ---- in each step ------------------------------------------------------------------------------------------------
 
     def _wrap(self, kind: type, name: str, around: Callable[..., Any]) -> None:
-        """Calls of a method go to ``around``: the method, its object, and its arguments."""
+        """Redirect a method to ``around``, which gets the original method, its object and its arguments."""
         own: Any = vars(kind)[name]
 
         @functools.wraps(own)
@@ -134,7 +135,7 @@ class KerasSteps:
             self._used[id(optimizer)] = optimizer
             self._stepped(optimizer)
 
-    # ---- what was seen -----------------------------------------------------------------------------------------------
+    # ---- results -----------------------------------------------------------------------------------------------------
 
     def optimizers(self, state: State) -> Iterator[Trained]:
         handled = state.handled()
@@ -146,7 +147,7 @@ class KerasSteps:
         for optimizer in self._used.values():
             trained = self._trained(optimizer)
             missing = [each for each in trained if id(tensors.held(each)) not in covered]
-            # Its counts and its learning rate are scalars; what it keeps of each variable is not.
+            # Counts and the learning rate are scalars; state of a variable is not.
             slots = [each for each in reducing.variables_of(optimizer) if len(each.shape)]
             held = all(id(tensors.held(each)) in covered for each in slots)
             yield Trained(
@@ -165,7 +166,7 @@ class KerasSteps:
         return list(self._applied_to.get(id(optimizer)) or kept)
 
     def loaders(self, state: State) -> Iterator[UsedLoader]:
-        # A reset callback may make the data set anew: what follows a loss shows whether it does.
+        # A reset callback may recreate the data set: whether it does is known only after a loss.
         recovered = self._windows > 1
         before = {id(each) for ref in self._sharded if (each := ref()) is not None}
         if not before or self._world[1] == 1 or (state.calls_back() and not recovered):
@@ -186,17 +187,17 @@ class KerasSteps:
 
 
 def _owners() -> list[type]:
-    """The classes of Keras's own that have ``apply``: one that overrides it calls theirs."""
+    """Return Keras's own classes that define ``apply``, which overrides call."""
     return list({next(k for k in kind.__mro__ if APPLY in vars(k)) for kind in reducing.kinds()})
 
 
 def _in_graph() -> bool:
-    """Whether this runs once, to make a graph."""
+    """Return whether this call only builds a graph."""
     if tensors.backend() == "tensorflow":
         import tensorflow as tf
 
         return not tf.executing_eagerly()
-    return tensors.backend() == "jax"  # which steps outside of variables
+    return tensors.backend() == "jax"  # steps outside of variables
 
 
 def _steps_of(optimizer: Any) -> int:
@@ -205,7 +206,7 @@ def _steps_of(optimizer: Any) -> int:
 
 
 def _variables(value: Any) -> Sequence[Any]:
-    """Those of a member of a state."""
+    """Return the variables of a member of a state."""
     if isinstance(value, keras.Model):
         return list(value.weights)
     if reducing.is_optimizer(value):
@@ -218,13 +219,13 @@ def _elements(variable: Any) -> int:
 
 
 def _of_tensorflow(module: str, name: str) -> list[type]:
-    """A class of TensorFlow's data sets; none where nothing has used it."""
+    """Return a class of TensorFlow's data sets; empty if its module was not imported."""
     found = getattr(sys.modules.get(f"tensorflow.python.data.ops.{module}"), name, None)
     return [found] if isinstance(found, type) else []
 
 
 def _lineage(dataset: Any) -> Iterator[Any]:
-    """A data set and those that it was made from."""
+    """Yield a data set and those that it was made from."""
     waiting = [dataset]
     while waiting:
         each = waiting.pop()
@@ -235,7 +236,7 @@ def _lineage(dataset: Any) -> Iterator[Any]:
 
 
 def _place_of(shard: Any) -> tuple[int, int] | None:
-    """The index and the number of a share; None where they aren't known."""
+    """Return index and number of shards, or None if unknown."""
     index: Any = getattr(shard, "_index", None)
     number: Any = getattr(shard, "_num_shards", None)
     if not hasattr(index, "numpy") or not hasattr(number, "numpy"):

@@ -1,4 +1,4 @@
-"""Keras 3 optimizers that reduce gradients over all ranks before they apply them, on each of Keras's backends."""
+"""Keras 3 optimizers that reduce gradients over all ranks before applying them, on each of Keras's backends."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _THIS = "legacy Keras" if LEGACY else "Keras 3"
 
 
 class ReducesGradients:
-    """What a distributed optimizer has besides its own methods.
+    """Mixin of distributed optimizers.
 
-    One that accumulates gradients reduces them when it applies what it has added up, and in no other pass.
+    With gradient accumulation, gradients are reduced only in the pass that applies them.
     """
 
     _elastic: GradientOptions
     _elastic_local: set[int]  # ids of variables
-    _elastic_outer: bool  # a loss scale around it reduces
-    _elastic_factor: float  # of what was accumulated, which Keras averages
-    _elastic_applied: list[bool]  # which of the gradients that are applied are local ones
+    _elastic_outer: bool  # reduced by an enclosing loss scale
+    _elastic_factor: float  # factor for accumulated gradients, which Keras averages
+    _elastic_applied: list[bool]  # which of the applied gradients are local ones
     gradient_accumulation_steps: int | None  # Keras's own
     _iterations: Any
 
     def register_local_var(self, variable: Any) -> None:
-        """This variable belongs to this rank: its gradient is not reduced."""
+        """Exclude the gradient of this rank's own variable from the reduction."""
         self._elastic_local.add(id(variable))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Iterable[Any] | None = None) -> Any:
-        """As Keras's ``apply``, with gradients reduced over all ranks."""
+        """Like Keras's ``apply``, with gradients reduced over all ranks."""
         grads = list(grads)
         known = (
             getattr(self, "_trainable_variables")  # noqa: B009  Keras's own
@@ -55,12 +55,12 @@ class ReducesGradients:
         return _reduced(grads, local, self._elastic)
 
     def _backend_apply_gradients(self, grads: list[Any], trainable_variables: list[Any]) -> None:
-        """Keras's own, after it has left out variables without a gradient."""
+        """Override of Keras's method, which has filtered out variables without a gradient."""
         object.__setattr__(self, "_elastic_applied", self._which_are_local(trainable_variables))
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: list[Any]) -> list[Any]:
-        """Keras's own, which it calls with what is to be applied."""
+        """Override of Keras's method, which receives the gradients to be applied."""
         steps = self.gradient_accumulation_steps
         if steps and not self._elastic_outer:
             grads = tensors.where(
@@ -78,8 +78,10 @@ class ReducesGradients:
 
 
 class ReducesScaledGradients(ReducesGradients):
-    """A loss scale, which leaves a step out whose gradients are not finite: all ranks do, or none, because it looks at
-    the reduced ones. It reduces in each backward pass, also where the optimizer in it accumulates.
+    """Mixin of loss scales, which skip a step whose gradients are not finite.
+
+    The check uses reduced gradients, so all ranks skip a step or none does. Gradients are reduced in each backward
+    pass, even if the inner optimizer accumulates.
     """
 
     _trainable_variables: list[Any]  # Keras's own
@@ -87,18 +89,18 @@ class ReducesScaledGradients(ReducesGradients):
     def stateless_apply(
         self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any
     ) -> Any:
-        """As Keras's, which JAX calls in place of ``apply``."""
+        """Like Keras's method, which JAX calls in place of ``apply``."""
         grads = self._reduced_of(list(grads), self._trainable_variables)
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
 
 
 def inside(optimizer: Any) -> Any:
-    """The optimizer in a loss scale; any other is returned as it is."""
+    """Return the optimizer in a loss scale; others unchanged."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def kinds() -> list[type]:
-    """The classes of optimizers of this process's Keras."""
+    """Return the optimizer base classes of this process's Keras."""
     found: list[type] = [keras.optimizers.Optimizer]
     return [*found, keras.optimizers.legacy.Optimizer] if LEGACY else found
 
@@ -108,7 +110,7 @@ def is_optimizer(value: object) -> bool:
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Makes all variables that an optimizer works with."""
+    """Create all variables of an optimizer."""
     if LEGACY:
         from elastic.keras import legacy_optimizer
 
@@ -118,24 +120,24 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def is_built(optimizer: Any) -> bool:
-    if LEGACY:  # those of tf_keras.optimizers.legacy say it by their weights
+    if LEGACY:  # those of tf_keras.optimizers.legacy show it by their weights
         optimizer = inside(optimizer)
         return bool(getattr(optimizer, "_built", False) or getattr(optimizer, "weights", None))
     return bool(optimizer.built)
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """Its own, its loss scale, and what a distributed one has accumulated of a step."""
+    """Return its own variables, its loss scale, and accumulated gradients of a distributed one."""
     if not LEGACY:
         return list(optimizer.variables)
     own = inside(optimizer).variables
-    scale: Any = getattr(optimizer, "_loss_scale", None)  # a number, where it is fixed
+    scale: Any = getattr(optimizer, "_loss_scale", None)  # a number if it is fixed
     scales = [scale.current_loss_scale, scale.counter] if hasattr(scale, "counter") else []
     return [*(own() if callable(own) else own), *scales, *accumulated(optimizer)]
 
 
 def accumulated(optimizer: Any) -> list[Any]:
-    """What a distributed optimizer has accumulated of a step."""
+    """Return the accumulated gradients of a distributed optimizer."""
     optimizer = inside(optimizer)
     passes = getattr(optimizer, "_elastic_passes", None)
     return list(
@@ -144,7 +146,7 @@ def accumulated(optimizer: Any) -> list[Any]:
 
 
 def check(optimizer: object) -> None:
-    """Raises Invalid for what can't be distributed."""
+    """Raise Invalid if the object cannot be distributed."""
     if not is_optimizer(optimizer):
         raise Invalid(
             f"{type(optimizer).__name__} is not an optimizer of {_THIS}: wrap one; TF_USE_LEGACY_KERAS selects"
@@ -155,7 +157,10 @@ def check(optimizer: object) -> None:
 
 
 def distribute(optimizer: Any, options: GradientOptions, factor: float = 1) -> Any:
-    """The same optimizer, which reduces from now on. `check` it first. ``factor``: of what it accumulates."""
+    """Make an optimizer reduce from now on, and return it. `check` it first.
+
+    ``factor`` applies to accumulated gradients.
+    """
     inner = inside(optimizer)
     _mark(inner, options, set(), factor)
     if inner is not optimizer:
@@ -167,7 +172,7 @@ def distribute(optimizer: Any, options: GradientOptions, factor: float = 1) -> A
 
 def _mark(optimizer: Any, options: GradientOptions, local: set[int], factor: float) -> None:
     kind: Any = type(optimizer)
-    # Not tracked by Keras: it is no part of what is saved.
+    # Bypasses Keras's tracking, so that it is not saved.
     object.__setattr__(optimizer, "_elastic", options)
     object.__setattr__(optimizer, "_elastic_local", local)
     object.__setattr__(optimizer, "_elastic_factor", factor)
@@ -176,7 +181,7 @@ def _mark(optimizer: Any, options: GradientOptions, local: set[int], factor: flo
 
 
 def _reduce_around(scale: Any) -> None:
-    """A loss scale reduces in the place of the distributed optimizer in it."""
+    """Let a loss scale reduce in place of the distributed optimizer in it."""
     inner = scale.inner_optimizer
     _mark(scale, inner._elastic, inner._elastic_local, 1)
     object.__setattr__(inner, "_elastic_outer", True)
@@ -186,7 +191,7 @@ def _reduce_around(scale: Any) -> None:
 def _subclass(kind: type) -> type:
     scales = not LEGACY and issubclass(kind, keras.optimizers.LossScaleOptimizer)
     reduces = ReducesScaledGradients if scales else ReducesGradients
-    # Of the same name and module, so that a saved model is one of Keras's own.
+    # With the same name and module, so that a saved model is an ordinary Keras model.
     return type(kind.__name__, (reduces, kind), {"__module__": kind.__module__})
 
 
@@ -225,14 +230,14 @@ def _reduce(found: list[torch.Tensor], options: GradientOptions) -> list[torch.T
 
 
 def _as_shares(found: list[torch.Tensor], options: GradientOptions) -> list[torch.Tensor]:
-    """Local gradients, divided as the average of the others is."""
+    """Divide local gradients in the same way as averaged ones."""
     size = submission.group_size(torch.device("cpu"), resolve_or_alone(options.process_set))
     return [tensor / size for tensor in found]
 
 
 @functools.cache
 def reduce_in_loss_scales() -> None:
-    """``compile`` puts a loss scale around an optimizer where a model's policy is mixed_float16."""
+    """Patch loss scales, which ``compile`` adds if a model's policy is mixed_float16."""
     if LEGACY:
         return
     kind: Any = keras.optimizers.LossScaleOptimizer
@@ -249,7 +254,7 @@ def reduce_in_loss_scales() -> None:
 
 @functools.cache
 def leave_xla_out() -> None:
-    """Keras compiles a step with XLA where it can, on TensorFlow; and XLA can't call what reduces."""
+    """Disable XLA in Keras's training step on TensorFlow, because XLA cannot call the reduction."""
     if tensors.backend() != "tensorflow":
         return
     make = keras.Model.make_train_function

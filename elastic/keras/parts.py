@@ -1,4 +1,4 @@
-"""A Keras model and a Keras optimizer as parts of a state: see `elastic.state.handlers.part`."""
+"""Keras models and optimizers as parts of a state: see `elastic.state.handlers.part`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic.state.snapshots.snapshot import same_bits
 
 
 class ModelPart(VariablesPart):
-    """A Keras model that has been built."""
+    """A built Keras model."""
 
     value: keras.Model
 
@@ -74,7 +74,7 @@ class ModelPart(VariablesPart):
 
 
 class OptimizerPart(VariablesPart):
-    """A Keras optimizer. It must know its model's variables: see `build`."""
+    """A Keras optimizer that knows its model's variables: see `build`."""
 
     value: keras.optimizers.Optimizer
 
@@ -89,7 +89,7 @@ class OptimizerPart(VariablesPart):
         return reducing.variables_of(self.value)
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        # What a distributed optimizer has accumulated of a step is each worker's own.
+        # Accumulated gradients of a distributed optimizer are each worker's own.
         own = {id(each) for each in reducing.accumulated(self.value)}
         named = self.named()
         return {"own": [name for name, each in named.items() if id(each) in own]}, values_of(named)
@@ -99,14 +99,14 @@ class OptimizerPart(VariablesPart):
 
 
 def _settle(model: Any) -> None:
-    """In the middle of ``fit`` the JAX backend has a model's values elsewhere."""
+    """Write back a model's values, which the JAX backend holds elsewhere during ``fit``."""
     sync = getattr(model, "jax_state_sync", None)
     if sync is not None:
         sync()
 
 
 def _forget(model: Any) -> None:
-    """What the JAX backend has elsewhere is of before."""
+    """Discard the JAX backend's copy of the values, which is outdated."""
     if hasattr(model, "_jax_state"):
         model._jax_state = None
         model._jax_state_synced = True

@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 def run(func: Callable[..., Value]) -> Callable[..., Value]:
-    """`elastic.run_loop.run`, which also recovers from what is reported of a collective inside a compiled step."""
+    """Like `elastic.run_loop.run`, but also recover from errors reported for a collective in a compiled step."""
     match tensors.backend():
         case "tensorflow":
             from elastic.tensorflow import run as of_tensorflow

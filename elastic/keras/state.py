@@ -17,17 +17,17 @@ from elastic.state.handled_state import HandledState
 class KerasState(HandledState):
     """A Keras model, its optimizer, and Python values: ``KerasState(model, batch=0, epoch=0)``.
 
-    Committed, restored, and brought to workers that lack it: all weights, the state of the optimizer, and the values.
+    Commits, restores and broadcasts all weights, the state of the optimizer, and the values.
 
     Args:
         model: built: with an Input, or called once.
-        optimizer: the model's own by default. It is built here if it has not been.
-        backend: accepted, and without a meaning.
-        rng: commits and restores this worker's random generators too (torch, numpy, random).
-        **kwargs: values of the state, as attributes.
+        optimizer: the model's own by default. It is built here if necessary.
+        backend: ignored.
+        rng: also commit and restore this worker's random generators (torch, numpy, random).
+        **kwargs: values of the state, available as attributes.
 
     Raises:
-        Invalid: for a model that is not built, or a value that can't be copied.
+        Invalid: the model is not built, or a value cannot be copied.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which backend Keras 3 runs on, and collectives on torch's and JAX's tensors."""
+"""The backend of Keras 3, and collectives on torch's and JAX's tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.api.which_keras import keras
 from elastic.errors import Invalid
 from elastic.rendezvous import environment
 
-raised: deque[BaseException] = deque(maxlen=8)  # by collectives inside a step that JAX compiled
+raised: deque[BaseException] = deque(maxlen=8)  # by collectives inside a step compiled by JAX
 BACKENDS = ("tensorflow", "torch", "jax")
 
 if keras.backend.backend() == "tensorflow":
@@ -22,7 +22,7 @@ if keras.backend.backend() == "tensorflow":
 
 
 def backend() -> str:
-    """The backend. Raises Invalid for one that trains nothing."""
+    """Return the name of the backend. Raises Invalid if it cannot train."""
     found: str = keras.backend.backend()
     if found not in BACKENDS:
         raise Invalid(f"Keras runs on {found}; set KERAS_BACKEND to one of {', '.join(BACKENDS)}")
@@ -32,8 +32,10 @@ def backend() -> str:
 def apply(
     compute: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], tensors: Sequence[Any]
 ) -> list[Any]:
-    """``compute`` of torch's or JAX's tensors, with results of the same shapes and dtypes: now, or in a step that JAX
-    compiles each time that it runs. (TensorFlow's have `elastic.tensorflow.bridge`.)
+    """Apply ``compute`` to torch's or JAX's tensors; results have the same shapes and dtypes.
+
+    It runs now, or, in a step compiled by JAX, each time that step runs. For TensorFlow see
+    `elastic.tensorflow.bridge`.
     """
     if backend() == "jax":
         return _in_jax(compute, tensors)
@@ -41,13 +43,13 @@ def apply(
 
 
 def held(variable: Any) -> Any:
-    """The backend's variable that one of Keras holds; any other is itself."""
+    """Return the backend's variable of a Keras variable; others unchanged."""
     found = getattr(variable, "value", None)
     return variable if found is None or callable(found) else found
 
 
 def is_traced(value: Any) -> bool:
-    """Whether it is a tensor of a step that JAX is compiling."""
+    """Return whether the value is a tensor of a step that JAX is compiling."""
     if backend() != "jax":
         return False
     import jax
@@ -56,7 +58,7 @@ def is_traced(value: Any) -> bool:
 
 
 def of_backend(value: Any) -> Any:
-    """A number, an array or a tensor as a tensor of torch or JAX; one of torch stays on its device."""
+    """Convert a number, an array or a tensor to a tensor of torch or JAX; torch tensors stay on their device."""
     if is_traced(value) or isinstance(value, torch.Tensor):
         return value
     made = value_of(value)
@@ -91,7 +93,7 @@ def _in_jax(
 def where(
     condition: Any, true: Callable[[], list[Any]], false: Callable[[], list[Any]]
 ) -> list[Any]:
-    """One of the two, whose results have the same shapes and dtypes: chosen now, or by a step that JAX compiles."""
+    """Return one of two results of equal shapes and dtypes, chosen now or inside a step compiled by JAX."""
     if isinstance(condition, bool):
         return true() if condition else false()
     chosen: list[Any] = keras.ops.cond(condition, true, false)

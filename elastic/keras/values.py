@@ -1,7 +1,7 @@
-"""Collectives of numbers, arrays and tensors, for metrics and the like: with tensors of Keras's backend as results.
+"""Collectives on numbers, arrays and tensors, for metrics and the like. Results are tensors of Keras's backend.
 
-On TensorFlow they may be called in a ``tf.function`` too, and give symbolic tensors there. A step that JAX compiles may
-call those whose result has the shape of their value.
+On TensorFlow they may be called in a ``tf.function``, where they return symbolic tensors. A step compiled by JAX may
+call those whose result has the shape of their argument.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def allreduce(
     op: int | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """Reduces a number, an array or a tensor over all ranks; Average by default.
+    """Reduce a number, an array or a tensor over all ranks; Average by default.
 
-    ``compression`` is accepted, and without a meaning: values are small.
+    ``compression`` is ignored, because values are small.
 
     Returns:
-        A tensor of the backend, of the same shape; TensorFlow's in a ``tf.function`` is symbolic.
+        A tensor of the backend, of the same shape; symbolic in a ``tf.function``.
     """
     factors: dict[str, Any] = {
         "prescale_factor": prescale_factor,
@@ -48,29 +48,30 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """All ranks' arrays, one after the other along the first dimension, as a tensor of the backend."""
+    """Concatenate all ranks' arrays along the first dimension. Returns a tensor of the backend."""
     if _in_tensorflow(value):
         return _tensorflow().allgather(value, name)
     return _apply(lambda given: ops.allgather(given, name), value, "allgather")
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Rank ``root_rank``'s value, as a tensor of the backend."""
+    """Return rank ``root_rank``'s value as a tensor of the backend."""
     if _in_tensorflow(value):
         return _tensorflow().broadcast(value, root_rank, name)
     return _apply(lambda given: ops.broadcast(given, root_rank, name), value)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """Reduces an array over all ranks, and gives each its share of the rows, as a tensor of the backend."""
+    """Reduce an array over all ranks and return this rank's share of the rows as a tensor of the backend."""
     if _in_tensorflow(value):
         return _tensorflow().reducescatter(value, op=op, name=name)
     return _apply(lambda given: ops.reducescatter(given, name=name, op=op), value, "reducescatter")
 
 
 def _in_tensorflow(value: Any) -> bool:
-    """Whether TensorFlow's collectives take it. In a graph of TensorFlow 1 a number has its result at once, as in
-    Horovod, which runs a session for it.
+    """Return whether TensorFlow's collectives handle the value.
+
+    In a TensorFlow 1 graph a number is reduced at once, as in Horovod, which runs a session for it.
     """
     if tensors.backend() != "tensorflow":
         return False
@@ -82,7 +83,7 @@ def _in_tensorflow(value: Any) -> bool:
 
 
 def _tensorflow() -> Any:
-    """The collectives of TensorFlow's tensors. Imported late: other backends have no TensorFlow."""
+    """Import the collectives of TensorFlow's tensors lazily: other backends may have no TensorFlow."""
     from elastic.tensorflow import ops as of_tensors
 
     return of_tensors
@@ -91,8 +92,10 @@ def _tensorflow() -> Any:
 def _apply(
     compute: Callable[[torch.Tensor], torch.Tensor], value: Any, reshapes: str | None = None
 ) -> Any:
-    """``reshapes``: the name of a collective whose result has another shape than its value. Raises Invalid for one in a
-    step that JAX compiles.
+    """Apply ``compute`` to one value.
+
+    ``reshapes`` is the name of a collective whose result has another shape than its argument. Raises Invalid for one in
+    a step compiled by JAX.
     """
     if reshapes is not None and tensors.is_traced(value):
         raise Invalid(

@@ -76,7 +76,7 @@ def launch(
 
         losses = elastic.launch(train, args=(0.1,), np=4)  # what train(0.1) returned, by rank
     """
-    given = dict(locals())  # flags of elasticrun, but for these
+    given = dict(locals())  # flags of elasticrun, except for these
     for name in ("func", "args", "kwargs", "env", "executable", "on_report"):
         del given[name]
     if not callable(func):
@@ -113,9 +113,9 @@ def values_of(results: Sequence[bytes | None]) -> list[Any]:
     """The values by rank. Raises JobFailed if one is missing, since the others must not change places."""
     missing = [str(rank) for rank, blob in enumerate(results) if blob is None]
     if missing:
-        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing[:8])}"
+        named = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing[:8])}"
         raise JobFailed(
-            f"{who} of {len(results)} ended without a value (sys.exit?): return from the function on every rank,"
+            f"{named} of {len(results)} ended without a value (sys.exit?): return from the function on every rank,"
             " None if there is no value"
         )
     return [cloudpickle.loads(blob) for blob in results if blob is not None]

@@ -95,7 +95,7 @@ class Job:
         from elastic.driver.job.steering.client import JobClient
 
         with JobClient(self._found) as client:
-            told = client.ask(kind, *arguments)
-        if not told.done:
-            raise RequestRefused(f"job {self.name}: {told.text}")
-        return told.text, told.data
+            answer = client.ask(kind, *arguments)
+        if not answer.done:
+            raise RequestRefused(f"job {self.name}: {answer.text}")
+        return answer.text, answer.data

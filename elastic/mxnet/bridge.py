@@ -1,4 +1,4 @@
-"""MXNet's arrays as torch's tensors, and new arrays of the same kind. Knows no collective."""
+"""Conversion between MXNet's arrays and torch's tensors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Array: TypeAlias = mx.nd.NDArray
 
 
 def view(array: Array, write: bool = False) -> torch.Tensor:
-    """A tensor in the array's own memory, on its device. Waits for what MXNet still computes there.
+    """Return a tensor over the array's own memory, on its device. Waits for pending computations of MXNet.
 
     Args:
-        array: dense, of a dtype that DLPack and torch have: float16, float32, float64, (u)int8, int32, int64.
-        write: waits for those who still read it too. Only then may the tensor be written to.
+        array: dense, of a dtype that DLPack and torch support: float16, float32, float64, (u)int8, int32, int64.
+        write: also wait for pending reads. Required if the tensor is written to.
 
     Raises:
-        TypeError: for anything but an NDArray.
-        UnsupportedType: for a sparse one, or another dtype.
+        TypeError: not an NDArray.
+        UnsupportedType: a sparse array, or another dtype.
     """
     if not isinstance(array, mx.nd.NDArray):
         raise TypeError(f"expected an mxnet.nd.NDArray, got {type(array).__name__}")
@@ -42,12 +42,12 @@ def view(array: Array, write: bool = False) -> torch.Tensor:
 
 
 def views(arrays: Sequence[Array]) -> list[torch.Tensor]:
-    """`view` of each, to write to."""
+    """Return a writable `view` of each array."""
     return [view(array, write=True) for array in arrays]
 
 
 def copy_of(tensor: torch.Tensor, like: Array) -> Array:
-    """A new array on the device and of the dtype of ``like``, with the tensor's shape and values."""
+    """Return a new array with the device and dtype of ``like`` and the tensor's shape and values."""
     made = mx.nd.empty(tuple(tensor.shape), ctx=like.context, dtype=like.dtype)
     if made.size:
         view(made, write=True).copy_(tensor)

@@ -1,4 +1,4 @@
-"""How MXNet's arrays shrink before they travel: any class with these two static methods will do."""
+"""Compression of MXNet's arrays before they are sent. Any class with these two static methods can be used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.mxnet.bridge import Array
 
 
 class ToHalf:
-    """Sends float32 and float64 as float16: 11 significant bits; sums beyond 65504 overflow. Others as they are."""
+    """Sends float32 and float64 as float16: 11 significant bits; sums beyond 65504 overflow. Others are unchanged."""
 
     @staticmethod
     def compress(tensor: Array) -> tuple[Array, Any]:
@@ -25,7 +25,7 @@ class ToHalf:
 
 
 class MXNetCompression:
-    """What ``compression=`` takes; a class of your own with ``compress`` and ``decompress`` works as well."""
+    """Values for ``compression=``. A custom class with ``compress`` and ``decompress`` works as well."""
 
     none = NoneCompressor
     fp16 = ToHalf

@@ -1,19 +1,19 @@
-"""Collectives for MXNet, with Horovod's names, signatures and defaults; `elastic.api.ops` does the work.
+"""Collectives for MXNet with Horovod's names, signatures and defaults, implemented by `elastic.api.ops`.
 
-All take dense ``mxnet.nd.NDArray`` of float16, float32, float64, (u)int8, int32 or int64. They return when the result
-is there: MXNet's engine is waited for, and does nothing of ours later. None is recorded for gradients, as in Horovod.
+All functions take a dense ``mxnet.nd.NDArray`` of float16, float32, float64, (u)int8, int32 or int64. They wait for
+MXNet's engine and return when the result is available. They have no gradients, as in Horovod.
 
-These arguments mean the same everywhere:
+These arguments are common to all functions:
 
-    name: what the call is matched by: ranks may submit different names in different orders. Calls without a name are
-        matched by their order among those of one kind.
-    op: Average, Sum, Min, Max, Product or Adasum. Average if it is not given.
-    average: deprecated: True means Average, False means Sum.
-    priority: accepted, and without a meaning: each call is over when it returns.
+    name: identifies the call, so that ranks may submit different names in different orders. Unnamed calls are matched
+        by their order among those of one kind.
+    op: Average (default), Sum, Min, Max, Product or Adasum.
+    average: deprecated; True means Average, False means Sum.
+    priority: ignored, since each call is complete when it returns.
     prescale_factor, postscale_factor: the array is multiplied by them before and after the reduction.
-    process_set: only its ranks call, and only they take part. All ranks by default.
+    process_set: only its ranks call and take part. All ranks by default.
 
-All raise what torch's collectives raise (see `elastic.api.ops`), and TypeError for what is no NDArray.
+All functions raise the errors of torch's collectives (see `elastic.api.ops`), and TypeError for other objects.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> Array:
-    """All ranks' arrays, reduced: a new array of the same shape and dtype."""
+    """Reduce all ranks' arrays. Returns a new array of the same shape and dtype."""
     factors = (prescale_factor, postscale_factor)
     return grouped_allreduce(
         [tensor], None, name, priority, *factors, process_set, as_op(op, average)
@@ -56,7 +56,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> Array:
-    """`allreduce` into the array itself, which is returned."""
+    """Like `allreduce`, into the array itself, which is returned."""
     factors = (prescale_factor, postscale_factor)
     grouped_allreduce_([tensor], None, name, priority, *factors, process_set, as_op(op, average))
     return tensor
@@ -72,9 +72,9 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> list[Array]:
-    """`allreduce` of several arrays at once; small ones of one dtype travel in one buffer."""
+    """Reduce several arrays at once; small ones of one dtype share a buffer. See `allreduce`."""
     for tensor in tensors:
-        view(tensor)  # refused before anything is copied
+        view(tensor)  # checked before anything is copied
     made = [tensor.copy() for tensor in tensors]
     factors = (prescale_factor, postscale_factor)
     return grouped_allreduce_(made, None, name, priority, *factors, process_set, as_op(op, average))
@@ -90,7 +90,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> list[Array]:
-    """`grouped_allreduce` into the arrays themselves, which are returned."""
+    """Like `grouped_allreduce`, into the arrays themselves, which are returned."""
     reduction = as_op(op, average)
     if tensors:
         scales = (prescale_factor, postscale_factor)
@@ -104,7 +104,7 @@ def allgather(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Concatenates all ranks' arrays along dimension 0, in rank order.
+    """Concatenate all ranks' arrays along dimension 0, in rank order.
 
     Args:
         tensor: of shape ``[rows, ...]``. ``rows`` may differ between ranks.
@@ -121,7 +121,7 @@ def grouped_allgather(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
-    """`allgather` of several arrays at once."""
+    """Like `allgather`, for several arrays at once."""
     if not tensors:
         return []
     made = ops.grouped_allgather([view(tensor) for tensor in tensors], name, process_set)
@@ -135,7 +135,7 @@ def broadcast(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Rank ``root_rank``'s array, on every rank: a new array. The root counts in the world."""
+    """Return a copy of the array of rank ``root_rank`` of the world on every rank."""
     view(tensor)
     return broadcast_(tensor.copy(), root_rank, name, priority, process_set)
 
@@ -147,7 +147,7 @@ def broadcast_(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """`broadcast` into the array itself, which is returned."""
+    """Like `broadcast`, into the array itself, which is returned."""
     ops.broadcast_(view(tensor, write=True), root_rank, name, process_set)
     return tensor
 
@@ -159,14 +159,14 @@ def alltoall(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Array | tuple[Array, Array]:
-    """Sends ``splits[r]`` rows of the array to each rank r, and returns what all have sent here.
+    """Send ``splits[r]`` rows of the array to each rank r, and return the rows received.
 
     Args:
         tensor: of shape ``[rows, ...]``.
-        splits: one number for each rank; without it all get equally many rows.
+        splits: one number per rank; by default all ranks get the same number of rows.
 
     Returns:
-        The received rows, in rank order; with ``splits`` also an int32 array that says how many came from each rank.
+        The received rows, in rank order; with ``splits`` also an int32 array with the number of rows from each rank.
     """
     if splits is None:
         made = ops.alltoall(view(tensor), None, name, process_set)
@@ -187,8 +187,9 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Array:
-    """Reduces an array of shape ``[rows, ...]``, and gives each rank its share of the rows: the first ranks have one
-    more where they can't be dealt out evenly. ``op`` is Average or Sum.
+    """Reduce an array of shape ``[rows, ...]`` and return this rank's share of the rows.
+
+    The first ranks get one row more if the rows cannot be divided evenly. ``op`` is Average or Sum.
     """
     scales = (prescale_factor, postscale_factor)
     return grouped_reducescatter([tensor], op, name, priority, process_set, *scales)[0]
@@ -203,7 +204,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Array]:
-    """`reducescatter` of several arrays at once."""
+    """Like `reducescatter`, for several arrays at once."""
     if not tensors:
         return []
     made = ops.grouped_reducescatter(

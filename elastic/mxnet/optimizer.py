@@ -1,4 +1,4 @@
-"""Gradients of a step, reduced over all ranks: for Gluon's trainer, and for optimizers of a Module or a loop."""
+"""Reduction of the gradients of a step over all ranks, for Gluon's trainer and for optimizers of a Module or a loop."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from elastic.optimizer.gradient_options import check_compression, check_predivid
 
 
 def ranks(process_set: ProcessSet) -> int:
-    """Among how many gradients are averaged here: 1 on a rank that does not belong to the process set."""
+    """Return the number of ranks that average gradients with this one: 1 outside the process set."""
     return (process_set.size() or 1) if process_set.included() else 1
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     """An optimizer of MXNet whose gradients are summed over all ranks before each update.
 
-    The mean is taken by the optimizer's own ``rescale_grad``, which is divided by the number of ranks, as in Horovod.
-    All other attributes are the optimizer's own.
+    The average is taken by the optimizer's own ``rescale_grad``, which is divided by the number of ranks, as in
+    Horovod. All other attributes are those of the optimizer.
 
     Args:
-        optimizer: of MXNet. It must not be used by itself any more.
-        gradient_predivide_factor: gradients are divided by it before the sum, and multiplied by it after.
-        num_groups: accepted, and without a meaning: what MXNet updates at once travels in one call.
-        process_set: the ranks that reduce among themselves; others keep their own gradients.
+        optimizer: of MXNet. Do not use it directly any more.
+        gradient_predivide_factor: gradients are divided by it before the sum and multiplied by it after.
+        num_groups: ignored, since everything that MXNet updates at once is reduced in one call.
+        process_set: the ranks that reduce among themselves; other ranks keep their own gradients.
 
     Raises:
-        Invalid: for anything but an optimizer of MXNet, or a factor that is not positive.
+        Invalid: not an optimizer of MXNet, or a factor that is not positive.
 
     Example::
 
@@ -46,7 +46,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     _optimizer: Any
     _gradient_predivide_factor: float
     _process_set: ProcessSet
-    _ranks: int  # that the optimizer's rescale_grad is divided by
+    _ranks: int  # the divisor included in the optimizer's rescale_grad
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
                 f"optimizer is a {type(optimizer).__name__}: pass one of MXNet's, as mx.optimizer.create('sgd')"
             )
         check_predivide_factor(gradient_predivide_factor, Op.AVERAGE)
-        # Not by assignment: that goes to the optimizer.
+        # Not by assignment, which would set attributes of the optimizer.
         self.__dict__.update(
             _optimizer=optimizer,
             _gradient_predivide_factor=gradient_predivide_factor,
@@ -76,7 +76,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         setattr(self._optimizer, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process_set": None}  # it belongs to this process
+        return {**self.__dict__, "_process_set": None}  # belongs to this process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _process_set=global_process_set)
@@ -105,7 +105,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self._optimizer.set_wd_mult(args_wd_mult)
 
     def _follow_the_world(self) -> None:
-        """The world may have changed since the last update."""
+        """Update the divisor if the world has changed since the last update."""
         now = ranks(self._process_set)
         self._optimizer.rescale_grad *= self._ranks / now
         self.__dict__["_ranks"] = now
@@ -128,21 +128,21 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
 
 class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
-    """Gluon's trainer, with gradients that are summed over all ranks in one call; ``step()`` takes their mean.
+    """Gluon's trainer with gradients summed over all ranks in one call; ``step()`` applies their average.
 
     Args:
-        params: ``net.collect_params()``, a dict, or a list of parameters, which is sorted by their names.
+        params: ``net.collect_params()``, a dict, or a list of parameters, which is sorted by name.
         optimizer, optimizer_params: as for Gluon's trainer. A `DistributedOptimizer` is unwrapped, with a warning.
         compression: `Compression.none`, `Compression.fp16`, or a class with the same two methods.
-        gradient_predivide_factor: gradients are divided by it before the sum, and multiplied by it after.
-        prefix: of the collective's name: different ones where a program has several trainers.
-        num_groups: in how many calls the gradients travel; one without it.
-        process_set: the ranks that reduce among themselves; others keep their own gradients.
+        gradient_predivide_factor: gradients are divided by it before the sum and multiplied by it after.
+        prefix: of the collective's name; must differ if a program has several trainers.
+        num_groups: number of calls for the gradients; one by default.
+        process_set: the ranks that reduce among themselves; other ranks keep their own gradients.
 
     Raises:
-        Invalid: for a factor that is not positive, or a compression without the two methods; in ``step()`` for a
-            parameter that lives on several devices.
-        PeerLost: in ``step()`` and ``allreduce_grads()``, when the world breaks.
+        Invalid: a factor that is not positive, or a compression without the two methods; in ``step()`` a parameter that
+            is on several devices.
+        PeerLost: in ``step()`` and ``allreduce_grads()``, if the world breaks.
 
     Example::
 
@@ -179,7 +179,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     @property
     def _scale(self) -> float:
-        """What Gluon multiplies gradients by, besides 1 / batch size. Asked for in each step: the world may change."""
+        """Gluon's factor for gradients, besides 1 / batch size. Computed in each step, because the world may change."""
         return self._own_scale / ranks(self._process_set)
 
     @_scale.setter
@@ -207,6 +207,6 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
 
 def groups(count: int, wanted: int) -> Sequence[tuple[int, int]]:
-    """``count`` things in order, in so many groups of nearly one size: where each begins and ends. 0: in one."""
+    """Return the bounds of ``wanted`` groups of nearly equal size that divide ``count`` items. 0: one group."""
     parts = max(1, min(wanted, count))
     return [(count * part // parts, count * (part + 1) // parts) for part in range(parts)]

@@ -1,4 +1,4 @@
-"""Makes MXNet's parameters equal on all ranks."""
+"""Broadcast of MXNet's parameters."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def broadcast_parameters(
     root_rank: int = 0,
     prefix: str | None = None,
 ) -> None:
-    """Overwrites parameters with those of rank ``root_rank``, in place. They travel packed.
+    """Overwrite parameters with those of rank ``root_rank``, in place. They are sent packed.
 
-    One whose shape is not known yet follows when MXNet initializes it, in a broadcast of its own.
+    A parameter whose shape is not known yet is broadcast separately when MXNet initializes it.
 
     Args:
         params: ``Block.collect_params()``, a part of ``Module.get_params()``, or any dict of names and parameters or
             arrays: the same names, shapes and dtypes on every rank.
-        root_rank: counts in the world.
-        prefix: put before the names: different ones where several calls run at the same time.
+        root_rank: a rank of the world.
+        prefix: put before the names; must differ between calls that run at the same time.
 
     Raises:
-        ValueError: for anything but a dict; on every rank, if names, shapes or dtypes differ between ranks.
-        Invalid: (a ValueError) for a parameter that lives on several devices.
-        PeerLost: when the world breaks.
+        ValueError: ``params`` is not a dict; on every rank, if names, shapes or dtypes differ between ranks.
+        Invalid: (a ValueError) a parameter is on several devices.
+        PeerLost: the world broke.
 
     Example::
 
@@ -56,12 +56,12 @@ def broadcast_parameters(
 
 
 def only_array(value: Parameter | Array) -> Array:
-    """A parameter's array. Raises Invalid if it has several; what MXNet raises if it has none yet."""
+    """Return a parameter's array. Raises Invalid if it has several, and MXNet's error if it has none yet."""
     return _only(value, value.list_data()) if isinstance(value, Parameter) else value
 
 
 def only_gradient(parameter: Parameter) -> Array:
-    """A parameter's gradient. Raises Invalid if it has several."""
+    """Return a parameter's gradient. Raises Invalid if it has several."""
     return _only(parameter, parameter.list_grad())
 
 

@@ -1,4 +1,4 @@
-"""States of MXNet's models: Gluon's blocks and trainers as parts of a state (see `elastic.state.handlers.part`)."""
+"""States of MXNet models: Gluon's blocks and trainers as parts of a state (see `elastic.state.handlers.part`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic.state.handlers.variables import VariablesPart
 
 
 class BlockPart(VariablesPart):
-    """A Gluon block all of whose parameters have values."""
+    """A Gluon block whose parameters all have values."""
 
     value: mx.gluon.Block
 
@@ -32,7 +32,7 @@ class BlockPart(VariablesPart):
             ) from error
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Views. By place and last word: the numbers that MXNet gives to layers depend on what was built before."""
+        """Return views, keyed by index and last word, because MXNet's layer numbers depend on what was built before."""
         return {
             f"{number}.{name.rpartition('_')[2]}": view(only_array(each), write=True)
             for number, (name, each) in enumerate(self.value.collect_params().items())
@@ -43,7 +43,7 @@ class BlockPart(VariablesPart):
 
 
 class TrainerPart(Part):
-    """A Gluon trainer: its optimizer's counters and rates, and what it keeps for each parameter."""
+    """A Gluon trainer: its optimizer's counters and rates, and the optimizer's state of each parameter."""
 
     value: mx.gluon.Trainer
 
@@ -51,7 +51,7 @@ class TrainerPart(Part):
         return [f"{self.name} {type(self._optimizer).__name__}"]
 
     def seems_unchanged(self) -> bool:
-        return False  # MXNet writes into memory without a trace that torch would see
+        return False  # torch cannot detect MXNet's writes
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
         optimizer = self._optimizer
@@ -93,7 +93,7 @@ class TrainerPart(Part):
 
 
 def _apart(state: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """What an optimizer keeps for a parameter, with names of tensors in place of arrays."""
+    """Return an optimizer's state of a parameter, with arrays replaced by the names of tensors."""
     if isinstance(state, mx.nd.NDArray):
         tensors[name] = view(state)
         return {"tensor": name}
@@ -120,16 +120,16 @@ def _together(state: Any, tensors: dict[str, torch.Tensor], context: Any) -> Any
 class MXNetState(HandledState):
     """A Gluon block, its trainer, and Python values: ``MXNetState(net, trainer, epoch=0, batch=0)``.
 
-    Committed, restored, and brought to workers that lack it: all parameters, what the optimizer keeps, and the values.
+    Commits, restores and broadcasts all parameters, the state of the optimizer, and the values.
 
     Args:
-        net: initialized, and called once if shapes of its parameters are found out by data.
+        net: initialized, and called once if the shapes of its parameters are inferred from data.
         trainer: `DistributedTrainer`, or Gluon's own.
-        rng: commits and restores this worker's random generators too (torch, numpy, random; not MXNet's).
-        **kwargs: values of the state, as attributes.
+        rng: also commit and restore this worker's random generators (torch, numpy, random; not MXNet's).
+        **kwargs: values of the state, available as attributes.
 
     Raises:
-        Invalid: for a net without values, or a value that can't be copied.
+        Invalid: a parameter has no value, or a value cannot be copied.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Calls back when a collective is over, for callers that must not wait for long: one thread waits for theirs. Acts.
+"""Call back when a collective completes, for callers that must not block for long.
 
-A caller that finds nothing else in flight waits a moment itself: where the other ranks are about to come, too, changing
-to another thread and back would cost more than the collective.
+One thread waits on behalf of all callers. A caller that finds nothing else in flight waits briefly itself: when the
+other ranks are about to submit, too, switching to another thread and back would cost more than the collective.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from collections.abc import Callable
 
 from elastic.negotiation import submission
 
-BRIEF_S = 0.003  # for which a caller waits itself
+BRIEF_S = 0.003  # how long a caller waits itself before the thread takes over
 
 Finish = Callable[[], None]
 
 
 class Completions:
-    """Thread-safe. Its thread starts with the first collective that is not over at once."""
+    """Thread-safe. The thread starts with the first collective that does not complete at once."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: dict[int, Finish] = {}
-        self._added = False  # since the thread looked
+        self._added = False  # since the thread last looked
         self._idle = True
-        self._brief = threading.Lock()  # of the caller that waits itself
+        self._brief = threading.Lock()  # held by the caller that waits itself
         self._thread: threading.Thread | None = None
 
     def when_over(self, handle: int, finish: Finish) -> None:
-        """Calls ``finish`` once ``synchronize(handle)`` would return or raise soon: here, or in the thread.
+        """Call ``finish`` once ``synchronize(handle)`` would return or raise soon, in this thread or in the waiting
+        thread.
 
-        ``finish`` calls `submission.synchronize`, and raises nothing. Ends are noticed in whatever order they come, so
-        that a collective whose turn is late on another rank holds up none that came after it.
+        ``finish`` calls `submission.synchronize` and must not raise. Completions are noticed in any order, so that a
+        collective delayed by another rank does not hold up the ones submitted after it.
         """
         if submission.over(handle) or self._comes_soon(handle):
             finish()

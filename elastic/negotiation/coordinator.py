@@ -1,19 +1,21 @@
-"""Decides which collectives can run now, and in what order: those that every member has offered. Pure.
+"""Decide which collectives can run now, and in what order: those that every member has requested. Pure.
 
-One per generation, on rank 0, for the world and all process sets in it. Ranks offer in whatever order they come to
-their calls; what all have offered runs at once, and every rank is told in the same order. Nothing here knows a tensor.
+Each generation has one coordinator, on rank 0, for the world and all its process sets. Ranks request collectives in any
+order; what all members have requested runs at once, in the same order on every rank. The coordinator handles no
+tensors.
 
-A name that comes again gets a number. From then on a rank offers it by one bit, and the coordinator only intersects
-numbers of 128 bytes: with 1,024 names, one `and` per rank. A number says "exactly what I asked for the last time"; a
-rank that wants something else by the same name sends a whole request, and then the others' bits are taken for the
-requests that they stand for. Names are never given another number behind the back of a rank that might be offering the
-old one: a name's number changes only in the decision in which all its members took part. When the numbers are used up,
-all are forgotten at once, in a new epoch; bits of the epoch before are understood until every member has taken notice.
+A name that is requested again gets a cache number. From then on a rank requests it with one bit, and the coordinator
+only intersects bit masks: for 1,024 names, one `and` of 128 bytes per rank. A number means "the same request as last
+time". A rank that wants something else under the same name sends a full request, and the other ranks' bits are expanded
+to the requests that they stand for. The number of a name changes only in a decision in which all its members took part,
+never while a rank might still be requesting the old one. When the numbers are used up, all are dropped at once and a
+new epoch starts; bits of the previous epoch are understood until every member has seen the new one.
 
-A rank whose only submitting thread has waited a moment says for what. Where all that a collective concerns wait, each
-for another one, none of these can ever run, and each rank is told what all have called.
+A rank whose only submitting thread has been blocked for a moment reports what it waits for. If all members of a
+collective wait, each for a different one, none of these can ever run, and every rank receives the list of calls.
 
-A rank that joined has no more data: the others' reductions no longer wait for it. When all have joined, all are told.
+A rank that joined has no more data: the other ranks' reductions no longer wait for it. When all have joined, all are
+notified.
 """
 
 from __future__ import annotations
@@ -38,33 +40,33 @@ from elastic.protocol.calls import distinct, sentence
 
 
 class Coordinator:
-    """``size`` ranks; at most ``capacity`` names with a number in each set."""
+    """Negotiate among ``size`` ranks, with at most ``capacity`` numbered names in each set."""
 
     def __init__(self, size: int, capacity: int) -> None:
         self._size = size
         self._capacity = capacity
         self._sets: dict[Members, MessageTable] = {}
-        self._joined: list[int] = []  # in the order in which they did
-        self._gone: dict[int, str] = {}  # ranks that left, and why
-        # What they have said to wait for, and perhaps wait for no more.
+        self._joined: list[int] = []  # in the order of joining
+        self._gone: dict[int, str] = {}  # ranks that left -> the reason
+        # What each rank last reported to wait for; it may no longer do so.
         self._waits: dict[int, tuple[Members, Request]] = {}
-        self._since: dict[tuple[Members, str], float] = {}  # when it was first seen to wait
-        self._said: set[tuple[Members, str]] = set()
+        self._since: dict[tuple[Members, str], float] = {}  # when the name was first seen waiting
+        self._warned: set[tuple[Members, str]] = set()
 
     # ---- offers ----------------------------------------------------------------------------------------------------
 
     def offer(self, rank: int, offer: RequestList) -> list[ResponseList]:
-        """What can run now that this rank has offered this. Each decision goes to all its members."""
+        """Record what a rank requests; return the decisions that follow. Each goes to all its members."""
         if offer.requests and offer.requests[0].kind == WAIT:
             self._waits[rank] = (offer.members, offer.requests[0])
             return self._deadlocked()
         self._waits.pop(rank, None)
         requests = tuple(r for r in offer.requests if r.kind not in (JOIN, LEAVE))
-        said = {r.kind for r in offer.requests} - {r.kind for r in requests}
+        leaving_kinds = {r.kind for r in offer.requests} - {r.kind for r in requests}
         made = self._offer(rank, offer, requests) if requests or offer.known else []
-        if LEAVE in said:
+        if LEAVE in leaving_kinds:
             made += self.leave(rank, "shut down")
-        elif JOIN in said:
+        elif JOIN in leaving_kinds:
             made += [*self._join(rank), *self._deadlocked()]
         return made
 
@@ -73,7 +75,7 @@ class Coordinator:
     ) -> list[ResponseList]:
         each = self._set(offer.members)
         if rank not in each.offered:
-            return []  # no member: it was told so where it asked
+            return []  # not a member: it has already raised at the call
         known = int.from_bytes(offer.known, "little")
         if offer.epoch != each.epoch:
             requests = (*each.in_old_words(rank, known), *requests)
@@ -90,11 +92,11 @@ class Coordinator:
         return self._decide(each, [request.name for request in requests])
 
     def _lacks(self, each: MessageTable) -> bool:
-        """Whether one of its ranks is gone, so that nothing of it can run."""
+        """Return whether a member left, so that none of its collectives can run."""
         return bool(self._gone) and any(rank in self._gone for rank in each.members)
 
     def named(self, offer: RequestList) -> list[str]:
-        """The names in an offer that is about to be made."""
+        """Return the names in an offer that is about to be made."""
         each = self._set(offer.members)
         entries = each.entries if offer.epoch == each.epoch else each.before
         known = bits(int.from_bytes(offer.known, "little"))
@@ -134,7 +136,7 @@ class Coordinator:
             found = self._settled(each, name)
             if found is None:
                 continue
-            if each.epoch != epoch and responses:  # numbers given before are void from here on
+            if each.epoch != epoch and responses:  # numbers assigned before this are void
                 made.append(ResponseList(each.named_as, epoch, responses=tuple(responses)))
                 responses = []
             responses.append(found)
@@ -150,7 +152,7 @@ class Coordinator:
         return [rank for rank in each.members if rank not in self._joined]
 
     def _ready(self, each: MessageTable) -> int:
-        """The bits that every active member has offered."""
+        """Return the bits that every active member has offered."""
         offered = each.offered
         if not self._joined:
             lacking = offered.get(each.lacking, -1)
@@ -165,7 +167,7 @@ class Coordinator:
         return max(ready, 0)
 
     def _settled(self, each: MessageTable, name: str) -> Response | None:
-        """The collective of this name, if nobody is missing any more."""
+        """Return the response for this name, or None while a member is missing."""
         asked = each.waiting.get(name)
         if not asked:
             return None
@@ -203,7 +205,7 @@ class Coordinator:
         return made
 
     def _what_is_left(self) -> list[ResponseList]:
-        """All have joined, some after they had submitted what the others never will: these add zeros."""
+        """Settle what was submitted before the submitter joined: the ranks that never submit it add zeros."""
         made: list[ResponseList] = []
         for each in self._sets.values():
             for rank, offered in [*each.offered.items()]:
@@ -214,14 +216,14 @@ class Coordinator:
         return made
 
     def _no_join(self) -> ResponseList:
-        """Those that have joined wait for a rank that never will."""
+        """Refuse the pending joins, because a rank that left will never join."""
         rank, why = next(iter(self._gone.items()))
         error = f"join can't complete: rank {rank} {why}"
         refused = Response(Request(JOIN, JOIN), error=error, refused=True, missing=(rank,))
         return ResponseList(ALL, self._set(ALL).epoch, responses=(refused,))
 
     def leave(self, rank: int, why: str) -> list[ResponseList]:
-        """This rank will offer nothing any more: what others wait for with it is refused, now and later."""
+        """Refuse, now and later, everything that needs this rank, which has left for the reason ``why``."""
         if rank in self._gone:
             return []
         self._gone[rank] = f"has {why}"
@@ -239,7 +241,7 @@ class Coordinator:
     # ---- ranks that wait for each other -----------------------------------------------------------------------------
 
     def _deadlocked(self) -> list[ResponseList]:
-        """The end of the collectives in which ranks wait for each other, each in another one, and so for ever."""
+        """Fail the collectives of ranks that wait for each other in a cycle, each in a different one."""
         waits = {
             rank: (members, wait)
             for rank, (members, wait) in self._waits.items()
@@ -252,7 +254,7 @@ class Coordinator:
         stuck = in_cycles(lacking)
         concerned = {rank for each in stuck for rank in self._active(self._set(waits[each][0]))}
         if not stuck or not concerned <= waits.keys():
-            return []  # another rank comes yet, and then all are told of all
+            return []  # another rank has yet to call; then all receive all calls
         asked = {
             rank: self._set(waits[rank][0]).asked_by_all(waits[rank][1].name)
             for rank in sorted(stuck)
@@ -273,19 +275,22 @@ class Coordinator:
     def stalled(
         self, now: float, warn_s: float, end_s: float
     ) -> tuple[list[str], list[ResponseList]]:
-        """Sentences about what has waited for ``warn_s`` seconds, each said once; and the end of what waited ``end_s``.
+        """Find collectives that make no progress.
 
-        0 means never. Times are on the caller's clock; call it about once a second.
+        Call it about once a second; times are on the caller's clock, and 0 disables a limit.
+
+        Returns: one sentence per newly stalled group (waiting for ``warn_s`` seconds), and the decisions that fail what
+        has waited for ``end_s`` seconds.
         """
         waiting = {
             (each.named_as, name): ranks
             for each in self._sets.values()
             for name, ranks in each.names()
-            if not ranks.issuperset(self._active(each))  # a run that is slow, but all are in it
+            if not ranks.issuperset(self._active(each))  # slow, but all members take part
         }
         for key in self._since.keys() - waiting.keys():
             del self._since[key]
-            self._said.discard(key)
+            self._warned.discard(key)
         for each in self._sets.values():
             each.watched = 0
         for members, name in waiting:
@@ -297,8 +302,8 @@ class Coordinator:
             members, name = key
             if end_s > 0 and now - since >= end_s:
                 over.setdefault(members, []).append(name)
-            if warn_s > 0 and now - since >= warn_s and key not in self._said:
-                self._said.add(key)
+            if warn_s > 0 and now - since >= warn_s and key not in self._warned:
+                self._warned.add(key)
                 missing = [r for r in self._active(self._sets[members]) if r not in ranks]
                 late.setdefault((members, tuple(missing)), []).append(name)
         sentences = [
@@ -321,9 +326,9 @@ class Coordinator:
         self._waits_no_more(each, name)
 
     def _waits_no_more(self, each: MessageTable, name: str) -> None:
-        """It came on. Whoever is seen to wait for this name at the next look waits for another time."""
+        """Forget the stall of this name; if it is seen waiting again, that is a new wait."""
         self._since.pop((each.named_as, name), None)
-        self._said.discard((each.named_as, name))
+        self._warned.discard((each.named_as, name))
 
     def _end(self, each: MessageTable, name: str, after_s: float) -> Response:
         asked = each.asked_by_all(name)
@@ -338,7 +343,7 @@ class Coordinator:
 
 
 def in_cycles(waits_for: Mapping[int, Set[int]]) -> set[int]:
-    """The ranks that wait for each other, or for those that do."""
+    """Return the ranks that wait for each other, or for ranks in such a cycle."""
     found = set(waits_for)
     while free := {rank for rank in found if found.isdisjoint(waits_for[rank])}:
         found -= free

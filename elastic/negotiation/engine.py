@@ -1,12 +1,12 @@
-"""Runs the collectives that a script calls by name: offers them, starts what was decided, in the order decided. Acts.
+"""Run the collectives that a script calls by name: request them, and start what was decided, in that order.
 
-What may run, and when, is decided by `coordinator` on rank 0; what is fused by `fusion`. One engine per generation,
-from the first such collective on.
+`coordinator` on rank 0 decides what may run and when; `fusion` decides what is fused. Each generation has one engine,
+created by its first such collective.
 
-Whoever waits drives: a thread in `Pending.wait` sends what was submitted, receives decisions and starts what they say,
-so that a blocking call costs no switch of threads. While nobody waits, a thread of the engine's does it, a cycle time
-after the first submission: what is submitted meanwhile travels in one message and one buffer. One thread drives at a
-time, and decisions are carried out in the order in which they come, on every rank.
+The waiting thread drives: inside `Pending.wait` it sends what was submitted, receives decisions and starts what they
+contain, so that a blocking call needs no thread switch. While no thread waits, the engine's own thread drives, one
+cycle time after the first submission: what is submitted meanwhile travels in one message and one buffer. One thread
+drives at a time, and decisions are carried out in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ from elastic.protocol.messages import Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, listen
 
-BLOCKED_S = 0.3  # a collective that takes longer may wait for ranks that wait in others
-LEAVE_S = 0.3  # to reach rank 0 with a last word
-_MOST_CYCLES = 5  # that a growing batch is waited for
-DRAIN_S = 0.2  # for a thread that was woken to carry out what it was told
-_SLICE_S = 0.05  # between two looks of a thread that waits while another one drives
+BLOCKED_S = 0.3  # a collective that takes longer may wait for ranks that are blocked in others
+LEAVE_S = 0.3  # to send the leave message to rank 0
+_MOST_CYCLES = 5  # how many cycles to wait for a growing batch
+DRAIN_S = 0.2  # for a woken thread to carry out the decisions that it received
+_SLICE_S = 0.05  # between two checks of a thread that waits while another one drives
 
 
 class Engine:
-    """Of one generation.
+    """Negotiate and start the named collectives of one generation.
 
-    ``group_for(purpose, device, members)`` makes or finds a data group; ``broken(reason)`` says that the world broke.
+    ``group_for(purpose, device, members)`` makes or finds a data group; ``broken(reason)`` reports that the world
+    broke.
     """
 
     def __init__(
@@ -77,12 +78,12 @@ class Engine:
             groups=env.group_fusion,
         )
         self._caches: dict[Members, ResponseCache[Pending]] = {}
-        self._fresh: set[Members] = set()  # with something that was not offered yet
+        self._fresh: set[Members] = set()  # sets with something not yet sent
         self._unnamed: dict[tuple[Members, str], int] = {}
-        self._joins = 0  # that are over
+        self._joins = 0  # number of completed joins
         self._undecided = 0
-        self._submitters: set[int] = set()  # threads
-        self._lock = threading.Lock()  # of the seven above
+        self._submitters: set[int] = set()  # thread identifiers
+        self._lock = threading.Lock()  # guards the seven fields above
         self._sending = threading.Lock()
         self._driving = threading.Lock()
         self._carrying = threading.Lock()
@@ -93,7 +94,7 @@ class Engine:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._nudged = False
         self._left = False
-        self._midway = False  # what was taken out of one place is not in the next one yet
+        self._midway = False  # work has been taken from one queue and not yet put into the next
         self._thread: threading.Thread | None = None
 
     @property
@@ -103,7 +104,9 @@ class Engine:
     # ---- submitting ------------------------------------------------------------------------------------------------
 
     def submit(self, pending: Pending, soon: bool) -> None:
-        """``soon``: the caller waits for it at once. Raises CollectiveFailed if the world is over."""
+        """Queue a collective. ``soon``: the caller is about to wait for it. Raises CollectiveFailed if the world is
+        over.
+        """
         pending.submitted_to(self)
         members = pending.members
         with self._lock:
@@ -139,21 +142,21 @@ class Engine:
         self._wake.put(None)
         line = self._line
         if line is not None and self._driving.locked():
-            line.wake()  # who drives may be waiting for decisions about something else
+            line.wake()  # the driving thread may be waiting for other decisions
 
     def reach(self) -> None:
-        """Connects to rank 0 before there is anything to say. Blocks; whoever can't do without says why it failed."""
+        """Connect to rank 0 before anything is submitted. Blocks. A failure is reported by the first collective."""
         with contextlib.suppress(CollectiveFailed), self._driving:
             if self._line is None and not (self._failure or self._resting):
                 self._connect()
         self._tell()
 
     def leave(self) -> None:
-        """``shutdown()``, or the end of the process: the others need not wait for this rank."""
+        """Tell the other ranks not to wait for this one, at ``shutdown()`` or the end of the process."""
         if self._failure or self._left:
             return
         self._left = True
-        # If the rank of the coordinator is gone, or somebody connects just now, nobody will hear of it this way.
+        # Best effort: the message is lost if rank 0 is gone, or another thread is just connecting.
         with contextlib.suppress(CollectiveFailed):
             if self._line is None and self._driving.acquire(blocking=False):
                 try:
@@ -167,15 +170,16 @@ class Engine:
     # ---- driving ---------------------------------------------------------------------------------------------------
 
     def complete(self, pending: Pending) -> None:
-        """Until it is decided. Raises CollectiveFailed."""
+        """Wait until the collective is decided. Raises CollectiveFailed."""
         self.drive(lambda: pending.decided, time.monotonic() + BLOCKED_S)
         if not pending.decided:
             self._say_wait(pending)
             self.drive(lambda: pending.decided)
 
     def _say_wait(self, pending: Pending) -> None:
-        """That this rank submits nothing before this is over; so it is if no other thread ever has. Raises
-        CollectiveFailed.
+        """Report that this rank submits nothing before ``pending`` completes, if this is its only submitting thread.
+
+        Raises CollectiveFailed.
         """
         here, line = threading.get_ident(), self._line
         if line is None or pending.kind == JOIN or self._submitters != {here}:
@@ -189,7 +193,7 @@ class Engine:
             raise self.fail(error) from error
 
     def offer(self) -> None:
-        """Sends what was submitted, while another thread drives, and has that look whether it is done."""
+        """Send what was submitted while another thread drives, and make that thread recheck its condition."""
         self._send_fresh()
         line = self._line
         if line is not None and self._driving.locked():
@@ -197,13 +201,13 @@ class Engine:
         self._tell()
 
     def drain(self, pending: Pending) -> None:
-        """The world is over; what was decided before may be in the hands of the thread that drives: milliseconds."""
+        """Wait briefly, after the world is over, for a decision that the driving thread may already hold."""
         until = time.monotonic() + DRAIN_S
         while not pending.decided and self._driving.locked() and time.monotonic() < until:
             time.sleep(0.0005)
 
     def drive(self, done: Callable[[], bool], until: float | None = None) -> None:
-        """Until ``done``, or this time of `time.monotonic`. Raises CollectiveFailed."""
+        """Drive until ``done()``, or until this time of `time.monotonic`. Raises CollectiveFailed."""
 
         def over() -> bool:
             return done() or (until is not None and time.monotonic() >= until)
@@ -218,7 +222,7 @@ class Engine:
                 except CollectiveFailed as error:
                     self.fail(error)
                     raise
-                except BaseException as error:  # Ctrl-C, or what a signal handler raised
+                except BaseException as error:  # Ctrl-C, or raised by a signal handler
                     if self._midway:
                         self._give_up(f"interrupted by {type(error).__name__}")
                     raise
@@ -232,7 +236,7 @@ class Engine:
                         self._changed.wait(_left_of(until, _SLICE_S))
 
     def _work(self) -> None:
-        """The engine's thread: drives while nobody else does."""
+        """Drive while no other thread does. Runs in the engine's thread."""
         core = self._env.core(self._place.local_rank)
         if core is not None:
             os.sched_setaffinity(threading.get_native_id(), {core})
@@ -254,7 +258,7 @@ class Engine:
                     raise
 
     def _let_grow(self) -> None:
-        """Waits a cycle, and more while tensors keep coming: they travel together."""
+        """Wait one cycle, and longer while tensors keep arriving, so that they travel together."""
         if self._env.cycle_s > 0:
             before = -1
             for _ in range(_MOST_CYCLES):
@@ -268,7 +272,7 @@ class Engine:
             timeline.cycle()
 
     def _turn(self, until: float | None = None) -> bool:
-        """Sends what is new, then waits for decisions and carries them out. Whether there were any."""
+        """Send what is new, wait for decisions and carry them out. Return whether there were any."""
         line = self._line
         if line is None:
             line = self._connect()
@@ -295,7 +299,7 @@ class Engine:
     def _send_fresh(self) -> None:
         line = self._line
         if line is None:
-            return  # whoever connects sends everything
+            return  # the connecting thread sends everything
         with self._sending:
             with self._lock:
                 made = [self._caches[members].offer() for members in self._fresh]
@@ -329,7 +333,7 @@ class Engine:
             return self._line
 
     def rules(self) -> list[bytes]:
-        """On rank 0, for a rank that wants to connect; this one need not have submitted anything. Any thread."""
+        """Return rank 0's rules for a rank that wants to connect. Thread-safe; needs no submission on rank 0."""
         return [encode_rules(self._local_controller().rules)]
 
     # ---- carrying out ----------------------------------------------------------------------------------------------
@@ -341,7 +345,7 @@ class Engine:
                 cache = self._caches[decision.members] = ResponseCache(decision.members)
             found = list(cache.take(decision))
             if decision.last_joined >= 0:
-                # Who had joined has called less often than the others: all count anew.
+                # A rank that joined has made fewer calls than the others: all restart their count.
                 self._joins += 1
                 self._unnamed.clear()
                 joined = cache.in_flight.pop(JOIN, None)
@@ -360,7 +364,7 @@ class Engine:
                     pending.settled(error=error)
                 if isinstance(error, CollectiveFailed) or not isinstance(error, Exception):
                     raise
-                # The others have started it, and wait for this rank.
+                # The other ranks have started it and wait for this one.
                 raise CollectiveFailed(
                     f"{asked[0].name if asked else 'a collective'}: {error}"
                 ) from error
@@ -371,14 +375,15 @@ class Engine:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _give_up(self, reason: str) -> None:
-        """In a thread of the engine's own: nobody else would say that the world is broken."""
+        """Fail, and report the broken world: called in the engine's own threads, where no caller would do so."""
         self.fail(reason)
         if not self._resting:
             self._broken(reason)
 
     def fail(self, reason: str | CollectiveFailed) -> CollectiveFailed:
-        """Whoever waits, now or later, raises CollectiveFailed, as the caller may: the first failure counts. Not from
-        the link thread.
+        """Make present and future waits raise CollectiveFailed, and return it. The first failure counts.
+
+        Do not call from the link thread.
         """
         failure = CollectiveFailed(reason) if isinstance(reason, str) else reason.again()
         self._failure = self._failure or failure
@@ -387,16 +392,16 @@ class Engine:
         return self._failure.again()
 
     def abort(self) -> None:
-        """As `fail`, from any thread, never blocks: who drives is woken, and wakes the others."""
+        """Like `fail`, but from any thread and without blocking: wakes the driving thread, which wakes the others."""
         self._failure = self._failure or CollectiveFailed("aborted", aborted=True)
         self._wake.put(None)
         if self._line is not None:
             self._line.abort()
 
     def rest(self, timeout_s: float) -> bool:
-        """At the end of the process: no more decisions are carried out, and this world is not said to have broken.
+        """Stop carrying out decisions, at the end of the process, without reporting the world as broken.
 
-        Whether none is being carried out any more, after that time at most.
+        Returns whether the last one has ended, after at most ``timeout_s`` seconds.
         """
         self._resting = True
         if not self._carrying.acquire(timeout=timeout_s):
@@ -405,26 +410,27 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """After `abort`. Frees sockets and threads."""
+        """Free sockets and threads. Call `abort` first."""
         self.abort()
         self._tell()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
         if self._line is not None:
             self._line.close()
-        # It is referred to by what it refers to, and stays until the collector comes: tensors and groups should not.
+        # The engine is part of a reference cycle and lives until the next garbage collection; tensors and groups must
+        # not.
         with self._lock:
             for cache in self._caches.values():
                 cache.drop()
 
     def close_in_forked_child(self) -> None:
-        """In a forked child."""
+        """Close the sockets inherited by a forked child."""
         if self._line is not None:
             self._line.close_sockets()
 
 
 def _left_of(until: float | None, most_s: float | None = None) -> float | None:
-    """Seconds until then; None for ever."""
+    """Return the seconds until then, at most ``most_s``; None for no limit."""
     if until is None:
         return most_s
     left_s = max(0.0, until - time.monotonic())

@@ -1,7 +1,6 @@
-"""Starts collectives that all ranks have agreed on: packs what travels together, adds zeros where a rank joined. Acts.
+"""Start collectives that all ranks have agreed on: pack what travels together, add zeros for ranks that joined.
 
-Which ones, and in what order, is decided by `coordinator` and `fusion`; what each of them computes is in `reductions`
-and `exchanges`.
+`coordinator` and `fusion` decide which run and in what order; `reductions` and `exchanges` compute the results.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def start(
     batch: list[tuple[Response, Pending | None]],
     group_for: Callable[[str, torch.device, Members], Collectives],
 ) -> None:
-    """Starts what was settled; every rank is given the same batch. Raises what starting raises."""
+    """Start a batch of settled responses, the same on every rank. Raises whatever starting raises."""
     response, pending = batch[0]
     request = response.request
     if timeline.on:
@@ -61,7 +60,7 @@ def start(
 
 
 def error_of(response: Response) -> BaseException | None:
-    """What the ranks that submitted it raise."""
+    """Return the error that the submitting ranks raise, or None."""
     if not response.error:
         return None
     if response.refused:
@@ -108,7 +107,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def _zeros(request: Request, device: torch.device) -> list[torch.Tensor]:
-    """What a rank that has joined adds."""
+    """Return the contribution of a rank that has joined."""
     return [
         torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
         for dtype, shape in request.tensors

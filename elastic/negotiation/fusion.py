@@ -1,7 +1,7 @@
-"""Decides which reductions share a buffer. Pure: responses in, batches out; the same on every rank.
+"""Decide which reductions share a buffer. Pure: responses in, batches out; the same on every rank.
 
-Small tensors that became ready together travel together, because each message costs more than its bytes. Large ones
-travel alone, from and to their own memory: copying them into a buffer and back would cost more than it saves.
+Small tensors that became ready together travel together, because each message costs more than its bytes. Large ones are
+sent on their own, from and to their own memory: copying them into a buffer and back would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ FUSION_BYTES = 128 << 20  # Horovod's default
 
 @dataclass(frozen=True)
 class FusionLimits:
-    """Equal on all ranks: they take those of rank 0."""
+    """Limits of fusion. Equal on all ranks: all use those of rank 0."""
 
-    fusion_bytes: int = FUSION_BYTES  # of one buffer; 0: nothing is fused
-    alone_bytes: int = ALONE_BYTES  # from here on a tensor travels alone
-    groups: bool = True  # whether a group may share its buffer with others
+    fusion_bytes: int = FUSION_BYTES  # of one buffer; 0 disables fusion
+    alone_bytes: int = ALONE_BYTES  # tensors of this size or more are not fused
+    groups: bool = True  # whether a group may share a buffer with other tensors
 
 
 def batches(responses: Sequence[Response], limits: FusionLimits) -> list[list[int]]:
-    """Indices of those that travel together, in the order in which the batches are to be started.
+    """Return the indices of the responses in each batch, in the order in which the batches are to be started.
 
-    A batch starts where its first member stands; later ones of the same kind are drawn forward into it as long as they
-    fit, past others that don't go with it.
+    A batch takes the position of its first member. Later responses of the same kind join it while they fit, even past
+    others of a different kind.
     """
     made: list[list[int]] = []
     open_at: dict[tuple[object, ...], tuple[int, int]] = {}  # kind -> batch, bytes in it
@@ -48,7 +48,7 @@ def batches(responses: Sequence[Response], limits: FusionLimits) -> list[list[in
 
 
 def _kind(response: Response, limits: FusionLimits) -> tuple[object, ...] | None:
-    """What must be equal in a batch; None for what travels alone."""
+    """Return what must be equal within a batch; None for a response that is not fused."""
     request = response.request
     if request.kind != ALLREDUCE or response.error or limits.fusion_bytes == 0:
         return None

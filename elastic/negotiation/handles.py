@@ -1,4 +1,4 @@
-"""Handles: the integers that stand for collectives under way, from submission to `synchronize`."""
+"""Handles: the integers that stand for collectives in flight, from submission to `synchronize`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.negotiation.pending import Pending
 
 
 class Claimed:
-    """A handle in use. Few plain objects: thousands may be in flight, and each costs the garbage collector."""
+    """A handle in use. Small and without closures: thousands may be in flight, each a cost to the garbage collector."""
 
     __slots__ = ("generation", "pending", "pick", "runtime", "shown")
 
@@ -25,25 +25,31 @@ class Claimed:
         self.generation = rt.generation
         self.pending = pending
         self.pick = pick  # makes the result that the user sees
-        self.shown = shown  # the same on all ranks: without a number that only this process gave it
+        # the same on all ranks: without the number that only this process assigned
+        self.shown = shown
 
     def stale(self, rt: Context) -> bool:
         return self.runtime is not rt or self.generation != rt.generation
 
 
 class Handles:
-    """Thread-safe. What a world leaves behind when it breaks is dropped as soon as the next one claims a handle."""
+    """All handles of this process. Thread-safe.
+
+    Handles of a broken world are dropped as soon as the next world claims one.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._claimed: dict[int, Claimed] = {}
         self._names: dict[tuple[Members, str], int] = {}
-        self._lost: set[int] = set()  # of worlds that are gone
+        self._lost: set[int] = set()  # of earlier worlds
         self._world: tuple[Context, int] | None = None  # whose handles these are
 
     def claim(self, rt: Context, pending: Pending, pick: Callable[[Any], Any] | None) -> int:
-        """A handle for a collective that is about to be submitted. Raises DuplicateName if its name is in flight."""
+        """Return a handle for a collective that is about to be submitted. Raises DuplicateName if its name is in
+        flight.
+        """
         name = pending.name
         with self._lock:
             if self._world is None or self._world[0] is not rt or self._world[1] != rt.generation:
@@ -63,25 +69,27 @@ class Handles:
             return handle
 
     def name(self, handle: int) -> str:
-        """By which it is told of: ``allreduce.loss``, or ``allreduce`` if it has none. Empty if it is not in flight."""
+        """Return the name to report, ``allreduce.loss``, or ``allreduce`` if unnamed. Empty if it is not in flight."""
         claimed = self._claimed.get(handle)
         return claimed.shown if claimed is not None else ""
 
     def release(self, handle: int) -> None:
-        """The collective was not submitted after all, or its result was taken: handle and name are free again."""
+        """Free handle and name: the collective was not submitted after all, or its result was taken."""
         with self._lock:
             claimed = self._claimed.pop(handle, None)
             if claimed is not None:
                 self._unname(handle, claimed)
 
     def _unname(self, handle: int, claimed: Claimed) -> None:
-        # By the name that was claimed: the engine may have given it one since.
+        # Use the name that was claimed: the engine may have assigned another one since.
         full = claimed.pending.members, claimed.shown
         if self._names.get(full) == handle:
             del self._names[full]
 
     def done(self, handle: int, rt: Context) -> bool:
-        """Whether `synchronize` would return or raise at once. Raises Invalid for a handle that is not in flight."""
+        """Return whether `synchronize` would return or raise at once. Raises Invalid for a handle that is not in
+        flight.
+        """
         with self._lock:
             claimed = self._claimed.get(handle)
             if claimed is None and handle not in self._lost:
@@ -89,9 +97,9 @@ class Handles:
         return claimed is None or claimed.stale(rt) or claimed.pending.done()
 
     def find(self, handle: int, rt: Context) -> Claimed | None:
-        """What is in flight under this handle; None if nothing is. `release` it when its result was taken.
+        """Return the collective in flight under this handle, or None. Call `release` when its result was taken.
 
-        Raises PeerLost if it belongs to a world that is gone.
+        Raises PeerLost if it belongs to an earlier world.
         """
         with self._lock:
             claimed = self._claimed.get(handle)
@@ -101,7 +109,7 @@ class Handles:
         return claimed
 
     def peek(self, handle: int) -> Claimed | None:
-        """As `find`, but of whatever world; releases nothing."""
+        """Like `find`, but for any world, and without releasing anything."""
         return self._claimed.get(handle)
 
     def _drop_stale(self, rt: Context) -> None:

@@ -1,4 +1,4 @@
-"""Rank 0's line to the coordinator, which is in the same process. Acts; `coordinator` decides."""
+"""Rank 0's connection to the coordinator, which runs in the same process. `coordinator` decides."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ SILENT_BEATS = 6
 
 
 def last_resort_s(env: Environment) -> float:
-    """How long a collective may wait for a rank; 0: for ever. Where there is a driver, it judges who is stuck, and
-    fences it.
+    """Return how many seconds a collective may wait for a rank; 0: no limit.
+
+    With a driver there is no limit, because the driver detects stuck workers and fences them.
     """
     last_s = env.stall_shutdown_s or max(env.collective_timeout_s, COLLECTIVE_TIMEOUT_S)
     return last_s if env.driver is None else 0.0
 
 
 def silence_s(env: Environment) -> float:
-    """How long rank 0 may say nothing; 0: for ever. What it has to say when something waits too long comes first."""
+    """Return how many seconds rank 0 may stay silent; 0: no limit. Stalls are reported before that."""
     last_s = last_resort_s(env)
     return last_s + SILENT_BEATS * BEAT_S if last_s else 0.0
 
 
 class LocalController:
-    """Rank 0's line to the coordinator, which is here: offers are decided on at once, in the thread that makes them."""
+    """Rank 0's connection to the local coordinator: requests are decided at once, in the thread that makes them."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class LocalController:
     ) -> None:
         self.rules = rules
         self._coordinator = Coordinator(size, env.cache_capacity)
-        self._deciding = threading.Lock()  # also makes one order of what is published
+        self._deciding = threading.Lock()  # also orders what is published
         self._warn_s = env.stall_warning_s
         self._end_s = last_resort_s(env)
         self._server = ControllerServer(
@@ -84,26 +85,30 @@ class LocalController:
         if self._warn_s <= 0 and self._end_s <= 0:
             return
         with self._deciding:
-            said, decisions = self._coordinator.stalled(time.monotonic(), self._warn_s, self._end_s)
+            stalled, decisions = self._coordinator.stalled(
+                time.monotonic(), self._warn_s, self._end_s
+            )
             for decision in decisions:
                 self._server.publish(decision)
-        for sentence in said:
+        for sentence in stalled:
             print(f"elastic: stalled: {sentence}", file=sys.stderr, flush=True)
 
     def receive(self, within_s: float | None = None) -> list[ResponseList]:
-        """Blocks until there is one, or a wake, for so long at most. Raises CollectiveFailed on `abort`, but first
-        gives what was decided before: the others have been told of it too, and may be why this world is over.
+        """Block until a decision or a wake arrives, for at most ``within_s`` seconds.
+
+        Raises CollectiveFailed on `abort`, but first returns what was decided before: the other ranks have received it
+        too, and it may be the reason that this world is over.
         """
         try:
-            heard = [self._server.own.get(timeout=within_s), *self._waiting()]
+            received = [self._server.own.get(timeout=within_s), *self._waiting()]
         except queue.Empty:
             return []
-        decisions = [each for each in heard if isinstance(each, ResponseList)]
-        if None in heard:
-            # What the others are being told at this moment is meant for this rank too.
+        decisions = [each for each in received if isinstance(each, ResponseList)]
+        if None in received:
+            # Decisions that are being sent to the other ranks right now are meant for this rank too.
             with self._deciding:
                 rest = self._waiting()
-            self._server.own.put(None)  # for whoever asks next
+            self._server.own.put(None)  # for the next caller
             decisions += [each for each in rest if isinstance(each, ResponseList)]
             if not decisions:
                 raise CollectiveFailed("aborted", aborted=True)

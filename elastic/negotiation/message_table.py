@@ -1,6 +1,6 @@
-"""Keeps what the ranks of one set have offered, by name and by number, and which numbers stand for what. Pure.
+"""Store what the ranks of one set have requested, by name and by number, and what each number stands for. Pure.
 
-See `coordinator`, which decides when it runs.
+`coordinator` decides when it runs.
 """
 
 from __future__ import annotations
@@ -13,42 +13,43 @@ from elastic.negotiation.messages import ALLREDUCE, Members, Request, Response
 
 @dataclass
 class MessageTable:
-    """The collectives of one set of ranks."""
+    """The pending collectives of one set of ranks."""
 
     members: Members  # spelled out
-    named_as: Members  # as in messages
-    offered: dict[int, int]  # by rank: the bits of what it offered by number
+    named_as: Members  # as in messages: empty for the whole world
+    offered: dict[int, int]  # by rank: the bits of the numbers that it offered
     waiting: dict[str, dict[int, Request]] = field(default_factory=dict)  # by name, by rank
     numbers: dict[str, int] = field(default_factory=dict)  # of names
-    entries: list[Response] = field(default_factory=list)  # by number
-    seen: set[str] = field(default_factory=set)  # names that have come once
-    reducible: int = 0  # bits of the entries that joined ranks can add zeros to
-    by_request: int = 0  # bits of the names that somebody waits for by a whole request
-    watched: int = 0  # bits of the names that were waited for at the last look
+    entries: list[Response] = field(default_factory=list)  # responses by number
+    seen: set[str] = field(default_factory=set)  # names that were requested at least once
+    reducible: int = 0  # bits of the numbers that joined ranks can add zeros to
+    by_request: int = 0  # bits of the numbers that a rank has asked for by a full request
+    watched: int = 0  # bits of the names that were waiting at the last stall check
     epoch: int = 0
-    before: list[Response] = field(default_factory=list)  # the entries of the epoch before
-    unaware: set[int] = field(default_factory=set)  # ranks that have not taken notice of this epoch
-    lacking: int = -1  # a rank that lacked something the last time
+    before: list[Response] = field(default_factory=list)  # the entries of the previous epoch
+    unaware: set[int] = field(default_factory=set)  # ranks that have not seen this epoch yet
+    lacking: int = -1  # the rank that lacked something the last time; checked first
 
     def name_of(self, number: int) -> str:
         return self.entries[number].request.name
 
     def in_old_words(self, rank: int, known: int) -> list[Request]:
-        """What bits of the epoch before stand for."""
+        """Return the requests that these bits of the previous epoch stand for."""
         position = self.members.index(rank)
         return [self.before[number].asked_by(position) for number in bits(known)]
 
     def asked(self, number: int, rank: int) -> Request:
-        """What this rank says with a number."""
+        """Return the request that a number stands for on this rank."""
         return self.entries[number].asked_by(self.members.index(rank))
 
     def ask(self, rank: int, request: Request) -> None:
-        """By name: who has offered the same by its number now waits by name too."""
+        """Record a full request. Ranks that offered the same name by number are converted to full requests."""
         asked = self.waiting.get(request.name)
         if asked is None:
             asked = self.waiting[request.name] = {}
             number = self.numbers.get(request.name)
-            if number is not None:  # the bits of others now count as what they stand for
+            # expand the other ranks' bits to the requests that they stand for
+            if number is not None:
                 bit = 1 << number
                 self.by_request |= bit
                 for other, offered in self.offered.items():
@@ -58,7 +59,7 @@ class MessageTable:
         asked[rank] = request
 
     def offers(self, name: str) -> set[int]:
-        """The ranks that have offered it."""
+        """Return the ranks that have offered this name."""
         ranks = set(self.waiting.get(name, ()))
         number = self.numbers.get(name)
         if number is not None:
@@ -66,7 +67,7 @@ class MessageTable:
         return ranks
 
     def asked_by_all(self, name: str) -> dict[int, Request]:
-        """What each rank that has offered it asks for; from here on it waits by name."""
+        """Return the request of each rank that has offered this name, converted to full requests."""
         number = self.numbers.get(name)
         if name not in self.waiting and number is not None:
             for rank, offered in self.offered.items():
@@ -75,18 +76,18 @@ class MessageTable:
         return self.waiting[name]
 
     def take(self, name: str) -> None:
-        """Nobody waits for it any more."""
+        """Remove a name that was decided."""
         del self.waiting[name]
         number = self.numbers.get(name)
         if number is not None:
             self.by_request &= ~(1 << number)
 
     def numbered(self, found: Response, capacity: int) -> Response:
-        """With the number by which it is known from now on, if it came before and there is room."""
+        """Return the response with a number if the name was seen before and there is room."""
         request = found.request
         if found.error:
             return found
-        # It asked for something else: the old number is used up.
+        # The request has changed, so the old number is used up.
         self.numbers.pop(request.name, None)
         if not request.lasting or capacity == 0:
             return found
@@ -108,8 +109,8 @@ class MessageTable:
         return found
 
     def forget_numbers(self) -> None:
-        """Another epoch begins."""
-        # What was offered by number is asked for by name from here on.
+        """Start a new epoch."""
+        # Convert what was offered by number to full requests.
         for rank, offered in self.offered.items():
             for number in bits(offered):
                 request = self.asked(number, rank)
@@ -121,24 +122,24 @@ class MessageTable:
         self.unaware = set(self.members)
 
     def watch(self, name: str) -> None:
-        """Until the next look: that it has a number and runs by it is to be noticed."""
+        """Mark the number of this name until the next stall check, so that running by number is noticed."""
         if name in self.numbers:
             self.watched |= 1 << self.numbers[name]
 
     def names(self) -> Iterator[tuple[str, set[int]]]:
-        """Everything that some have offered and some have not, with those that have."""
+        """Yield each name that was offered by some ranks, with these ranks."""
         for name, asked in self.waiting.items():
             yield name, set(asked)
         union = 0
         for offered in self.offered.values():
             union |= offered
         for number in bits(union):
-            who = {rank for rank, offered in self.offered.items() if offered >> number & 1}
-            yield self.entries[number].request.name, who
+            ranks = {rank for rank, offered in self.offered.items() if offered >> number & 1}
+            yield self.entries[number].request.name, ranks
 
 
 def bits(mask: int) -> Iterator[int]:
-    """The numbers whose bits are set, in ascending order."""
+    """Yield the indices of the set bits, in ascending order."""
     for index, byte in enumerate(mask.to_bytes((mask.bit_length() + 7) // 8, "little")):
         while byte:
             low = byte & -byte

@@ -1,7 +1,8 @@
-"""What the ranks tell each other about a collective before it runs, and whether what they ask for fits together. Pure.
+"""Messages by which ranks negotiate a collective before it runs, and the check that their requests match. Pure.
 
-A rank asks by a `Request`; ``kind`` and ``name`` say which collective is meant, the rest has to agree in the way of its
-kind. What was found is `Response`. Ranks of a process set are named by their ranks in the world; no members means all.
+A rank sends a `Request`: ``kind`` and ``name`` identify the collective, and the other fields must match as its kind
+requires. The result is a `Response`. Members of a process set are given by their ranks in the world; an empty list of
+members means all ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ ALL: Members = ()
 ALLREDUCE, REDUCESCATTER = "allreduce", "reducescatter"
 ALLGATHER, BROADCAST, ALLTOALL = "allgather", "broadcast", "alltoall"
 BARRIER, AGREE, JOIN, LEAVE = "barrier", "agree", "join", "leave"
-WAIT = "wait"  # with a name: the only thread of this rank that submits waits for that collective
+WAIT = "wait"  # with a name: the only submitting thread of this rank is blocked in that collective
 
-_FEW = 4  # tensors of a group that a sentence lists
+_FEW = 4  # how many tensors of a group a sentence lists
 _OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 _ELEMENT_BYTES = {
     "bool": 1,
@@ -33,54 +34,53 @@ _ELEMENT_BYTES = {
     "bfloat16": 2,
     "int32": 4,
     "float32": 4,
-}  # others have 8, which is near enough for deciding what is small
+}  # all others count as 8 bytes, which is close enough to decide what is small
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """One rank's call of one collective."""
 
     kind: str
-    name: str  # with the kind in front: allreduce.loss
+    name: str  # including the kind: allreduce.loss
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()  # dtype and shape of each
     device: str = "cpu"
     op: int = 0
     root: int = 0
     scales: tuple[float, float] = (1.0, 1.0)
-    splits: tuple[int, ...] = ()  # of alltoall: rows for each member
-    payload: str = ""  # of agree; of wait, the line of the script
-    lasting: bool = False  # it was given a name, so that the same will come again
+    splits: tuple[int, ...] = ()  # alltoall only: rows for each member
+    payload: str = ""  # of AGREE: the value; of WAIT: the line of the script
+    lasting: bool = False  # has a name from the script, so the same request is expected again
 
     def called_by(self, rank: int, line: str = "") -> Called:
-        """What this rank has called, for people."""
+        """Return a readable description of this rank's call."""
         tensors = [f"{dtype} {list(shape)}" for dtype, shape in self.tensors]
         more = [f"{len(tensors) - _FEW} more"] if len(tensors) > _FEW else []
         return Called(rank, self.name, line, ", ".join([*tensors[:_FEW], *more]))
 
     @property
     def size_bytes(self) -> int:
-        """Of all its tensors together, near enough."""
+        """Approximate size of all tensors together."""
         return sum(math.prod(shape) * _ELEMENT_BYTES.get(dtype, 8) for dtype, shape in self.tensors)
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
-    """A collective that all its members asked for, or why it can't be.
+    """A collective that all members requested, or the reason why it cannot run.
 
-    ``rows``: for each member, in order, its rows of each tensor (allgather), or those that it sends to each (alltoall).
+    ``rows``: one tuple per member, in order: its number of rows of each tensor (allgather), or the number of rows that
+    it sends to each member (alltoall).
     """
 
     request: Request  # of the first member that asked
     rows: tuple[tuple[int, ...], ...] = ()
     payloads: tuple[str, ...] = ()
-    number: int = -1  # by which it is known from now on; -1: by none
+    number: int = -1  # cache number from now on; -1: none
     error: str = ""
-    refused: bool = False  # the error is nobody's mistake: a rank is gone
-    calls: Calls = ()  # of the ranks, where the error is that they differ
-    missing: tuple[
-        int, ...
-    ] = ()  # the ranks that are gone, or never submitted it, where it is refused
+    refused: bool = False  # not a user error: a rank is gone
+    calls: Calls = ()  # the ranks' calls, if the error is that they differ
+    missing: tuple[int, ...] = ()  # if refused: the ranks that are gone or never submitted it
 
     def asked_by(self, position: int) -> Request:
-        """What the member at this position asked for."""
+        """Return the request of the member at this position."""
         request = self.request
         if request.kind == ALLGATHER:
             tensors = tuple(
@@ -94,11 +94,11 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestList(msgspec.Struct, frozen=True, array_like=True):
-    """From a rank to the coordinator: these can run as far as I am concerned."""
+    """From a rank to the coordinator: the collectives that this rank is ready to run."""
 
     members: Members
-    epoch: int  # in which ``known`` were given their numbers
-    known: bytes = b""  # a bit for each number, the lowest first
+    epoch: int  # the epoch of the numbers in ``known``
+    known: bytes = b""  # one bit per number, lowest first
     requests: tuple[Request, ...] = ()
 
 
@@ -106,15 +106,15 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True):
     """From the coordinator to all members: run these now, first the known ones by number, then the others in order."""
 
     members: Members
-    epoch: int  # a new one: all numbers before it are forgotten
+    epoch: int  # a higher one than before invalidates all earlier numbers
     known: bytes = b""
     responses: tuple[Response, ...] = ()
-    last_joined: int = -1  # every rank of the world has joined, this one last
-    joined: int = -1  # this rank's join has been heard: whoever joins now does so after it
+    last_joined: int = -1  # the last rank to join, once every rank of the world has joined
+    joined: int = -1  # this rank's join was recorded: later joins come after it
 
 
 def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
-    """``requests`` by rank. Members without one have joined, and contribute zeros."""
+    """Merge the members' requests (by rank) into a response. Members without one have joined and contribute zeros."""
     ranks = [rank for rank in members if rank in requests]
     first = requests[ranks[0]]
     error = mismatch({rank: requests[rank] for rank in ranks})
@@ -135,7 +135,7 @@ def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
 
 
 def mismatch(requests: Mapping[int, Request]) -> str:
-    """What differs between the ranks' requests of one name: a sentence that names ranks; empty if they fit together."""
+    """Return a sentence that names how the ranks' requests of one name differ; empty if they match."""
     first = next(iter(requests.values()))
     if all(request == first for request in requests.values()):
         return ""
@@ -159,11 +159,11 @@ def mismatch(requests: Mapping[int, Request]) -> str:
             values.setdefault(tuple(of(request)), []).append(rank)
         if len(values) > 1:
             shown = _where_they_differ([*values])
-            who = ", ".join(
+            holders = ", ".join(
                 f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}"
                 for value, ranks in zip(shown, values.values(), strict=True)
             )
-            return f"{first.name}: mismatched tensors, the ranks differ in {what}: {who}"
+            return f"{first.name}: mismatched tensors, the ranks differ in {what}: {holders}"
     return ""
 
 
@@ -177,7 +177,7 @@ def _shapes(request: Request, ragged: bool) -> list[str]:
 
 
 def _where_they_differ(values: Sequence[tuple[str, ...]]) -> list[str]:
-    """The first few of them; of a long list, those around the first difference."""
+    """Describe the values; for long lists, only around the first difference."""
     if max(map(len, values)) <= _FEW:
         return [", ".join(value) for value in values]
     at = next(i for i, items in enumerate(zip(*values, strict=False)) if len(set(items)) > 1)
@@ -185,7 +185,7 @@ def _where_they_differ(values: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 1, 2 and 5``, ``ranks 0 to 7``."""
+    """Format ranks: ``rank 1``, ``ranks 1, 2 and 5``, ``ranks 0 to 7``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):

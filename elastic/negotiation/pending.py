@@ -1,6 +1,6 @@
-"""Collectives that this rank has submitted, from submission to their result. Wait, and keep what is waited for.
+"""Collectives that this rank has submitted, from submission to result.
 
-What is started, and when, is decided by `engine`; here is what a thread that waits for one of them needs.
+`engine` decides what is started and when; this module has what a waiting thread needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _dtype_names: dict[torch.dtype, str] = {}
 
 
 class Driver(Protocol):
-    """Who gets a collective decided; see `engine`."""
+    """What `Pending` needs of an engine that gets its collective decided; see `engine`."""
 
     @property
     def failed(self) -> bool: ...
@@ -37,7 +37,7 @@ class Driver(Protocol):
 
 
 class FusedBatch:
-    """What was started together: to be waited for by any of its members, finished by the first."""
+    """Collectives that were started together. Any member may wait; the first one finishes the batch."""
 
     def __init__(self, started: Started, rows: Sequence[str], backend: str, began_ns: int) -> None:
         self._works: list[Work]
@@ -45,7 +45,7 @@ class FusedBatch:
         self._lock = threading.Lock()
         self._results: Any = None
         self._finished = False
-        self._rows = rows  # of the timeline
+        self._rows = rows  # in the timeline
         self._backend = backend
         self._began_ns = began_ns
 
@@ -57,7 +57,7 @@ class FusedBatch:
             work.wait()
 
     def results(self) -> Any:
-        """Of all members. Call `wait` before."""
+        """Return the results of all members. Call `wait` first."""
         with self._lock:
             if not self._finished:
                 waited_ns = timeline.now_ns() if timeline.on else 0
@@ -76,7 +76,8 @@ class FusedBatch:
 class Pending:
     """A collective that this rank has submitted. Any thread may wait for it.
 
-    Plain fields and no closures: thousands may be under way at once, and each object costs the garbage collector.
+    Plain fields and no closures: thousands may be in flight at once, and each object is a cost to the garbage
+    collector.
     """
 
     __slots__ = (
@@ -119,7 +120,7 @@ class Pending:
         into: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.kind = kind
-        self.name = name  # empty: the engine numbers it
+        self.name = name  # if empty, the engine numbers it
         self.members = members
         self.tensors = tensors
         self.device = device
@@ -131,20 +132,20 @@ class Pending:
         self.into = into
         self.lasting = bool(name) and bool(tensors)
         self.key: Hashable = None
-        self.decided = False  # it runs, or failed
-        self.noted = False  # of a join: the coordinator knows of it
+        self.decided = False  # it runs, or has failed
+        self.noted = False  # for a join: recorded by the coordinator
         self.error: BaseException | None = None
         self._engine: Driver | None = None
         self._batch: FusedBatch | None = None
-        self._part: tuple[int, int] | None = None  # of the batch's results
+        self._part: tuple[int, int] | None = None  # its slice of the batch's results
         self._value: Any = None
         self._ready: Any = None
-        if device.type == "cuda":  # another thread may start it, on a stream of its own
+        if device.type == "cuda":  # another thread may start it, on a different stream
             self._ready = torch.cuda.Event()
             self._ready.record()
 
     def make_key(self) -> Hashable:
-        """Equal where `request` would be."""
+        """Return a key that is equal if and only if `request` would be equal."""
         tensors = self.tensors
         if len(tensors) == 1:
             described: Hashable = (tensors[0].dtype, tensors[0].shape)
@@ -171,7 +172,7 @@ class Pending:
         return row(self.name, self.members)
 
     def begin(self, group: Collectives, response: Response) -> Started:
-        """Starts it on its own; not for allreduce, which may share a buffer with others."""
+        """Start it unfused. Not for allreduce, which may share a buffer."""
         match self.kind:
             case "allgather":
                 return exchanges.allgather(group, self.tensors, response.rows)
@@ -187,7 +188,7 @@ class Pending:
         ]
         return [work for works, _ in parts for work in works], lambda: [end() for _, end in parts]
 
-    # ---- the seam of `Work` ----------------------------------------------------------------------------------------
+    # ---- as `Work` -------------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
         if not self.decided:
@@ -197,13 +198,13 @@ class Pending:
         return self._engine is not None and self._engine.failed  # the wait ends at once
 
     def over(self, error: BaseException) -> bool:
-        """Whether this error is the collective's own end."""
+        """Return whether this error ended the collective itself."""
         if error is self.error or isinstance(error, CollectiveFailed | PeerLost):
             return True
         return self._engine is None or self._engine.failed
 
     def wait(self) -> None:
-        """Raises CollectiveFailed, TensorMismatch, or what starting it raised."""
+        """Wait until it has run. Raises CollectiveFailed, TensorMismatch, or whatever starting it raised."""
         if not self.decided:
             assert self._engine is not None
             self._engine.complete(self)
@@ -213,7 +214,7 @@ class Pending:
             self._batch.wait()
 
     def offer(self) -> None:
-        """Sends it at once. Not if its submitter waits for it soon: that does so, too."""
+        """Send it at once. Not needed if the submitter is about to wait for it, which sends it too."""
         if self._engine is not None:
             self._engine.offer()
 
@@ -223,7 +224,7 @@ class Pending:
             self._engine.drive(done, until)
 
     def result(self) -> Any:
-        """Call `wait` before."""
+        """Return the result. Call `wait` first."""
         if self._batch is None:
             return self._value
         results = self._batch.results()
@@ -232,7 +233,7 @@ class Pending:
     # ---- for the engine --------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """The world is over: it may have been decided before."""
+        """Receive a decision that was made before the world was over."""
         if self._engine is not None and not self.decided:
             self._engine.drain(self)
 
@@ -248,17 +249,17 @@ class Pending:
         self.decided = True
 
     def targets(self) -> Sequence[torch.Tensor | None]:
-        """Of an allreduce: where each tensor's result goes; see `reductions.allreduce`."""
+        """Return where each tensor's allreduce result goes; see `reductions.allreduce`."""
         return [None] * len(self.tensors) if self.into is None else self.into
 
     def await_tensors(self) -> None:
-        """On a GPU: what comes after this in the present stream sees the tensors as they were when submitted."""
+        """On a GPU, make the current stream wait for the tensors as they were at submission."""
         if self._ready is not None:
             self._ready.wait()
 
 
 def run_alone(pending: Pending, group: Collectives) -> None:
-    """In a world, or a set, of one: nobody has to be asked."""
+    """Complete a collective in a world or set of one rank, without negotiation."""
     match pending.kind:
         case "agree":
             pending.settled((pending.payload,))
@@ -281,7 +282,7 @@ def run_alone(pending: Pending, group: Collectives) -> None:
 
 
 def row(name: str, members: Members) -> str:
-    """Its row in the timeline: one for each set in which the name is used."""
+    """Return the row in the timeline: one for each set in which the name is used."""
     return f"{name} of {list(members)}" if members else name
 
 

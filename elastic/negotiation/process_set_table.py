@@ -1,14 +1,14 @@
-"""Decides which process sets exist, under which numbers, and who is in them. Pure: no clock, socket, thread or torch.
+"""Decide which process sets exist, their numbers and their members. Pure: no clock, socket, thread or torch.
 
-Every worker keeps a table of its own; all are to be equal. A change is asked for by all ranks at once: each says what
-it wants and what the others must know of its table (a `Wish`), and what follows is a function of the list of wishes
-alone, so that all ranks come to the same result or all raise.
+Every worker keeps its own table, and all tables must be equal. All ranks request a change together: each sends a
+`Wish`, with what it wants and what the others must know of its table. The result is a function of the list of wishes
+alone, so all ranks reach the same result or all raise.
 
-Tables may still differ for a while: a world can break when some ranks have made a change and others have not. Those
-that made it are asked for it again, because training goes back to a commit. So a set that was registered in an earlier
-generation is no error when it is added; it is given to all under one number. A worker that lacks the newest commit
-takes the whole table of rank 0 over (`adopt`), as it takes the model: for a newcomer, which ran the script while its
-rank and the size of the world were only a promise, the sets of the world count and not its own.
+Tables may differ for a while, because a world can break when only some ranks have made a change. After the rollback to
+a commit those ranks request it again. So adding a set that was registered in an earlier generation is not an error; all
+ranks get it under one number. A worker that lacks the newest commit adopts the whole table of rank 0 (`adopt`), as it
+adopts the model: a newly started worker ran the script with a provisional rank and world size, so the world's sets
+apply and not its own.
 
 Ranks are positions in the world, not workers. See docs/decisions/0007-a-process-set-is-a-list-of-ranks.md.
 """
@@ -29,7 +29,7 @@ ADD, REMOVE = "add", "remove"
 
 
 def checked_ranks(values: object) -> Ranks:
-    """In ascending order. Raises Invalid for anything but a list of different ranks."""
+    """Return the ranks in ascending order. Raises Invalid unless ``values`` is a list of distinct ranks."""
     if hasattr(values, "Get_rank"):
         raise Invalid(
             "an MPI communicator was passed as a process set, but MPI is not used here: pass a list of ranks, as"
@@ -56,13 +56,13 @@ def checked_ranks(values: object) -> Ranks:
 
 
 def present(ranks: Ranks, size: int) -> Ranks:
-    """Those that a world of ``size`` has."""
+    """Return the ranks that exist in a world of ``size``."""
     return ranks if not ranks or ranks[-1] < size else tuple(rank for rank in ranks if rank < size)
 
 
 @dataclass(eq=False)
 class Entry:
-    """One set. Whoever holds it sees it registered (``number`` is not 0), given another number, removed."""
+    """One set. Holders of the object see it registered (``number`` is not 0), renumbered and removed."""
 
     ranks: Ranks
     number: int = 0  # 0: not registered
@@ -75,10 +75,10 @@ class Wish(msgspec.Struct, frozen=True):
 
     do: str  # ADD or REMOVE
     sets: list[Ranks]
-    numbers: list[int]  # of each set in its table; 0: not there
-    fresh: list[bool]  # whether it was added in the present generation
+    numbers: list[int]  # of each set in this rank's table; 0: not registered
+    fresh: list[bool]  # whether each set was added in the present generation
     next_number: int
-    largest: int  # size of the largest world that it knows of; 0: none yet
+    largest: int  # size of the largest world that this rank has seen; 0: none yet
 
     def text(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -89,7 +89,7 @@ class Wish(msgspec.Struct, frozen=True):
 
 
 class _Table(msgspec.Struct):
-    """What is taken over from another worker."""
+    """The part of a table that another worker adopts."""
 
     sets: list[tuple[int, Ranks]]
     next_number: int
@@ -97,21 +97,21 @@ class _Table(msgspec.Struct):
 
 
 class SetTable:
-    """The sets that one worker knows of, without the one of all workers, whose number is 0."""
+    """The sets that one worker knows, without the global set, whose number is 0."""
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
-        self._next_number = 1  # numbers are never used twice: an old one must not mean another set
+        self._next_number = 1  # numbers are never reused: an old one must not refer to another set
         self.largest = 0  # size of the largest world so far; 0: none yet
-        self.joined = False  # this table was part of a world, and is no newcomer's
+        self.joined = False  # this table has been part of a world
 
     def in_world(self, size: int) -> None:
-        """This worker is in a world with so many ranks."""
+        """Record that this worker is in a world of ``size`` ranks."""
         self.joined = True
         self.largest = max(self.largest, size)
 
     def entries(self) -> list[Entry]:
-        """By number."""
+        """All sets, ordered by number."""
         return [self._entries[number] for number in sorted(self._entries)]
 
     def find(self, ranks: Ranks) -> Entry | None:
@@ -131,9 +131,10 @@ class SetTable:
         )
 
     def add(self, wishes: Sequence[Wish], generation: int, fixed_size: int = 0) -> list[Entry]:
-        """Registers what all ranks ask for; ``wishes`` in rank order. ``fixed_size``: of a world that never changes.
+        """Register what all ranks ask for; ``wishes`` are in rank order.
 
-        Raises Invalid, and then nothing has changed: the wishes differ, a rank never existed, a set exists already.
+        ``fixed_size`` is the size of a world that never changes, else 0. Raises Invalid, leaving the table unchanged,
+        if the wishes differ, a rank has never existed, or a set is already registered.
         """
         _same(wishes)
         sets = wishes[0].sets
@@ -165,7 +166,7 @@ class SetTable:
         return added
 
     def remove(self, wishes: Sequence[Wish]) -> bool:
-        """Removes what all ranks ask for. Whether any rank had it. Raises Invalid if the wishes differ."""
+        """Remove what all ranks ask for; return whether any rank had it. Raises Invalid if the wishes differ."""
         _same(wishes)
         for ranks in wishes[0].sets:
             self._drop(self.find(ranks))
@@ -186,7 +187,7 @@ class SetTable:
             entry.number, entry.removed = 0, True
 
     def clear(self) -> None:
-        """Nothing is registered any more: the job was left."""
+        """Unregister everything, after the job was left."""
         for entry in self.entries():
             self._drop(entry)
         self._next_number, self.largest, self.joined = 1, 0, False
@@ -194,15 +195,15 @@ class SetTable:
     # ---- taking over another worker's table ------------------------------------------------------
 
     def text(self) -> str:
-        """Everything that `adopt` needs."""
+        """Serialize everything that `adopt` needs."""
         sets = [(entry.number, entry.ranks) for entry in self.entries()]
         return msgspec.json.encode(_Table(sets, self._next_number, self.largest)).decode()
 
     def adopt(self, text: str) -> list[str]:
-        """Makes this table equal to another worker's `text`. Returns what users should know, one sentence each.
+        """Make this table equal to another worker's `text`. Return one sentence for each thing that users should know.
 
-        A newcomer's set that the world does not have may still be the same statement of the script, made when the world
-        had another size: it becomes the world's set of that number.
+        A new worker's set that the world lacks may come from the same statement of the script, run with another world
+        size: it then becomes the world's set of that number.
         """
         world = msgspec.json.decode(text, type=_Table)
         own = {entry.ranks: entry for entry in self.entries()}
@@ -236,7 +237,7 @@ class SetTable:
 
 
 def _common(wishes: Sequence[Wish], index: int) -> int:
-    """The number that a set has on some ranks and that is free on all others, or 0."""
+    """Return the number that a set has on some ranks and that is free on all others, or 0."""
     known = {wish.numbers[index] for wish in wishes} - {0}
     if len(known) != 1:
         return 0
@@ -246,7 +247,7 @@ def _common(wishes: Sequence[Wish], index: int) -> int:
 
 
 def _same(wishes: Sequence[Wish]) -> None:
-    """Raises Invalid, which names who asked for what, unless all ask for the same."""
+    """Raise Invalid, naming which rank asked for what, unless all ask for the same."""
     asked: dict[str, list[int]] = {}
     for rank, wish in enumerate(wishes):
         sets = ", ".join(str(list(ranks)) for ranks in wish.sets)

@@ -1,10 +1,10 @@
-"""Process sets: some ranks of the world that run collectives among themselves. Acts; `process_set_table` decides.
+"""Process sets: subsets of ranks that run collectives among themselves. `process_set_table` decides.
 
-All ranks register and remove the same sets in the same order, those that are not in them too: with ``init()``, or later
-if it was asked for (``init(process_sets="dynamic")`` or HOROVOD_DYNAMIC_PROCESS_SETS=1). Only members use them.
+All ranks, members or not, register and remove the same sets in the same order: in ``init()``, or later if that is
+enabled (``init(process_sets="dynamic")`` or HOROVOD_DYNAMIC_PROCESS_SETS=1). Only members use a set.
 
-A set is a list of ranks, not of workers: when the world changes, it consists of whatever workers have these ranks
-then, and ranks that the world no longer has are left out until it is large enough again.
+A set is a list of ranks, not of workers. When the world changes, it consists of the workers that then have these ranks;
+ranks that the world no longer has are left out until it is large enough again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from elastic.negotiation.process_set_table import (
 )
 from elastic.protocol.messages import COPY
 
-_PACKET_BYTES = 1024  # a table that fits costs one broadcast
+_PACKET_BYTES = 1024  # a table that fits takes a single broadcast
 _HEAD_BYTES = 8
 
 _table = SetTable()
@@ -41,8 +41,8 @@ _dynamic = False
 class ProcessSet:
     """A set of ranks. Register it with ``init(process_sets=[...])`` or `add_process_set`, then pass it to collectives.
 
-    ``ranks_or_comm``: a list of ranks in any order. Raises Invalid (a ValueError) for anything else; MPI communicators
-    have no meaning here.
+    ``ranks_or_comm`` is a list of ranks in any order. Raises Invalid (a ValueError) for anything else; MPI
+    communicators are not supported.
     """
 
     mpi_comm = None
@@ -52,32 +52,34 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The ID of the set, equal on all ranks; None if it is not registered, or was removed."""
+        """The ID of the set, equal on all ranks; None while it is not registered."""
         return self._entry.number or None
 
     @property
     def ranks(self) -> list[int]:
-        """All given ranks in ascending order, including those that the present world does not have."""
+        """All given ranks in ascending order, including those that do not exist in the present world."""
         return list(self._entry.ranks)
 
     def size(self) -> int | None:
-        """Number of its ranks that the present world has; None if it is not registered."""
+        """Return how many of its ranks exist in the present world; None if the set is not registered."""
         if not self._entry.number:
             return None
         return len(present(self._entry.ranks, context.current().place.size))
 
     def rank(self) -> int | None:
-        """This worker's index in the set; None if it is not registered. Raises Invalid on a rank that is not in it."""
+        """Return this worker's index in the set; None if it is not registered. Raises Invalid on a rank outside the
+        set.
+        """
         if not self._entry.number:
             return None
         return _members(self).index(context.current().place.rank)
 
     def included(self) -> bool:
-        """Whether this worker's rank is in the set. Raises NotInitialized before ``init()``."""
+        """Return whether this worker's rank is in the set. Raises NotInitialized before ``init()``."""
         return context.current().place.rank in self._entry.ranks
 
     def __reduce__(self) -> Any:
-        # Copied with a state, or sent to another worker, a registered set stays the set that is registered there.
+        # Copied with a state, or sent to another worker, it resolves to the set that is registered there.
         return _found, (self._entry.ranks,)
 
     def __repr__(self) -> str:
@@ -86,7 +88,7 @@ class ProcessSet:
 
 
 class GlobalProcessSet(ProcessSet):
-    """Every worker of the present world, however many there are."""
+    """All workers of the present world."""
 
     def __init__(self) -> None:
         pass
@@ -120,14 +122,14 @@ class GlobalProcessSet(ProcessSet):
 
 global_process_set = GlobalProcessSet()
 
-_objects: dict[Entry, ProcessSet] = {}  # the first one for each set that is registered
+_objects: dict[Entry, ProcessSet] = {}  # the first object for each registered set
 
 
-# ---- what collectives ask --------------------------------------------------------------------------------------------
+# ---- for collectives -------------------------------------------------------------------------------------------------
 
 
 def resolve(process_set: ProcessSet | None) -> Ranks | None:
-    """The ranks that take part, in ascending order; None for all ranks of the world.
+    """Return the ranks that take part, in ascending order; None for all ranks of the world.
 
     Raises Invalid (a ValueError) if the set is not registered, was removed, has no rank in the present world, or does
     not include this one.
@@ -216,10 +218,11 @@ def begin(sets: Sequence[ProcessSet], dynamic: bool) -> None:
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a set, or a list of ranks, and return the set. Collective over all ranks of the world.
 
-    Raises Invalid (a ValueError) where it is not asked for (``init(process_sets="dynamic")``), where the ranks are no
-    ranks of this job, where a set of them is registered already, and on every rank if the ranks ask for different
-    things. After a change of the world, a set that was registered before it is returned as it is: training functions
-    start anew then, and newcomers run them for the first time.
+    Raises Invalid (a ValueError) if dynamic process sets are not enabled (``init(process_sets="dynamic")``), a rank
+    does not exist in this job, or the set is already registered; and on every rank if the ranks ask for different sets.
+
+    After a change of the world, a set that was registered before it is returned as it is: training functions restart
+    then, and new workers run them for the first time.
     """
     rt = context.current()
     _need_dynamic("added")
@@ -231,10 +234,11 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set, which can't be used any more then. Collective over all ranks of the world.
+    """Remove a set, which can then no longer be used. Collective over all ranks of the world.
 
-    Returns whether it was registered; False for ``global_process_set``, which stays. Raises Invalid (a ValueError)
-    where it is not asked for, as in `add_process_set`, and on every rank if the ranks ask for different things.
+    Returns whether it was registered; False for ``global_process_set``, which cannot be removed. Raises Invalid (a
+    ValueError) if dynamic process sets are not enabled (see `add_process_set`), and on every rank if the ranks ask for
+    different sets.
     """
     rt = context.current()
     if not isinstance(process_set, ProcessSet):
@@ -246,7 +250,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     entry = process_set._entry
     if not (entry.number or entry.removed):
-        return False  # it never was registered, on any rank
+        return False  # never registered, on any rank
     _look_around(rt)
     removed = _table.remove(_agree(rt, _table.wish(REMOVE, [entry.ranks], rt.generation)))
     _objects.pop(entry, None)
@@ -254,12 +258,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def process_sets() -> list[ProcessSet]:
-    """All registered sets, by number; the first is ``global_process_set``."""
+    """Return all registered sets, ordered by number; the first is ``global_process_set``."""
     return [global_process_set, *(_object(entry) for entry in _table.entries())]
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
-    """The registered set of this number. Raises Invalid (a ValueError) if it does not exist."""
+    """Return the registered set with this number. Raises Invalid (a ValueError) if it does not exist."""
     for each in process_sets():
         if each.process_set_id == process_set_id:
             return each
@@ -267,7 +271,7 @@ def process_set_by_id(process_set_id: int) -> ProcessSet:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """The ranks of every registered set, by number; 0 is the whole world."""
+    """Return the ranks of every registered set, by number; 0 is the whole world."""
     ranks = {entry.number: list(entry.ranks) for entry in _table.entries()}
     return {0: global_process_set.ranks} | ranks
 
@@ -283,7 +287,7 @@ def _need_dynamic(done: str) -> None:
 def _add(rt: Context, sets: Sequence[ProcessSet]) -> None:
     _look_around(rt)
     wish = _table.wish(ADD, [each._entry.ranks for each in sets], rt.generation)
-    # In an elastic job, a list of all ranks of the present world is not the whole world for ever.
+    # The world of an elastic job may grow, so a list of all its present ranks is not the global set.
     fixed_size = 0 if rt.elastic else rt.place.size
     entries = _table.add(_agree(rt, wish), rt.generation, fixed_size)
     for each, entry in zip(sets, entries, strict=True):
@@ -293,8 +297,8 @@ def _add(rt: Context, sets: Sequence[ProcessSet]) -> None:
 
 def _agree(rt: Context, wish: Wish) -> list[Wish]:
     if rt.provisional:
-        return [wish]  # a newcomer's, until it joins
-    # One name for all changes, so that ranks that ask for different things meet.
+        return [wish]  # not negotiated until the new worker joins
+    # All changes share one name, so that ranks with different requests are compared.
     texts = submission.agree("process sets", "change", wish.text())
     return [Wish.parse(text) for text in texts]
 

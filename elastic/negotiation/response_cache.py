@@ -1,7 +1,7 @@
-"""One rank's side of the negotiation in one set of ranks: what it offers, and what it makes of decisions. Pure.
+"""One rank's side of the negotiation in one set of ranks: what it requests, and how it applies decisions. Pure.
 
-Keeps the numbers that the coordinator has given to names, exactly as every other member does, because all are told the
-same decisions in the same order.
+The numbers assigned by the coordinator are the same on every member, because all receive the same decisions in the same
+order.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from elastic.negotiation.messages import Members, Request, RequestList, Response
 
 
 class Asked(Protocol):
-    """A collective that this rank has submitted. Keys are equal where requests would be."""
+    """A collective that this rank has submitted. Keys are equal if and only if requests are."""
 
-    key: Hashable  # kept for who has no number yet
+    key: Hashable  # stored until it has a number
 
     @property
     def name(self) -> str: ...
@@ -34,7 +34,7 @@ A = TypeVar("A", bound=Asked)
 
 
 class ResponseCache(Generic[A]):
-    """Of one set. Names in flight are unique: whoever submits sees to that."""
+    """The cache for one set. The submitter ensures that names in flight are unique."""
 
     def __init__(self, members: Members) -> None:
         self.members = members
@@ -50,12 +50,12 @@ class ResponseCache(Generic[A]):
         self._new.append(asked)
 
     def drop(self) -> None:
-        """What is in flight never comes: its world is over."""
+        """Drop what is in flight, because its world is over."""
         self.in_flight.clear()
         self._new.clear()
 
     def offer(self) -> RequestList | None:
-        """Everything submitted since the last one."""
+        """Return everything submitted since the last offer, or None."""
         new, self._new = self._new, []
         if not new:
             return None
@@ -72,9 +72,9 @@ class ResponseCache(Generic[A]):
         return RequestList(self.members, self._epoch, bytes(known.rstrip(b"\0")), tuple(requests))
 
     def take(self, decision: ResponseList) -> Iterator[tuple[Response, A | None]]:
-        """What runs now, in order, with what this rank submitted for it: None if it has joined.
+        """Yield what runs now, in order, with this rank's submission; None for a rank that has joined.
 
-        Go through all of it before anything else is submitted.
+        Exhaust the iterator before submitting anything else.
         """
         if decision.epoch != self._epoch:
             self._epoch = decision.epoch
@@ -100,7 +100,7 @@ class ResponseCache(Generic[A]):
         assert response.number == len(self._entries), "numbers are given in order"
         self._entries.append(response)
         if asked is not None:
-            # Offered by its old number, while another rank asked for something else.
+            # Offered by its old number while another rank sent a different request.
             asked.key = asked.key or asked.make_key()
             self._keys[name] = asked.key
             self._numbers[asked.key] = response.number

@@ -1,8 +1,10 @@
-"""Submits collectives and waits for them: checks arguments, claims a handle, hands them to the engine under the guard.
+"""Submit collectives and wait for them: check arguments, claim a handle, pass them to the engine under the guard.
 
-Nothing is sent before every argument has been checked. Which ranks submitted what is compared by `engine`; what a
-collective computes is in `reductions` and `exchanges`. ``members`` are the ranks of a process set, None for the world.
-In all starters ``pick`` makes the result of what was computed, and ``soon`` says that the caller waits at once.
+All arguments are checked before anything is sent. `engine` compares what the ranks submitted; `reductions` and
+`exchanges` compute the results. ``members`` are the ranks of a process set, or None for the world.
+
+In all ``start_*`` functions ``pick`` makes the user's result from what was computed, and ``soon`` means that the caller
+waits at once.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ _callers: Members = None
 
 @contextlib.contextmanager
 def among(callers: Members) -> Iterator[None]:
-    """Until then those that are for all ranks of the world are for these, who run the same code: the others don't."""
+    """Restrict, inside this context, collectives over the whole world to ``callers``, which all run the same code."""
     global _callers
     _callers = callers
     try:
@@ -79,7 +81,7 @@ def start_allreduce(
     pick: Callable[[list[torch.Tensor]], Any] = list,
     soon: bool = False,
 ) -> int:
-    """``into``: where the results go, as `reductions.allreduce` has it."""
+    """Start an allreduce. ``into``: where the results go; see `reductions.allreduce`."""
     _need_tensors(ALLREDUCE, tensors)
     reductions.check(ALLREDUCE, tensors, op, (prescale, postscale) != (1.0, 1.0))
     if op is Op.ADASUM:
@@ -116,7 +118,7 @@ def start_allgather(
     pick: Callable[[tuple[list[torch.Tensor], list[int]]], Any] = tuple,
     soon: bool = False,
 ) -> int:
-    """The result is (gathered tensors; in which row of each this rank's rows start)."""
+    """Start an allgather. The result: (gathered tensors; the index of this rank's first row in each)."""
     _need_rows(ALLGATHER, tensors)
 
     return _submit(ALLGATHER, name, tensors, pick, members, soon)
@@ -131,7 +133,7 @@ def start_broadcast(
     in_place: bool,
     soon: bool = False,
 ) -> int:
-    """``root_rank`` counts in the world, within a process set too."""
+    """Start a broadcast. ``root_rank`` is a rank of the world, also within a process set."""
     _need_tensors(BROADCAST, [tensor])
     size = context.current().place.size
     if not isinstance(root_rank, int) or isinstance(root_rank, bool) or not 0 <= root_rank < size:
@@ -182,23 +184,23 @@ def start_alltoall(
 
 
 def barrier(members: Members = None) -> None:
-    """Returns once every member has called it."""
+    """Return once every member has called it."""
     synchronize(_submit(BARRIER, None, (), None, members, soon=True))
 
 
 def start_join() -> int:
-    """No more data on this rank: it adds zeros from here on. The result, once all have joined, is who did so last."""
+    """Contribute zeros on this rank from here on. The result, once all ranks have joined, is the last rank to join."""
     return _submit(JOIN, JOIN, (), None, None, soon=False)
 
 
 def join_noted(handle: int) -> bool:
-    """Whether every join that is submitted from now on, on any rank, counts as later than this one."""
+    """Return whether every join submitted from now on, on any rank, counts as later than this one."""
     found = _handles.find(handle, context.current())
     return found is None or found.pending.noted or found.pending.done()
 
 
 def agree(kind: str, name: str, payload: str) -> list[str]:
-    """Every rank's ``payload``, in rank order, once all ranks of the world have called this with this kind and name."""
+    """Return every rank's ``payload`` in rank order, once all ranks have called this with the same kind and name."""
     handle = _submit(AGREE, f"{kind}.{name}", (), list, None, soon=True, payload=payload)
     answers: list[str] = synchronize(handle)
     return answers
@@ -219,7 +221,7 @@ def _submit(
     splits: tuple[int, ...] = (),
     payload: str = "",
 ) -> int:
-    """Claims a handle and submits; a world or a set of one has its result at once."""
+    """Claim a handle and submit; in a world or set of one, complete at once."""
     if why := context.refusal():
         raise Invalid(f"{kind}{f' {name}' if name else ''} was called {why}")
     if not tensors and kind not in (BARRIER, AGREE, JOIN):
@@ -260,13 +262,14 @@ def _submit(
 
 
 def _to_engine(rt: context.Context, pending: Pending, soon: bool) -> None:
-    construct.check_device(pending.device.type)  # what fails later has been promised to others
+    # check now: after the negotiation, other ranks depend on this one
+    construct.check_device(pending.device.type)
     own_gpu.meet(pending.device)
     rt.engine().submit(pending, soon)
 
 
 def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int) -> list[int] | None:
-    """Rows per rank. Raises ValueError for what can't be sent; how many ranks there are is checked later."""
+    """Return the rows per rank. Raises ValueError for invalid values; their number is checked by the caller."""
     if splits is None:
         return None
     if isinstance(splits, torch.Tensor):
@@ -291,15 +294,15 @@ def _need_rows(kind: str, tensors: Tensors) -> None:
 
 
 def poll(handle: int) -> bool:
-    """Whether `synchronize` would return, or raise, at once. Raises ValueError for a handle that is not in flight."""
+    """Return whether `synchronize` would return or raise at once. Raises ValueError if the handle is not in flight."""
     return _handles.done(handle, context.current())
 
 
 def synchronize(handle: int) -> Any:
-    """Waits for a collective and returns its result; None for a handle that was synchronized before.
+    """Wait for a collective and return its result; None for a handle that was already synchronized.
 
-    Raises TensorMismatch where the ranks' tensors don't fit together, PeerLost if the world broke meanwhile, or if the
-    handle belongs to an earlier one.
+    Raises TensorMismatch if the ranks' tensors do not match, and PeerLost if the world broke meanwhile or the handle
+    belongs to an earlier world.
     """
     rt = context.current()
     found = _handles.find(handle, rt)
@@ -309,13 +312,14 @@ def synchronize(handle: int) -> Any:
         if rt.broken:
             found.pending.drain()
         if isinstance(found.pending.error, TensorMismatch):
-            raise found.pending.error  # all are told of it: it may be why this world is over already
+            # every rank receives it; it may be the reason that this world is over
+            raise found.pending.error
         with rt.guard(found.shown):
             found.pending.wait()
             result = found.pending.result()
             result = result if found.pick is None else found.pick(result)
     except BaseException as error:
-        # Interrupted from outside (Ctrl-C, a signal handler), it is in flight still, and may be waited for again.
+        # If interrupted from outside (Ctrl-C, a signal handler) it is still in flight and can be waited for again.
         if found.pending.over(error):
             _handles.release(handle)
         raise
@@ -324,7 +328,7 @@ def synchronize(handle: int) -> Any:
 
 
 def over(handle: int) -> bool:
-    """Whether `synchronize` would return, or raise, at once. For a handle that is not in flight, too."""
+    """Return whether `synchronize` would return or raise at once. Accepts handles that are not in flight."""
     found = _handles.peek(handle)
     if found is None or found.pending.done():
         return True
@@ -336,9 +340,9 @@ def over(handle: int) -> bool:
 
 
 def offer(handle: int) -> None:
-    """Tells the other ranks of a collective that was submitted with ``soon``, while another thread waits for others.
+    """Send a collective that was submitted with ``soon`` while another thread waits for others.
 
-    What fails here fails again in `synchronize`.
+    A failure here is raised again by `synchronize`.
     """
     found = _handles.peek(handle)
     if found is not None:
@@ -349,10 +353,11 @@ def offer(handle: int) -> None:
 def wait_for_any(
     handles: Sequence[int], enough: Callable[[], bool], until: float | None = None
 ) -> list[int]:
-    """Waits until some of these are over, and returns them; none where ``enough`` says so before, or it is that time of
-    `time.monotonic`. What fails here fails again in `synchronize`.
+    """Wait until some of these handles are over, and return them.
 
-    Where none is over, but one was decided, it is that: all its ranks are about to move its data.
+    Returns an empty list if ``enough()`` becomes true first, or at the time ``until`` of `time.monotonic`. If none is
+    over but one was decided, returns that one: all its ranks are about to move its data. A failure here is raised again
+    by `synchronize`.
     """
     found = {handle: each for handle in handles if (each := _handles.peek(handle)) is not None}
     claimed = list(found.values())
@@ -371,7 +376,7 @@ def wait_for_any(
 
 
 def group_size(device: torch.device, members: Members = None) -> int:
-    """Number of ranks that share a collective: 1 before a newcomer's first world."""
+    """Return the number of ranks that share a collective: 1 before a new worker's first world."""
     rt = context.current()
     if rt.provisional:
         return 1
@@ -380,5 +385,5 @@ def group_size(device: torch.device, members: Members = None) -> int:
 
 
 def is_root(root_rank: int, device: torch.device, members: Members = None) -> bool:
-    """Whether this rank's tensor was the one that was broadcast."""
+    """Return whether this rank's tensor was the one that was broadcast."""
     return group_size(device, members) == 1 or context.current().place.rank == root_rank

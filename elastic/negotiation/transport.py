@@ -1,8 +1,8 @@
-"""The connections over which collectives are negotiated: one from every rank to rank 0, for one generation. Acts.
+"""Connections over which collectives are negotiated: one from every rank to rank 0, for one generation.
 
-Where rank 0 listens is asked of the generation's store. Frames are those of `elastic.protocol.framing`: sealed from the
-first one, which proves that the caller knows the job's secret, checked against their schema, never pickled. Blocking
-calls end by `abort`, from any thread.
+The address of rank 0 is in the generation's store. Frames are those of `elastic.protocol.framing`: authenticated from
+the first one, which proves that the caller knows the job's secret, validated against their schema, never pickled.
+Blocking calls end with `abort`, from any thread.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from elastic.protocol.strangers import Strangers, count_limit
 from elastic.rendezvous.store import Store, StoreListener
 
 _FRAME_LIMIT = 256 << 20  # bytes
-_HELLO_LIMIT = 256  # bytes, before it is known who speaks
+_HELLO_LIMIT = 256  # bytes, before the peer is authenticated
 _HELLO_S = 10.0
-_UNSENT_LIMIT = 256 << 20  # bytes that wait for a rank before it is given up
+_UNSENT_LIMIT = 256 << 20  # unsent bytes per rank; beyond that its connection is closed
 _READ_BYTES = 1 << 16
-KEY = "negotiation"  # under which rank 0 provides its rules in the store
-LOOK_S = 1.0  # how often collectives that make no progress are looked at
-BEAT_S = 5.0  # how often rank 0 says that it lives
-_LISTENS = 30  # how often a rank listens in vain before rank 0 is given up
+KEY = "negotiation"  # of the store, under which rank 0 publishes its rules
+LOOK_S = 1.0  # between two checks for collectives that make no progress
+BEAT_S = 5.0  # between two heartbeats of rank 0
+_LISTENS = 30  # consecutive receive timeouts before rank 0 counts as lost
 
 _encoder = msgspec.msgpack.Encoder()
 _offers: msgspec.msgpack.Decoder[RequestList] = msgspec.msgpack.Decoder(RequestList)
 
 
 class Rules(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 lays down for all: where it is, and how things are fused."""
+    """Settings that rank 0 publishes to all: its address, and the limits of fusion."""
 
     host: str
     port: int
@@ -67,7 +67,7 @@ _decisions: msgspec.msgpack.Decoder[ResponseList] = msgspec.msgpack.Decoder(Resp
 
 
 def rules_of(listener: StoreListener, limits: FusionLimits) -> Rules:
-    """What rank 0 lays down."""
+    """Return rank 0's settings."""
     where = listener.address
     nonce = os.urandom(NONCE_BYTES)
     return Rules(
@@ -80,7 +80,7 @@ def encode_rules(rules: Rules) -> bytes:
 
 
 def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Rules:
-    """From rank 0, which need not have come to a collective yet. Raises CollectiveFailed."""
+    """Fetch rank 0's rules; rank 0 need not have called a collective yet. Raises CollectiveFailed."""
     try:
         return msgspec.msgpack.decode(store.fetch(KEY, rank, timeout_s)[0], type=Rules)
     except (msgspec.MsgspecError, IndexError) as error:
@@ -88,9 +88,9 @@ def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Rule
 
 
 class ControllerClient:
-    """A rank's end. One thread receives at a time, another may send.
+    """A rank's end of the connection. One thread receives at a time; another may send.
 
-    A rank 0 that says nothing for ``silence_s``, not even that it lives, is given up; 0: never.
+    Rank 0 counts as lost after ``silence_s`` seconds without a message or heartbeat; 0: never.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ControllerClient:
         )
         self._aborted = False
         self._silence_s = silence_s
-        self._in_vain = 0  # how often it has listened since rank 0 was heard
+        self._in_vain = 0  # receive timeouts since rank 0's last message
         try:
             self._socket = socket.create_connection((rules.host, rules.port), _HELLO_S)
         except OSError as error:
@@ -131,7 +131,7 @@ class ControllerClient:
             raise self._failure(error) from error
 
     def receive(self, within_s: float | None = None) -> list[ResponseList]:
-        """Blocks until there is one, or a wake, or for so long: then the list is empty.
+        """Block until a decision or a wake arrives, for at most ``within_s`` seconds; empty on a wake or timeout.
 
         Raises CollectiveFailed when rank 0 is gone, or on `abort`.
         """
@@ -149,7 +149,7 @@ class ControllerClient:
             if not ready and short:
                 return []
             if not ready:
-                # Counted, not timed: where all were stopped together, and go on, nobody was silent.
+                # Counted, not timed: after all processes were suspended together and resumed, no rank was silent.
                 self._in_vain += 1
                 if self._in_vain >= _LISTENS:
                     raise self._failure(f"no message for {self._silence_s:g} s")
@@ -167,8 +167,8 @@ class ControllerClient:
             self._in_vain = 0
 
     def wake(self) -> None:
-        """Wakes who is in `receive`. From any thread."""
-        with contextlib.suppress(OSError):  # full: it will wake all the same
+        """Wake the thread in `receive`. Thread-safe."""
+        with contextlib.suppress(OSError):  # full: the thread wakes anyway
             self._waker.send(b"!")
 
     def _failure(self, error: object) -> CollectiveFailed:
@@ -191,10 +191,10 @@ class ControllerClient:
 
 
 class ControllerServer:
-    """Rank 0's end: takes the others' offers in a thread of its own, and sends out decisions in one order.
+    """Rank 0's end: receives the other ranks' offers in its own thread and sends decisions in one order.
 
     ``offered(rank, offer)``, ``left(rank)`` and ``look()`` are called in that thread, and call `publish`; ``died(why)``
-    if it can't go on. ``own`` is rank 0's mailbox: decisions, nudges, and None at the end.
+    is called if the thread fails. ``own`` is rank 0's mailbox: decisions, wakes, and None at the end.
     """
 
     def __init__(
@@ -216,19 +216,20 @@ class ControllerServer:
         self._size = size
         self._secret = derived(secret, KEY, generation)
         self._offered, self._left, self._look, self._died = offered, left, look, died
-        self._deaf = False  # doesn't listen for a moment
+        self._deaf = False  # temporarily not accepting connections
         self._selector = selectors.DefaultSelector()
         self._wires: dict[socket.socket, Wire] = {}
         self._ranks: dict[socket.socket, int] = {}
-        # Ranks come in a crowd, and are strangers until they have spoken.
+        # All ranks connect at about the same time, and are unauthenticated until their first message.
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._strangers: Strangers[socket.socket] = Strangers(
             _HELLO_S, count_limit(_HELLO_LIMIT, descriptors, extra=size)
         )
         self._sockets: dict[int, socket.socket] = {}
         self._early: dict[int, list[bytes]] = {}  # bodies for ranks that have not connected yet
-        self._unsent: dict[int, bytearray] = {}  # frames that ranks don't read as fast as told
-        # Of the three above, and of what is sealed: frames go in the order of their numbers. Nothing blocks under it.
+        self._unsent: dict[int, bytearray] = {}  # frames that ranks have not read yet
+        # Guards the three fields above and the sealing of frames, which go out in the order of their numbers. Never
+        # blocks.
         self._connecting = threading.Lock()
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
@@ -243,21 +244,21 @@ class ControllerServer:
     def start(self) -> None:
         self._thread.start()
 
-    # ---- sending; the caller sees to it that only one thread does at a time -----------------------------------------
+    # ---- sending; the caller ensures that one thread sends at a time ------------------------------------------------
 
     def publish(self, decision: ResponseList) -> None:
-        """To all its members, rank 0 included if it is one. A rank that is gone is passed over."""
+        """Send a decision to all its members, including rank 0. A rank that is gone is skipped."""
         body = _encoder.encode(decision)
         members = decision.members or range(self._size)
         for rank in members:
             if rank != 0:
                 self._send(rank, body)
         if 0 in members:
-            # Last: with it, rank 0 may be done, and its process may end before the others have been told.
+            # Rank 0 last: on receipt its process may exit before the others have been notified.
             self.own.put(decision)
 
     def _send(self, rank: int, body: bytes) -> None:
-        """Never blocks: what a slow rank does not take waits for it, and nobody else waits."""
+        """Send without blocking: what a slow rank does not read is queued and delays no other rank."""
         with self._connecting:
             sock = self._sockets.get(rank)
             if sock is None:
@@ -269,10 +270,10 @@ class ControllerServer:
                 self._waker.send(b"!")
 
     def _push(self, rank: int, sock: socket.socket, body: bytes) -> bool:
-        """Sends what goes out at once. Whether some of it has to wait."""
+        """Send what goes out at once. Return whether some of it has to wait."""
         wire = self._wires.get(sock)
         if wire is None:
-            return False  # it is gone
+            return False  # the connection is gone
         frame = wire.frame_of(body)
         if (waiting := self._unsent.get(rank)) is not None:
             waiting += frame
@@ -283,7 +284,7 @@ class ControllerServer:
         return bool(rest)
 
     def _beat(self) -> None:
-        """Says that this process runs to all that are not being told something anyway."""
+        """Send a heartbeat to all ranks that have no frames queued."""
         with self._connecting:
             for rank, sock in self._sockets.items():
                 if rank not in self._unsent:
@@ -291,7 +292,7 @@ class ControllerServer:
         self._send_more()
 
     def _send_more(self) -> None:
-        """What ranks have not taken yet; looks again when they can take more."""
+        """Send what ranks have not read yet, and watch for when they can take more."""
         with self._connecting:
             for rank, waiting in [*self._unsent.items()]:
                 sock = self._sockets.get(rank)
@@ -301,7 +302,7 @@ class ControllerServer:
                 events = selectors.EVENT_READ
                 if len(waiting) > _UNSENT_LIMIT:
                     with contextlib.suppress(OSError):
-                        sock.shutdown(socket.SHUT_RDWR)  # and so it is lost
+                        sock.shutdown(socket.SHUT_RDWR)  # the rank counts as lost
                 elif waiting:
                     events |= selectors.EVENT_WRITE
                 if not waiting:
@@ -362,7 +363,7 @@ class ControllerServer:
             except BlockingIOError:
                 return
             except OSError:
-                if not self._closed.is_set():  # no descriptors left: listen again in a while
+                if not self._closed.is_set():  # out of descriptors: accept again later
                     self._deaf = True
                     self._selector.unregister(self._listener)
                 return
@@ -395,7 +396,7 @@ class ControllerServer:
                 self._drop(sock)
 
     def _greet(self, sock: socket.socket, rank: int) -> None:
-        """It knows the secret. Raises ProtocolError where it is nobody who is missing."""
+        """Assign an authenticated connection to its rank. Raises ProtocolError unless that rank is missing."""
         wire = self._wires[sock]
         with self._connecting:
             if not 0 < rank < self._size or rank in self._sockets:
@@ -420,11 +421,11 @@ class ControllerServer:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Wakes rank 0's own thread that waits for decisions."""
+        """Wake rank 0's own thread that waits for decisions."""
         self.own.put("wake")
 
     def abort(self) -> None:
-        """Wakes who waits for a decision, and the thread. Never blocks."""
+        """Wake the thread that waits for a decision, and the server's thread. Never blocks."""
         self._closed.set()
         self.own.put(None)
         for sock in (self._listener, *list(self._sockets.values())):
@@ -443,10 +444,10 @@ class ControllerServer:
 
 
 def _sent(sock: socket.socket, data: bytes | bytearray) -> int:
-    """How much of it went out, without waiting. Of a connection that is gone: all."""
+    """Return how many bytes went out without waiting; all of them if the connection is gone."""
     try:
         return sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
     except BlockingIOError:
         return 0
     except OSError:
-        return len(data)  # whoever reads from it learns that it is gone
+        return len(data)  # reading from it reports the loss

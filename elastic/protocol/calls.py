@@ -1,4 +1,4 @@
-"""What each rank of a group called, where that was not the same, and the sentence for it. Pure."""
+"""The calls of each rank of a group where they differ, and the sentence that describes them. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated
 
 import msgspec
 
-DISTINCT = 16  # that the driver is told of
+DISTINCT = 16  # how many are reported to the driver
 
 
 class Called(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's call. ``line``: of the script, ``train.py:12``; ``tensors``: ``float32 [3]``. Empty: not known."""
+    """One rank's call. ``line`` of the script: ``train.py:12``; ``tensors``: ``float32 [3]``. Empty if unknown."""
 
     rank: int
     name: str
@@ -23,13 +23,13 @@ Calls = Annotated[tuple[Called, ...], msgspec.Meta(max_length=DISTINCT)]
 
 
 def distinct(calls: Iterable[Called]) -> tuple[Called, ...]:
-    """The first rank's of each kind, and no more than a message may have."""
+    """Return one call of each kind, of the lowest rank, at most as many as a message may have."""
     found = {(each.name, each.line, each.tensors): each for each in reversed([*calls])}
     return tuple(sorted(found.values(), key=lambda each: each.rank)[:DISTINCT])
 
 
 def sentence(calls: Sequence[Called]) -> str:
-    """``rank 0: allreduce at train.py:3; ranks 1, 2: broadcast at train.py:5``."""
+    """Format calls: ``rank 0: allreduce at train.py:3; ranks 1, 2: broadcast at train.py:5``."""
     by_call: dict[tuple[str, str, str], list[int]] = {}
     for each in calls:
         by_call.setdefault((each.name, each.tensors, each.line), []).append(each.rank)
@@ -45,12 +45,12 @@ def sentence(calls: Sequence[Called]) -> str:
 
 
 def message_sentence(calls: Sequence[Called]) -> str:
-    """Of a message and its receive: ``rank 0: send of float32 [5]; rank 1: recv of float32 [3]``."""
+    """Format a send and its receive: ``rank 0: send of float32 [5]; rank 1: recv of float32 [3]``."""
     parts = "; ".join(f"rank {each.rank}: {each.name} of {each.tensors}" for each in calls)
     return f"a message does not fit its recv: {parts}; both tensors need the same dtype and number of elements"
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """The first few, and how many more."""
+    """Format the first few ranks, and how many more there are."""
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

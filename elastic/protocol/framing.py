@@ -1,16 +1,16 @@
-"""The bytes of a connection: frames, their limit, and a seal that nobody else can make. Pure.
+"""Frames of a connection: their encoding, size limit and authentication tag. Pure.
 
     4 bytes  length of the body, big endian
-    body     one message as MessagePack; empty in a sealed frame: the sender lives
+    body     one message as MessagePack; empty in a sealed frame: a heartbeat
     16 bytes tag, once the connection is sealed
 
 The tag is an HMAC-SHA256, cut to 16 bytes, over the frame's number in its direction and the body. Each direction of
-each connection has a key of its own, made of a secret and of the nonces of both ends, so that a frame can be forged,
-changed, repeated, left out, sent back or moved to another connection only by who knows the secret. It is not encrypted.
+each connection has its own key, derived from a secret and the nonces of both ends, so that only a holder of the secret
+can forge, change, repeat, drop, reflect or move a frame. Frames are not encrypted.
 
 Control connections are sealed after a challenge. Between ranks (the store of a generation, the negotiation of named
-collectives) the caller sends its nonce, NONCE_BYTES, and goes on with sealed frames: the tag of the first one proves
-that it knows the secret. Each use has a secret of its own, see `derived`.
+collectives) the caller sends its nonce, NONCE_BYTES, followed by sealed frames: the tag of the first one proves that it
+knows the secret. Each use has its own secret, see `derived`.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ import msgspec
 from elastic.protocol.messages import HANDSHAKE_LIMIT, RELAY_LIMIT, ProtocolError, encoded
 
 TAG_BYTES = 16
-NONCE_BYTES = 32  # of each end, new for every connection
-SHOWN = 200  # characters of what a stranger says, where an error repeats it
+NONCE_BYTES = 32  # of each end; new for every connection
+SHOWN = 200  # characters of an unauthenticated peer's text that an error repeats
 
 
 def proof(secret: bytes, role: str, challenge: bytes, own: bytes, who: str) -> bytes:
-    """HMAC-SHA256 over both nonces, the role and the caller's name, so that no proof can be reflected or moved (32
-    bytes).
+    """Return the HMAC-SHA256 (32 bytes) over both nonces, the role and the caller's name.
+
+    These make it impossible to reflect a proof or move it to another connection.
     """
     text = b"|".join((b"hvd-elastic", role.encode(), challenge, own, who.encode()))
     return hmac.digest(secret, text, hashlib.sha256)
 
 
 def derived(secret: bytes, purpose: str, generation: int) -> bytes:
-    """A secret for one use in one generation (32 bytes), so that nothing that was said in another counts here."""
+    """Return a secret (32 bytes) for one use in one generation, so that frames of others are not accepted."""
     text = f"hvd-elastic {purpose}|{generation}"
     return hmac.digest(secret, text.encode(), hashlib.sha256)
 
 
 class Wire:
-    """Both directions of one connection, as one of its ends sees them.
+    """Both directions of one connection, from one end.
 
-    ``decoder`` is for what the other end says. Until `seal` only ``limit`` bytes are taken for a frame.
+    ``decoder`` is for the peer's messages. Before `seal`, a frame may have at most ``limit`` bytes.
     """
 
     def __init__(
@@ -56,13 +57,15 @@ class Wire:
         self._limit = limit
         self._buffer = bytearray()
         self._key_in = self._key_out = b""
-        self._heard = self._said = 0  # sealed frames
+        self._frames_in = self._frames_out = 0  # sealed frames in each direction
 
     def seal(
         self, secret: bytes, *, mine: bytes, theirs: bytes, caller: bool, limit: int = RELAY_LIMIT
     ) -> None:
-        """From here on frames are sealed, and may have ``limit`` bytes. ``mine`` and ``theirs`` are the nonces of both
-        ends, one of which may be empty; ``caller``: this end opened the connection.
+        """Seal all frames from here on, with at most ``limit`` bytes each.
+
+        ``mine`` and ``theirs`` are the nonces of both ends, one of which may be empty; ``caller``: this end opened the
+        connection.
         """
         nonces = mine + theirs if caller else theirs + mine
         from_caller, to_caller = (
@@ -75,30 +78,33 @@ class Wire:
         self._limit = limit
 
     def expect(self, decoder: msgspec.msgpack.Decoder[Any], limit: int) -> None:
-        """What the other end says from here on."""
+        """Set the type of the peer's messages from here on."""
         self._decoder, self._limit = decoder, limit
 
     def frame(self, message: msgspec.Struct) -> bytes:
-        """Raises ProtocolError where it would exceed FRAME_LIMIT. Send frames in the order in which they are made."""
+        """Encode a message as a frame. Send frames in the order in which they are made.
+
+        Raises ProtocolError if it exceeds FRAME_LIMIT.
+        """
         return self.frame_of(encoded(message))
 
     def frame_of(self, body: bytes) -> bytes:
-        """Of a message that is encoded already."""
+        """Return the frame of an encoded message."""
         head = len(body).to_bytes(4, "big")
         if not self._key_out:
             return head + body
-        self._said += 1
-        return head + body + _tag(self._key_out, self._said, body)
+        self._frames_out += 1
+        return head + body + _tag(self._key_out, self._frames_out, body)
 
     def feed(self, data: bytes) -> None:
-        """Bytes as they come, cut anywhere."""
+        """Add received bytes, split anywhere."""
         self._buffer += data
 
     def next(self) -> Any | None:
-        """The next message that is complete. Raises ProtocolError on anything that is none."""
+        """Return the next complete message, or None. Raises ProtocolError on invalid bytes."""
         body = self._next_body()
         while body == b"" and self._key_in:
-            body = self._next_body()  # the other end lives, and has nothing to say
+            body = self._next_body()  # a heartbeat
         if body is None:
             return None
         try:
@@ -118,29 +124,30 @@ class Wire:
             return None
         body = bytes(buffer[4 : 4 + length])
         if self._key_in:
-            self._heard += 1
+            self._frames_in += 1
             tag = bytes(buffer[4 + length : end])
-            if not hmac.compare_digest(tag, _tag(self._key_in, self._heard, body)):
+            if not hmac.compare_digest(tag, _tag(self._key_in, self._frames_in, body)):
                 raise ProtocolError("a frame without the seal of this connection")
         del buffer[:end]
         return body
 
     @property
     def unread(self) -> int:
-        """Bytes that came after the last message."""
+        """Number of bytes after the last message."""
         return len(self._buffer)
 
     def receive(self, data: bytes) -> Iterator[Any]:
-        """The messages that are complete now, one by one: who hears one may `seal` before the next is read."""
+        """Yield the complete messages one by one, so that the receiver of one may `seal` before the next is read."""
         self.feed(data)
         while (message := self.next()) is not None:
             yield message
 
 
 class CalledWire(Wire):
-    """The end that is called where the caller begins with its nonce. ``secret`` is that of this use, see `derived`;
-    ``mine``: this end's nonce, if the caller was told one. All that comes before a frame with the right seal is dropped
-    with the connection, so ``limit`` bounds what a stranger may say.
+    """The called end of a connection on which the caller sends its nonce first.
+
+    ``secret`` is that of this use, see `derived`; ``mine`` is this end's nonce if the caller knows it. The connection
+    is dropped at a frame without the right seal, so ``limit`` bounds what an unauthenticated peer may send.
     """
 
     def __init__(
@@ -166,7 +173,7 @@ class CalledWire(Wire):
 
 
 def _shown(error: Exception) -> str:
-    """Part of it are the words of whoever sent the frame: on one line, short, and nothing a terminal obeys."""
+    """Format an error that may quote the peer: one short line without control characters."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:SHOWN])
 
 

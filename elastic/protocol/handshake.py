@@ -1,4 +1,4 @@
-"""The handshake of a control connection, as the end sees it that calls a driver. Pure; it decides whom to believe."""
+"""Handshake of a control connection, from the end that connects to a driver. Pure; it authenticates the driver."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from elastic.protocol.messages import VERSION, Accepted, Challenge, ProtocolErro
 
 
 class Caller:
-    """Calls itself ``who``, and is one of ``role``. ``nonce``: NONCE_BYTES of this end, new for this connection."""
+    """The connecting end, named ``who``, of kind ``role``. ``nonce``: NONCE_BYTES, new for this connection."""
 
     def __init__(self, secret: bytes, role: str, who: str, nonce: bytes) -> None:
         self._secret, self._role, self._who, self.nonce = secret, role, who, nonce
         self._theirs = b""
 
     def answer(self, challenge: Any) -> bytes:
-        """The proof that goes with our nonce. Raises ProtocolError where the other end is no driver of this release."""
+        """Return the proof for our nonce. Raises ProtocolError unless the peer is a driver of this version."""
         if not isinstance(challenge, Challenge):
             raise ProtocolError("the other end is not a driver of hvd-elastic")
         if challenge.version != VERSION:
@@ -25,18 +25,19 @@ class Caller:
                 f"the driver uses version {challenge.version} of the protocol, this {self._role} {VERSION}: install"
                 " the same hvd-elastic on every host"
             )
-        if len(challenge.nonce) != NONCE_BYTES:  # a proof's text must have one reading only
+        if len(challenge.nonce) != NONCE_BYTES:  # otherwise the text of a proof would be ambiguous
             raise ProtocolError("its challenge has an invalid length")
         self._theirs = challenge.nonce
         return proof(self._secret, self._role, self._theirs, self.nonce, self._who)
 
-    def accepted(self, word: Any, wire: Wire) -> None:
-        """What it has said to our proof; from here on the wire is sealed. Raises ProtocolError unless it knows the
-        secret and lets us in, with its reason if it gives one.
+    def accepted(self, reply: Any, wire: Wire) -> None:
+        """Check the driver's answer to our proof, and seal the wire.
+
+        Raises ProtocolError unless the driver knows the secret and accepts us; with its reason if it gives one.
         """
-        if isinstance(word, TurnedAway) and self._is_its(word.proof, "turned away", word.reason):
-            raise ProtocolError(word.reason)
-        if not isinstance(word, Accepted) or not self._is_its(word.proof, "driver", self._who):
+        if isinstance(reply, TurnedAway) and self._is_its(reply.proof, "turned away", reply.reason):
+            raise ProtocolError(reply.reason)
+        if not isinstance(reply, Accepted) or not self._is_its(reply.proof, "driver", self._who):
             raise ProtocolError("the driver does not know this job's secret")
         wire.seal(self._secret, mine=self.nonce, theirs=self._theirs, caller=True)
 

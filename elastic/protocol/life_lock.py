@@ -1,9 +1,8 @@
-"""A lock that a worker holds in memory that it shares with its agent, and that the kernel lets go as the worker dies.
+"""A lock in memory shared by a worker and its agent, which the kernel releases as soon as the worker dies.
 
-The kernel takes a dead process's memory apart first, which may take long, and only then closes its sockets and tells
-whoever waits for its end. Its robust locks it lets go before all that. See set_robust_list(2).
-
-Acts. Where the system or the C library can't do it nobody hears of a death in this way, and it is seen as it was.
+When a process dies, the kernel first frees its memory, which may take long, and only then closes its sockets and
+notifies its parent. It releases robust locks before that. See set_robust_list(2). If the system or the C library does
+not support it, a death is detected by the exit of the process.
 """
 
 from __future__ import annotations
@@ -18,15 +17,17 @@ import platform
 import threading
 from collections.abc import Callable
 
-LIFE_LOCK = "ELASTIC_LIFE_LOCK"  # in a worker's environment: a file of the agent, and where in it
+# in a worker's environment: a file of its agent, and the offset in it
+LIFE_LOCK = "ELASTIC_LIFE_LOCK"
 
 _NAME = "elastic-life-locks"
-_BYTES = 128  # for each; a pthread_mutex_t of glibc has 40 or 48, and begins with the word that the kernel knows
+# for each; a pthread_mutex_t of glibc has 40 or 48, and begins with the word that the kernel uses
+_BYTES = 128
 _MOST = 1024  # workers of one agent that are watched at a time
 _WAITERS, _OWNER_DIED = 1 << 31, 1 << 30
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FAILED = ctypes.c_void_p(-1).value
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)  # the system call; 0: not known
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)  # system call number; 0: unknown
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -34,18 +35,20 @@ _libc.mmap.argtypes = (
     *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
     ctypes.c_long,
 )
-_held = False  # by this process, to its end
+_held = False  # by this process, until it exits
 
 
-def hold(told: str) -> None:
-    """In a worker, whose variable says ``told``. Only its main thread lives as long as the process."""
+def hold(location: str) -> None:
+    """Take the lock at ``location``, the value of the worker's variable. Main thread only: it lives as long as the
+    process.
+    """
     global _held
-    if not told or _held or threading.current_thread() is not threading.main_thread():
+    if not location or _held or threading.current_thread() is not threading.main_thread():
         return
     with contextlib.suppress(OSError, ValueError):
-        file, _, offset = told.rpartition(":")
+        file, _, offset = location.rpartition(":")
         if not os.readlink(file).startswith(f"/memfd:{_NAME}"):
-            return  # of an agent that is gone, whose number another process has
+            return  # the agent is gone, and another process has its ID
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
         memory = _mapped(fd)
         os.close(fd)
@@ -53,8 +56,10 @@ def hold(told: str) -> None:
 
 
 def _mapped(fd: int) -> int | None:
-    """The address. Never unmapped: the kernel looks there last of all, and a thread may. Python's own mmap would be, as
-    the interpreter ends, and keeps a descriptor.
+    """Map the memory, and return its address.
+
+    It is never unmapped: the kernel reads it after everything else, and a thread may too. Python's own mmap would be
+    unmapped at interpreter exit, and keeps a descriptor.
     """
     access = mmap.PROT_READ | mmap.PROT_WRITE
     address = _libc.mmap(None, _BYTES * _MOST, access, mmap.MAP_SHARED, fd, 0)
@@ -65,22 +70,22 @@ def _lock(address: int) -> bool:
     mutex, kind = ctypes.c_void_p(address), ctypes.create_string_buffer(64)
     word = ctypes.c_uint32.from_address(address)
     if word.value:
-        return False  # the worker does, and this process is a child of it
+        return False  # held by the worker, of which this process is a child
     locked = (
         _libc.pthread_mutexattr_init(kind) == 0
         and _libc.pthread_mutexattr_setpshared(kind, 1) == 0
         and _libc.pthread_mutexattr_setrobust(kind, 1) == 0
         and _libc.pthread_mutex_init(mutex, kind) == 0
-        and _libc.pthread_mutex_trylock(mutex) == 0  # a second process of one worker has none
-        and word.value == threading.get_native_id()  # as glibc has it
+        and _libc.pthread_mutex_trylock(mutex) == 0  # a second process of one worker fails here
+        and word.value == threading.get_native_id()  # layout of glibc
     )
     if locked:
-        word.value |= _WAITERS  # else the kernel wakes nobody
+        word.value |= _WAITERS  # otherwise the kernel wakes no waiter
     return locked
 
 
 class LifeLocks:
-    """Those of one agent's workers, in one piece of memory, which the workers open through /proc."""
+    """Locks of one agent's workers, in one memory file that the workers open through /proc."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
@@ -93,24 +98,24 @@ class LifeLocks:
                 self._memory = _mapped(self._fd)
 
     def new(self) -> LifeLock | None:
-        """For a worker that is about to start."""
+        """Return a lock for a worker that is about to start, or None if that is not supported."""
         if self._fd is None or self._memory is None or not self._free:
             return None
         offset = self._free.pop()
         address = self._memory + offset
         ctypes.memset(address, 0, _BYTES)
-        told = f"/proc/{os.getpid()}/fd/{self._fd}:{offset}"
-        return LifeLock(told, address, lambda: self._free.append(offset))
+        location = f"/proc/{os.getpid()}/fd/{self._fd}:{offset}"
+        return LifeLock(location, address, lambda: self._free.append(offset))
 
     def close(self) -> None:
-        """No more workers are started."""
+        """Close the file. No more workers are started."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
 class LifeLock:
-    """One worker's. ``told`` is for its environment."""
+    """Lock of one worker. ``told`` is the value for its environment."""
 
     def __init__(self, told: str, address: int, free: Callable[[], None]) -> None:
         self.told = told
@@ -120,16 +125,16 @@ class LifeLock:
         self._ended = False
 
     def watch(self, gone: Callable[[], None]) -> None:
-        """Has ``gone`` called, in a thread of its own, when the thread that held it has ended. Not after `end`."""
+        """Call ``gone``, in a new thread, when the thread that held the lock has ended; never after `end`."""
         self._left = itertools.count()  # by the agent, and by that thread
         watching = threading.Thread(target=self._wait, args=(gone,), daemon=True)
         try:
             watching.start()
-        except RuntimeError:  # no thread can be had: its exit will tell
+        except RuntimeError:  # no thread available: the process exit is detected instead
             self._left = itertools.count(1)
 
     def end(self) -> None:
-        """The process is gone, whether it ever held the lock or not."""
+        """Release waiters after the process has exited, whether it ever held the lock or not."""
         self._ended = True
         ctypes.c_uint32.from_address(self._address).value = _OWNER_DIED
         self._futex(_FUTEX_WAKE, 1)
@@ -138,14 +143,14 @@ class LifeLock:
     def _wait(self, gone: Callable[[], None]) -> None:
         word = ctypes.c_uint32.from_address(self._address)
         while not (value := word.value) & _OWNER_DIED:
-            if not self._futex(_FUTEX_WAIT, value):  # a sandbox forbids it
+            if not self._futex(_FUTEX_WAIT, value):  # forbidden by a sandbox
                 return self._leave()
         if not self._ended:
             gone()
         self._leave()
 
     def _leave(self) -> None:
-        """Who is the second to leave frees the place: nobody looks at it any more."""
+        """Free the place at the second call, when neither the agent nor the thread uses it any more."""
         if next(self._left):
             self._free()
 

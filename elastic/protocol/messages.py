@@ -1,10 +1,8 @@
-"""Every message between driver and worker, and the words both sides share. Pure: bytes in, values out.
+"""Messages between driver and worker, and the types that both sides share. Pure: bytes in, values out.
 
 A connection opens with a mutual challenge (see `Challenge`), then carries sealed frames (see `framing`). Messages are
-tagged by their class name, schema-checked by msgspec when decoded, never pickled. Every message that concerns a world
-carries its generation.
-
-Nothing that a worker is sent when the world changes grows with the size of the world.
+tagged by their class name, validated by msgspec when decoded, never pickled. Every message about a world carries its
+generation. The messages that a worker receives when the world changes do not grow with the size of the world.
 """
 
 from __future__ import annotations
@@ -19,28 +17,28 @@ from elastic.protocol.calls import Calls
 VERSION = 4
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large message
 RESULT_LIMIT = FRAME_LIMIT - 4096  # bytes of a returned value
-RELAY_LIMIT = FRAME_LIMIT + 4096  # bytes; the same, and who said it
+RELAY_LIMIT = FRAME_LIMIT + 4096  # bytes; a message of FRAME_LIMIT and its sender
 HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
-# Small things in a list take far more room than they have bytes: a frame may hold no more of them than anybody sends.
+# Small items in a list take far more memory than bytes on the wire, so a frame may hold no more than is ever sent.
 PHASES_LIMIT = 1000
 SAMPLES_LIMIT = 1_000_000
 TRACES_LIMIT = 100_000
 TENSORS_LIMIT = 100_000
 LAUNCHES_LIMIT = 64  # groups on one GPU
-REPORT_LIMIT = 64 * 1024  # bytes of what a script reports at once
+REPORT_LIMIT = 64 * 1024  # bytes of one report of a script
 STEP_INPUT_LIMIT = 16 * 1024  # bytes
-COPY = "copy of the state"  # by this name a worker waits in one
-SHARDS_COMMIT = "commit of the shards"  # and by this one in a commit of a sharded state
-GRADIENTS = "gradients"  # and by this one in a step of a DistributedOptimizer
-STACKS_SIGNAL_OFFSET = 4  # above SIGRTMIN: the signal at which a worker writes its stacks
+COPY = "copy of the state"  # name of the wait for a copy of the state
+SHARDS_COMMIT = "commit of the shards"  # name of the wait for a commit of a sharded state
+GRADIENTS = "gradients"  # name of the wait in a step of a DistributedOptimizer
+STACKS_SIGNAL_OFFSET = 4  # above SIGRTMIN: the signal on which a worker writes its stacks
 
 
-# Not a number, or infinite, would be lost in a journal.
+# NaN and infinity cannot be stored in a journal.
 Finite = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 
 class ProtocolError(Exception):
-    """The peer sent bytes that are no message of this protocol, or is not who it claims to be."""
+    """The peer sent bytes that are not a message of this protocol, or failed authentication."""
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -73,7 +71,7 @@ class Worker(Value):
 class Commit(Value):
     """The identity of a committed state: the n-th commit of a generation. Later ones compare greater.
 
-    Shown as ``g2c300``: ids are no decimal numbers.
+    Shown as ``g2c300``, to keep it from being read as a decimal number.
     """
 
     generation: int
@@ -84,7 +82,7 @@ class Commit(Value):
 
     @property
     def dotted(self) -> str:
-        """``2.300``, as it stands in journals."""
+        """The form used in journals: ``2.300``."""
         return f"{self.generation}.{self.number}"
 
 
@@ -99,7 +97,7 @@ class Address(Value):
 
 
 class Times(Value):
-    """How many seconds of a worker went to what; see `elastic.monitoring.time_account`. They add up to its age."""
+    """Seconds that a worker has spent per activity; see `elastic.monitoring.time_account`. They add up to its age."""
 
     training: Finite = 0.0
     committing: Finite = 0.0
@@ -115,7 +113,7 @@ Part = Literal["training", "committing", "data", "storage", "recovering", "joini
 
 
 class Place(Value):
-    """Where one worker stands in a world. Ranks count over the world, the host, and the hosts."""
+    """Position of one worker in a world: its rank in the world, on its host, and across hosts."""
 
     rank: int
     size: int
@@ -126,33 +124,33 @@ class Place(Value):
 
 
 class Launches(Value):
-    """How far a worker's GPU has come with the collectives of one group, which all its ranks launch in one order."""
+    """Progress of a worker's GPU in the collectives of one group, which all its ranks launch in one order."""
 
-    group: str  # the same on all its ranks, and no other group's
+    group: str  # ID of the group, the same on all its ranks
     size: int  # ranks of the group
     launched: int
-    arrived: int  # the GPU has come to so many of them
-    done: int  # and so many have ended
-    took_s: Finite = 0.0  # the longest from a launch until the GPU had come to it, in seconds
-    failed: bool = False  # CUDA answers with an error
+    arrived: int  # how many the GPU has started
+    done: int  # how many have ended
+    took_s: Finite = 0.0  # longest time from a launch to its start on the GPU, in seconds
+    failed: bool = False  # CUDA reports an error
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False):
-    """Base of everything that travels on a control connection."""
+    """Base of all messages on a control connection."""
 
 
 # ---- the handshake -------------------------------------------------------------------------------
 
 
 class Challenge(Message):
-    """Driver's first frame: prove that you know the job's secret."""
+    """Driver's first frame: requests proof that the peer knows the job's secret."""
 
     nonce: bytes
     version: int = VERSION
 
 
 class Answer(Message):
-    """Worker's reply, with a challenge of its own."""
+    """Worker's proof, with its own challenge."""
 
     worker: Worker
     nonce: bytes
@@ -161,13 +159,13 @@ class Answer(Message):
 
 
 class Accepted(Message):
-    """Driver's proof that it knows the secret too."""
+    """Driver's proof that it knows the secret, too."""
 
     proof: bytes
 
 
 class TurnedAway(Message):
-    """Instead of Accepted, to one who has proved to know the secret. ``proof`` is the driver's, of this reason."""
+    """Refusal of an authenticated peer, in place of Accepted. ``proof`` is the driver's, over this reason."""
 
     reason: str
     proof: bytes
@@ -177,7 +175,7 @@ class TurnedAway(Message):
 
 
 class Hello(Message):
-    """First message after the handshake. ``torch_version``: empty if not told."""
+    """First message after the handshake. ``torch_version`` is empty if unknown."""
 
     worker: Worker
     pid: int
@@ -185,9 +183,9 @@ class Hello(Message):
 
 
 class Reconnected(Message):
-    """First message on a connection that replaces a lost one. What had no answer yet is said again after it.
+    """First message on a connection that replaces a lost one; unanswered messages are sent again after it.
 
-    ``generation`` is the last world that it was told; ``welcomed``: it has had an answer to its Hello.
+    ``generation`` is that of the last world received; ``welcomed``: its Hello has been answered.
     """
 
     generation: int
@@ -202,24 +200,24 @@ class Layout(Message):
 
 
 class StepInput(Message):
-    """Of what this worker's batches consist, in its framework's words: for those who join, see `Welcome`."""
+    """Format of this worker's batches, as its framework describes it, for workers that join; see `Welcome`."""
 
     kind: Annotated[bytes, Meta(max_length=STEP_INPUT_LIMIT)]
 
 
 class Ready(Message):
-    """I wait for a world. ``generation`` is the last one I was part of (0: none)."""
+    """This worker waits for a world. ``generation`` is its last one (0: none)."""
 
     generation: int
     commit: Commit | None
     store: Address  # already bound: where this worker would serve the generation's store as rank 0
     layout: str = ""  # digest of the state's layout; empty before elastic.run
     running: bool = True  # False while still in init(), before elastic.run
-    number: int = 0  # of this process's waits: an older Ready that comes late counts no more
+    number: int = 0  # count of this process's waits: a late, older Ready is ignored
 
 
 class Failed(Message):
-    """A collective of this generation broke here. ``differs``: its ranks have called different ones, ``calls``."""
+    """A collective of this generation failed here. ``differs``: its ranks made the different calls in ``calls``."""
 
     generation: int
     reason: str
@@ -228,7 +226,7 @@ class Failed(Message):
 
 
 class Stranded(Message):
-    """A collective broke outside ``elastic.run``: this process can't recover. ``differs``, ``calls``: see `Failed`."""
+    """A collective failed outside ``elastic.run``, so this process cannot recover. Fields as in `Failed`."""
 
     generation: int
     reason: str
@@ -237,7 +235,7 @@ class Stranded(Message):
 
 
 class Checked(Message):
-    """Answer to Prepare: checks passed so far; held at the next one."""
+    """Answer to Prepare: the number of safepoints passed; the worker is held at the next one."""
 
     generation: int
     change: int
@@ -245,14 +243,16 @@ class Checked(Message):
 
 
 class Leaving(Message):
-    """This worker was asked (SIGTERM) to leave at its next commit."""
+    """This worker received SIGTERM and leaves at its next commit."""
 
     reason: str
 
 
 class Resumed(Message):
-    """The first collective of a generation completed here. Milliseconds by phase, in order. ``from_checkpoint``: no
-    whole commit was left in memory, so the world began with a durable one.
+    """The first collective of a generation completed here.
+
+    ``phases_ms``: milliseconds by phase, in order. ``from_checkpoint``: no complete commit was left in memory, so the
+    world began with a durable one.
     """
 
     generation: int
@@ -262,55 +262,59 @@ class Resumed(Message):
 
 
 class Progress(Message):
-    """Where the training thread is. Sent when it has waited for a while in one collective, when that wait is over, and
-    at both ends of a phase that the user marks as long; never in a step in which nobody waits for long.
+    """Where the training thread is.
+
+    Sent when it has waited in one collective for a while, when that wait ends, and at both ends of a phase that the
+    user marks as long. Steps without a long wait send nothing.
     """
 
     generation: int
     entered: int  # collectives entered in this generation
-    inside: str = ""  # the collective that it waits in, by name; empty: it does not wait
+    inside: str = ""  # name of the collective it waits in; empty: not waiting
     waited_s: Finite = 0.0  # seconds it has been in there
-    phase: str = ""  # the long phase that it is in; empty: none
+    phase: str = ""  # the long phase it is in; empty: none
     gpu: Annotated[list[Launches], Meta(max_length=LAUNCHES_LIMIT)] = []  # while it waits
-    line: str = ""  # of the script, at which it waits; empty: not known
+    line: str = ""  # of the script, where it waits; empty: unknown
 
 
 class Located(Message):
     """The answer to `Locate`."""
 
     generation: int
-    line: str  # of the script; empty: not known
+    line: str  # of the script; empty: unknown
 
 
 class Pace(Message):
-    """How it went since the last one of these: who waits little while the others wait much holds them up."""
+    """Statistics since the previous Pace: a worker that waits little while its peers wait much is a straggler."""
 
     generation: int
     collectives: int  # completed
     waited_s: Finite  # seconds of them in which the training thread was inside a collective
     over_s: Finite  # seconds
     commits: int = 0  # made in that time
-    commit: Commit | None = None  # the newest, of those that all agree on
+    commit: Commit | None = None  # the newest that all members have agreed on
 
 
 class TimeSpent(Message):
-    """How this worker's time went since ``init()``. Sent now and then, as training begins in a world, and last."""
+    """How this worker has spent its time since ``init()``. Sent periodically, when training begins in a world, and
+    at exit.
+    """
 
     generation: int
     times: Times
     doing: Part  # now
-    commit: Commit | None = None  # the newest, of those that all agree on
-    step: int | None = None  # the state's own at the newest commit, where it has one
-    steps: int | None = None  # of an optimizer, since the training began; None: none was seen
-    batch: int | None = None  # samples of such a step on this worker, where that is known
+    commit: Commit | None = None  # the newest that all members have agreed on
+    step: int | None = None  # the state's own step at the newest commit, if it has one
+    steps: int | None = None  # steps of an optimizer since training began; None: no step seen
+    batch: int | None = None  # samples of such a step on this worker, if known
 
 
 class Digested(Message):
-    """Digest of the parameters held under a commit; in tests also which samples were trained since the last one.
+    """Digest of the parameters of a commit; in tests also the samples trained since the last one.
 
-    ``step``: the step that follows the commit, where the state has shards; -1: it has none. ``tensors``: a digest of
-    each tensor of the state by its name, where they were asked for. ``gradients``: then also of the last step's, before
-    any sum, by ``3 layer.weight``: the shard, of those that this worker has computed, and the parameter.
+    ``step``: the step after the commit if the state has shards, else -1. ``tensors``: a digest of each tensor of the
+    state by name, if requested. ``gradients``: then also of the last step's gradients, before any sum, keyed ``3
+    layer.weight``: a shard that this worker computed, and the parameter.
     """
 
     generation: int
@@ -333,17 +337,19 @@ class Raised(Message):
     traceback: str
     # A GPU or NCCL has failed: see `elastic.runtime.failures.hardware_errors`.
     hardware: bool = False
-    final: bool = False  # whoever tries it again ends in the same way
-    # Of the training: no member of its world had a commit, and it has made none.
+    final: bool = False  # a retry would fail in the same way
+    # Training never began: no member of its world had a commit, and it has made none.
     beginning: bool = False
-    code: Annotated[int, Meta(ge=1, le=255)] = 1  # of the job, if final
-    calls: Calls = ()  # that do not fit together, of which all ranks were told
-    shards_lost: bool = False  # no worker holds some shards of the state any more; final
+    code: Annotated[int, Meta(ge=1, le=255)] = 1  # exit code of the job, if final
+    calls: Calls = ()  # mismatched calls, which all ranks received
+    shards_lost: bool = False  # some shards of the state are held by no worker any more; final
 
 
 class Quit(Message):
-    """The process is about to exit with this code (0 to 255): user code called ``sys.exit`` under ``elastic.run``, or
-    its state does not match. ``call``: ``sys.exit(3)``, empty where user code called nothing.
+    """The process is about to exit with this code (0 to 255).
+
+    User code called ``sys.exit`` under ``elastic.run``, or its state does not match. ``call``: ``sys.exit(3)``, or
+    empty if user code made no call.
     """
 
     generation: int
@@ -364,46 +370,48 @@ class SendResult(Message, tag="Result"):
 
 
 class Reported(Message):
-    """What the script says of its training, for whoever has started the job. Taken in the order of the numbers, each
-    once; see `report_queue`.
+    """A report of the script on its training, for the program that started the job.
+
+    Reports are delivered in the order of their numbers, each once; see `report_queue`.
     """
 
     number: int  # of this process's reports, from 1
-    oldest: int  # the first that may not be taken yet: all before it have been, by this driver or one before it
-    generation: int  # it was made in, as were rank and size
+    # the first report that may be undelivered: all before it have been delivered, by this driver or a predecessor
+    oldest: int
+    generation: int  # of the time when it was made, like rank and size
     rank: int
     size: int
     at: Finite  # seconds since 1970
-    metrics: Annotated[bytes, Meta(max_length=REPORT_LIMIT)]  # agents do not look into it
-    dropped: int = 0  # that were made since the one before, and found no room
+    metrics: Annotated[bytes, Meta(max_length=REPORT_LIMIT)]  # opaque to agents
+    dropped: int = 0  # reports dropped since the one before, for lack of room
 
 
 Trace = tuple[str, str, str, int, int]  # kind, row, name, nanoseconds, duration: see trace_buffer
 
 
 class ClockAsked(Message):
-    """What time is it at the driver? ``asked_ns`` is this worker's monotonic clock."""
+    """Request for the driver's clock. ``asked_ns`` is on this worker's monotonic clock."""
 
     asked_ns: int
 
 
 class Traced(Message):
-    """What this worker did, for the timeline. ``offset_ns`` added to its times makes them the driver's."""
+    """Timeline records of this worker. ``offset_ns`` converts its times to the driver's clock."""
 
     timeline: int
     offset_ns: int
     records: Annotated[list[Trace], Meta(max_length=TRACES_LIMIT)]
-    dropped: int = 0  # records that found no room since the last message
+    dropped: int = 0  # records dropped since the last message, for lack of room
 
 
 class TracedAll(Message):
-    """This worker has sent everything that it had of this timeline, which is over."""
+    """This worker has sent all its records of this timeline, which is over."""
 
     timeline: int
 
 
 class TimelineWanted(Message):
-    """The script asks for a timeline in this file; an absolute path on the driver's host."""
+    """The script requests a timeline in this file, an absolute path on the driver's host."""
 
     request: int
     path: str
@@ -411,23 +419,24 @@ class TimelineWanted(Message):
 
 
 class TimelineUnwanted(Message):
-    """The script ends this timeline; its file is to be complete when the answer comes."""
+    """The script ends this timeline; the answer is sent when its file is complete."""
 
     request: int
     timeline: int
 
 
 class CheckpointDue(Message):
-    """Rank 0: make the first commit of this generation from ``number`` on durable, on all ranks."""
+    """From rank 0: make the first commit of this generation from ``number`` on durable, on all ranks."""
 
     generation: int
     number: int
 
 
 class NotFinite(Message):
-    """Gradients have been infinite or NaN since before this commit. ``digest``: of this rank's parameters before
-    the first step with these; None where it has not seen that step. Said at the first such commit of a world, and again
-    while that lasts.
+    """Gradients have been infinite or NaN since before this commit.
+
+    ``digest``: of this rank's parameters before the first such step; None if it has not seen that step. Sent at the
+    first such commit of a world, and again while the condition lasts.
     """
 
     generation: int
@@ -436,8 +445,10 @@ class NotFinite(Message):
 
 
 class ShareWritten(Message):
-    """This rank's part of the checkpoint that was asked for as ``number`` is in the storage. ``digests``: of what must
-    be equal on all ranks, by the name of the part; see `elastic.state.snapshots.digest`.
+    """This rank's part of checkpoint ``number`` is in the storage.
+
+    ``digests``: of the values that must be equal on all ranks, by the name of the part; see
+    `elastic.state.snapshots.digest`.
     """
 
     generation: int
@@ -447,7 +458,9 @@ class ShareWritten(Message):
 
 
 class ShareDropped(Message):
-    """This rank can't write its part; with it the checkpoint is off. ``timing``: it only came at the wrong time."""
+    """This rank cannot write its part, which cancels the checkpoint. ``timing``: the request only came at the wrong
+    time.
+    """
 
     generation: int
     number: int
@@ -456,7 +469,7 @@ class ShareDropped(Message):
 
 
 class CheckpointWritten(Message):
-    """The whole checkpoint is in the storage and was read back. ``commit``: what it holds."""
+    """The whole checkpoint is in the storage and was read back. ``commit``: its content."""
 
     generation: int
     number: int
@@ -464,15 +477,16 @@ class CheckpointWritten(Message):
     place: str  # its folder
     size: int  # bytes
     took_s: Finite
-    step: int | None = None  # the state's own, where it has one
+    step: int | None = None  # the state's own step, if it has one
 
 
 # ---- driver -> worker ----------------------------------------------------------------------------
 
 
 class Welcome(Message):
-    """Answer to Hello: a provisional place. ``newcomer``: a world is already training, on such batches as the last
-    `StepInput` said; empty if nobody did.
+    """Answer to Hello: a provisional place.
+
+    ``newcomer``: a world is already training, with batches as in the last `StepInput`; empty if none was sent.
     """
 
     place: Place
@@ -482,13 +496,12 @@ class Welcome(Message):
 
 
 class World(Message):
-    """Your place in a new generation.
+    """Place of the receiver in a new generation.
 
-    Ranks ``0 .. holders-1`` hold ``commit``, the newest one; the others lack it and are sent it by
-    rank 0. ``holders`` is 0 and ``commit`` None where nobody has committed; then rank 0 is the
-    source all the same. ``run``: of the checkpoints of this world, 0 where none are written; a
-    driver that follows another one has its own, and all members must write under one.
-    ``checkpoint``: the commit that all begin with is made durable before they train.
+    Ranks ``0 .. holders-1`` hold ``commit``, the newest one; the others lack it and receive it from rank 0. If no
+    worker has committed, ``holders`` is 0 and ``commit`` None, and rank 0 is the source anyway. ``run``: the ID under
+    which this world's checkpoints are written, 0 without checkpoints; after a failover the new driver has another one,
+    and all members must use the same. ``checkpoint``: the initial commit is made durable before training starts.
     """
 
     generation: int
@@ -502,21 +515,21 @@ class World(Message):
 
 
 class Broken(Message):
-    """This generation is over: cut its sockets, restore, say ready."""
+    """This generation is over: close its sockets, restore, and report ready."""
 
     generation: int
     reason: str
 
 
 class Prepare(Message):
-    """A planned change: answer with your number of checks, hold at the next."""
+    """Start of a planned change: answer with the number of safepoints passed, and hold at the next one."""
 
     generation: int
     change: int
 
 
 class StopAt(Message):
-    """All stop at this check."""
+    """All workers stop at this safepoint."""
 
     generation: int
     change: int
@@ -524,15 +537,16 @@ class StopAt(Message):
 
 
 class Proceed(Message):
-    """The planned change is off; go on."""
+    """The planned change is cancelled; continue."""
 
     generation: int
     change: int
 
 
 class Leave(Message):
-    """You are no longer part of the job: end the process with exit code 0. ``fenced``: you have been given up, so that
-    what you did since counts for nothing, and the exit code says so.
+    """The receiver is no longer part of the job: exit with code 0.
+
+    ``fenced``: it had been given up, so its work since then does not count, and the exit code says so.
     """
 
     reason: str
@@ -540,17 +554,18 @@ class Leave(Message):
 
 
 class Restate(Message):
-    """The driver may not have heard what you said, nor you what it said: say again where you stand (see
-    `Reconnected`). Of your agent, when it has a new connection.
+    """Request to report the current status again (see `Reconnected`), because messages may have been lost.
+
+    Sent by the agent after it reconnects.
     """
 
 
 class Locate(Message):
-    """Others wait for you: say at which line of the script you are."""
+    """Other ranks wait for the receiver: report its present line of the script."""
 
 
 class Awaited(Message):
-    """You wait for this rank, which is at this line of the script."""
+    """The receiver waits for this rank, which is at this line of the script."""
 
     generation: int
     rank: int
@@ -558,13 +573,13 @@ class Awaited(Message):
 
 
 class Rejected(Message):
-    """Your state does not match the world's; the reason says what differs."""
+    """The receiver's state does not match the world's; the reason names the difference."""
 
     reason: str
 
 
 class StandBy(Message):
-    """The world is as large as it may be: this worker waits, for however long, until a place is free."""
+    """The world is at its maximum size: the receiver waits, without a limit, for a free place."""
 
 
 class Finish(Message):
@@ -574,13 +589,13 @@ class Finish(Message):
 
 
 class End(Message):
-    """The job is over without success: abort what is blocked and exit."""
+    """The job has failed: abort blocking calls and exit."""
 
     reason: str
 
 
 class ClockTold(Message):
-    """Answer to ClockAsked: when it was heard and when it was answered, on the driver's monotonic clock."""
+    """Answer to ClockAsked: when it was received and answered, on the driver's monotonic clock."""
 
     asked_ns: int
     heard_ns: int
@@ -588,13 +603,13 @@ class ClockTold(Message):
 
 
 class ReportsTaken(Message):
-    """All reports up to this one: they need not be kept for another driver."""
+    """All reports up to this number are delivered and need not be kept for another driver."""
 
     number: int
 
 
 class Tracing(Message):
-    """Write down what you do from now on, for this timeline; or, ``on`` False, no longer: send what is left."""
+    """Start recording for this timeline, or, if ``on`` is False, stop and send what is left."""
 
     timeline: int
     on: bool
@@ -602,17 +617,17 @@ class Tracing(Message):
 
 
 class HostsListed(Message):
-    """The list of hosts is another one. For scripts that listen; who leaves or joins, and when, is said by Prepare."""
+    """The host list has changed. For scripts that listen; changes of the world are announced by Prepare."""
 
 
 class TracesTaken(Message):
-    """One `Traced` is in the file: there is room for another."""
+    """One `Traced` is in the file; another may be sent."""
 
     timeline: int
 
 
 class TimelineAnswer(Message):
-    """What became of a request. ``error``: empty where it was met; ``timeline`` and ``path`` are of the present one."""
+    """Answer to a timeline request. ``error`` is empty on success; the other fields describe the present timeline."""
 
     request: int
     timeline: int
@@ -628,20 +643,20 @@ class MakeDurable(Message):
 
 
 class CheckpointSoon(Message):
-    """A last checkpoint is wanted: the job stops, or its machines go away. Rank 0 asks for one as soon as may be."""
+    """A last checkpoint is wanted, because the job stops or its machines are preempted. Rank 0 starts one."""
 
     generation: int
 
 
 class SealCheckpoint(Message):
-    """To rank 0: all parts are written. Write what makes them a checkpoint."""
+    """To rank 0: all parts are written. Write the manifest that completes the checkpoint."""
 
     generation: int
     number: int
 
 
 class DropCheckpoint(Message):
-    """It will not become whole: write no more of it. ``again``: it only came at the wrong time for somebody."""
+    """The checkpoint is cancelled; stop writing. ``again``: only the timing was wrong, so it is retried."""
 
     generation: int
     number: int
@@ -649,7 +664,7 @@ class DropCheckpoint(Message):
 
 
 class CheckpointDone(Message):
-    """It is whole, and holds this commit."""
+    """The checkpoint is complete, and holds this commit."""
 
     generation: int
     number: int
@@ -726,7 +741,7 @@ from_driver: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromDriver)
 
 
 def encoded(message: msgspec.Struct, limit: int = FRAME_LIMIT) -> bytes:
-    """The body of a frame, of a message of ours or between driver and agent. Raises ProtocolError when it is larger."""
+    """Encode the body of a frame. Raises ProtocolError if it is larger than ``limit`` bytes."""
     try:
         body = _encoder.encode(message)
     except UnicodeEncodeError:  # an error may quote a file name that is not text

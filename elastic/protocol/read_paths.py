@@ -1,6 +1,6 @@
-"""What a worker's script reads, by Python's audit events, and what it does that these do not show. Acts; stdlib only.
+"""Record which paths a worker's script reads, by Python's audit events. Standard library only.
 
-Installed when a worker's interpreter starts, where the job has a checkpoint folder; see `elastic.checkpoints.finished`.
+Installed at interpreter start if the job has a checkpoint folder; see `elastic.checkpoints.finished`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-DIR = "ELASTIC_CHECKPOINT_DIR"  # as `checkpoints.options` has it
+DIR = "ELASTIC_CHECKPOINT_DIR"  # same as in `checkpoints.options`
 MOST = 5000  # paths
 _OPENS = frozenset({"open", "sqlite3.connect"})
 _LISTS = frozenset({"os.listdir", "os.scandir"})
-# Whoever is on the other side may read anything.
+# The other end may read any file.
 _LEAVES = frozenset(
     {
         *("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork", "os.forkpty"),
@@ -23,9 +23,9 @@ _LEAVES = frozenset(
     }
 )
 _EVENTS = _OPENS | _LISTS | _LEAVES
-_STANDARD = sys.stdlib_module_names | {"fsspec", "tenacity"}  # which act for others
+_STANDARD = sys.stdlib_module_names | {"fsspec", "tenacity"}  # these act on behalf of their caller
 _IMPORTS = ("_frozen_importlib_external", "importlib")
-_READERS = ("data", "integrations")  # of this package, for a script
+_READERS = ("data", "integrations")  # modules of this package that read on behalf of a script
 # Packages with compiled code that opens files through Python, and may load libraries.
 _KNOWN = frozenset(
     {
@@ -36,7 +36,7 @@ _KNOWN = frozenset(
 
 
 class ReadPaths:
-    """Of one process. ``files`` and ``folders`` are absolute; ``unseen`` says how it may have read others."""
+    """Paths that one process read. ``files`` and ``folders`` are absolute; ``unseen`` lists untraced reads."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -45,11 +45,11 @@ class ReadPaths:
         self._process = os.getpid()
 
     def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """For `sys.addaudithook`."""
+        """Handle an audit event; see `sys.addaudithook`."""
         if event in _EVENTS and not self.unseen and os.getpid() == self._process:
             try:
                 self._note(event, arguments)
-            except Exception as error:  # a script's call is not to fail for this
+            except Exception as error:  # must not make the script's call fail
                 self.unseen.add(f"{event}: {type(error).__name__}")
 
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -75,16 +75,16 @@ class ReadPaths:
 
 
 def _writes(arguments: tuple[Any, ...]) -> bool:
-    """Whether a file is opened for writing only."""
+    """Return whether a file is opened for writing only."""
     flags = arguments[2] if len(arguments) > 2 else 0
     return isinstance(flags, int) and flags & os.O_ACCMODE == os.O_WRONLY
 
 
 def _caller(frame: FrameType | None) -> str | None:
-    """The package that calls, behind Python's own; None for an import, and for this package's own work."""
+    """Return the calling package, skipping the standard library; None for imports and this package's own work."""
     name = _name(frame)
     if name.partition(".")[0] in _IMPORTS:
-        return None  # `checkpoints.finished` has the modules
+        return None  # `checkpoints.finished` reads the modules
     while frame is not None and name.partition(".")[0] in _STANDARD:
         frame = frame.f_back
         name = _name(frame)
@@ -98,12 +98,12 @@ def _name(frame: FrameType | None) -> str:
 
 
 def compiled() -> set[str]:
-    """Packages that this process has imported whose compiled code may open files by itself."""
+    """Return imported packages whose compiled code may open files directly."""
     found: set[str] = set()
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith((".so", ".pyd")):
-            # Some have extensions with names of their own; the folder tells whose they are.
+            # Some extensions have unrelated names; the folder identifies their package.
             installed = file.replace("dist-packages", "site-packages").rpartition("site-packages/")
             root = (installed[2] if installed[1] else name.replace(".", "/")).partition("/")[0]
             if root.partition(".")[0] not in _KNOWN | _STANDARD:
@@ -115,7 +115,7 @@ _observed: ReadPaths | None = None
 
 
 def observe(environ: Mapping[str, str]) -> None:
-    """From now on, for the life of this process, if its job has a checkpoint folder."""
+    """Record reads from now on, until the process exits, if its job has a checkpoint folder."""
     global _observed
     if environ.get(DIR) and _observed is None:
         _observed = ReadPaths()
@@ -123,5 +123,5 @@ def observe(environ: Mapping[str, str]) -> None:
 
 
 def observed() -> ReadPaths | None:
-    """None where this process was not observed from its start."""
+    """Return the record; None if this process was not observed from its start."""
     return _observed

@@ -1,6 +1,6 @@
-"""What `report` may be given, and the bytes it travels as. Pure.
+"""Values that `report` accepts, and their encoding. Pure.
 
-Numbers, text, None, and lists and dicts of them: what JSON has, and NaN and the infinities. Both ends check it.
+Numbers, text, None, and lists and dicts of them: JSON, plus NaN and infinity. Both ends validate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from elastic.errors import Invalid
 from elastic.protocol.messages import REPORT_LIMIT, Reported, Worker
 
-DEPTH = 32  # of lists and dicts in each other
+DEPTH = 32  # nesting of lists and dicts
 INTEGERS = range(-(2**63), 2**64)
 
 Path = tuple[str | int, ...]
@@ -25,9 +25,9 @@ _decoder: msgspec.msgpack.Decoder[Metrics] = msgspec.msgpack.Decoder(Metrics)
 
 @dataclass(frozen=True)
 class Report:
-    """What one worker has said by ``elastic.report``, as the driver's side is given it."""
+    """One worker's ``elastic.report``, as the driver's side receives it."""
 
-    rank: int  # when it was made, as are size and generation
+    rank: int  # at the time of the report, like size and generation
     size: int
     generation: int
     worker: str  # host:slot#start
@@ -36,7 +36,7 @@ class Report:
 
 
 def packed(metrics: Mapping[str, Any]) -> bytes:
-    """Raises TypeError, which names the key, for what is no such value, and Invalid for what is too much."""
+    """Encode metrics. Raises TypeError, naming the key, for an unsupported value, and Invalid if they are too large."""
     if not isinstance(metrics, Mapping):
         raise TypeError(
             f"report() got a {_name(metrics)}: pass a dict, as in report({{'loss': 0.1}})"
@@ -50,13 +50,15 @@ def packed(metrics: Mapping[str, Any]) -> bytes:
     return body
 
 
-def unpacked(worker: Worker, said: Reported) -> Report:
-    """Raises ValueError if this is no report: who knows the job's secret may send anything."""
+def unpacked(worker: Worker, reported: Reported) -> Report:
+    """Decode a report. Raises ValueError if it is invalid: any holder of the job's secret may send anything."""
     try:
-        metrics = _dict(_decoder.decode(said.metrics), ())
+        metrics = _dict(_decoder.decode(reported.metrics), ())
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise ValueError(f"it is not a dict of names and values: {error}") from error
-    return Report(said.rank, said.size, said.generation, str(worker), metrics, said.at)
+    return Report(
+        reported.rank, reported.size, reported.generation, str(worker), metrics, reported.at
+    )
 
 
 def _dict(values: Mapping[Any, Any], path: Path) -> Metrics:
@@ -69,7 +71,7 @@ def _dict(values: Mapping[Any, Any], path: Path) -> Metrics:
 
 
 def _plain(value: Any, path: Path) -> Any:
-    # Exactly these, and not what is derived of them: numpy.float64 is a float that msgspec does not know.
+    # Exact types only, not subclasses: numpy.float64 is a float that msgspec does not know.
     if isinstance(value, float):
         return float.__float__(value)
     if value is None or value is True or value is False:
@@ -91,7 +93,7 @@ def _plain(value: Any, path: Path) -> Any:
 
 
 def _only(value: Any, path: Path) -> Any:
-    """The number that a tensor or an array of one element holds."""
+    """Return the number that a tensor or an array of one element holds."""
     count = _count(value)
     if count is None:
         raise TypeError(
@@ -111,7 +113,7 @@ def _only(value: Any, path: Path) -> Any:
 
 
 def _count(value: Any) -> int | None:
-    """Of elements. None: it is nothing like a tensor."""
+    """Return the number of elements; None if the value is not like a tensor."""
     if isinstance(value, type) or not callable(getattr(value, "item", None)):
         return None
     numel = getattr(value, "numel", None)  # torch
@@ -120,7 +122,7 @@ def _count(value: Any) -> int | None:
 
 
 def _text(value: str) -> str:
-    """As UTF-8 can say it: an error may quote a file name that is not text."""
+    """Replace what UTF-8 cannot encode: an error may quote a file name that is not text."""
     if value.isascii():
         return str.__str__(value)
     return value.encode(errors="replace").decode()

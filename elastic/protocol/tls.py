@@ -1,8 +1,7 @@
-"""TLS of a control connection: contexts from PEM files, and an endpoint that turns bytes into bytes. Opens no socket.
+"""TLS of a control connection: contexts from PEM files, and an endpoint that converts bytes. Opens no socket.
 
-Both ends show a certificate that the job's authority has signed. Names in it are not compared: hosts come and go, and
-that the other end belongs to this job is proved by the challenge of `elastic.protocol.framing`, which TLS does not
-replace.
+Both ends present a certificate signed by the job's CA. Host names are not checked, since hosts change; the challenge of
+`elastic.protocol.framing`, which TLS does not replace, proves that the peer belongs to this job.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from elastic.protocol.messages import ProtocolError
 
 FLAGS = "--tls-cert, --tls-key and --tls-ca"
 _PIECE = 1 << 16  # bytes
-_RECORDS = range(20, 24)  # how a TLS record may begin
-_ALERTS = ("SSLV3_ALERT_", "TLSV1_ALERT_", "TLSV13_ALERT_")  # said by the other end, in OpenSSL
+_RECORDS = range(20, 24)  # possible first bytes of a TLS record
+_ALERTS = ("SSLV3_ALERT_", "TLSV1_ALERT_", "TLSV13_ALERT_")  # sent by the peer; OpenSSL's names
 _TOO_OLD = ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "ALERT_PROTOCOL_VERSION")
 
 
 class TlsFailed(ProtocolError):
-    """The other end speaks no TLS, or has no business here; the text says what is wrong with it."""
+    """The peer does not use TLS, or is not authorized; the text gives the reason."""
 
 
 def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
-    """For one end of control connections. Paths of PEM files. Raises Invalid where a file is no good."""
+    """Create the context for one end, from paths of PEM files. Raises Invalid if a file is unusable."""
     for flag, path in (("--tls-cert", cert), ("--tls-key", key), ("--tls-ca", ca)):
         try:
             with open(path, "rb") as file:
@@ -40,7 +39,7 @@ def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
     made.verify_mode = ssl.CERT_REQUIRED
     made.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION | ssl.OP_NO_TICKET
     if server:
-        made.num_tickets = 0  # connections last as long as the job: nobody comes back to a session
+        made.num_tickets = 0  # connections last as long as the job, so sessions are never resumed
     try:
         made.load_verify_locations(ca)
     except ssl.SSLError:
@@ -66,7 +65,7 @@ def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
 
 
 def check(cert: str, key: str, ca: str) -> None:
-    """Raises Invalid unless two ends that have these files would accept each other now."""
+    """Raise Invalid unless two ends with these files would accept each other now."""
     client = Endpoint(context(cert, key, ca, server=False), server=False)
     server = Endpoint(context(cert, key, ca, server=True), server=True)
     try:
@@ -83,9 +82,9 @@ def check(cert: str, key: str, ca: str) -> None:
 
 
 class Endpoint:
-    """One end of one connection. Bytes that arrive go in by `feed`, those to be sent come out of `due`.
+    """One end of one connection. Received bytes go into `feed`; bytes to be sent come out of `due`. Not thread-safe.
 
-    Not to be used by two threads at once. What is said before the handshake is over waits for that.
+    What is said before the handshake is over is sent after it.
     """
 
     def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
@@ -98,7 +97,7 @@ class Endpoint:
             self.feed(b"")
 
     def feed(self, data: bytes) -> bytes:
-        """What the other end has said with these bytes, in the clear. Raises TlsFailed; an alert may be `due` then."""
+        """Return the decrypted bytes of the peer. Raises TlsFailed; an alert may be `due` then."""
         if data and not self._begun:
             self._begun = True
             if data[0] not in _RECORDS:
@@ -114,7 +113,7 @@ class Endpoint:
             while part := self._tls.read(_PIECE):
                 parts.append(part)
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
-            pass  # after the latter, the end of the stream follows
+            pass  # after the latter, the stream ends
         except ssl.SSLError as error:
             raise TlsFailed(explained(error)) from error
         return b"".join(parts)
@@ -131,7 +130,7 @@ class Endpoint:
             raise TlsFailed(explained(error)) from error
 
     def due(self) -> bytes:
-        """What is to be sent now, each byte once."""
+        """Return the bytes to be sent now, each once."""
         return self._leaving.read()
 
 
@@ -144,7 +143,7 @@ def _no_passphrase() -> str:
 
 
 def explained(error: ssl.SSLError) -> str:
-    """What is wrong with the other end, after a handshake that failed."""
+    """Return the reason of a failed handshake, as a sentence about the peer."""
     reason = error.reason or ""
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
         return f"it does not use TLS: pass it {FLAGS}"

@@ -1,11 +1,11 @@
-"""Appends events to a timeline's file so that it is valid JSON all the time. Decides nothing.
+"""Append events to a timeline file, which is valid JSON at all times.
 
-The file is one JSON array. Each write puts the new events and a new closing bracket over the old bracket, in a single
-pwrite: whoever is killed, and whenever, the array that was there before or the one after it is what is left. Where the
-disk takes only a part of a write, that part is cut off again and the old bracket put back.
+The file is one JSON array. Each write puts the new events and a new closing bracket over the old bracket in a single
+pwrite, so that whenever the process is killed, the file has the previous array or the new one. If the disk takes only
+part of a write, that part is cut off again and the old bracket restored.
 
-What no file system promises is that somebody who reads *while* a write happens sees all of it or nothing: the window is
-the microseconds of the copy into the page cache.
+File systems do not guarantee that a reader *during* a write sees all of it or nothing: the window is the microseconds
+of the copy into the page cache.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ OPENING, CLOSING = b"[\n", b"\n]\n"
 
 
 def is_free(path: str) -> bool:
-    """Whether there is nothing at this path that a new timeline would destroy: no file, an empty one, or a timeline."""
+    """Return whether a new timeline may replace this path: no file, an empty one, or a timeline."""
     try:
         with open(path, "rb") as file:
             return file.read(len(OPENING)) in (b"", OPENING)
     except FileNotFoundError:
         return True
     except (OSError, ValueError):
-        return False  # what is wrong with it, TraceFile says
+        return False  # TraceFile reports the error
 
 
 class TraceFile:
-    """A new file in the place of whatever was at this path. Raises Invalid if it can't be written."""
+    """A new file that replaces whatever was at this path. Raises Invalid if it cannot be written."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            # Written under another name first: the path leads to valid JSON from its first moment on.
+            # Written under another name first, so that the path holds valid JSON from the start.
             target = os.path.realpath(path)
             beginning = f"{target}.{os.getpid()}.new"
             if os.path.exists(target) and not os.path.isfile(target):
                 raise OSError(errno.EINVAL, "it is not a regular file")
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(beginning)  # and if somebody puts a link there now, it is not followed
+                os.unlink(beginning)  # O_EXCL does not follow a link that is put there now
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(beginning, flags, 0o644)
             try:
@@ -64,7 +64,7 @@ class TraceFile:
         self.size = self._end + len(CLOSING)  # bytes
 
     def append(self, events: Sequence[str]) -> None:
-        """Each is one JSON object. Raises OSError if they found no room; then the file is as before."""
+        """Append JSON objects. Raises OSError if the disk is full, leaving the file as it was."""
         if not events:
             return
         comma = b"" if self._empty else b",\n"
@@ -73,7 +73,7 @@ class TraceFile:
             self._put(text + CLOSING, self._end)
         except OSError:
             with contextlib.suppress(OSError):
-                os.pwrite(self._fd, CLOSING, self._end)  # its blocks are there already
+                os.pwrite(self._fd, CLOSING, self._end)  # its blocks are already allocated
                 os.ftruncate(self._fd, self.size)
             raise
         self._end += len(text)
@@ -88,5 +88,5 @@ class TraceFile:
 
     def _put(self, text: bytes, at: int) -> None:
         written = os.pwrite(self._fd, text, at)
-        if written != len(text):  # a full disk says so only at the next write
+        if written != len(text):  # a full disk raises only at the next write
             raise OSError(errno.ENOSPC, f"no space after {written} of {len(text)} bytes")

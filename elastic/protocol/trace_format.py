@@ -1,10 +1,10 @@
-"""Records in, text out: the events of a timeline as JSON that Perfetto and chrome://tracing open. Pure.
+"""Format timeline records as JSON for Perfetto and chrome://tracing. Pure: records in, text out.
 
-The format is the JSON array of Google's "Trace Event Format". A worker is a process of it and a tensor a thread, so
-that nested phases are drawn inside each other. Times are microseconds since the timeline began.
+The format is the JSON array of Google's "Trace Event Format". A worker is a process and a tensor a thread, so that
+nested phases are drawn inside each other. Times are microseconds since the timeline began.
 
-Numbers of threads are unique over all processes, and none is a process's: Perfetto takes the first for one thread and
-the second for a process's main one.
+Thread IDs are unique over all processes, and differ from process IDs: Perfetto would merge equal threads, and take an
+ID equal to its process's for the main thread.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Any
 
 from elastic.protocol.messages import Trace
 
-ROWS_LIMIT = 10_000  # of a process: a script may give each of its collectives another name
-LOST = "dropped records"  # the row that says so
-OTHERS = "others"  # the row of those for which there is none left
+ROWS_LIMIT = 10_000  # per process: a script may name each of its collectives differently
+LOST = "dropped records"  # name of the row for dropped records
+OTHERS = "others"  # name of the row for everything beyond ROWS_LIMIT
 NAME_LIMIT = 200  # characters of a row's or an event's name
 FIRST_ROW = 1_000_001
 KINDS = frozenset("XBEi")
 
 
 class TraceFormat:
-    """One file's. ``start_ns`` is when it began, on the clock of all records; ``epoch_us`` the same since 1970."""
+    """Format of one file. ``start_ns``: its start on the clock of all records; ``epoch_us``: the same since 1970."""
 
     def __init__(self, start_ns: int, epoch_us: int) -> None:
         self._start_ns = start_ns
         self._epoch_us = epoch_us
         self._processes: dict[str, int] = {}
-        self._names: dict[str, str] = {}  # what each process is called now
+        self._names: dict[str, str] = {}  # current name of each process
         self._rows: dict[tuple[int, str], int] = {}
-        self._rows_of: dict[int, int] = {}  # how many each process has
+        self._rows_of: dict[int, int] = {}  # number of rows of each process
         self._quoted: dict[str, str] = {}
 
     def opening(self) -> list[str]:
-        """The first event, which has Horovod's name: when the timeline began, in microseconds since 1970."""
+        """Return the first event, named as in Horovod: when the timeline began, in microseconds since 1970."""
         name = "start_time_since_epoch_in_micros"
         return [self._meta(name, 1, None, {name: self._epoch_us})]
 
     def process(self, key: str, name: str, order: int) -> list[str]:
-        """What a process is called from now on, and in which order it is drawn."""
+        """Set a process's name from now on, and its position in the display."""
         if self._names.get(key) == name:
             return []
         self._names[key] = name
@@ -52,11 +52,13 @@ class TraceFormat:
         ]
 
     def knows(self, key: str) -> bool:
-        """Whether this process has been given a name."""
+        """Return whether this process has a name."""
         return key in self._names
 
     def records(self, key: str, records: Iterable[Trace], offset_ns: int = 0) -> list[str]:
-        """Those of one process, in order. ``offset_ns`` is added to their times; unknown kinds are left out."""
+        """Format the records of one process, in order. ``offset_ns`` is added to their times; unknown kinds are
+        skipped.
+        """
         lines: list[str] = []
         since_ns = self._start_ns - offset_ns
         pid = self._pid(key)
@@ -79,12 +81,12 @@ class TraceFormat:
         return lines
 
     def event(self, key: str, record: Trace, args: Mapping[str, Any]) -> list[str]:
-        """One record with details that a viewer shows when it is selected."""
+        """Format one record with details that a viewer shows when it is selected."""
         *rows, line = self.records(key, [record])
         return [*rows, f'{line[:-1]},"args":{json.dumps(dict(args))}}}']
 
     def dropped(self, key: str, count: int, at_ns: int) -> list[str]:
-        """An instant that says that records are missing here."""
+        """Return an instant event that marks missing records."""
         record = ("i", LOST, f"{count} records dropped", at_ns, 0)
         return self.event(key, record, {"count": count})
 
@@ -94,7 +96,7 @@ class TraceFormat:
         return self._processes.setdefault(key, len(self._processes) + 1)
 
     def _row(self, pid: int, row: str, lines: list[str]) -> int:
-        """The thread of a row that has none yet."""
+        """Assign a thread ID to a new row."""
         count = self._rows_of.get(pid, 0)
         if count >= ROWS_LIMIT and row != OTHERS:
             return self._rows.get((pid, OTHERS)) or self._row(pid, OTHERS, lines)

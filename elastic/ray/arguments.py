@@ -1,4 +1,4 @@
-"""What a job on a Ray cluster is given, checked before anything is started. Pure: Ray is not imported here."""
+"""Arguments of a job on a Ray cluster, checked before anything is started. Pure: Ray is not imported here."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any
 
 from elastic.errors import Invalid
 
-CURRENT = "current"  # the placement group that the caller runs in, if it runs in one
+CURRENT = "current"  # the placement group that the caller runs in, if any
 PLACEMENT_S = 100.0
-START_S = 120.0  # for workers, once they are placed: elasticrun's
-LEAST_S = 1.0  # of any limit
+START_S = 120.0  # for workers, once they are placed; elasticrun's default
+LEAST_S = 1.0  # minimum of any limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """How many workers, with what each, and where.
+    """Number of workers, their resources and their placement.
 
-    ``resources`` as Ray counts them: CPU, GPU, memory in bytes, and those that the cluster's owner has made up.
+    ``resources`` use Ray's units: CPU, GPU, memory in bytes, and custom resources.
     """
 
-    np: int  # to begin with
+    np: int  # initial number
     least: int
     most: int
     elastic: bool
     resources: Mapping[str, float]
     placement_group: Any = CURRENT  # CURRENT, None, or a placement group of Ray's
-    # What the caller has of which bundle of the placement group.
+    # Resources of each bundle of the placement group that the caller uses itself.
     in_use: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     per_bundle: int = 1  # workers in each bundle with room for them
-    hosts: int | None = None  # exactly so many nodes, with np / hosts workers on each
+    hosts: int | None = None  # exact number of nodes, with np / hosts workers on each
 
     @property
     def gpus(self) -> float:
@@ -42,11 +42,11 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Seconds and counts, as the flags of ``elasticrun`` with the same names. None: its default."""
+    """Seconds and counts, named as the flags of ``elasticrun``. None: the flag's default."""
 
     elastic_timeout: float | None = None
     start_timeout: float | None = None
-    # Until there are resources for the workers to begin with.
+    # Limit of the wait for resources for the initial workers.
     placement_timeout: float = PLACEMENT_S
     reset_limit: int | None = None
     cooldown_range: tuple[float, float] | None = None
@@ -68,7 +68,7 @@ class Limits:
 
     @property
     def start_s(self) -> float:
-        """From the placement of workers until they are all there."""
+        """Seconds from the placement of the workers until all have started."""
         return START_S if self.start_timeout is None else self.start_timeout
 
 
@@ -81,7 +81,7 @@ def wanted(
     placement_group: Any = CURRENT,
     num_hosts: int | None = None,
 ) -> Wanted:
-    """Raises Invalid."""
+    """Check the arguments that determine the workers. Raises Invalid."""
     counts = {"num_workers": num_workers, "min_workers": min_workers, "max_workers": max_workers}
     for name, count in counts.items():
         if count is not None and (
@@ -118,7 +118,7 @@ def wanted(
 
 
 def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, float]:
-    """One CPU by default, and with ``use_gpu`` one GPU. Raises Invalid."""
+    """Return the resources per worker: by default one CPU, and with ``use_gpu`` one GPU. Raises Invalid."""
     if not isinstance(use_gpu, bool):
         raise Invalid(f"use_gpu is {use_gpu!r}: pass True or False")
     if given is not None and not isinstance(given, Mapping):
@@ -153,12 +153,12 @@ def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, flo
 
 
 def places(wanted: Wanted, limits: Limits) -> int:
-    """How many the job may hold at most."""
+    """Return the maximum number of workers, including standbys."""
     return wanted.most + (limits.standbys or 0)
 
 
 def check_limits(limits: Limits, *, elastic: bool = True) -> None:
-    """Raises Invalid."""
+    """Check the limits. Raises Invalid."""
     seconds = {
         "elastic_timeout": limits.elastic_timeout,
         "start_timeout": limits.start_timeout,
@@ -197,7 +197,7 @@ def _check_cooldown(given: object) -> None:
 
 
 def check_environ(given: object) -> None:
-    """Raises Invalid."""
+    """Check environment variables. Raises Invalid."""
     if given is None:
         return
     if not isinstance(given, Mapping):
@@ -210,13 +210,13 @@ def check_environ(given: object) -> None:
 
 
 def telemetry(caller: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """What OpenTelemetry finds in the driver's environment: the caller's OTEL_*, unless ``env`` has others."""
+    """Return the driver's environment for OpenTelemetry: the caller's OTEL_*, overridden by ``env``."""
     both = {**caller, **given}
     return {name: value for name, value in both.items() if name.startswith("OTEL_")}
 
 
 def check_job_name(name: object) -> None:
-    """Of a detached job. Raises Invalid."""
+    """Check the name of a detached job. Raises Invalid."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise Invalid(
             f"detached is {name!r}; name the job with up to 100 letters, digits, dots, dashes and"
@@ -225,12 +225,12 @@ def check_job_name(name: object) -> None:
 
 
 def check_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Whether the function can be called like that, as far as it can be told. Raises Invalid."""
+    """Raise Invalid if the function cannot be called with these arguments, as far as its signature is known."""
     if not callable(function):
         raise Invalid(f"a {type(function).__name__} can't be called: pass a function")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of what is not written in Python
+    except (TypeError, ValueError):  # functions not written in Python
         return
     try:
         signature.bind(*args, **kwargs)
@@ -241,12 +241,12 @@ def check_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def check_callables(**given: Callable[..., Any] | None) -> None:
-    """Raises Invalid."""
+    """Check callbacks. Raises Invalid."""
     for name, value in given.items():
         if value is not None and not callable(value):
             raise Invalid(f"{name} is a {type(value).__name__}: pass a function")
 
 
 def call_arguments(config: Any) -> tuple[Any, ...]:
-    """What the training function is called with."""
+    """Return the arguments of the training function."""
     return () if config is None else (config,)

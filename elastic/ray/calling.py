@@ -1,4 +1,4 @@
-"""The caller's side of persistent workers: has all of them make a call, and sorts out what comes back. Imports Ray."""
+"""The caller's side of persistent workers: sends calls to all of them and collects the results. Imports Ray."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import ray
 from elastic.ray.calls import REGROUP, Failure, cause, failure_in, opened
 from elastic.ray.following import Follower
 
-GRACE_S = 2.0  # after a call has failed on one rank, for the others to end it
-RELEASED_S = 30.0  # ... and once they were told that it has no future
+GRACE_S = 2.0  # after a call has failed on one rank, for the other ranks to end it
+RELEASED_S = 30.0  # ... and after they were told to regroup
 
 
 class Calling:
-    """To the workers of one executor. Not thread-safe."""
+    """Calls to the workers of one executor. Not thread-safe."""
 
     def __init__(self, follower: Follower, size: int) -> None:
         self._follower = follower
         self._size = size
-        # References of earlier calls that may not be over yet.
+        # References of earlier calls that may still be running.
         self._handed_out: list[list[Any]] = []
 
     def values(self, word: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
-        """The values, by rank. Raises what a worker has raised, `RaisedOnWorker`, and JobFailed where a worker is lost.
+        """Return the values by rank. Raises a worker's exception, `RaisedOnWorker`, or JobFailed if a worker is lost.
 
-        Where one rank has failed, the others may be waiting for it in a collective. They are freed, so that the error
+        If one rank has failed, the others may be waiting for it in a collective. They are released, so that the error
         is raised soon and the next call finds all of them.
         """
         refs = self._begin(word, ranks)
         answers: dict[Any, bytes] = {}
         failures: list[Failure] = []
-        left, told, by = refs, False, None
+        left, regrouped, by = refs, False, None
         while left:
             within_s = None if by is None else max(0.0, by - time.monotonic())
             done, left = self._follower.some(left, within_s)
@@ -44,17 +44,17 @@ class Calling:
             if failures and by is None:
                 by = time.monotonic() + GRACE_S
             elif by is not None and not done:
-                if told:
-                    break  # somebody computes on; its next call waits for that
+                if regrouped:
+                    break  # a rank is still computing; its next call waits for that
                 self._regroup()
-                told, by = True, time.monotonic() + RELEASED_S
+                regrouped, by = True, time.monotonic() + RELEASED_S
         self._follower.drain()
         if failures:
             raise cause(failures).exception()
         return [opened(answers[ref]) for ref in refs]
 
     def references(self, word: bytes) -> list[Any]:
-        """Of Ray's, to the values, by rank."""
+        """Return Ray references to the values, by rank."""
         refs = self._begin(word)
         self._handed_out.append(refs)
         open_one = ray.remote(num_cpus=0, max_retries=0)(opened)
@@ -66,7 +66,7 @@ class Calling:
         return [actor.call.remote(rank, word) for rank in ranks or range(self._size)]
 
     def _free_those_before(self) -> None:
-        """An earlier call whose references were handed out: nobody has looked after the ranks that another let down."""
+        """Release ranks blocked in earlier calls, whose references were handed out, because another rank failed."""
         handed_out, self._handed_out = self._handed_out, []
         for refs in handed_out:
             done, left = ray.wait(refs, num_returns=len(refs), timeout=0)

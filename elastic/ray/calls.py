@@ -1,7 +1,7 @@
-"""What is said to persistent workers, and what they answer: pickled by one end, opened by the other, by nobody between.
+"""Requests to persistent workers, and their answers: pickled at one end, opened only at the other.
 
-A worker answers every word, in the order in which they came. `REGROUP` acts at once, whatever the worker is doing: it
-gives its world up, so that a collective to which nobody comes any more raises, and then meets the others anew.
+A worker answers every request, in order. `REGROUP` takes effect at once, whatever the worker is doing: it gives up its
+world, so that collectives which other ranks never join raise, and then forms a new world with the others.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import cloudpickle
 
 from elastic.errors import CollectiveFailed, ElasticError, Invalid, JobFailed, PeerLost
 
-MAKE = "make"  # (class, args, kwargs): the instance is kept
+MAKE = "make"  # (class, args, kwargs): the instance is stored
 RUN = "run"  # (function, args, kwargs)
-EXECUTE = "execute"  # (function,): called with the instance, or with nothing where there is none
-REGROUP = b"regroup"  # these two are no pickles
+EXECUTE = "execute"  # (function,): called with the instance if there is one
+REGROUP = b"regroup"  # these two are not pickled
 END = b"end"
 
-FRAME_LIMIT = 1 << 30  # bytes of a word, and of an answer
+FRAME_LIMIT = 1 << 30  # bytes of a request or an answer
 
-# An answer's first byte: what kind it is is seen without opening a value.
+# First byte of an answer, which gives its kind without unpickling the value.
 _VALUE, _FAILURE, _LOST = b"+", b"!", b"?"
 
 
 class RaisedOnWorker(ElasticError, RuntimeError):
-    """A call has ended on a worker with what can't be raised here as it is; the message has the worker's traceback."""
+    """A call failed on a worker with an exception that can't be raised here; the message has the worker's traceback."""
 
 
 class OnWorker(ElasticError):
-    """The cause of an exception that comes from a worker: its traceback there."""
+    """Cause of an exception from a worker: its traceback there."""
 
     def __str__(self) -> str:
         return "\n\n" + "".join(map(str, self.args))
@@ -41,9 +41,9 @@ class OnWorker(ElasticError):
 
 @dataclass(frozen=True)
 class Failure:
-    """How a call has ended on a worker. ``error`` is the pickled exception, where that can be raised elsewhere.
+    """Failure of a call on a worker. ``error`` is the pickled exception, if it can be raised elsewhere.
 
-    ``secondary``: a collective broke there or the job ended, most likely because of what happened on another worker.
+    ``secondary``: a collective failed there or the job ended, most likely because of a failure on another worker.
     """
 
     rank: int
@@ -53,12 +53,12 @@ class Failure:
     secondary: bool
 
     def exception(self) -> Exception:
-        """What to raise: the same exception where that is possible, with the worker's traceback as its cause."""
+        """Return the exception to raise: if possible the same one, with the worker's traceback as its cause."""
         error: object = None
         if self.error is not None:
             try:
                 error = pickle.loads(self.error)
-            except Exception:  # its class may exist over there only
+            except Exception:  # its class may exist only on the worker
                 error = None
         trace = self.traceback.rstrip()
         if not isinstance(error, Exception):
@@ -68,7 +68,7 @@ class Failure:
 
 
 def call(kind: str, *parts: Any) -> bytes:
-    """A word to a worker. Raises what pickling raises, and Invalid."""
+    """Pickle a request to a worker. Raises Invalid if it is too large, and errors of pickling."""
     word: bytes = cloudpickle.dumps((kind, parts))
     if len(word) > FRAME_LIMIT:
         raise Invalid(
@@ -79,7 +79,7 @@ def call(kind: str, *parts: Any) -> bytes:
 
 
 def answered(value: Any) -> bytes:
-    """Raises what pickling raises, and Invalid."""
+    """Pickle the answer of a successful call. Raises Invalid if it is too large, and errors of pickling."""
     answer: bytes = _VALUE + cloudpickle.dumps(value)
     if len(answer) > FRAME_LIMIT:
         raise Invalid(
@@ -90,7 +90,7 @@ def answered(value: Any) -> bytes:
 
 
 def failed(error: BaseException, rank: int) -> bytes:
-    """Of whatever a call has raised; never raises."""
+    """Pickle the failure of a call. Never raises."""
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     try:
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -103,24 +103,24 @@ def failed(error: BaseException, rank: int) -> bytes:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """Ordinary exceptions only: ``sys.exit`` on a worker must not end who called it."""
+    """Pickle ordinary exceptions only: ``sys.exit`` on a worker must not end the caller."""
     if not isinstance(error, Exception):
         return None
     try:
         blob: bytes = cloudpickle.dumps(error)
-        pickle.loads(blob)  # one with arguments of its own may go in and not come out
+        pickle.loads(blob)  # an exception with custom arguments may not unpickle
     except Exception:
         return None
     return blob
 
 
 def lost(why: str) -> bytes:
-    """In place of an answer, where the worker has ended."""
+    """Return the answer for a worker that has ended."""
     return _LOST + why.encode()
 
 
 def opened(answer: bytes) -> Any:
-    """The value. Raises what the call has raised, or `RaisedOnWorker`, or JobFailed where the worker has ended."""
+    """Return the value. Raises the call's exception, `RaisedOnWorker`, or JobFailed if the worker has ended."""
     failure = failure_in(answer)
     if failure is not None:
         raise failure.exception()
@@ -128,7 +128,7 @@ def opened(answer: bytes) -> Any:
 
 
 def failure_in(answer: bytes) -> Failure | None:
-    """None where the call succeeded; its value stays closed. Raises JobFailed where the worker has ended."""
+    """Return the failure, or None, without unpickling a value. Raises JobFailed if the worker has ended."""
     if answer[:1] == _VALUE:
         return None
     if answer[:1] == _LOST:
@@ -139,5 +139,5 @@ def failure_in(answer: bytes) -> Failure | None:
 
 
 def cause(failures: Iterable[Failure]) -> Failure:
-    """Of the failures of one call, the one that explains the others."""
+    """Return the failure that explains the others of one call."""
     return min(failures, key=lambda failure: (failure.secondary, failure.rank))

@@ -1,7 +1,7 @@
-"""The driver of one job, or of one executor's jobs, as a Ray actor. Acts; the driver decides, as anywhere else.
+"""The driver of one job, or of one executor's jobs, as a Ray actor.
 
-The driver has an event loop in a thread of its own, and Ray's calls come to it from outside, so that what Ray does with
-its loop is no concern of a job. Values of the user's functions are bytes here and stay closed.
+The driver has an event loop in a separate thread, and Ray's calls are passed to it, so that a job is independent of
+Ray's use of its own loop. Values of user functions remain pickled here.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ from elastic.ray.news import Item, News, Told
 
 RUN_FUNCTION = ("python", "-m", "elastic.launcher.run_function")
 SERVE_CALLS = ("python", "-m", "elastic.ray.serve_calls")
-KEPT_S = 600.0  # the outcome of a detached job, for somebody who asks
+KEPT_S = 600.0  # how long the outcome of a detached job stays available
 STOP_CODE = 130
-ENDS_S = 20.0  # for a job to end that has lost a persistent worker
-CLOSE_S = 30.0  # for a job to end after it was asked to
-REPORT_BYTES = 256  # about
+ENDS_S = 20.0  # for a job that has lost a persistent worker to end
+CLOSE_S = 30.0  # for a job to end after a request
+REPORT_BYTES = 256  # approximate size of a report
 
 Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DriverSpec:
-    """What a driver is made of. ``name``: of the job, alone in its cluster. ``secret``: shared with its agents."""
+    """Specification of a driver. ``name``: of the job, unique in its cluster. ``secret``: shared with its agents."""
 
     name: str
     wanted: Wanted
     limits: Limits
-    environ: Mapping[str, str] = dataclasses.field(repr=False)  # added to that of the workers
-    # OTEL_*, of the driver.
+    # added to the environment of the workers
+    environ: Mapping[str, str] = dataclasses.field(repr=False)
+    # OTEL_* variables of the driver.
     telemetry: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     secret: bytes = dataclasses.field(repr=False)
     detached: bool = False
@@ -65,7 +66,7 @@ class DriverSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """``invalid``: it was not started, and the reason says what to do."""
+    """Outcome of a job. ``invalid``: it was not started, and the reason tells what to change."""
 
     code: int
     reason: str
@@ -75,11 +76,11 @@ class Ended:
 
 
 class DriverActor:
-    """An async actor. A detached one begins its job at once, and goes on with it after Ray has restarted it."""
+    """An async actor. A detached one begins its job at once, and continues it when Ray has restarted the actor."""
 
     def __init__(self, spec: DriverSpec) -> None:
         end_with_raylet()
-        os.environ.update(spec.telemetry)  # its SDK looks nowhere else
+        os.environ.update(spec.telemetry)  # the OpenTelemetry SDK reads only the environment
         self._job_spec = spec
         self._runs = 0
         self._driver: Stoppable | None = None
@@ -97,26 +98,26 @@ class DriverActor:
             self._apart(self._begin(spec.call, RUN_FUNCTION)).result()
             threading.Thread(target=self._leave_later, name="elastic-leave", daemon=True).start()
 
-    # ---- what the caller asks ----------------------------------------------------------------------------------------
+    # ---- calls of the caller -----------------------------------------------------------------------------------------
 
     async def place(self) -> str:
-        """Reserves what the workers to begin with need; returns why that can't be done, or nothing."""
+        """Reserve resources for the initial workers. Return the reason if that is not possible, else ""."""
         return await self._in_loop(self._place())
 
     async def begin(self, call: bytes, *, persistent: bool = False) -> None:
-        """A new job, after the one before has ended. ``persistent``: its workers serve calls."""
+        """Begin a new job, after the previous one has ended. ``persistent``: its workers serve calls."""
         await self._in_loop(self._begin(call, SERVE_CALLS if persistent else RUN_FUNCTION))
 
     async def outcome(self) -> Ended:
-        """Waits for the end of the job."""
+        """Wait for the end of the job."""
         return await self._in_loop(self._outcome())
 
     async def ready(self, count: int, within_s: float) -> str:
-        """Waits until so many persistent workers serve; returns why they don't, or nothing."""
+        """Wait until ``count`` persistent workers serve. Return the reason if they don't, else ""."""
         return await self._in_loop(self._ready(count, within_s))
 
     async def call(self, rank: int, blob: bytes) -> bytes:
-        """Has a persistent worker make a call; its answer, or why it is lost. See `elastic.ray.calls`."""
+        """Make a call on a persistent worker. Return its answer, or why it is lost. See `elastic.ray.calls`."""
         assert self._starter is not None, "persistent workers have been started"
         return await self._in_loop(self._call(rank, blob))
 
@@ -124,15 +125,15 @@ class DriverActor:
         return await self._in_loop(self._news.after(source, begin, wait_s))
 
     async def desk(self) -> tuple[str, bytes] | None:
-        """Where the driver hears operators, and their key; None where no job runs."""
+        """Return the address and key of the operator service; None if no job runs."""
         return self._desk
 
     async def stop(self, reason: str) -> None:
-        """End the job, with exit code 130; a second time at once."""
+        """End the job with exit code 130; a second call ends it immediately."""
         await self._in_loop(self._stop(reason))
 
     async def close(self) -> None:
-        """Stop what runs and give back what was reserved."""
+        """Stop the job and release its resources."""
         await self._in_loop(self._close())
 
     async def pid(self) -> int:
@@ -176,7 +177,7 @@ class DriverActor:
         spec = self._job_spec
         count = spec.wanted.least if spec.wanted.elastic else spec.wanted.np
         if self._again:
-            count = 0  # the workers of the driver before hold their places, as many as are left
+            count = 0  # the previous driver's remaining workers keep their places
         try:
             await self._discovery.place(count, spec.limits.placement_timeout)
         except Invalid as error:
@@ -201,7 +202,7 @@ class DriverActor:
             return Ended(2, str(error), invalid=True)
         except OSError as error:
             return Ended(1, f"the driver can't start: {error}")
-        except ElasticError as error:  # another driver has the job
+        except ElasticError as error:  # another driver runs the job
             return Ended(DEPOSED_CODE, str(error))
         finally:
             self._driver = self._desk = None
@@ -221,7 +222,7 @@ class DriverActor:
             flags += ["--min-np", str(wanted.least), "--max-np", str(wanted.most)]
         environ = {**os.environ, **spec.environ}
         if self._runs > 1:
-            self._discovery = self._discover()  # a list of hosts is watched once
+            self._discovery = self._discover()  # a discovery can be used only once
         self._starter = RayStarter(
             self._discovery.node_of, call, self._log, job=name, detached=spec.detached
         )
@@ -231,7 +232,7 @@ class DriverActor:
         assert job.fleet is not None
         return dataclasses.replace(
             job,
-            # Nothing of this process's own environment, which is Ray's.
+            # Do not forward this process's environment, which is Ray's.
             fleet=dataclasses.replace(job.fleet, forwarded=dict(spec.environ)),
             streams=(self._news.out, self._news.err),
             reported=self._reported,
@@ -308,7 +309,7 @@ class DriverActor:
         self._news.close()
 
     def _leave_later(self) -> None:
-        """A detached driver whose outcome nobody has asked for does not stay for ever."""
+        """End a detached driver after a while even if its outcome was never requested."""
         with contextlib.suppress(Exception):
             self._apart(self._outcome()).result()
         threading.Event().wait(KEPT_S)
@@ -318,15 +319,17 @@ class DriverActor:
 
 
 def _restarted() -> bool:
-    """Whether Ray has started this actor again."""
+    """Return whether Ray has restarted this actor."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray warns of what it does itself to answer
+        warnings.simplefilter("ignore")  # Ray warns about its own deprecated call
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def end_with_raylet() -> None:
-    """A node whose raylet is gone is gone for Ray, which starts a detached driver elsewhere; the raylet's death alone
-    ends no process.
+    """Exit this process when its raylet dies.
+
+    Ray then treats the node as lost and restarts a detached driver elsewhere, but the raylet's death alone ends no
+    process.
     """
     raylet = int(os.environ.get("RAY_RAYLET_PID", "0"))
     if not raylet:
@@ -344,7 +347,7 @@ def end_with_raylet() -> None:
 
 
 class RayProvider:
-    """A `Provider`: nodes, placement groups, actors."""
+    """`Provider` of a job: nodes, placement groups and actors of Ray."""
 
     def __init__(
         self,
@@ -380,7 +383,7 @@ class RayProvider:
     def environ_of(self, host: str) -> Mapping[str, str]:
         if not self._job_spec.wanted.gpus:
             return {}
-        # Two slots that share a GPU name it both.
+        # Slots that share a GPU both list it.
         ids = [id for slot in self._discovery.gpus_of(host) for id in slot.split(",")]
         return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(ids))}
 

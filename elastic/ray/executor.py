@@ -18,8 +18,10 @@ NEEDS_RAY = "elastic.ray needs Ray: pip install 'hvd-elastic[ray]'"
 
 @dataclass(frozen=True)
 class Result:
-    """``values`` are what the function returned, by rank of the last world; ``reports`` the last of each of its ranks
-    that has reported anything, in the order of ranks.
+    """Outcome of a job.
+
+    ``values``: return values of the function, by rank of the last world. ``reports``: the last report of each of its
+    ranks, in the order of ranks.
     """
 
     values: list[Any]
@@ -59,23 +61,24 @@ def run(
     dashboard: str | None = None,
     verbose: bool = False,
 ) -> Result:
-    """Call ``train_fn(config)``, or ``train_fn()`` without one, on workers of a Ray cluster, and wait for the end.
+    """Call ``train_fn(config)``, or ``train_fn()`` without a config, on workers of a Ray cluster; wait for the end.
 
-    ``min_workers`` or ``max_workers`` make the job elastic: it begins as soon as there is room for ``num_workers``,
-    grows to ``max_workers`` while nodes come, and survives nodes that go. ``resources_per_worker`` counts as Ray does;
-    one CPU by default, and one GPU with ``use_gpu``. ``placement_group``: workers stay in its bundles; by default in
-    those of the group that the caller runs in (as a trial of Ray Tune does), all but the first, otherwise in
-    placement groups that the job makes for itself. ``env`` is added to the workers' environment, and those of its
-    variables that are `elasticrun`'s or OpenTelemetry's hold for the driver too.
+    ``min_workers`` or ``max_workers`` make the job elastic: it begins as soon as there are resources for
+    ``num_workers``, grows to ``max_workers`` as nodes join, and survives the loss of nodes. ``resources_per_worker``
+    uses Ray's units: by default one CPU, and one GPU with ``use_gpu``. ``placement_group``: place workers in its
+    bundles; by default in those of the caller's group (as in a trial of Ray Tune), except the first one, otherwise in
+    groups that the job creates. ``env`` is added to the workers' environment; its variables of `elasticrun` and
+    OpenTelemetry apply to the driver, too.
 
-    ``on_report`` gets what workers say by `elastic.report`, ``on_output`` their output and the log ("stdout" or
-    "stderr", bytes; whole lines, but for those over 64 KiB); both are called in this thread. ``detached`` names a job
-    that lives on when the caller goes, with a driver that Ray restarts; `attach` follows it. Times are seconds.
-    Checkpoints are those of ``elasticrun`` (docs/checkpoints.md), in a folder that all nodes share or at a URL; the
-    same call goes on from the newest one, unless ``fresh``.
+    ``on_report`` receives workers' `elastic.report` calls, ``on_output`` their output and the log ("stdout" or
+    "stderr", bytes; whole lines up to 64 KiB); both are called in this thread. ``detached`` names a job that survives
+    its caller, with a driver that Ray restarts; `attach` follows it. Times are in seconds.
 
-    Raises Invalid (a ValueError) for bad arguments, before anything is started, and where the cluster has no room for
-    the workers within ``placement_timeout``; JobFailed if the job does not succeed.
+    Checkpoints are those of ``elasticrun`` (docs/checkpoints.md), in a folder shared by all nodes or at a URL. The same
+    call resumes from the newest one, unless ``fresh``.
+
+    Raises Invalid (a ValueError) for invalid arguments, before anything is started, and if the cluster has no resources
+    for the workers within ``placement_timeout``; JobFailed if the job fails.
     """
     options = dict(locals())
     del options["train_fn"], options["config"], options["detached"]
@@ -98,9 +101,9 @@ def attach(
     on_report: Callable[[Report], None] | None = None,
     on_output: Callable[[str, bytes], None] | None = None,
 ) -> Result:
-    """Follow a job that was started with ``detached=job``, and wait for its end; Ctrl-C only stops following.
+    """Follow a job started with ``detached=job``, and wait for its end. Ctrl-C only stops following.
 
-    The outcome is told once: afterwards the name is free. Raises Invalid if there is no such job, and JobFailed.
+    The outcome is available once; afterwards the name is free. Raises Invalid if there is no such job, and JobFailed.
     """
     following = _following()
     following.connect()
@@ -114,7 +117,7 @@ def attach(
 
 
 def stop(job: str) -> bool:
-    """End a detached job in any state, and release its resources. Returns whether it existed."""
+    """End a detached job in any state and release its resources. Return whether it existed."""
     following = _following()
     following.connect()
     return bool(following.stop(job))
@@ -123,9 +126,9 @@ def stop(job: str) -> bool:
 class Executor:
     """Workers on a Ray cluster that call one function after another. The arguments are those of `run`.
 
-    Without ``min_workers`` and ``max_workers`` `start` starts the workers once, and they stay until `shutdown`: they
+    Without ``min_workers`` and ``max_workers``, `start` starts the workers once, and they stay until `shutdown`: they
     keep an instance of ``executable_cls``, and `run` and `execute` call functions in them. An elastic executor keeps
-    its place in the cluster, and each `run` has workers of its own.
+    its resources, and each `run` has new workers.
     """
 
     def __init__(
@@ -182,8 +185,8 @@ class Executor:
         self._on_report = on_report
         self._on_output = on_output
         self._follower: Any = None
-        self._spread: arguments.Wanted | None = None  # with the placement group over several hosts
-        self._calling: Any = None  # how persistent workers are called
+        self._spread: arguments.Wanted | None = None  # with a placement group over several hosts
+        self._calling: Any = None  # set if workers are persistent
 
     # ---- begin and end -----------------------------------------------------------------------------------------------
 
@@ -219,7 +222,7 @@ class Executor:
             raise
 
     def _prepared(self) -> tuple[Any, dict[str, str]]:
-        """The module that uses Ray, connected, and what workers are given. Raises Invalid."""
+        """Connect to Ray. Return the module that uses it, and the workers' environment. Raises Invalid."""
         following = _following()
         environ = following.environ_of(self._env)
         following.connect()
@@ -315,7 +318,7 @@ class Executor:
         follower = self._made(*self._prepared(), detached=name, call=call)
         try:
             ended = follower.ended()
-        except KeyboardInterrupt:  # by which the job has ended
+        except KeyboardInterrupt:  # which has ended the job
             follower.close()
             raise
         follower.close()
@@ -336,7 +339,7 @@ class Executor:
 
 
 def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Raises Invalid."""
+    """Pickle a call. Raises Invalid."""
     try:
         call: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
     except Exception as error:  # whatever the user's objects raise
@@ -355,7 +358,7 @@ def _result(ended: Any) -> Result:
 
 
 def _following() -> Any:
-    """What needs Ray is imported here, when it is needed."""
+    """Import the module that needs Ray only when it is used."""
     try:
         import ray  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""The caller's side of a driver actor: makes it, hears what it says, waits for it. Ray is imported here."""
+"""The caller's side of a driver actor: creates it, receives its output and reports, and waits for it. Imports Ray."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from elastic.ray.driver_actor import DriverActor, DriverSpec, Ended
 from elastic.ray.news import Told
 
 POLL_S = 1.0
-START_S = 120.0  # for the actor's process; a runtime environment may have to be installed for it
+START_S = 120.0  # for the actor's process, whose runtime environment may have to be installed
 CLOSE_S = 45.0
 HEAD = "node:__internal_head__"
 
@@ -43,13 +43,13 @@ OnReport = Callable[[Report], None]
 
 
 def connect() -> None:
-    """To the cluster of RAY_ADDRESS, or one of this machine's own, unless this process has joined one already."""
+    """Connect to the cluster of RAY_ADDRESS, or a new local one, unless this process is already connected."""
     if not ray.is_initialized():
         ray.init()
 
 
 def with_group(wanted: Wanted) -> Wanted:
-    """With the placement group that the caller runs in, where that is meant and it runs in one."""
+    """Return the arguments with the caller's own placement group filled in, if requested and present."""
     if isinstance(wanted.placement_group, str):
         if wanted.placement_group != CURRENT:
             raise Invalid(
@@ -65,7 +65,7 @@ def with_group(wanted: Wanted) -> Wanted:
 
 
 class Follower:
-    """One driver actor, as its caller sees it. Not thread-safe."""
+    """The caller's view of one driver actor. Not thread-safe."""
 
     def __init__(
         self, actor: Any, *, on_output: OnOutput | None = None, on_report: OnReport | None = None
@@ -75,7 +75,7 @@ class Follower:
         self._on_report = on_report
         self._complained = False
         self._source, self._next = "", 0
-        self._telling: Any = None  # the question for news that is under way
+        self._telling: Any = None  # pending request for news
 
     @classmethod
     def made(
@@ -89,7 +89,7 @@ class Follower:
         on_output: OnOutput | None = None,
         on_report: OnReport | None = None,
     ) -> Follower:
-        """Makes the actor. Raises Invalid."""
+        """Create the actor. Raises Invalid."""
         name = detached or uuid.uuid4().hex[:12]
         if detached is not None and find_actor(detached) is not None:
             raise Invalid(
@@ -118,11 +118,11 @@ class Follower:
         by_client: bool = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call]
         if detached is not None or by_client:
             options["resources"] = {HEAD: 0.001}
-            # Not in the placement group that the caller may run in: none of its bundles is the head.
+            # Outside the caller's placement group, none of whose bundles has this resource.
             options["scheduling_strategy"] = "DEFAULT"
         else:
             here = ray.get_runtime_context().get_node_id()
-            # Not soft: Ray would take any node, and the job would end with that one.
+            # Not soft: on another node, the actor would not end with this process.
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         made: Any = ray.remote(DriverActor)
         actor = made.options(**options).remote(spec)
@@ -141,7 +141,7 @@ class Follower:
 
     @property
     def actor(self) -> Any:
-        """Raises JobFailed after ``ray.shutdown()``: a call would begin another cluster, which does not know it."""
+        """The actor. Raises JobFailed after ``ray.shutdown()``, since a call would start another cluster without it."""
         if not ray.is_initialized():
             raise JobFailed(
                 "this process left Ray (ray.shutdown()), which ended its driver and workers: call shutdown() and"
@@ -149,39 +149,39 @@ class Follower:
             )
         return self._actor
 
-    # ---- what it says ------------------------------------------------------------------------------------------------
+    # ---- output and reports ------------------------------------------------------------------------------------------
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """Passes on what is new, waiting up to so long for the first of it. Whether there was anything."""
-        self._telling = None  # what it would bring is asked for again
-        told = self.ask(self.actor.news.remote(self._source, self._next, wait_s), wait_s + CLOSE_S)
-        return self._pass_on(told)
+        """Forward output and reports, waiting up to ``wait_s`` seconds for the first. Return whether there were any."""
+        self._telling = None  # the pending request is repeated
+        batch = self.ask(self.actor.news.remote(self._source, self._next, wait_s), wait_s + CLOSE_S)
+        return self._pass_on(batch)
 
-    def _pass_on(self, told: Told) -> bool:
-        self._source, self._next = told.source, told.next
-        if told.lost:
-            self._on_output("stderr", f"elastic | {told.lost} bytes were lost\n".encode())
-        for kind, value in told.items:
+    def _pass_on(self, batch: Told) -> bool:
+        self._source, self._next = batch.source, batch.next
+        if batch.lost:
+            self._on_output("stderr", f"elastic | {batch.lost} bytes were lost\n".encode())
+        for kind, value in batch.items:
             if kind in ("stdout", "stderr"):
                 self._on_output(kind, value)
             elif kind == "report" and self._on_report is not None:
                 self._pass_report(value)
-        return bool(told.items)
+        return bool(batch.items)
 
     def _pass_report(self, report: Report) -> None:
-        """As everywhere: a callback that raises is told of once, and ends nothing."""
+        """Call the callback. If it raises, that is logged once, and the job continues."""
         assert self._on_report is not None
         try:
             self._on_report(report)
         except Exception:
             if not self._complained:
                 self._complained = True
-                said = traceback.format_exc()
-                text = f"elastic | error: on_report raised; the job continues\n{said}"
+                trace = traceback.format_exc()
+                text = f"elastic | error: on_report raised; the job continues\n{trace}"
                 self._on_output("stderr", text.encode())
 
     def wait(self, refs: Sequence[Any]) -> list[Any]:
-        """The values of these calls of the actor, passing on meanwhile what it says."""
+        """Return the values of these calls of the actor, while forwarding output and reports."""
         left = list(refs)
         while left:
             _, left = self.some(left)
@@ -190,7 +190,7 @@ class Follower:
     def some(
         self, refs: Sequence[Any], within_s: float | None = None
     ) -> tuple[list[Any], list[Any]]:
-        """Those of these calls that are over, at least one unless the time is over before, and the others."""
+        """Return the completed calls, at least one unless ``within_s`` seconds pass, and the others."""
         by = None if within_s is None else time.monotonic() + within_s
         while True:
             if self._telling is None:
@@ -205,7 +205,7 @@ class Follower:
                 return done, left
 
     def ended(self, ref: Any | None = None, *, stops_job: bool = True) -> Ended:
-        """Waits for the end of the job. Ctrl-C stops it, a second time at once; or nothing but the waiting."""
+        """Wait for the end of the job. Ctrl-C stops the job, a second one immediately; or only ends the wait."""
         ref = ref if ref is not None else self.actor.outcome.remote()
         stops = 0
         while True:
@@ -228,7 +228,7 @@ class Follower:
             pass
 
     def ask(self, ref: Any, within_s: float = CLOSE_S) -> Any:
-        """The value of a call of the actor. Raises what the call raised, and JobFailed."""
+        """Return the value of a call of the actor. Raises the call's exception, and JobFailed."""
         try:
             return ray.get(ref, timeout=within_s)
         except GetTimeoutError:
@@ -240,56 +240,57 @@ class Follower:
             raise cause from None
 
     def close(self) -> None:
-        """Ends its job and gives back what it has reserved."""
+        """End the job and release its resources."""
         try:
             ray.get(self.actor.close.remote(), timeout=CLOSE_S)
             self.drain()
         except Exception:
-            pass  # of no other type is what Ray raises for an actor of the cluster before
+            pass  # Ray raises untyped errors for an actor of an earlier cluster
         with contextlib.suppress(Exception):
             ray.kill(self.actor, no_restart=True)
 
 
 def stop(job: str) -> bool:
-    """Ends a detached job, and what is left of one whose driver is gone for good."""
+    """End a detached job, or clean up after one whose driver is gone for good."""
     actor = find_actor(job)
     if actor is not None:
         follower = Follower(actor, on_output=lambda stream, data: None)
         follower.close()
     removed = remove_claims(job)
-    with contextlib.suppress(Deposed):  # somebody has begun a job of this name
+    with contextlib.suppress(Deposed):  # another job of this name has started
         run_apart(lambda: asyncio.run(RayArchive(job).forget()))
     return bool(removed) or actor is not None
 
 
 def to_streams(stream: str, data: bytes) -> None:
-    """To this process's own, in whatever they are replaced by."""
+    """Write to this process's streams, as currently replaced."""
     text = sys.stdout if stream == "stdout" else sys.stderr
     text.write(data.decode("utf-8", "replace"))
     text.flush()
 
 
 def brief(error: BaseException) -> str:
-    """The last line that says something."""
+    """Return the last nonempty line of an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 def environ_of(given: Mapping[str, str] | None) -> dict[str, str]:
-    """What workers on all nodes are given: what of the caller's environment concerns training, and what was given.
+    """Return the workers' environment: the caller's variables that concern training, and the given ones.
 
     Raises Invalid.
     """
     check_environ(given)
     own = {name: value for name, value in os.environ.items() if FORWARDED.fullmatch(name)}
-    own.pop("PYTHONPATH", None)  # each node's own
-    if "RAY_RAYLET_PID" in os.environ:  # the caller is a task or an actor: Ray has set this for it
+    own.pop("PYTHONPATH", None)  # differs between nodes
+    # the caller is a task or an actor, for which Ray has set this
+    if "RAY_RAYLET_PID" in os.environ:
         own.pop("OMP_NUM_THREADS", None)
     return {**own, **(given or {})}
 
 
 def results_of(ended: Ended) -> list[Any]:
-    """The values by rank. Raises Invalid or JobFailed if it did not succeed."""
+    """Return the values by rank. Raises Invalid or JobFailed if the job did not succeed."""
     if ended.invalid:
         raise Invalid(ended.reason)
     if ended.code != 0:

@@ -1,6 +1,6 @@
-"""What a driver has to tell whoever follows it: lines of output and reports, in order, the newest when it is too much.
+"""Output and reports of a driver for its followers, in order, dropping the oldest beyond a limit.
 
-Reports and lines come from several threads; followers ask from the event loop, each from where it stands.
+They come from several threads; followers fetch them in the event loop, each from its own position.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ import uuid
 from collections import deque
 from typing import Any, NamedTuple
 
-LIMIT_BYTES = 8 << 20  # of what is kept
+LIMIT_BYTES = 8 << 20  # of what is stored
 AT_ONCE_BYTES = 1 << 20
 
 
 class Item(NamedTuple):
-    """``kind`` is stdout or stderr, and ``value`` bytes; or report, and a `Report`."""
+    """``kind`` is stdout or stderr, with bytes as ``value``; or report, with a `Report`."""
 
     kind: str
     value: Any
 
 
 class Told(NamedTuple):
-    """``next`` and ``source`` are what to ask with the next time. ``lost``: how many bytes had to be dropped."""
+    """A batch of items. Pass ``next`` and ``source`` to the next request. ``lost``: number of dropped bytes."""
 
-    source: str  # another one after the driver was restarted, which begins anew
-    next: int  # in bytes since the beginning
+    source: str  # another one after a restart of the driver, whose items start again
+    next: int  # in bytes since the start
     items: list[Item]
     lost: int
 
 
 class News:
-    """Make it in the event loop."""
+    """Buffer of output and reports. Create it in the event loop."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self.source = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._limit = limit_bytes
         self._lock = threading.Lock()
-        # Each with where it ends, in bytes since the beginning.
+        # Each with its end, in bytes since the start.
         self._items: deque[tuple[Item, int]] = deque()
-        self._first = 0  # where the oldest that is kept begins
+        self._first = 0  # start of the oldest item
         self._end = 0
         self._waiting: set[asyncio.Future[None]] = set()
         self._closed = False
@@ -54,7 +54,7 @@ class News:
         self.put(Item("stderr", data), len(data))
 
     def put(self, item: Item, size: int) -> None:
-        """From any thread. ``size``: in bytes; nothing is no news."""
+        """Add an item of ``size`` bytes, unless it is empty. Thread-safe."""
         if size == 0:
             return
         with self._lock:
@@ -65,7 +65,7 @@ class News:
         self._wake()
 
     def close(self) -> None:
-        """Nothing more comes: nobody is kept waiting."""
+        """Release waiting followers: nothing more follows."""
         self._closed = True
         self._wake()
 
@@ -79,12 +79,12 @@ class News:
                 future.set_result(None)
 
     async def after(self, source: str, begin: int, wait_s: float) -> Told:
-        """What came since; waits up to ``wait_s`` for the first of it."""
+        """Return the items after ``begin``, waiting at most ``wait_s`` seconds for the first."""
         if source != self.source:
             begin = 0
-        told = self._since(begin)
-        if told.items or self._closed:
-            return told
+        batch = self._since(begin)
+        if batch.items or self._closed:
+            return batch
         future: asyncio.Future[None] = self._loop.create_future()
         self._waiting.add(future)
         try:

@@ -1,50 +1,53 @@
-"""Which world a persistent worker meets next, where calls fail on some ranks. Pure; see `served_world`.
+"""Decide which world a persistent worker joins next, if calls fail on some ranks. Pure; see `served_world`.
 
-The word to regroup reaches the ranks at different times. A function that calls ``init()`` by itself meanwhile meets
-ranks that have heard the word before it has. So ranks that meet tell each other for which word they have come, by
-its number. The world belongs to the largest, and the call of whoever came with less is called off.
+The request to regroup reaches the ranks at different times. Meanwhile a function that calls ``init()`` may meet ranks
+that have already received it. So ranks exchange the number of the request they act on. The world belongs to the largest
+one, and the calls of ranks with a smaller one are cancelled.
 """
 
 from __future__ import annotations
 
 
 class Regroupings:
-    """One rank's. Words are counted in the thread that reads them, all else happens in the one that makes the calls;
-    whoever calls holds a lock.
+    """State of one rank. Requests are counted in the reading thread; the rest runs in the thread that makes the calls.
+
+    The caller holds a lock.
     """
 
     def __init__(self) -> None:
-        self.number = 0  # of the last word that this rank acts on, or has acted on: what it comes to a meeting with
-        self._told = 0  # words that have come
-        self._met = 0  # what the present world was met for
+        # of the last request that this rank acts on or has acted on, sent to the other ranks
+        self.number = 0
+        self._requests = 0  # received requests
+        self._met = 0  # request for which the present world was formed
         self._meeting = False
 
     def tell(self) -> bool:
-        """The word has come. Returns whether the present world is over: not if it was met for this word, nor while
-        ranks meet, which `met` judges.
+        """Count a request. Return whether the present world is over.
+
+        It is not if it was formed for this request, nor while ranks meet, which `met` decides.
         """
-        self._told += 1
-        return self._told > self._met and not self._meeting
+        self._requests += 1
+        return self._requests > self._met and not self._meeting
 
     def begin(self) -> bool:
-        """Acts on the next word. Returns whether the world that it asks for is still to be met."""
+        """Act on the next request. Return whether its world has yet to be formed."""
         self.number += 1
         return self._met < self.number
 
     def meet(self) -> None:
-        """In ``init()``, before other ranks are met."""
+        """Record, in ``init()``, that the ranks are about to meet."""
         self._meeting = True
 
     def met(self, largest: int) -> None:
-        """The largest number among the ranks that have met."""
+        """Record the largest number among the ranks that have met."""
         self._meeting, self._met = False, largest
 
     @property
     def ahead(self) -> bool:
-        """Whether the world was met for a word that this rank has not acted on: its present call is called off."""
+        """Whether the world was formed for a request on which this rank has not acted: its call is cancelled."""
         return self._met > self.number
 
     @property
     def over(self) -> bool:
-        """Whether a word has come for which the world was not met."""
-        return self._told > self._met
+        """Whether a request has arrived for which the world was not formed."""
+        return self._requests > self._met

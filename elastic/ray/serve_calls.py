@@ -1,8 +1,8 @@
-"""What a persistent worker runs: ``python -m elastic.ray.serve_calls``. One function after another, until told to end.
+"""Program of a persistent worker: ``python -m elastic.ray.serve_calls``. Runs functions until it receives END.
 
-Calls come through a unix socket that only this user can reach; the agent's actor listens there. A line of JSON says
-which rank this is, once its world stands; then each frame that comes is answered with one, in order. A frame is four
-bytes with the length of what follows. See `calls`.
+Calls arrive through a unix socket that only this user can access, served by the agent's actor. A line of JSON gives
+this worker's rank once its world is formed; then each frame is answered with one, in order. A frame is four bytes with
+its length, followed by the data. See `calls`.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ LENGTH = struct.Struct("!I")
 
 
 class CallWorld(Protocol):
-    """The world of a worker, as far as it concerns calls. `served_world` has the real one."""
+    """A worker's world, as used by calls. `served_world` implements it."""
 
     @property
     def rank(self) -> int: ...
 
     def call_off(self) -> None:
-        """From any thread: what blocks in a collective raises."""
+        """Make blocking collectives raise. Thread-safe."""
 
     def regroup(self) -> None:
-        """Meets the other ranks in a new world."""
+        """Form a new world with the other ranks."""
 
     def settle(self) -> None:
-        """Waits until the driver has what this worker has reported, within a bound."""
+        """Wait, up to a limit, until the driver has received this worker's reports."""
 
 
 class Calls:
-    """The connection. `take` is for the thread that works; another one reads."""
+    """The connection. `take` is for the working thread; another one reads."""
 
     def __init__(self, connection: socket.socket, call_off: Callable[[], None]) -> None:
-        """``call_off`` is called in the reading thread, as soon as `REGROUP` comes or nobody is there any more."""
+        """``call_off`` is called in the reading thread when `REGROUP` arrives or the connection is closed."""
         self._socket = connection
         self._call_off = call_off
         self._words: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -58,7 +58,7 @@ class Calls:
         threading.Thread(target=self._read, name="elastic-calls", daemon=True).start()
 
     def take(self) -> bytes:
-        """The next word; `END` also where nobody is there any more."""
+        """Return the next request; `END` if the connection is closed."""
         return self._words.get()
 
     def answer(self, answer: bytes) -> None:
@@ -74,12 +74,12 @@ class Calls:
                 if word == REGROUP:
                     self._call_off()
                 self._words.put(word)
-        # Nobody waits for the answer, and nobody would free this worker from a collective.
+        # The answer has no receiver, and nothing else would release this worker from a collective.
         self._call_off()
         self._words.put(END)
 
     def _exactly(self, size: int) -> bytes | None:
-        """None at the end."""
+        """Read exactly ``size`` bytes; None at the end."""
         data = bytearray(size)
         view = memoryview(data)
         while view:
@@ -91,14 +91,14 @@ class Calls:
 
 
 class Serving:
-    """What this worker keeps between calls."""
+    """State of this worker between calls."""
 
     def __init__(self, world: CallWorld) -> None:
         self._world = world
-        self._made: list[Any] = []  # the instance, if there is one
+        self._made: list[Any] = []  # the instance, if any
 
     def answer(self, word: bytes) -> bytes:
-        """Does what the word asks for. Nothing that a function raises comes out of here, and neither does its exit."""
+        """Execute a request. Catches everything that a function raises, including SystemExit."""
         try:
             try:
                 answer = answered(self._perform(word))
@@ -107,7 +107,7 @@ class Serving:
                 self._world.settle()
         except BaseException as error:
             answer = failed(error, self._world.rank)
-            del error  # with its frames, and all that they hold
+            del error  # frees its frames and what they hold
             gc.collect()
         return answer
 
@@ -117,7 +117,7 @@ class Serving:
         kind, parts = pickle.loads(word)
         if kind == MAKE:
             cls, args, kwargs = parts
-            self._made = []  # the one before goes first
+            self._made = []  # free the previous one first
             self._made = [cls(*args, **kwargs)]
             return None
         if kind == RUN:
@@ -132,19 +132,19 @@ class Serving:
 
 
 def serve(connection: socket.socket, world: CallWorld, hello: dict[str, Any]) -> None:
-    """Until `END`, or until nobody is there any more."""
+    """Serve calls until `END`, or until the connection is closed."""
     calls = Calls(connection, world.call_off)
     calls.begin({"rank": world.rank, **hello})
     serving = Serving(world)
     while (word := calls.take()) != END:
         answer = serving.answer(word)
         del word
-        with contextlib.suppress(OSError):  # whoever asked has gone, as the next word will say
+        with contextlib.suppress(OSError):  # the caller is gone, as the next request will show
             calls.answer(answer)
 
 
 def _flush() -> None:
-    """What a function has printed is there before its value."""
+    """Make the output of a function visible before its value."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

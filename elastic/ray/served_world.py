@@ -1,8 +1,8 @@
-"""A persistent worker's world: it stands before the first call, and outlives a call that fails on some ranks. Acts.
+"""A persistent worker's world: formed before the first call, it survives calls that fail on some ranks.
 
-In any other static job a broken collective ends the job, because half a program can't be undone. Here the program is a
-sequence of calls, and a failed one is told to its caller. So a broken world is given up without a word to the driver,
-and the ranks meet anew before the next call: see `calls.REGROUP`.
+In any other static job a broken collective ends the job, because a partly executed program cannot be undone. Here the
+program is a sequence of calls, and a failed one is reported to its caller. So a broken world is given up without
+notifying the driver, and the ranks meet again before the next call: see `calls.REGROUP`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from elastic.runtime.worker import Runtime
 
 
 class ServedSession(Session):
-    """``given_up`` is why collectives can't be called until the next world; empty where they can."""
+    """``given_up``: why collectives are not possible until the next world; empty if they are."""
 
     given_up = ""
 
     def give_up(self, reason: str, needed: Callable[[], bool] = lambda: True) -> None:
-        """The present world is over; the driver is not told. From any thread. ``needed`` is asked under the lock."""
+        """End the present world without notifying the driver. Thread-safe. ``needed`` is checked under the lock."""
 
         def decide(recovery: Recovery) -> list[Action]:
             if not needed() or recovery.phase is not Phase.TRAINING:
@@ -62,7 +62,7 @@ CALLED_OFF = "a call has failed on another rank"
 
 
 class ServedRuntime(Runtime):
-    """What a persistent worker asks of its world; see `serve_calls.CallWorld`."""
+    """Runtime of a persistent worker; see `serve_calls.CallWorld`."""
 
     def __init__(self, env: Environment, link: Link) -> None:
         self._served = ServedSession(env, link)
@@ -74,20 +74,18 @@ class ServedRuntime(Runtime):
         return self.place.rank
 
     def settle(self) -> None:
-        """Waits until the driver has what a call has reported, within a bound: its value comes after that."""
+        """Wait, up to a limit, until the driver has received the reports of a call, whose value follows."""
         if self.reporting is not None:
             self.reporting.settle()
 
     def call_off(self) -> None:
-        """From any thread. The present call has no future: what blocks in a collective raises. `regroup` comes next,
-        on every rank.
-        """
+        """Cancel the present call, so that blocking collectives raise. Thread-safe. `regroup` follows on every rank."""
         self._served.give_up(CALLED_OFF, self._regroupings.tell)
 
     # ---- the next world, in the thread that makes the calls ------------------------------------------------------
 
     def regroup(self) -> None:
-        """Meets the other ranks in a new world; all of them have to come. Raises DriverLost, JobOver."""
+        """Form a new world with all other ranks. Raises DriverLost, JobOver."""
         with self._served.lock:
             to_meet = self._regroupings.begin()
         if to_meet:
@@ -95,18 +93,18 @@ class ServedRuntime(Runtime):
         lifecycle.init()
 
     def first_world(self) -> None:
-        """In ``init()``. A function that calls it in a call that is called off may meet those that regroup already."""
+        """Enter a world in ``init()``. Called in a cancelled call, it may meet ranks that are already regrouping."""
         regroupings = self._regroupings
         if not regroupings.ahead:
             if self._served.recovery.phase is Phase.TRAINING:
-                return  # met for the word that this rank acts on now
+                return  # formed for the request that this rank acts on
             self._meet()
         if regroupings.ahead or regroupings.over:
             self._served.give_up(CALLED_OFF, lambda: regroupings.over)
             raise CollectiveFailed(CALLED_OFF)
 
     def _meet(self) -> None:
-        """All ranks in a new world. Raises DriverLost, JobOver, CollectiveFailed."""
+        """Form a new world of all ranks. Raises DriverLost, JobOver, CollectiveFailed."""
         regroupings, session = self._regroupings, self._served
         with session.lock:
             regroupings.meet()
@@ -122,7 +120,7 @@ class ServedRuntime(Runtime):
 
 
 def join() -> ServedRuntime:
-    """Joins the job that this process was started for, and its first world. Raises what ``init()`` raises."""
+    """Join the job that this process was started for, and its first world. Raises the errors of ``init()``."""
     env = environment.read()
     if env.driver is None:
         raise Invalid("no driver started this worker: it is for workers of elastic.ray.Executor")

@@ -1,4 +1,4 @@
-"""A placement group for workers on exactly so many nodes: one bundle on each, with room for all of its workers."""
+"""Placement group for workers on an exact number of nodes: one bundle per node, with room for its workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.ray.arguments import Wanted
 
 
 def spread(wanted: Wanted) -> Wanted:
-    """Reserves the group, for which others may have to make room first; `give_back` ends it. Raises Invalid."""
+    """Reserve the group, which may wait for other jobs; `give_back` removes it. Raises Invalid."""
     assert wanted.hosts is not None
     each = wanted.np // wanted.hosts
     bundle = {name: amount * each for name, amount in wanted.resources.items()}

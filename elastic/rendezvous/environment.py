@@ -1,4 +1,4 @@
-"""What a worker reads of its environment: the one place on the worker's side that does."""
+"""Environment variables that a worker reads. No other module on the worker's side reads them."""
 
 from __future__ import annotations
 
@@ -14,68 +14,74 @@ from elastic.protocol.messages import Address, Worker
 from elastic.rendezvous import nccl_settings
 from elastic.rendezvous.launcher_env import Started, started
 
-WAIT_TIMEOUT_S = 1260.0  # twice the default of --elastic-timeout, and a minute
+WAIT_TIMEOUT_S = 1260.0  # twice the default of --elastic-timeout, plus a minute
 CONNECT_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 600.0  # rank 0 may prepare the data first
-# Without a driver nobody judges who is stuck, and a rank may take its time over a checkpoint. As long as torch's own.
+# Without a driver, stuck ranks are not detected, and a checkpoint may take long. The same as torch's default.
 COLLECTIVE_TIMEOUT_S = 1800.0
-# On GPUs even that ends: all that is launched ends in seconds, and nobody else would say that a GPU hangs.
+# GPUs have a shorter limit: launched collectives complete in seconds, and nothing else detects a GPU that hangs.
 LAUNCHED_TIMEOUT_S = 180.0
-DYNAMIC = "DYNAMIC"  # HOROVOD_TIMELINE: none yet, start_timeline() will say where
+DYNAMIC = "DYNAMIC"  # HOROVOD_TIMELINE: off until start_timeline() gives a path
 
 _TLS = ("ELASTIC_TLS_CERT", "ELASTIC_TLS_KEY", "ELASTIC_TLS_CA")
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
-_BFC_MB = 64 << 10  # what TensorFlow's own allocator takes at most, where nobody says more
+_BFC_MB = 64 << 10  # upper limit that TensorFlow's own allocator uses by default
 _ON_OR_OFF = {"0": False, "false": False, "1": True, "true": True}
 TENSORS = "tensors"  # a value of ELASTIC_DIGESTS
 
 
 @dataclass(frozen=True)
 class Environment:
-    """``driver`` is None outside ``elasticrun``: then ``started`` says what another launcher told, and if that is None
-    too, the process is a world of one. ``_s`` are seconds.
+    """Settings of one worker.
+
+    ``driver`` is None outside ``elasticrun``. Then ``started`` describes the other launcher; if that is None too, the
+    process is a world of one. Names that end in ``_s`` are in seconds.
     """
 
     driver: Address | None
     worker: Worker
     secret: bytes
-    # The address on which this worker may listen; empty: the one that leads to rank 0.
+    # Address on which this worker may listen; empty: the address on the route to rank 0.
     bind_host: str
     elastic: bool
     timeout_s: float  # to form a group
     collective_timeout_s: float  # for a collective to end
-    wait_timeout_s: float  # for the driver's word, should it be frozen
+    wait_timeout_s: float  # for a message from the driver, in case it hangs
     digest_commits: bool  # report a digest of every commit, so that replicas can be compared
-    digest_tensors: bool = False  # ... and of each of its tensors, so that two runs can be
+    # also report a digest of each tensor, so that two runs can be compared
+    digest_tensors: bool = False
     workers_min: int = 1  # in any world of the job
     checks: bool = True  # of the script's first steps; see elastic.script_checks
-    strict: bool = False  # what they find ends the job
-    allow_inexact: bool = False  # let workers in that compute differently; see elastic.exact.probe
+    strict: bool = False  # their findings end the job
+    # admit workers whose results are not bitwise identical; see elastic.exact.probe
+    allow_inexact: bool = False
     cycle_s: float = 0.001  # between two rounds of negotiation and fusion; 0: at once
-    cache_capacity: int = 1024  # names whose negotiation is remembered; 0: none
-    fusion_bytes: int | None = None  # of what is fused into one collective; None: not given
+    cache_capacity: int = 1024  # number of names whose negotiation is cached; 0: none
+    fusion_bytes: int | None = None  # maximum size of a fused collective; None: not given
     group_fusion: bool = True  # whether a group may be fused with other tensors
-    stall_warning_s: float = 60.0  # ranks that have waited this long for others say so; 0: never
-    stall_shutdown_s: float = 0.0  # ... and then the collective fails; 0: never
-    cores: tuple[int, ...] = ()  # of the background thread, by local rank; empty: any
+    # report a collective that has waited this long for other ranks; 0: never
+    stall_warning_s: float = 60.0
+    stall_shutdown_s: float = 0.0  # fail such a collective after this long; 0: never
+    cores: tuple[int, ...] = ()  # for the background thread, by local rank; empty: any
     dynamic_process_sets: bool = False
     timeline: str | None = None  # a path, or DYNAMIC
     timeline_mark_cycles: bool = False
-    # Paths of certificate, key and authority, for the control connection; None: it is in the clear.
+    # Paths of certificate, key and CA for the control connection; None: no TLS.
     tls: tuple[str, str, str] | None = None
-    started: Started | None = None  # by whom, if not by elasticrun
+    started: Started | None = None  # by a launcher other than elasticrun
     start_timeout_s: float = START_TIMEOUT_S  # without a driver: for every rank to call init()
     native: bool = True  # ranks of one host reduce in shared memory where they can
-    life_lock: str = ""  # by which its agent sees at once that this process dies
+    life_lock: str = ""  # lets the agent detect at once that this process has died
 
     def core(self, local_rank: int) -> int | None:
-        """The core on which this rank's background thread is to run; None: any."""
+        """Return the core for this rank's background thread; None: any."""
         return self.cores[local_rank] if 0 <= local_rank < len(self.cores) else None
 
 
 def read(environ: Mapping[str, str] | None = None, launched: Started | None = None) -> Environment:
-    """Raises Invalid where a variable is damaged: those that the launcher sets, and Horovod's. ``launched``: by whom,
-    if that is known.
+    """Read the settings of this worker. ``launched``: how it was started, if known.
+
+    Raises Invalid if a variable of the launcher or of Horovod is malformed.
     """
     env = os.environ if environ is None else environ
     alone = Worker("localhost", 0, 1)
@@ -109,7 +115,7 @@ def read(environ: Mapping[str, str] | None = None, launched: Started | None = No
         bind_host=env.get("ELASTIC_BIND") or ("127.0.0.1" if launched is None else ""),
         elastic=env.get("HOROVOD_ELASTIC", "0") == "1",
         timeout_s=timeout_s,
-        # Where the driver judges who is stuck, this is the last resort, and longer.
+        # With a driver, which detects stuck ranks, this is the last resort and longer.
         collective_timeout_s=_seconds(env, "ELASTIC_COLLECTIVE_TIMEOUT", patience_s),
         wait_timeout_s=_seconds(env, "ELASTIC_WAIT_TIMEOUT", WAIT_TIMEOUT_S),
         digest_commits=digests(env),
@@ -137,43 +143,43 @@ def read(environ: Mapping[str, str] | None = None, launched: Started | None = No
 
 
 def native(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether ranks of one host may share memory."""
+    """Return whether ranks of one host may share memory."""
     return _switch(os.environ if environ is None else environ, "ELASTIC_NATIVE", default=True)
 
 
 def legacy_keras(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether TensorFlow's ``tf.keras`` is to be legacy Keras, as TensorFlow reads it. Other backends have none."""
+    """Return whether ``tf.keras`` is legacy Keras, by TensorFlow's own rules. Other backends have none."""
     env = os.environ if environ is None else environ
     wanted = env.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
     return wanted and env.get("KERAS_BACKEND", "") in ("", "tensorflow")
 
 
 def digests(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether workers report what they commit, so that it can be compared."""
+    """Return whether workers report digests of their commits."""
     env = os.environ if environ is None else environ
     return env.get("ELASTIC_DIGESTS", "0") in ("1", TENSORS)
 
 
 def record_nothing(environ: MutableMapping[str, str] | None = None) -> None:
-    """Turns off torch's flight recorder, unless somebody asked for it by TORCH_FR_BUFFER_SIZE.
+    """Turn off torch's flight recorder unless TORCH_FR_BUFFER_SIZE is set.
 
-    It keeps the last 2000 collectives of the process with their Python stacks, and something of every group for ever:
-    8 MB with three workers, in pieces between which other memory can't be given back. Read by torch when it makes its
-    first group.
+    It keeps the last 2000 collectives of the process with their Python stacks, and some data of every group forever: 8
+    MB with three workers, fragmented so that memory between them cannot be freed. Torch reads the variable when it
+    makes its first group.
     """
     env = os.environ if environ is None else environ
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # its older name
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # the older name
         env.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 
 def keep_tensors(
     environ: MutableMapping[str, str] | None = None, host_bytes: int | None = None
 ) -> None:
-    """Has TensorFlow keep the memory of its tensors on the CPU from one step to the next, in an allocator of its own,
-    unless somebody has chosen another. Read by TensorFlow when it makes its first tensor.
+    """Make TensorFlow use its own CPU allocator, which keeps memory between steps, unless another one was chosen.
 
-    With malloc's, gradients that wait for their reduction go back to the system after each step, and come back page by
-    page, filled with zeros. ``host_bytes``: the host's memory, all of which that allocator may take; by default asked.
+    With malloc, the memory of gradients waiting for reduction is returned to the system after each step, and faulted in
+    again page by page, filled with zeros. ``host_bytes`` is the memory of the host, all of which the allocator may use;
+    by default it is queried. TensorFlow reads the variable when it makes its first tensor.
     """
     env = os.environ if environ is None else environ
     if "TF_CPU_ALLOCATOR_USE_BFC" in env or allocator_chosen(env):
@@ -185,9 +191,9 @@ def keep_tensors(
 
 
 def prepare(env: Environment, environ: MutableMapping[str, str] | None = None) -> None:
-    """Sets what torch and NCCL will read, where elasticrun has not: at init(), before torch has a thread that reads.
+    """Set the variables of torch and NCCL that elasticrun would set. Call at init(), before torch starts threads.
 
-    What is right already is not written: setenv is no friend of threads that read.
+    Variables that are already right are not written, because setenv is not safe while other threads read.
     """
     environ = os.environ if environ is None else environ
     for name, value in nccl_settings.needed(env.timeout_s).items():
@@ -200,9 +206,9 @@ def prepare(env: Environment, environ: MutableMapping[str, str] | None = None) -
 def launched_timeout_s(
     collective_timeout_s: float, environ: Mapping[str, str] | None = None
 ) -> float:
-    """For a collective on GPUs to end once this rank has launched it.
+    """Return the timeout in seconds of a collective on GPUs once this rank has launched it.
 
-    A driver knows whether the others have launched it too, and judges; somebody who gave a timeout has judged.
+    A driver knows whether the other ranks have launched it too, and a timeout set by the user applies as it is.
     """
     env = os.environ if environ is None else environ
     own = ("ELASTIC_DRIVER", "ELASTIC_COLLECTIVE_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS")
@@ -212,13 +218,13 @@ def launched_timeout_s(
 
 
 def gpus_are_shared(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether NCCL (from 2.30 on) was told that several ranks may have one GPU."""
+    """Return whether NCCL (2.30 or later) allows several ranks on one GPU."""
     env = os.environ if environ is None else environ
     return _switch(env, "NCCL_MULTI_RANK_GPU_ENABLE")
 
 
 def allocator_chosen(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether somebody has chosen how this process's memory is allocated and given back."""
+    """Return whether the user has chosen how this process allocates and frees memory."""
     env = os.environ if environ is None else environ
     return (
         any(env.get(name) for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"))
@@ -228,13 +234,13 @@ def allocator_chosen(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def failpoints(environ: Mapping[str, str] | None = None) -> str:
-    """Rules of `elastic.failpoints`, not read yet. Empty: there are none."""
+    """Return the unparsed rules of `elastic.failpoints`; empty if there are none."""
     env = os.environ if environ is None else environ
     return env.get("ELASTIC_FAILPOINTS", "").strip()
 
 
 def worker(environ: Mapping[str, str] | None = None) -> Worker:
-    """Who this process is, without looking at anything else that it was told."""
+    """Return the identity of this process, without reading any other variable."""
     env = os.environ if environ is None else environ
     try:
         return Worker.parse(env["ELASTIC_WORKER"])
@@ -250,7 +256,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def _number(env: Mapping[str, str], name: str, of: str, default: float) -> float:
-    """A variable that is set but empty counts as not set, here and below."""
+    """Parse a variable, treating one that is set but empty as not set, here and below."""
     try:
         value = float(env.get(name) or default)
     except ValueError:

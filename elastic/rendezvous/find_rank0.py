@@ -1,7 +1,7 @@
-"""How the ranks of a world without a driver find each other: rank 0 serves a store, and the others learn where. Acts.
+"""Let the ranks of a world without a driver find each other: rank 0 serves a store and publishes its address.
 
-Which way it is follows from who started them; see `launcher_env`. After that they swap who they are through that store,
-and so get their places and the address of the first world's own store.
+How it is published depends on the launcher; see `launcher_env`. Then all ranks exchange their host and local rank
+through that store, which gives them their places and the address of the first world's own store.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.launcher_env import ByAddress, ByFile, ByStore, ByTorchelasticStore, Started
 from elastic.rendezvous.store import Store, listen
 
-REACH_S = 0.5  # for rank 0, at an address that may be that of an earlier job
-LOOK_S = 0.02  # between two looks for what rank 0 leaves
-_PUBLIC = ("192.0.2.1", "2001:db8::1")  # never sent to: only the way there is asked for
+REACH_S = 0.5  # to connect to rank 0 at an address that may be stale
+LOOK_S = 0.02  # between two attempts to read rank 0's address
+_PUBLIC = ("192.0.2.1", "2001:db8::1")  # nothing is sent there: only the route is looked up
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of itself. ``store``: where rank 0 will serve the next world."""
+    """What a rank sends to the others. ``store``: where rank 0 will serve the next world."""
 
     host: str
     local_rank: int | None
@@ -43,7 +43,7 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rank0Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 leaves for the others to find."""
+    """What rank 0 publishes for the other ranks."""
 
     host: str
     port: int
@@ -51,14 +51,14 @@ class Rank0Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FoundRank0(NamedTuple):
-    """``env`` has what was found out; ``store`` is that of the meeting, to be closed once the world stands."""
+    """``env`` with what was found; ``store`` of the rendezvous, to be closed once the world is formed."""
 
     env: Environment
     store: Store
 
 
 class _Publisher(Protocol):
-    """Where rank 0 leaves a message, and the others find it."""
+    """Where rank 0 publishes its endpoint, and the other ranks read it."""
 
     def publish(self, endpoint: Rank0Endpoint) -> None: ...
 
@@ -68,17 +68,18 @@ class _Publisher(Protocol):
 
 
 def meet(started: Started, env: Environment) -> FoundRank0:
-    """Blocks until rank 0 can be reached. Raises Invalid if a port or a folder can't be had, CollectiveFailed when
-    ``env.start_timeout_s`` is over.
+    """Block until rank 0 can be reached.
+
+    Raises Invalid if a port or folder is not usable, and CollectiveFailed after ``env.start_timeout_s`` seconds.
     """
     way = started.way
-    assert way is not None, "a world of one meets nobody"
+    assert way is not None, "a world of one has no rendezvous"
     deadline = time.monotonic() + env.start_timeout_s
     bind_host = env.bind_host or _bind_host(way)
     if isinstance(way, ByAddress):
         address = Address(bind_host if started.rank == 0 else numeric(way.host), way.port)
         secret = way.secret
-        # Nothing is left here by earlier jobs: who does not listen yet will.
+        # No stale address is possible here: if nothing listens yet, rank 0 has not started yet.
         store = (
             _serve(address, secret, way)
             if started.rank == 0
@@ -106,7 +107,7 @@ def meet(started: Started, env: Environment) -> FoundRank0:
             _greet(store, started, deadline)
             return FoundRank0(_found(env, bind_host, left.secret, started), store)
         except CollectiveFailed:
-            # It may have been left by a job that is gone, and rank 0 of this one be still on its way.
+            # The address may be that of an earlier job, while this job's rank 0 is still starting.
             store.close()
             if time.monotonic() > deadline:
                 raise
@@ -114,20 +115,28 @@ def meet(started: Started, env: Environment) -> FoundRank0:
 
 
 def arrive(
-    store: Store, rank: int, size: int, told: int | None, mine: Address | None, timeout_s: float
+    store: Store,
+    rank: int,
+    size: int,
+    local_rank: int | None,
+    mine: Address | None,
+    timeout_s: float,
 ) -> tuple[Place, Address]:
-    """This rank's place and where the next world's store is, once all have come. Raises CollectiveFailed."""
-    arrival = msgspec.msgpack.encode(Arrival(socket.gethostname(), told, mine))
+    """Return this rank's place and the address of the next world's store, once all have arrived.
+
+    ``local_rank`` is the one that the launcher assigned, None if unknown. Raises CollectiveFailed.
+    """
+    arrival = msgspec.msgpack.encode(Arrival(socket.gethostname(), local_rank, mine))
     blobs = store.exchange("arrivals", rank, size, arrival, timeout_s)
     arrivals = [msgspec.msgpack.decode(blob, type=Arrival) for blob in blobs]
     address = arrivals[0].store
-    assert address is not None, "rank 0 says where it will serve"
+    assert address is not None, "rank 0 sends the address of its store"
     hosts = [each.host for each in arrivals]
     return launcher_env.place(rank, hosts, [each.local_rank for each in arrivals]), address
 
 
 def _greet(store: Store, started: Started, deadline: float) -> None:
-    """Waits for all: who has come here serves or has reached the right store."""
+    """Wait for all ranks: one that gets here serves or has reached the right store."""
     left_s = max(deadline - time.monotonic(), 0.001)
     try:
         store.exchange("greetings", started.rank, started.size, b"", left_s)
@@ -164,7 +173,7 @@ def _serve(address: Address, secret: bytes, way: object) -> Store:
     return store
 
 
-# ---- the ways ----------------------------------------------------------------------------------------------------
+# ---- ways to publish ---------------------------------------------------------------------------------------------
 
 
 def _board(way: ByTorchelasticStore | ByFile | ByStore, deadline: float) -> _Publisher:
@@ -200,21 +209,21 @@ class _TorchStore:
             return msgspec.msgpack.decode(
                 bytes.fromhex(self._store.get(self._key).decode()), type=Rank0Endpoint
             )
-        except RuntimeError:  # torch's DistStoreError: nobody has left anything
+        except RuntimeError:  # torch's DistStoreError: not published yet
             return None
 
     def clear(self) -> None:
-        """Overwritten by the next rank 0, if there is one."""
+        """Do nothing: the next rank 0 overwrites the value."""
 
 
 class _File:
-    """A file in a folder that only this user can enter."""
+    """A file in a folder that only this user can access."""
 
     def __init__(self, way: ByFile) -> None:
         self._path = private_folder() / way.name
 
     def publish(self, endpoint: Rank0Endpoint) -> None:
-        """Whole or not at all: readers come at any time."""
+        """Write atomically: other ranks may read at any time."""
         handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f"{self._path.name}.")
         with os.fdopen(handle, "wb") as file:  # mode 0600
             file.write(msgspec.msgpack.encode(endpoint))
@@ -234,7 +243,7 @@ class _File:
 
 
 def private_folder() -> Path:
-    """Made with mode 0700. Raises Invalid if somebody else has made it, who could read the secret or plant one."""
+    """Return the folder, created with mode 0700. Raises Invalid if another user could read or write it."""
     path = Path(tempfile.gettempdir()) / f"hvd-elastic-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -251,7 +260,7 @@ def private_folder() -> Path:
 
 
 def _bind_host(way: ByAddress | ByTorchelasticStore | ByFile | ByStore) -> str:
-    """The address of this host on the way to rank 0: the only one on which it listens."""
+    """Return this host's address on the route to rank 0, the only one on which it listens."""
     if isinstance(way, ByFile) or not way.host:
         return "127.0.0.1"
     to = numeric(way.host)
@@ -259,15 +268,17 @@ def _bind_host(way: ByAddress | ByTorchelasticStore | ByFile | ByStore) -> str:
 
 
 def numeric(host: str) -> str:
-    """Where a host is. A name by which this host knows itself as a loopback address, as Debian has it, means for
-    others its address in the network. Raises Invalid.
+    """Resolve a host to a numeric address.
+
+    If this host resolves its own name to a loopback address, as on Debian, returns its address in the network, which
+    other hosts can reach. Raises Invalid.
     """
     try:
         rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise Invalid(f"MASTER_ADDR {host!r} can't be resolved: {error.strerror}") from None
     every = [str(row[4][0]) for row in rows]
-    # A name may have an address of each family, and this host only one way there.
+    # A name may resolve to both address families, while this host has a route to only one.
     found = next((each for each in every if own_address(each) is not None), every[0])
     if host == "localhost" or not _loopback(found) or _is_numeric(host):
         return found
@@ -279,7 +290,7 @@ def numeric(host: str) -> str:
 
 
 def own_address(towards: str) -> str | None:
-    """Of this host on the way to that numeric address; None where there is no way. Sends nothing."""
+    """Return this host's address on the route to a numeric address; None without a route. Sends nothing."""
     family = socket.AF_INET6 if ":" in towards else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

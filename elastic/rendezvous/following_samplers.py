@@ -1,8 +1,8 @@
-"""Gives torch's ``DistributedSampler`` the number of replicas and the rank of the present world. Acts: wraps methods.
+"""Keep torch's ``DistributedSampler`` at the replicas and rank of the present world, by wrapping its methods.
 
-A sampler follows if it was made with the size and the rank of the world of that moment, explicitly or by default. One
-made with other numbers is the script's own choice, as is one that the script has changed since, or whose class computes
-``num_samples`` and ``total_size`` differently from torch's.
+A sampler follows the world if it was made with the size and rank of the world at that moment, explicitly or by default.
+One made with other numbers is the script's own choice, as is one that the script has changed since, or whose class
+computes ``num_samples`` and ``total_size`` differently from torch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 
 from elastic.protocol.messages import Place
 
-MADE_FOR = (
-    "elastic_made_for"  # attribute of a sampler that follows: its numbers, as they were set last
-)
+MADE_FOR = "elastic_made_for"  # attribute of a sampler that follows: the numbers that were last set
 
 
 class Numbers(NamedTuple):
@@ -28,11 +26,11 @@ class Numbers(NamedTuple):
 
 _place: Callable[[], Place | None] | None = None
 _made: dict[int, weakref.ref[Any]] = {}
-_theirs: dict[str, Callable[..., Any]] = {}  # torch's own methods, by name
+_theirs: dict[str, Callable[..., Any]] = {}  # torch's original methods, by name
 
 
 def install(place: Callable[[], Place | None]) -> None:
-    """Samplers that are made from now on follow. ``place``: where this worker is at present. Idempotent."""
+    """Make samplers created from now on follow. ``place`` returns this worker's present place. Idempotent."""
     global _place
     _place = place
     from torch.utils.data import DistributedSampler
@@ -46,7 +44,7 @@ def install(place: Callable[[], Place | None]) -> None:
 
 
 def uninstall() -> None:
-    """Gives torch its own methods back."""
+    """Restore torch's own methods."""
     global _place
     _place = None
     from torch.utils.data import DistributedSampler
@@ -58,7 +56,7 @@ def uninstall() -> None:
 
 
 def follow() -> None:
-    """The world has changed. A subclass may read the numbers in methods of its own, so they are set here at once."""
+    """Update all samplers at once after a change of the world, since a subclass may read the numbers directly."""
     for made in [*_made.values()]:
         sampler = made()
         if sampler is not None:
@@ -66,7 +64,7 @@ def follow() -> None:
 
 
 def bring(sampler: Any) -> None:
-    """Sets the numbers of a sampler that follows to those of the present world."""
+    """Set the numbers of a sampler that follows to those of the present world."""
     now = _present()
     if now is None or getattr(sampler, MADE_FOR, now) == now or not follows(sampler):
         return
@@ -76,7 +74,7 @@ def bring(sampler: Any) -> None:
 
 
 def follows(sampler: Any) -> bool:
-    """Whether a sampler has the numbers of the present world, or is given them when it is asked next."""
+    """Return whether a sampler has the numbers of the present world, or gets them at its next use."""
     made_for = getattr(sampler, MADE_FOR, None)
     if made_for is None or not _theirs or _numbers(sampler) != made_for:
         return False
@@ -84,7 +82,7 @@ def follows(sampler: Any) -> bool:
 
 
 def count() -> int:
-    """Samplers alive that were made to follow."""
+    """Return the number of live samplers that follow."""
     return len(_made)
 
 
@@ -98,7 +96,7 @@ def _present() -> Numbers | None:
 
 
 def _lengths(sampler: Any, numbers: Numbers) -> tuple[int, int]:
-    """``num_samples`` and ``total_size``, as torch computes them."""
+    """Return ``num_samples`` and ``total_size`` as torch computes them."""
     from torch.utils.data import DistributedSampler
 
     made: Any = DistributedSampler.__new__(DistributedSampler)
@@ -112,7 +110,8 @@ def _registering(initialize: Callable[..., None]) -> Callable[..., None]:
         initialize(self, *args, **options)
         numbers = _numbers(self)
         if numbers == _present():
-            setattr(self, MADE_FOR, tuple(numbers))  # pickled, it needs nothing of this package
+            # a plain tuple, which unpickles without this package
+            setattr(self, MADE_FOR, tuple(numbers))
             key = id(self)
             _made[key] = weakref.ref(self, lambda _: _made.pop(key, None))
 
@@ -120,7 +119,7 @@ def _registering(initialize: Callable[..., None]) -> Callable[..., None]:
 
 
 def _first(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Copies of a sampler, which were never made by ``__init__``, follow too."""
+    """Wrap a method to update first. Copies of a sampler, which skip ``__init__``, follow too."""
 
     @functools.wraps(method)
     def wrapper(self: Any) -> Any:

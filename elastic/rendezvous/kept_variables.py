@@ -1,4 +1,4 @@
-"""Tells a script, once, that it reads variables of the environment that were another world's. Acts."""
+"""Warn a script, once, that it reads environment variables whose values belong to an earlier world."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from elastic.errors import StaleValueWarning
 from elastic.protocol.messages import Place
 from elastic.rendezvous import place_variables
 
-_SHOWN = 3  # lines of a script
+_SHOWN = 3  # lines of the script that are listed
 
 
 class KeptVariables:
-    """``at_start``: the environment as this worker was started with it, before `follow` changed it."""
+    """Compares the environment at the start of this worker, before `follow` changed it, with the present world."""
 
     def __init__(self) -> None:
         self._at_start = dict(os.environ)
         self._looked = False
 
     def follow(self, place: Place, *, first: bool) -> None:
-        """The worker is at ``place`` now. On rank 0, the first time that this is another world than its first one,
-        emits a StaleValueWarning if the script reads a variable whose value at the start has become wrong.
+        """Update the variables for ``place``. ``first``: it is this worker's first world.
+
+        On rank 0, at the first later world, emits a StaleValueWarning if the script reads a variable whose value at the
+        start is now wrong.
         """
         place_variables.follow(place)
         if first or self._looked or place.rank != 0:

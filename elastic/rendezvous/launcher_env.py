@@ -1,8 +1,7 @@
-"""Decides from the environment who started this process, as which of how many, and how the ranks can meet. Pure.
+"""Decide from the environment which launcher started this process, its rank, and how the ranks connect. Pure.
 
-What elasticrun set wins over everything: under it nothing else is looked at. Then, from the most to the least explicit:
-Horovod's own variables, torch's (torchrun, or set by hand), Open MPI's, those of MPICH and Intel MPI, Slurm's. See
-docs/launchers.md.
+If elasticrun set variables, nothing else is read. Otherwise, from most to least explicit: Horovod's own variables,
+torch's (torchrun, or set by hand), Open MPI's, those of MPICH and Intel MPI, Slurm's. See docs/launchers.md.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from typing import Any
 from elastic.errors import Invalid
 from elastic.protocol.messages import Place
 
-PORT_OFFSET = 1009  # from MASTER_PORT, which a script's own init_process_group may want
-# Where only a job id is known: below those that the system hands out.
+PORT_OFFSET = 1009  # from MASTER_PORT, which the script's own init_process_group may use
+# When only a job ID is known: below the ephemeral ports of the system.
 FIRST_PORT, PORTS = (21_000, 8_000)
 ASKS_FOR_PORT = "ELASTIC_MASTER_PORT"
 
 
 @dataclass(frozen=True)
 class ByTorchelasticStore:
-    """torchrun's agent serves a TCPStore, where rank 0 leaves its address and a secret under keys with this prefix."""
+    """torchrun's agent serves a TCPStore; rank 0 publishes its address and a secret under keys with this prefix."""
 
     host: str
     port: int
@@ -34,7 +33,7 @@ class ByTorchelasticStore:
 
 @dataclass(frozen=True)
 class ByAddress:
-    """Rank 0 listens on this port of this host. The others have no secret but what ``secret`` was told to all."""
+    """Rank 0 listens on this port of this host. ``secret`` is known to all ranks."""
 
     host: str
     port: int
@@ -43,15 +42,16 @@ class ByAddress:
 
 @dataclass(frozen=True)
 class ByFile:
-    """All ranks are on one host: rank 0 leaves its address and a secret in a file of this name, for its user only."""
+    """All ranks are on one host; rank 0 writes its address and a secret to a file that only its user can read."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class ByStore:
-    """The ranks share a store of torch.distributed already, where rank 0 leaves the same. ``host`` is rank 0's; empty:
-    all ranks are on one host.
+    """The ranks already share a torch.distributed store, where rank 0 publishes its address and a secret.
+
+    ``host`` is rank 0's host; empty if all ranks are on one host.
     """
 
     store: Any
@@ -60,7 +60,10 @@ class ByStore:
 
 @dataclass(frozen=True)
 class Started:
-    """``way`` is None for a world of one. ``local_rank`` is None where it was not told."""
+    """How another launcher started this process.
+
+    ``way`` is None for a world of one; ``local_rank`` is None if the launcher did not set it.
+    """
 
     by: str
     rank: int
@@ -70,9 +73,9 @@ class Started:
 
 
 def started(env: Mapping[str, str], *, parent: int = 0) -> Started | None:
-    """None if this process was started on its own, or by elasticrun. ``parent`` is the process that started this one.
+    """Return how this process was started; None if on its own, or by elasticrun. ``parent``: its parent process ID.
 
-    Raises Invalid, with a sentence that says which variable to set, where a rank is told but not how to meet.
+    Raises Invalid, naming the variable to set, if a rank is given but no way to connect.
     """
     if "ELASTIC_DRIVER" in env:
         return None
@@ -93,18 +96,18 @@ def started(env: Mapping[str, str], *, parent: int = 0) -> Started | None:
     return None
 
 
-def place(rank: int, hosts: Sequence[str], told: Sequence[int | None]) -> Place:
-    """The place of a rank, of every rank's host, and of every rank's local rank as its launcher told it.
+def place(rank: int, hosts: Sequence[str], local_ranks_given: Sequence[int | None]) -> Place:
+    """Return the place of a rank, from every rank's host and the local rank that its launcher set.
 
-    Where these are not told, or contradict each other, ranks of a host are counted in order.
+    If local ranks are missing or contradict each other, the ranks of a host are numbered in order.
     """
     local_ranks: dict[int, int] = {}
     for host in dict.fromkeys(hosts):
         there = [each for each, its in enumerate(hosts) if its == host]
-        said = [told[each] for each in there]
-        usable = None not in said and len(set(said)) == len(said)
+        given = [local_ranks_given[each] for each in there]
+        usable = None not in given and len(set(given)) == len(given)
         for index, each in enumerate(there):
-            value = told[each]
+            value = local_ranks_given[each]
             local_ranks[each] = value if usable and value is not None else index
     alike = [each for each in range(len(hosts)) if local_ranks[each] == local_ranks[rank]]
     return Place(
@@ -118,7 +121,7 @@ def place(rank: int, hosts: Sequence[str], told: Sequence[int | None]) -> Place:
 
 
 def first_host(nodes: str) -> str:
-    """Of Slurm's short form of a list, such as ``gpu[01-03,07],login1``: gpu01."""
+    """Return the first host of a Slurm node list: gpu01 for ``gpu[01-03,07],login1``."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
     if match is None:
         raise Invalid(f"SLURM_STEP_NODELIST is {nodes!r}, which names no host")
@@ -169,7 +172,7 @@ def _open_mpi(env: Mapping[str, str], parent: int) -> Started | None:
 
 
 def _mpich(env: Mapping[str, str], parent: int) -> Started | None:
-    """Also of Intel MPI, which names the ranks of a host besides."""
+    """MPICH, and Intel MPI, which also sets local ranks."""
     if not _has(env, "PMI_RANK", "PMI_SIZE"):
         return None
     rank, size = _rank_of(env, "PMI_RANK", "PMI_SIZE")
@@ -180,7 +183,7 @@ def _mpich(env: Mapping[str, str], parent: int) -> Started | None:
 
 
 def _slurm(env: Mapping[str, str], parent: int) -> Started | None:
-    """Of srun only: a batch script, too, has a SLURM_PROCID and a SLURM_NTASKS, and runs once."""
+    """srun only: a batch script has a SLURM_PROCID and a SLURM_NTASKS too, but runs once."""
     job = _slurm_step(env)
     if job is None or not _has(env, "SLURM_PROCID"):
         return None
@@ -200,12 +203,12 @@ def _slurm_step(env: Mapping[str, str]) -> str | None:
     return f"{job}.{step}" if job and step else None
 
 
-# ---- ways to meet ------------------------------------------------------------------------------------------------
+# ---- ways to connect ---------------------------------------------------------------------------------------------
 
 
 def _by_hand(env: Mapping[str, str], size: int) -> ByAddress | ByFile | None:
     if size == 1:
-        return None  # and nothing is asked of the address
+        return None  # no address needed
     host, port = env["MASTER_ADDR"], _number(env, "MASTER_PORT")
     if _loopback(host) and not _has(env, ASKS_FOR_PORT):
         return ByFile(_file_name("master", f"{host} {port} {size}"))
@@ -229,7 +232,7 @@ def _of_launcher(
 
 
 def _port(env: Mapping[str, str], job: str | None = None) -> int:
-    """The one that was asked for, the neighbour of MASTER_PORT, or one that follows from the job's id."""
+    """Return the requested port, MASTER_PORT plus the offset, or one derived from the job ID."""
     if _has(env, ASKS_FOR_PORT):
         return _port_in(env, ASKS_FOR_PORT)
     if _has(env, "MASTER_PORT"):
@@ -239,7 +242,7 @@ def _port(env: Mapping[str, str], job: str | None = None) -> int:
 
 
 def _secret(env: Mapping[str, str], job: str) -> bytes:
-    """What was told in ELASTIC_SECRET; otherwise it keeps jobs apart, and not strangers out."""
+    """Return ELASTIC_SECRET. Without it, a hash that separates jobs but does not authenticate."""
     if not _has(env, "ELASTIC_SECRET"):
         return hashlib.sha256(job.encode()).digest()
     try:

@@ -1,4 +1,4 @@
-"""The environment's variables that say where a worker is in the world, and who reads them in a script."""
+"""Environment variables that hold a worker's place in the world, and where a script reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from elastic.protocol.messages import Place
 from elastic.rendezvous.script_files import script_files
 
-# The slot, which picks the GPU, does not change while a worker lives: LOCAL_RANK and HOROVOD_LOCAL_RANK.
+# LOCAL_RANK and HOROVOD_LOCAL_RANK are the slot, which selects the GPU and is fixed for the life of a worker.
 SLOT = "LOCAL_RANK"
 _READ = (SLOT, "RANK", "WORLD_SIZE")
 _RANK = ("RANK", "ROLE_RANK", "HOROVOD_RANK")
@@ -27,7 +27,7 @@ class Read(NamedTuple):
 
 
 def of(place: Place) -> dict[str, str]:
-    """The values in this world of all that change with it."""
+    """Return the values in this world of all variables that change with it."""
     values = {name: str(place.rank) for name in _RANK}
     values |= {name: str(place.size) for name in _SIZE}
     values |= {
@@ -42,8 +42,9 @@ def of(place: Place) -> dict[str, str]:
 
 
 def follow(place: Place, environ: MutableMapping[str, str] | None = None) -> None:
-    """Give the variables that are set the values of this world. Sets no others, and none that is right already:
-    other threads may be reading the environment.
+    """Update the variables that are set to this world's values.
+
+    Sets no others, and does not rewrite correct values, because other threads may be reading the environment.
     """
     env = os.environ if environ is None else environ
     for name, value in of(place).items():
@@ -52,8 +53,9 @@ def follow(place: Place, environ: MutableMapping[str, str] | None = None) -> Non
 
 
 def stale(place: Place, environ_at_start: Mapping[str, str], reads: Iterable[Read]) -> list[Read]:
-    """Those of ``reads`` whose value at the start of this worker says something else than ``place``; LOCAL_RANK where
-    rank 0 is a slot other than 0, because a script takes that for the first worker.
+    """Return the ``reads`` whose value at the start of this worker differs from ``place``.
+
+    Includes LOCAL_RANK if rank 0 is in a slot other than 0, because scripts take slot 0 for the first worker.
     """
     values = of(place)
     values[SLOT] = "0" if place.rank == 0 else environ_at_start.get(SLOT, "")
@@ -65,8 +67,10 @@ def stale(place: Place, environ_at_start: Mapping[str, str], reads: Iterable[Rea
 
 
 def reads_in(file: str, text: str) -> Iterator[Read]:
-    """The lines of a source that may act on another world's value: those that assign RANK or WORLD_SIZE of the
-    environment to a variable, and those that compare LOCAL_RANK, or a variable of that name, with a number.
+    """Yield the lines of a source that may use a value of an earlier world.
+
+    These are lines that assign RANK or WORLD_SIZE of the environment to a variable, or compare LOCAL_RANK, or a
+    variable of that name, with a number.
     """
     if not any(f"{quote}{name}{quote}" in text for name in _READ for quote in "'\""):
         return  # most files: parsing takes milliseconds, while other ranks wait
@@ -87,13 +91,13 @@ def reads_in(file: str, text: str) -> Iterator[Read]:
 
 
 def _named(tree: ast.AST) -> set[str]:
-    """The variables of the environment that an expression names."""
+    """Return the environment variables that an expression names."""
     constants = [each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)]
     return {each for each in constants if isinstance(each, str) and each in _READ}
 
 
 def _is_slot(test: ast.AST) -> bool:
-    """Whether a condition asks for the local rank itself: ``local_rank == 0``, ``not local_rank``."""
+    """Return whether a condition tests the local rank itself: ``local_rank == 0``, ``not local_rank``."""
     if isinstance(test, ast.Compare):
         return any(_is_local_rank(each) for each in (test.left, *test.comparators))
     return (
@@ -109,7 +113,7 @@ def _is_local_rank(node: ast.AST) -> bool:
 
 
 def reads_of_script(modules: Mapping[str, object] | None = None) -> list[Read]:
-    """In the modules that this process has imported, without installed packages and Python's own."""
+    """Return the reads in all imported modules, without installed packages and the standard library."""
     found: list[Read] = []
     for file in script_files(sys.modules if modules is None else modules):
         try:

@@ -1,4 +1,4 @@
-"""Which files a script consists of: its own modules, without installed packages and Python's own."""
+"""The files of a script: its own modules, without installed packages and the standard library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIBRARIES = frozenset({
 
 
 def script_files(modules: Mapping[str, object]) -> list[str]:
-    """Of the modules that a process has imported, at most ``MOST``."""
+    """Return the files of the given imported modules, at most ``MOST``."""
     standard = sysconfig.get_paths()["stdlib"] + os.sep
     found: list[str] = []
     for name, module in list(modules.items()):
@@ -26,7 +26,7 @@ def script_files(modules: Mapping[str, object]) -> list[str]:
         if not file.endswith(".py") or file.startswith(standard):
             continue
         if not os.path.isabs(file) and not os.path.exists(file):
-            continue  # made in memory, as torch.ops, whose file is "_ops.py"
+            continue  # made in memory, like torch.ops, whose file is "_ops.py"
         if not {"site-packages", "dist-packages"} & set(file.split(os.sep)):
             found.append(file)
     return found[:MOST]

@@ -1,9 +1,9 @@
-"""Where the ranks of one generation swap addresses. One exchange per group, one short connection per exchange.
+"""Store through which the ranks of one generation exchange addresses: one exchange per group, one connection each.
 
-Rank 0 serves it on a socket that it bound before it said ready, on the data plane's interface only. Every rank sends
-(key, rank, size, blob); when all have, each is sent all blobs. Both are sealed frames (`elastic.protocol.framing`) and
-carry the generation, so neither a stranger nor a rank of another generation can take part. torch's TCPStore is not used
-for this: it can't be aborted while it connects, lets anyone write, and needs 2 round trips per rank.
+Rank 0 serves it on a socket that it bound before it reported ready, on the interface of the data plane only. Every rank
+sends (key, rank, size, blob); when all have, each receives all blobs. Frames are sealed (`elastic.protocol.framing`)
+and carry the generation, which keeps out strangers and ranks of other generations. torch's TCPStore is unsuitable: it
+cannot be aborted while it connects, accepts writes from anyone, and needs 2 round trips per rank.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _REQUEST_LIMIT = 1 << 18  # bytes; a rank's blob grows by 8 bytes per rank
 _REPLY_LIMIT = 1 << 30
 _READ_BYTES = 1 << 16
 RETRY_S = 0.02  # between attempts to reach a store that is not up yet
-_DEAF_S = 0.1  # without descriptors nobody is accepted for this long
-# Instead of a size, in requests that are no exchange:
-_FETCH = 0  # of what rank 0 provides by itself
+_DEAF_S = 0.1  # how long accepting pauses when descriptors run out
+# In place of a size, in requests that are not exchanges:
+_FETCH = 0  # of what rank 0 provides
 _ANNOUNCE = -1
-_LISTEN = -2  # until somebody announces the key
-_AWAITED = ""  # the key of what it always provides
+_LISTEN = -2  # until a rank announces the key
+_AWAITED = ""  # key under which the keys of pending exchanges are provided
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
@@ -52,7 +52,7 @@ class _Reply(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     key: str
     blobs: list[bytes]
-    error: str = ""  # why what was to be fetched can't be had
+    error: str = ""  # why the requested value is not available
 
 
 _requests: msgspec.msgpack.Decoder[_Request] = msgspec.msgpack.Decoder(_Request)
@@ -60,7 +60,7 @@ _replies: msgspec.msgpack.Decoder[_Reply] = msgspec.msgpack.Decoder(_Reply)
 
 
 class StoreListener:
-    """A bound socket on which this worker would serve the next generation's store, and where peers reach it."""
+    """A bound socket on which this worker would serve the next generation's store, and the address for its peers."""
 
     def __init__(self, sock: socket.socket, address: Address) -> None:
         self.socket = sock
@@ -71,12 +71,12 @@ class StoreListener:
 
 
 def listen(host: str, port: int = 0) -> StoreListener:
-    """Binds to this interface only (``host`` is a numeric address; port 0: any free one). Raises OSError."""
+    """Bind to this interface only. ``host`` is a numeric address; port 0 means any free port. Raises OSError."""
     sock = socket.socket(_family(host), socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        sock.listen(1024)  # peers may connect before anyone serves
+        sock.listen(1024)  # peers may connect before the store is served
     except OSError:
         sock.close()
         raise
@@ -84,9 +84,9 @@ def listen(host: str, port: int = 0) -> StoreListener:
 
 
 class Store:
-    """One generation's store, as one rank sees it. Thread-safe.
+    """One generation's store, as seen by one rank. Thread-safe.
 
-    Rank 0 passes its ``listener``, which then belongs to the store. ``timeout_s`` bounds every wait.
+    Rank 0 passes its ``listener``, whose ownership moves to the store. ``timeout_s`` bounds every wait.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Store:
         self._calls: set[Call] = set()
 
     def open(self) -> None:
-        """Starts to serve, on rank 0; the others connect when they first exchange something. Returns at once."""
+        """Start serving on rank 0; other ranks connect at their first exchange. Returns at once."""
         if self._listener is not None and self._server is None:
             self._server = _Server(
                 self._listener.socket,
@@ -130,11 +130,10 @@ class Store:
         timeout_s: float | None = None,
         call: Call | None = None,
     ) -> list[bytes]:
-        """Every rank's blob, by rank, once all ``size`` ranks have called this with this key.
+        """Return every rank's blob, by rank, once all ``size`` ranks have called this with this key.
 
-        ``timeout_s`` is for the others to come, by default as long as for the store to be reached. ``call``: by which
-        this one exchange can be aborted. Raises CollectiveFailed when the store's rank is gone, after ``timeout_s``, or
-        on `abort`.
+        ``timeout_s`` limits the wait for the other ranks (default: the store's timeout). ``call`` lets another thread
+        abort this exchange. Raises CollectiveFailed when the store's rank is gone, after ``timeout_s``, or on `abort`.
         """
         awaited = f"{f'the {size} ranks of group ' if size > 0 else ''}{key!r} of generation {self.generation}"
         began = time.monotonic()
@@ -168,42 +167,43 @@ class Store:
             call.close()
 
     def awaited(self, timeout_s: float | None = None) -> list[str]:
-        """The keys of exchanges in which ranks wait for others now. Raises CollectiveFailed."""
+        """Return the keys of exchanges in which ranks are waiting now. Raises CollectiveFailed."""
         return [key.decode() for key in self.fetch(_AWAITED, 0, timeout_s)]
 
     def provide(self, key: str, make: Callable[[], list[bytes]]) -> None:
-        """On rank 0: who fetches this key gets what ``make`` returns, called in the store's thread.
+        """On rank 0, answer fetches of this key with what ``make`` returns. ``make`` runs in the store's thread.
 
-        What it raises is logged here, and told to who has fetched. Call it before `open`: peers may have connected by
-        then, and are answered at once.
+        What it raises is logged, and sent to the fetching rank. Call this before `open`, because peers may already have
+        connected and are answered at once.
         """
         assert self._server is None
         self._provided[key] = make
 
     def fetch(self, key: str, rank: int, timeout_s: float | None = None) -> list[bytes]:
-        """What rank 0 provides under this key, without waiting for anybody else. Raises CollectiveFailed."""
+        """Return what rank 0 provides under this key, without waiting for other ranks. Raises CollectiveFailed."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         return self.exchange(key, rank, _FETCH, b"", limit_s)
 
     def announce(self, key: str, rank: int, blob: bytes = b"") -> bytes:
-        """Whoever listens to this key, now or later, goes on, and is told ``blob``. Returns what was announced: that of
-        the first who did it. Raises CollectiveFailed.
+        """Release all present and future listeners of this key, who receive ``blob``.
+
+        Returns the blob of the first announcement. Raises CollectiveFailed.
         """
         return self.exchange(key, rank, _ANNOUNCE, blob)[0]
 
     def listen_to(self, key: str, rank: int, timeout_s: float) -> bytes:
-        """Blocks until a rank has announced this key. Raises CollectiveFailed, also on `abort`."""
+        """Block until a rank has announced this key, and return its blob. Raises CollectiveFailed, also on `abort`."""
         return self.exchange(key, rank, _LISTEN, b"", timeout_s)[0]
 
     def abort(self) -> None:
-        """Whoever waits in `exchange` here, now or later, fails. Any thread, any number of times, never blocks."""
+        """Make present and future calls of `exchange` here fail. Thread-safe, idempotent, never blocks."""
         self._aborted.set()
         with self._lock:
             for call in self._calls:
                 call.abort()
 
     def close(self) -> None:
-        """Stops serving: others who still wait are cut off, so call it when the generation is over."""
+        """Stop serving. Ranks that still wait are disconnected, so call this when the generation is over."""
         self.abort()
         if self._server is not None:
             self._server.close()
@@ -211,7 +211,7 @@ class Store:
             self._listener.close()
 
     def close_in_forked_child(self) -> None:
-        """In a forked child: holds none of the parent's sockets."""
+        """Close the parent's sockets in a forked child."""
         for call in self._calls:
             call.close()
         if self._server is not None:
@@ -221,7 +221,7 @@ class Store:
 
 
 class Call:
-    """One exchange, as a connection to the server, which another thread may abort: before it, during it."""
+    """A connection to the server for one exchange, which another thread may abort even before it starts."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -233,7 +233,7 @@ class Call:
         return self._aborted.is_set()
 
     def connect(self, address: Address, deadline: float) -> None:
-        """Tries again while it is refused: without a driver, nobody says that the store's rank has started."""
+        """Connect, retrying while refused: without a driver nothing tells when the store's rank has started."""
         while not self._aborted.is_set():
             sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
             with self._lock:
@@ -252,7 +252,7 @@ class Call:
             raise OSError("aborted")
 
     def ask(self, request: _Request, secret: bytes, deadline: float) -> _Reply:
-        """Raises OSError and ProtocolError."""
+        """Send a request and return its reply. Raises OSError and ProtocolError."""
         assert self._socket is not None
         nonce = os.urandom(NONCE_BYTES)
         wire = Wire(_replies)
@@ -268,7 +268,7 @@ class Call:
         return reply
 
     def abort(self) -> None:
-        """Wakes whoever is inside a system call. Any thread, any number of times, never blocks."""
+        """Interrupt a thread inside a system call. Thread-safe, idempotent, never blocks."""
         self._aborted.set()
         with self._lock, contextlib.suppress(OSError):
             if self._socket is not None:
@@ -290,7 +290,7 @@ class _Peer:
 
 
 class _Server:
-    """One thread on rank 0: collects requests by key, answers when a key is complete."""
+    """Thread on rank 0 that collects requests by key and answers when a key is complete."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class _Server:
         self._secret = derived(secret, "store", generation)
         self._timeout_s = timeout_s
         self._closed = False
-        self._deaf = False  # doesn't listen for a moment
+        self._deaf = False  # temporarily not accepting connections
         self.provided: dict[str, Callable[[], list[bytes]]] = {
             _AWAITED: lambda: [key.encode() for key, _ in self._groups]
         } | provided
@@ -354,7 +354,7 @@ class _Server:
         for key, _ in ready:
             if key.fileobj is self._listener:
                 self._accept()
-            elif key.fileobj in self._peers:  # not dropped since, in this very turn
+            elif key.fileobj in self._peers:  # not dropped earlier in this turn
                 self._read(key.fileobj)
         self._drop_silent(time.monotonic())
 
@@ -365,7 +365,7 @@ class _Server:
             except BlockingIOError:
                 return
             except OSError:
-                if not self._closed:  # no descriptors left: listen again in a while
+                if not self._closed:  # out of descriptors: accept again later
                     self._deaf = True
                     self._selector.unregister(self._listener)
                 return
@@ -383,7 +383,7 @@ class _Server:
             return
         except OSError:
             part = b""
-        if not part or peer.request is not None:  # gone, or speaking out of turn
+        if not part or peer.request is not None:  # closed, or sent an unexpected message
             self._drop(sock)
             return
         peer.wire.feed(part)
@@ -403,8 +403,8 @@ class _Server:
 
     def _belongs_here(self, request: _Request) -> bool:
         fetches = request.size == _FETCH and request.key in self.provided
-        tells = request.size in (_ANNOUNCE, _LISTEN)
-        here = request.rank >= 0 and (fetches or tells or request.rank < request.size)
+        announces = request.size in (_ANNOUNCE, _LISTEN)
+        here = request.rank >= 0 and (fetches or announces or request.rank < request.size)
         return here and request.generation == self._generation
 
     def _collect(self, sock: socket.socket, request: _Request) -> None:
@@ -416,7 +416,7 @@ class _Server:
             return
         group = self._groups.setdefault((request.key, request.size), {})
         before = group.get(request.rank)
-        if before is not None:  # its rank gave up and came back
+        if before is not None:  # its rank gave up and reconnected
             self._drop(before)
             group = self._groups.setdefault((request.key, request.size), {})
         group[request.rank] = sock
@@ -434,7 +434,7 @@ class _Server:
         blobs, failed = [], ""
         try:
             blobs = self.provided[request.key]()
-        except Exception as error:  # this thread serves all others too
+        except Exception as error:  # this thread serves all other ranks too
             log.exception("the store does not support %r", request.key)
             failed = f"{request.key!r} is not available: {type(error).__name__}: {error}"
         self._answer(sock, request, blobs, failed)
@@ -454,7 +454,7 @@ class _Server:
         reply = _Reply(self._generation, request.key, blobs, error)
         frame = self._peers[sock].wire.frame_of(msgspec.msgpack.encode(reply))
         with contextlib.suppress(OSError):
-            sock.settimeout(1.0)  # a frozen peer with a full buffer must not hold up the others
+            sock.settimeout(1.0)  # a stopped peer with a full buffer must not delay the others
             sock.sendall(frame)
         self._drop(sock)
 

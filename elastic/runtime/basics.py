@@ -73,10 +73,10 @@ def _check_members(members: list[int]) -> None:
     rt = lifecycle.current()
     if not members or (rt.provisional and not rt.alone):
         return
-    everybody = list(range(rt.place.size))
-    if members != everybody:
+    all_ranks = list(range(rt.place.size))
+    if members != all_ranks:
         raise Invalid(
-            f"init(comm={members}): this job has the ranks {everybody}, which all train together: start another job"
+            f"init(comm={members}): this job has the ranks {all_ranks}, which all train together: start another job"
             f" (-np {len(members)}) for some of them, or use a process set for their collectives,"
             f" init(process_sets=[ProcessSet({members})])"
         )
@@ -108,7 +108,7 @@ def long_phase(name: str) -> Iterator[None]:
 
 
 def is_initialized() -> bool:
-    """Whether this process (a forked child: its worker) has called ``init()`` and not ``shutdown()`` since."""
+    """Return whether this process (a forked child: its worker) has called ``init()`` and not ``shutdown()`` since."""
     return lifecycle.position() is not None
 
 

@@ -1,4 +1,4 @@
-"""Sequence of a commit: permission, number, pending change of the world, and rollback. Acts.
+"""The sequence of a commit: permission, number, pending change of the world, and rollback.
 
 The state holds the values. This module tracks which commit they are and whether other workers can continue from it. In
 an uninterrupted step, `State.commit` calls `may_commit`, saves, and calls `committed` and `check`.
@@ -19,7 +19,8 @@ from elastic.runtime.recovery import Verdict
 from elastic.runtime.session import Session
 
 HOLD_S = (
-    60.0  # seconds to wait for the driver at a check; the driver withdraws a change much earlier
+    # seconds to wait for the driver at a safepoint; the driver withdraws a change much earlier
+    60.0
 )
 
 
@@ -76,7 +77,7 @@ class CommitLog:
     # ---- commit() ------------------------------------------------------------------------------------------------
 
     def may_commit(self) -> None:
-        """Raise again an error of this world that user code has received and caught, since its step was interrupted."""
+        """Raise an error of this world again if user code has caught it, since its step was interrupted."""
         self._session.raise_if_told()
 
     def committed(self) -> None:
@@ -129,7 +130,7 @@ class CommitLog:
             )
 
     def check(self) -> None:
-        """Pass one numbered check, usually without waiting.
+        """Pass one numbered safepoint, usually without waiting.
 
         Raises:
             WorldChanging: all workers stop here for a planned change.
@@ -158,7 +159,7 @@ class CommitLog:
                 session.raise_over()
 
     def _hold(self) -> Verdict:
-        """Wait for the driver to announce the check to stop at, or to cancel the change."""
+        """Wait for the driver to announce the safepoint to stop at, or to cancel the change."""
         session, deadline = self._session, time.monotonic() + HOLD_S
         with session.changed:
             while (verdict := session.recovery.verdict()) is Verdict.HOLD:
@@ -169,7 +170,7 @@ class CommitLog:
     # ---- between two worlds --------------------------------------------------------------------------------------
 
     def keep(self, state: Kept) -> None:
-        """Save the state as the commit of the check at which all workers have stopped."""
+        """Save the state as the commit of the safepoint at which all workers have stopped."""
         state.save()
         self.committed()
         state.report_commit()

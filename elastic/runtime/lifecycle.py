@@ -34,7 +34,7 @@ def active() -> Runtime | None:
 
 
 def torchs_own() -> bool:
-    """Whether the script of a worker has created a process group that does not use this package."""
+    """Return whether the script of a worker has created a process group that does not use this package."""
     distributed: Any = sys.modules.get("torch.distributed")
     made = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return made and active() is None and environment.read().driver is not None
@@ -79,7 +79,7 @@ def place() -> Place:
 
 
 def in_forked_child() -> bool:
-    """Whether this is a forked child of a worker that has called ``init()``, so that ``init()`` does nothing."""
+    """Return whether this is a forked child of a worker that has called ``init()``, so that ``init()`` does nothing."""
     return _inherited is not None and _child_of_many
 
 

@@ -1,4 +1,4 @@
-"""Work of the link thread: the driver's messages, periodic checks at least once a second, and SIGTERM. Acts."""
+"""Work of the link thread: the driver's messages, checks at least once a second, and SIGTERM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups and store of the present world: created at first use, aborted when the world breaks. Acts.
+"""Groups and store of the present world: created at first use, aborted when the world breaks.
 
 The link thread may abort them at any time and takes no lock, so the creation of a group cannot delay it. The ranks of a
 group are decided elsewhere.
@@ -196,7 +196,7 @@ class Groups:
             return made[key]
 
     def wanted(self, key: GroupKey, generation: int, place: Place) -> bool:
-        """Whether other ranks are creating this group and wait for this one, or it exists.
+        """Return whether other ranks are creating this group and wait for this one, or it exists.
 
         Costs one message to rank 0.
         """
@@ -469,12 +469,12 @@ def _meeting(key: GroupKey, place: Place) -> str:
 
 
 def _named(purpose: str, members: tuple[int, ...], place: Place) -> str:
-    everybody = len(members) == place.size
-    return purpose if everybody else f"{purpose} of {','.join(map(str, members))}"
+    whole_world = len(members) == place.size
+    return purpose if whole_world else f"{purpose} of {','.join(map(str, members))}"
 
 
 def _is_agreed(purpose: str) -> bool:
-    """Whether its calls are the same on all ranks.
+    """Return whether its calls are the same on all ranks.
 
     Named collectives are negotiated, and gradients follow a plan that all ranks have compared.
     """

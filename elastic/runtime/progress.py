@@ -88,7 +88,7 @@ class ProgressCounter:
             followed_since: called unless the training thread waits; returns the launch time of the oldest collective
                 for which only the GPU waits, or None.
         """
-        said: list[messages.Message] = []
+        due: list[messages.Message] = []
         at, inside, since = (self.generation, self.entered), self.inside, self._since
         if not inside and (launched_at := followed_since()) is not None:
             inside, since = ON_GPU, launched_at
@@ -101,8 +101,8 @@ class ProgressCounter:
             self._said_at = now
             waited_s = now - since if waits else 0.0
             where = line(self.thread) if waits else ""
-            said.append(self._progress(inside if waits else "", waited_s, launches, where))
-        return said
+            due.append(self._progress(inside if waits else "", waited_s, launches, where))
+        return due
 
     def next_look_s(self, now: float) -> float:
         """Return how long the link thread may sleep, so that a wait is reported as soon as it has lasted `WAIT_S`."""

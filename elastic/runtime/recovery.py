@@ -1,7 +1,7 @@
 """State machine of a worker across changes of the world: abort, restore, wait, hold, stop. Pure.
 
     OUTSIDE --wait_for_world--> WAITING --World--> TRAINING --Broken, or a collective failed--> BROKEN
-                                   ^                  | all stopped at the agreed check            |
+                                   ^                  | all stopped at the safepoint               |
                                    +------------------+------------------ wait_for_world ----------+
     TRAINING --returned--> RETURNED --Finish--> FINISHED (--init() again--> WAITING)       any phase --> OVER
 | a collective failed in a second training: no world follows
@@ -11,17 +11,17 @@ Two threads call it, one at a time (the runtime holds a lock): the link thread w
 thread with the events of user code. It never raises into user code; it returns what the training thread must raise at
 its next check, collective or step.
 
-Checks are numbered from the start of each world. A planned change is agreed without a collective: the driver asks all
-workers for their number c, and each holds its training thread at check c + 1. The driver answers with the largest c +
-1, workers behind it continue up to that check, and all stop at the same place.
+Safepoints are numbered from the start of each world. A planned change is agreed without a collective: the driver asks
+all workers for their number c, and each holds its training thread at safepoint c + 1. The driver answers with the
+largest c + 1, workers behind it continue up to that safepoint, and all stop at the same place.
 
 A connection may be lost and replaced. Messages sent in between are lost. On the new connection, this machine reports
 its phase and repeats its unanswered messages, and the driver repeats the messages that still apply. Either side may
 therefore receive a message twice or late. Every message is checked by its generation and number, and a message without
 new information changes nothing.
 
-A commit is numbered by its check rather than by counting commits: equal numbers in one generation denote the same place
-in the same training, whatever messages a worker missed.
+A commit takes the number of its safepoint, rather than a count of commits: equal numbers in one generation denote the
+same place in the same training, whatever messages a worker missed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from elastic.protocol.calls import Called
 from elastic.protocol.messages import Address, Commit, Message, Place
 from elastic.runtime.failures.error_excuse import ErrorExcuse
 
-ALONE = 10**9  # larger than the number of checks in any generation
+ALONE = 10**9  # larger than the number of safepoints in any generation
 
 
 class Phase(enum.Enum):
@@ -48,11 +48,11 @@ class Phase(enum.Enum):
 
 
 class Verdict(enum.Enum):
-    """Result of a check for the training thread."""
+    """Result of a safepoint for the training thread."""
 
     PASS = "pass"
     HOLD = "hold"  # wait for the driver
-    STOP = "stop"  # the agreed check: raise WorldChanging
+    STOP = "stop"  # the agreed safepoint: raise WorldChanging
     BROKEN = "broken"  # raise PeerLost
     OVER = "over"
 
@@ -99,7 +99,7 @@ class Recovery:
     ending: ErrorExcuse = field(default_factory=ErrorExcuse)
     _last_word: messages.Raised | messages.Quit | None = None  # why user code ends the process
     _checks: int = 0
-    _stopped: bool = False  # the agreed check was reached, to which the next commit belongs
+    _stopped: bool = False  # the agreed safepoint was reached, to which the next commit belongs
     _change: int = 0
     _passed: int = 0  # the change whose wait timed out
     _hold_at: int | None = None
@@ -199,23 +199,27 @@ class Recovery:
 
     def reconnected(self) -> list[Action]:
         """Return what the driver may not have received, for a new connection that replaces a lost one."""
-        said: list[Message] = [messages.Reconnected(self.generation, self._welcomed)]
+        unanswered: list[Message] = [messages.Reconnected(self.generation, self._welcomed)]
         if self.leaving:
-            said.append(messages.Leaving(self.ending.leaving))
+            unanswered.append(messages.Leaving(self.ending.leaving))
         if self._resumed is not None:
-            said.append(self._resumed)
+            unanswered.append(self._resumed)
         match self.phase:
             case Phase.WAITING if self._ready is not None:
-                said.append(self._ready)
+                unanswered.append(self._ready)
             case Phase.BROKEN if self._own_failure:
-                said.append(_broke(messages.Failed, self.generation, self.reason, self._calls))
+                unanswered.append(
+                    _broke(messages.Failed, self.generation, self.reason, self._calls)
+                )
             case Phase.BROKEN if self._stranded:
-                said.append(_broke(messages.Stranded, self.generation, self.reason, self._calls))
+                unanswered.append(
+                    _broke(messages.Stranded, self.generation, self.reason, self._calls)
+                )
             case Phase.RETURNED:
-                said.append(messages.Returned(self.generation))
+                unanswered.append(messages.Returned(self.generation))
             case Phase.OVER if self._last_word is not None:
-                said.append(self._last_word)
-        return [Send(message) for message in said]
+                unanswered.append(self._last_word)
+        return [Send(message) for message in unanswered]
 
     @property
     def leaving(self) -> bool:
@@ -236,7 +240,7 @@ class Recovery:
         self._resumed = messages.Resumed(self.generation, phases_ms, copied_bytes, from_checkpoint)
         return [Send(self._resumed)]
 
-    # ---- what the training thread does -----------------------------------------------------------------------------
+    # ---- events of the training thread -----------------------------------------------------------------------------
 
     def enter(self) -> None:
         """Begin ``elastic.run``. Earlier commits do not belong to this training."""
@@ -296,8 +300,8 @@ class Recovery:
         if not self.running:
             return [Cut(generation, reason), *self.strand()]
         self._own_failure = True
-        said = _broke(messages.Failed, generation, reason, calls)
-        return [Cut(generation, reason), Send(said)]
+        failed = _broke(messages.Failed, generation, reason, calls)
+        return [Cut(generation, reason), Send(failed)]
 
     def strand(self) -> list[Action]:
         """Report a collective outside ``elastic.run`` in a world that is over, which cannot be rolled back."""
@@ -307,7 +311,8 @@ class Recovery:
         return [Send(_broke(messages.Stranded, self.generation, self.reason, self._calls))]
 
     def committed(self) -> Commit | None:
-        """Number a commit that was just saved: by the next check, or by the check at which all workers have stopped.
+        """Number a commit that was just saved: by the next safepoint, or by the safepoint at which all workers have
+        stopped.
 
         Outside ``elastic.run`` nothing is agreed; such a commit is this worker's own and has no number.
         """
@@ -339,12 +344,12 @@ class Recovery:
         self.newest = None
 
     def arrive(self) -> Verdict:
-        """Count a check and return its verdict."""
+        """Count a safepoint and return its verdict."""
         self._checks += 1
         return self.verdict()
 
     def verdict(self) -> Verdict:
-        """Return the verdict of the present check; evaluated again after each wake-up."""
+        """Return the verdict of the present safepoint; evaluated again after each wake-up."""
         if self.phase is Phase.OVER:
             return Verdict.OVER
         if self.phase is Phase.BROKEN:

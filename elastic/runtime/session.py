@@ -1,4 +1,4 @@
-"""This worker's part in its job: the `Recovery` machine under its lock, and execution of its decisions. Acts.
+"""This worker's part in its job: the `Recovery` machine under its lock, and execution of its decisions.
 
 One lock guards the machine and wakes waiting threads. The link thread may abort groups at any time and takes no other
 lock, so neither a collective nor the creation of a group can delay it.
@@ -146,21 +146,21 @@ class Session:
         if self._link is not None:
             self._link.poke()
 
-    def when_lost(self, told: Callable[[], None]) -> None:
+    def when_lost(self, callback: Callable[[], None]) -> None:
         """Set the callback for the loss of the driver. It may be called more than once."""
-        self._when_lost = told
+        self._when_lost = callback
 
     def driver_lost(self, reason: str) -> None:
         """Handle the loss of the driver's connection. Thread-safe; never raises."""
         slept_s = self.pulse.slept_s(time.monotonic())
         if slept_s:
             why = f"it did not run for {slept_s:.0f} s, and the others continued without it"
-            said = f"this worker was fenced: {why} ({reason})"
+            lost_because = f"this worker was fenced: {why} ({reason})"
         else:
-            said = f"this worker was fenced, or elasticrun is gone: {reason}"
+            lost_because = f"this worker was fenced, or elasticrun is gone: {reason}"
 
         def decide(recovery: Recovery) -> list[Action]:
-            actions = recovery.driver_lost(said)
+            actions = recovery.driver_lost(lost_because)
             self.lost_driver = self.lost_driver or bool(actions)
             return actions
 
@@ -204,7 +204,7 @@ class Session:
         self.update(Recovery.strand)
 
     def raise_if_told(self) -> None:
-        """Raise again an error of this world that user code has received and caught."""
+        """Raise an error of this world again if user code has caught it."""
         if self._told_in == self.recovery.generation:
             self.raise_if_broken()
 

@@ -1,4 +1,4 @@
-"""The worker's runtime, composed of its parts. `recovery` decides; each part acts.
+"""The worker's runtime, composed of its parts. `recovery` makes the decisions.
 
 `Session` holds the machine, its lock and the connection to the driver. `LinkThread` handles the driver's messages.
 `DriverWorlds` and `FixedWorlds` bring this worker into a world. `Training` serves `elastic.run`, `CommitLog` commits,
@@ -66,7 +66,7 @@ class Runtime:
         self.kept_variables = KeptVariables()
         self.first_not_finite: Any = None  # see Context
 
-    # ---- where this worker stands --------------------------------------------------------------------------------
+    # ---- place of this worker ------------------------------------------------------------------------------------
 
     @property
     def place(self) -> Place:
@@ -114,7 +114,7 @@ class Runtime:
         self._groups.expect_messages(purpose, ranks)
 
     def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None = None) -> bool:
-        """Whether other ranks are creating this group and wait for this one.
+        """Return whether other ranks are creating this group and wait for this one.
 
         Asks rank 0, so do not call it in every step.
         """

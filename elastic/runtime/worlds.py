@@ -1,4 +1,4 @@
-"""Entry of this worker into a world: one formed by the driver, or one of fixed size. Acts."""
+"""Entry of this worker into a world: one formed by the driver, or one of fixed size."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class DriverWorlds:
 
     def restate(self) -> None:
         """Send the layout and step input again, for another driver or connection. Called in the link thread."""
-        for said in (self._layout, self._step_input):
-            if said is not None:
-                self._session.send(said)
+        for message in (self._layout, self._step_input):
+            if message is not None:
+                self._session.send(message)
 
     def tell_step_input(self, kind: bytes) -> None:
         """Send a description of this worker's batches, for workers that join."""
@@ -87,7 +87,9 @@ class FixedWorlds:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def form(self, store: Store, rank: int, size: int, told: int | None, generation: int) -> None:
+    def form(
+        self, store: Store, rank: int, size: int, local_rank: int | None, generation: int
+    ) -> None:
         """Form a world with all ranks that connect to ``store``, the store of the previous world.
 
         Raises:
@@ -96,7 +98,7 @@ class FixedWorlds:
         groups = self._session.groups
         mine = groups.listen() if rank == 0 else None
         timeout_s = self._session.env.collective_timeout_s
-        place, address = find_rank0.arrive(store, rank, size, told, mine, timeout_s)
+        place, address = find_rank0.arrive(store, rank, size, local_rank, mine, timeout_s)
         groups.retire()
         self.begin(messages.World(generation, place, address, 0, None, "no driver"))
 

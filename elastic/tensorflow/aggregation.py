@@ -1,5 +1,6 @@
-"""Gradients of several backward passes are added up on this rank and reduced once: eagerly, in a ``tf.function``, and
-in a graph of TensorFlow 1.
+"""Local aggregation of the gradients of several backward passes, which are then reduced once.
+
+Works eagerly, in a ``tf.function``, and in a graph of TensorFlow 1.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ Gradient = Any  # a tf.Tensor, tf.IndexedSlices or None
 
 
 class GradientAggregation:
-    """``compute_gradients`` in each pass; in the last one of a step it returns reduced sums, and ``apply_gradients``
-    acts.
+    """Sums the gradients of several passes. In the last pass of a step they are reduced and applied.
+
+    Call `compute_gradients` and `apply_gradients` in each pass.
 
     Args:
-        passes: how many make a step.
-        reduce: ``reduce(gradients, variables)``: the same list, reduced over the ranks.
-        sparse_as_dense: IndexedSlices are added up as dense tensors; otherwise they are refused.
-        average: the sum is divided by ``passes``.
+        passes: number of passes per step.
+        reduce: ``reduce(gradients, variables)`` returns the same list, reduced over the ranks.
+        sparse_as_dense: sum IndexedSlices as dense tensors; otherwise they are rejected.
+        average: divide the sum by ``passes``.
 
     Raises:
         Invalid: (a ValueError) for ``passes`` below 1.
 
-    The sums are variables, local ones in a graph of TensorFlow 1: ``tf.compat.v1.local_variables_initializer()``.
+    The sums are variables; in a graph of TensorFlow 1 local ones: ``tf.compat.v1.local_variables_initializer()``.
     """
 
     def __init__(
@@ -43,12 +45,13 @@ class GradientAggregation:
         self._reduce = reduce
         self._sparse_as_dense = sparse_as_dense
         self._average = average
-        self.counter: tf.Variable | None = None  # of the passes in the sums
-        self.locally_aggregated_grads: dict[int, tf.Variable] = {}  # by the place of a gradient
+        self.counter: tf.Variable | None = None  # number of passes in the sums
+        self.locally_aggregated_grads: dict[int, tf.Variable] = {}  # by the index of a gradient
 
     def build(self, like: Sequence[Any]) -> None:
-        """Makes the variables, outside of any function, for gradients like these tensors or variables. At the first
-        `compute_gradients` for those that are not None, otherwise.
+        """Create the variables, outside any function, for gradients like these tensors or variables.
+
+        Otherwise the first `compute_gradients` does so, for gradients that are not None.
         """
         if self.counter is not None:
             return
@@ -61,12 +64,12 @@ class GradientAggregation:
             }
 
     def variables(self) -> list[tf.Variable]:
-        """The counter and the sums, as far as they have been made."""
+        """Return the counter and the sums, if they exist."""
         made = [] if self.counter is None else [self.counter]
         return [*made, *self.locally_aggregated_grads.values()]
 
     def compute_gradients(self, grads: Sequence[Gradient], vars: Any) -> list[Gradient]:
-        """Adds these up. Returns the reduced sums in the last pass of a step, else what it was given."""
+        """Add the gradients. Return the reduced sums in the last pass of a step, else the gradients as given."""
         given = {place: self._dense(each) for place, each in enumerate(grads) if each is not None}
         if not given:
             return list(grads)
@@ -75,7 +78,7 @@ class GradientAggregation:
         assert counter is not None
         sums = self.locally_aggregated_grads
         added = [sums[place].assign_add(each) for place, each in given.items()]
-        # TensorFlow 1 runs whatever nothing else has to wait for.
+        # TensorFlow 1 needs explicit control dependencies.
         with _after(added):
             counted = counter.assign_add(1)
         with _after([counted]):
@@ -92,8 +95,9 @@ class GradientAggregation:
     def apply_gradients(
         self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls it in the last pass of a step, after `compute_gradients`. In the others the optimizer, and
-        ``global_step`` in ``kwargs``, count only.
+        """Call the closure in the last pass of a step, after `compute_gradients`.
+
+        In other passes only the counters of the optimizer, and ``global_step`` in ``kwargs``, are incremented.
         """
         counter = self.counter
         if counter is None:
@@ -136,8 +140,10 @@ class GradientAggregation:
 
 
 class LocalGradientAggregationHelper(GradientAggregation):
-    """`GradientAggregation` as Horovod's scripts make it. ``rank`` and ``optimizer_type`` are accepted, and without a
-    meaning; ``process_set`` and ``scale_local_gradients`` are what ``allreduce_func`` does.
+    """`GradientAggregation` with Horovod's arguments.
+
+    ``rank`` and ``optimizer_type`` are ignored, and so are ``process_set`` and ``scale_local_gradients``, which
+    ``allreduce_func`` implements.
     """
 
     _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"

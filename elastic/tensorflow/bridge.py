@@ -1,10 +1,10 @@
-"""TensorFlow's tensors as torch's and back, when TensorFlow runs eagerly and in a ``tf.function`` or graph. Knows no
-collective.
+"""Conversion between TensorFlow's and torch's tensors, eagerly and in a ``tf.function`` or graph.
 
-On the CPU inputs are views of TensorFlow's memory, and it takes large results over as they are; where it runs eagerly
-small tensors are copied. In a graph no thread of TensorFlow's waits for other ranks, but for a moment: see
-`graphs.async_op`. On a GPU all are copied over the host.
-XLA can't call Python: what comes through here can't be compiled with ``jit_compile=True``.
+On the CPU inputs are views of TensorFlow's memory, and it takes over large results without a copy; small tensors are
+copied in eager mode. In a graph, threads of TensorFlow wait for other ranks only briefly: see `graphs.async_op`. On a
+GPU all tensors are copied through host memory.
+
+XLA cannot call Python, so functions that use this module cannot be compiled with ``jit_compile=True``.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from elastic.tensorflow.graphs import async_op, error_classes
 
 Compute = Callable[[list[torch.Tensor]], "Sequence[torch.Tensor] | InFlight"]
 
-# Functions inside it run whenever a graph comes by: AutoGraph's form of them takes milliseconds.
+# Nested functions run each time a graph runs; converting them with AutoGraph would take milliseconds.
 as_written: Any = tf.autograph.experimental.do_not_convert
 
-LARGE = 1 << 20  # bytes, from which a view is worth its price
-KEPT = 64  # errors on their way through TensorFlow; each is taken once, or never
+LARGE = 1 << 20  # bytes from which a view is cheaper than a copy
+KEPT = 64  # errors on their way through TensorFlow; each is taken once or never
 
 _raised: OrderedDict[int, BaseException] = OrderedDict()
 _numbers = itertools.count(1)
 _completions = Completions()
 
 environment.keep_tensors()
-async_op.available()  # from here on saved graphs that have it can be loaded
+async_op.available()  # from here on, saved graphs with the operation can be loaded
 
 
 class InFlight:
-    """A collective that was submitted: ``results`` makes the call's results of what it gives."""
+    """A submitted collective. ``results`` converts its result to the results of the call."""
 
     def __init__(
         self, handle: int, results: Callable[[Any], Sequence[torch.Tensor]] = list
@@ -53,7 +53,7 @@ class InFlight:
         self._results = results
 
     def finish(self) -> Sequence[torch.Tensor]:
-        """Waits for it."""
+        """Wait for the collective."""
         return self._results(submission.synchronize(self.handle))
 
 
@@ -67,15 +67,16 @@ def call(
     *,
     blocks: bool = False,
 ) -> list[tf.Tensor]:
-    """``compute`` of these tensors: now, or each time that the graph comes by. It takes and returns torch's on the CPU.
+    """Call ``compute`` on these tensors: now, or each time the graph runs. It takes and returns torch tensors on the
+    CPU.
 
     Args:
-        compute: returns results, or an `InFlight` that has them later: no thread of TensorFlow's waits for that.
-        shapes: of the results, as far as they are known.
+        compute: returns results, or an `InFlight` for later results, for which no thread of TensorFlow waits.
+        shapes: of the results, as far as known.
         dtypes: of the results; those of ``tensors`` by default.
-        blocks: ``compute`` waits for other ranks itself, so in a graph it runs in a thread of its own.
+        blocks: ``compute`` waits for other ranks itself, so in a graph it runs in a separate thread.
 
-    Raises what ``compute`` raises, as `error_classes.for_eager` makes it; out of a graph an error of TensorFlow's from
+    Raises what ``compute`` raises, converted by `error_classes.for_eager`; out of a graph, an error of TensorFlow from
     which `original` finds it.
     """
     if not tensors and dtypes is None:
@@ -98,7 +99,7 @@ def _finished(made: Sequence[torch.Tensor] | InFlight) -> Sequence[torch.Tensor]
 
 
 def _start(compute: Compute, blocks: bool, running: async_op.AsyncCall) -> None:
-    """In a graph: from a thread of TensorFlow's."""
+    """Run ``compute`` in a graph, called from a thread of TensorFlow."""
 
     def end(results: Callable[[], Sequence[torch.Tensor]]) -> None:
         try:
@@ -128,14 +129,14 @@ def _start(compute: Compute, blocks: bool, running: async_op.AsyncCall) -> None:
 def _waiting(
     compute: Compute, tensors: Sequence[tf.Tensor], wanted: list[tf.DType], name: str
 ) -> list[tf.Tensor]:
-    """Where TensorFlow can't be given `async_op`: a thread of its pool waits until all ranks have come."""
+    """Fallback if TensorFlow does not support `async_op`: a thread of its pool waits until all ranks have called."""
 
     def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         try:
             found = _finished(compute([to_torch(np.asarray(array)) for array in arrays]))
             return [to_numpy(each) for each in found]
         except BaseException as error:
-            # TensorFlow logs it, with its causes, each time; `original` has the whole of it.
+            # TensorFlow logs the error with its causes each time; `original` returns it in full.
             raise error_classes.for_numpy_function(error)(_kept(error)) from None
 
     made = tf.numpy_function(run, list(tensors), wanted, stateful=True, name=name)
@@ -157,7 +158,7 @@ def _given(result: torch.Tensor) -> tf.Tensor:
 
 @as_written
 def asked(answer: Callable[[], int], name: str, *, blocks: bool = False) -> tf.Tensor:
-    """An int32 that is asked for when it runs: a graph outlives a world. ``blocks``: see `call`."""
+    """Return an int32 computed each time it runs, because a graph outlives a world. ``blocks``: see `call`."""
 
     def compute(_: list[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.tensor(int(answer()), dtype=torch.int32, device="cpu")]
@@ -166,9 +167,11 @@ def asked(answer: Callable[[], int], name: str, *, blocks: bool = False) -> tf.T
 
 
 def named(kind: str, name: str | None) -> str | None:
-    """What a collective is matched by. Without a name of its own it is matched by its order: a ``tf.function`` runs
-    what has side effects in the order in which it was written. A graph of TensorFlow 1 runs whatever is ready, so there
-    it is named after its place in the graph, which all ranks build alike.
+    """Return the name by which a collective is matched.
+
+    Unnamed collectives are matched by order, since a ``tf.function`` runs operations with side effects in the order in
+    which they were written. A TensorFlow 1 graph runs whatever is ready, so there the name is derived from the place in
+    the graph, which is the same on all ranks.
     """
     if name is not None or tf.executing_eagerly():
         return name
@@ -177,7 +180,7 @@ def named(kind: str, name: str | None) -> str | None:
 
 
 def original(error: tf.errors.OpError) -> BaseException | None:
-    """What was raised inside a graph, where this error of TensorFlow's is due to it; None if to something else."""
+    """Return the error raised inside a graph that caused this error of TensorFlow; None if there is none."""
     message = str(error)
     for number in reversed(_raised):
         if _mark(number) in message:
@@ -186,7 +189,7 @@ def original(error: tf.errors.OpError) -> BaseException | None:
 
 
 def _kept(error: BaseException) -> str:
-    """What TensorFlow's error says, in which `original` finds this one."""
+    """Return the text for TensorFlow's error, by which `original` finds this one."""
     return f"{type(error).__name__}: {error} {_keep(error)}"
 
 

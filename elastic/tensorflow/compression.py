@@ -1,4 +1,4 @@
-"""How TensorFlow's tensors shrink before they travel: any class with these two static methods will do."""
+"""Compression of TensorFlow's tensors before they are sent. Any class with these two static methods can be used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.api.compression import NoneCompressor
 
 
 class CastInTensorFlow:
-    """Sends floating point tensors in a smaller dtype; others as they are. The context is the dtype to return to."""
+    """Casts floating-point tensors to a smaller dtype; others are sent unchanged. The context is the original dtype."""
 
     dtype: tf.DType
 
@@ -38,7 +38,7 @@ class ToBFloat16(CastInTensorFlow):
 
 
 class TensorFlowCompression:
-    """What ``compression=`` takes; a class of your own with ``compress`` and ``decompress`` works as well."""
+    """Values for ``compression=``. A custom class with ``compress`` and ``decompress`` works as well."""
 
     none = NoneCompressor
     fp16 = ToFloat16

@@ -1,4 +1,4 @@
-"""What TensorFlow reports from inside a graph, as the error that it was."""
+"""Conversion of errors that TensorFlow reports from inside a graph back to the original errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.tensorflow import bridge
 
 @contextlib.contextmanager
 def unwrapped() -> Iterator[None]:
-    """Raises what a collective raised inside a ``tf.function`` or graph, in place of TensorFlow's error."""
+    """Raise what a collective raised inside a ``tf.function`` or graph, in place of TensorFlow's error."""
     try:
         yield
     except tf.errors.OpError as error:

@@ -1,4 +1,4 @@
-"""Gradients of a step, reduced over all ranks in one call: for tapes and for optimizers of every kind."""
+"""Reduction of the gradients of a step over all ranks in one call, for tapes and all kinds of optimizers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def reduce(
     local: Sequence[bool],
     name: str = "gradients",
 ) -> list[Gradient]:
-    """All gradients, reduced over the ranks; in the same order, None where there was none.
+    """Reduce gradients over the ranks. Returns them in the same order, None where the input was None.
 
     Args:
-        gradients: dense, IndexedSlices or None: the same kind in the same place on every rank.
-        local: where True, the variable belongs to this rank: its gradient is not reduced.
-        name: of the collective; what runs at the same time has different ones.
+        gradients: dense, IndexedSlices or None; the same kind at the same index on every rank.
+        local: True where the variable belongs to this rank, so that its gradient is not reduced.
+        name: of the collective; must be unique among those that run at the same time.
     """
     members = functools.partial(resolve_or_alone, options.process_set)
     results: list[Gradient] = list(gradients)
@@ -56,7 +56,7 @@ def reduce(
 
 
 def _as_share(gradient: Gradient, members: ops.Members) -> Gradient:
-    """A local gradient, divided as the average of the others is: as many ranks' batches are in the loss of those."""
+    """Divide a local gradient like an average, since its loss covers the batches of that many ranks."""
     size = ops.size_of(members)
     if isinstance(gradient, tf.IndexedSlices):
         share = gradient.values / tf.cast(size, gradient.values.dtype)

@@ -1,9 +1,9 @@
-"""What a training function leaves behind when a world ends: its local variables, until somebody lets go of them.
+"""Destroys what a training function leaves behind when a world ends: the local variables of its frames.
 
-Among them are iterators over a ``tf.data.Dataset``. To destroy one, TensorFlow waits for its threads, for up to seven
-seconds where it tunes itself (``AUTOTUNE``; seen with TensorFlow 2.21). So a thread of our own does that, while the
-next world trains. The end of the process waits for it: the interpreter would end the thread where it comes back from
-TensorFlow, with what that holds, and TensorFlow would wait for this for ever.
+Among them are iterators over a ``tf.data.Dataset``. Destroying one waits for TensorFlow's threads, for up to seven
+seconds if the dataset tunes itself (``AUTOTUNE``; observed with TensorFlow 2.21). A separate thread therefore does that
+while the next world trains. The exit of the process waits for it: otherwise the interpreter would end the thread on its
+return from TensorFlow, along with what it holds, and TensorFlow would wait for that forever.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _thread: threading.Thread | None = None
 
 
 def frames_of(error: BaseException) -> None:
-    """Takes the tracebacks from an exception and from those that led to it, and clears their frames, later."""
+    """Remove the tracebacks of an exception and its causes, and clear their frames in another thread."""
     found: list[Any] = []
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
@@ -42,7 +42,7 @@ def frames_of(error: BaseException) -> None:
 
 
 def destroy(found: list[Any]) -> None:
-    """Lets go of these objects in another thread. The list is emptied there; the caller keeps no other reference."""
+    """Destroy these objects in another thread. It empties the list; the caller must not keep other references."""
     global _thread
     with _lock:
         if _thread is None:
@@ -54,7 +54,7 @@ def destroy(found: list[Any]) -> None:
 
 
 def finish(timeout_s: float = FINISH_S) -> None:
-    """At exit: until all are destroyed. After that time the process ends without that."""
+    """Wait, at exit, until all objects are destroyed, for at most ``timeout_s`` seconds."""
     _left.put(None)
     if _thread is not None:
         _thread.join(timeout_s)
@@ -63,8 +63,9 @@ def finish(timeout_s: float = FINISH_S) -> None:
 
 
 def iterator_of(epoch_iterator: Any) -> list[Any]:
-    """What Keras 3 reads an epoch's data with, which it no longer has then. They refer to each other, and would wait
-    for the garbage collector, which runs in whatever thread.
+    """Return, and remove, what Keras 3 reads an epoch's data with.
+
+    The objects refer to each other, and would otherwise wait for the garbage collector, which may run in any thread.
     """
     held = vars(epoch_iterator)
     return [held.pop(name) for name in ("_epoch_iterator", "_current_iterator") if name in held]
@@ -84,5 +85,5 @@ def _clear(trace: TracebackType) -> None:
         for value in frame.f_locals.values():
             if type(value).__name__.endswith("EpochIterator"):
                 iterator_of(value).clear()
-    # Also where frames and exceptions refer to each other.
+    # Also breaks reference cycles of frames and exceptions.
     traceback.clear_frames(trace)

@@ -1,26 +1,26 @@
-"""Collectives for TensorFlow, with Horovod's names, signatures and defaults; `elastic.negotiation` does the work.
+"""Collectives for TensorFlow with Horovod's names, signatures and defaults; `elastic.negotiation` implements them.
 
-All functions take tensors, variables or what can be converted to a tensor. They run eagerly and inside ``tf.function``,
-and have gradients. A reduction takes (u)int8, int16, int32, int64, float16, bfloat16, float32 and float64; what only
-moves data also takes bool and complex numbers. Shapes and dtypes are the same on all ranks, unless a function says
-otherwise.
+All functions take tensors, variables or values that can be converted to a tensor. They run eagerly and inside
+``tf.function``, and have gradients. Reductions support (u)int8, int16, int32, int64, float16, bfloat16, float32 and
+float64; functions that only move data also support bool and complex dtypes. Shapes and dtypes must be the same on all
+ranks unless a function says otherwise.
 
-These arguments mean the same everywhere:
+These arguments are common to all functions:
 
-    name: what the call is matched by: ranks may submit different names in different orders. Calls without a name are
-        matched by their order among those of one kind.
+    name: identifies the call, so that ranks may submit different names in different orders. Unnamed calls are matched
+        by their order among those of one kind.
     op: `Average` (default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
     average: deprecated; True is ``op=Average``, False is ``op=Sum``.
     prescale_factor, postscale_factor: the tensor is multiplied by them before and after the reduction; Average and Sum
         only.
     compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the same two methods.
-    process_set: only its ranks call, and only they take part. All ranks by default.
-    device_dense, device_sparse, ignore_name_scope: accepted, and without a meaning here.
+    process_set: only its ranks call and take part. All ranks by default.
+    device_dense, device_sparse, ignore_name_scope: ignored.
 
-All raise what torch's collectives raise (see `elastic.api.ops`), as instances of TensorFlow's class too: mismatched
-tensors as ``tf.errors.FailedPreconditionError``, bad arguments as ``tf.errors.InvalidArgumentError``. Out of a
-``tf.function`` or a session comes that class alone, with the same sentence, ``tf.errors.UnknownError`` for a lost rank;
-``hvd.elastic.run`` recovers from both.
+All functions raise the errors of torch's collectives (see `elastic.api.ops`), which are also instances of TensorFlow's
+classes: mismatched tensors of ``tf.errors.FailedPreconditionError``, invalid arguments of
+``tf.errors.InvalidArgumentError``. Out of a ``tf.function`` or a session, an error is of that class only, with the same
+text; ``tf.errors.UnknownError`` for a lost rank. ``hvd.elastic.run`` recovers from both.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from elastic.tensorflow.graphs.packing import pack
 from elastic.tensorflow.variables import broadcast_variables
 
 Tensors = Sequence[tf.Tensor]
-# Who takes part, asked when it runs: a graph outlives a world.
+# Returns the ranks that take part. Called when a graph runs, because a graph outlives a world.
 Members = Callable[[], "Ranks | None"]
 _CPU = torch.device("cpu")
 
@@ -72,7 +72,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> tf.Tensor | tf.IndexedSlices:
-    """Reduces a tensor over all ranks. Differentiable.
+    """Reduce a tensor over all ranks. Differentiable.
 
     Args:
         tensor: of any shape and a dtype that can be reduced; or ``tf.IndexedSlices``, which are gathered from all
@@ -108,9 +108,9 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """`allreduce` of several tensors at once; small ones of one dtype travel in one buffer. Differentiable.
+    """Reduce several tensors at once; small ones of one dtype share a buffer. Differentiable. See `allreduce`.
 
-    Raises ValueError for IndexedSlices, besides what the module says.
+    Raises ValueError for IndexedSlices, in addition to the errors of the module.
     """
     if not tensors:
         return []
@@ -129,7 +129,7 @@ def reduce_dense(
     factors: tuple[float, float],
     compression: Any,
 ) -> list[tf.Tensor]:
-    """`grouped_allreduce` among ranks that are known when it runs."""
+    """Like `grouped_allreduce`, among ranks that are determined when it runs."""
     return _compressed(
         tensors, compression, lambda packed: _reduce(name, members, op, factors, packed)
     )
@@ -139,7 +139,7 @@ def reduce_dense(
 def _reduce(
     name: str | None, members: Members, op: Op, factors: tuple[float, float], tensors: Tensors
 ) -> list[tf.Tensor]:
-    """The gradient is the same reduction of the gradients."""
+    """Reduce tensors. The gradient is the same reduction of the gradients."""
     name = bridge.named("allreduce", name)
 
     def compute(found: list[torch.Tensor]) -> bridge.InFlight:
@@ -184,7 +184,7 @@ def _reduce(
 def reduce_slices(
     slices: tf.IndexedSlices, name: str | None, members: Members, op: Op
 ) -> tf.IndexedSlices:
-    """`allreduce` of IndexedSlices among ranks that are known when it runs. Raises NotImplementedError."""
+    """Like `allreduce` of IndexedSlices, among ranks that are determined when it runs. Raises NotImplementedError."""
     if op not in (Op.AVERAGE, Op.SUM):
         raise NotImplementedError(
             f"tf.IndexedSlices can't be reduced with {op.name.title()}; use Average or Sum, or sparse_as_dense=True"
@@ -198,7 +198,7 @@ def reduce_slices(
 
 
 def size_of(members: Members) -> tf.Tensor:
-    """How many these ranks are, as an int32 that is asked for when it runs."""
+    """Return the number of these ranks as an int32 that is computed each time it runs."""
     return bridge.asked(lambda: submission.group_size(_CPU, members()), "size")
 
 
@@ -211,7 +211,7 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Concatenates all ranks' tensors along dimension 0, in rank order. Differentiable.
+    """Concatenate all ranks' tensors along dimension 0, in rank order. Differentiable.
 
     Args:
         tensor: of shape ``[rows, ...]``. ``rows`` may differ between ranks.
@@ -228,7 +228,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """`allgather` of several tensors. Differentiable."""
+    """Like `allgather`, for several tensors. Differentiable."""
     return _gather(name, _members(process_set), [tf.convert_to_tensor(each) for each in tensors])
 
 
@@ -236,7 +236,10 @@ def grouped_allgather(
 def _gather(
     name: str | None, members: Members, tensors: Tensors, *, sparse: bool = False
 ) -> list[tf.Tensor]:
-    """The gradient is this rank's rows of the averaged gradient, as in Horovod. ``sparse``: these are a gradient's."""
+    """Gather tensors. The gradient is this rank's rows of the averaged gradient, as in Horovod.
+
+    ``sparse``: the tensors belong to a sparse gradient.
+    """
     name = bridge.named("allgather", name)
 
     def compute(found: list[torch.Tensor]) -> bridge.InFlight:
@@ -252,7 +255,7 @@ def _gather(
         shapes = [_any_rows(tensor) for tensor in given]
         shapes.append(tf.TensorShape([len(given)]))
         dtypes = [*(tensor.dtype for tensor in given), tf.int64]
-        # In which row of each result this rank's rows start.
+        # For each result, the index of this rank's first row.
         *made, starts = bridge.call(compute, given, shapes, dtypes, "allgather")
 
         def backward(*gradients: tf.Tensor) -> list[tf.Tensor]:
@@ -282,7 +285,7 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Gives every rank the tensor of rank ``root_rank``, which counts in the world. Differentiable."""
+    """Return the tensor of rank ``root_rank`` of the world on every rank. Differentiable."""
     return _broadcast(name, _members(process_set), root_rank, tf.convert_to_tensor(tensor))
 
 
@@ -292,14 +295,14 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Variable]:
-    """Overwrites variables with those of rank ``root_rank``, and returns them. Not differentiable."""
+    """Overwrite variables with those of rank ``root_rank`` of the world, and return them. Not differentiable."""
     broadcast_variables(variables, root_rank, process_set)
     return list(variables)
 
 
 @bridge.as_written
 def _broadcast(name: str | None, members: Members, root: int, tensor: tf.Tensor) -> tf.Tensor:
-    """The gradient is the averaged gradient on the root, zeros elsewhere, as in Horovod."""
+    """Broadcast a tensor. The gradient is the averaged gradient on the root and zeros elsewhere, as in Horovod."""
     name = bridge.named("broadcast", name)
 
     def compute(found: list[torch.Tensor]) -> bridge.InFlight:
@@ -332,14 +335,14 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
-    """Sends ``splits[r]`` rows of the tensor to each rank r, and returns what all have sent here. Differentiable.
+    """Send ``splits[r]`` rows of the tensor to each rank r, and return the rows received. Differentiable.
 
     Args:
         tensor: of shape ``[rows, ...]``.
-        splits: an int32 vector with one number for each rank; without it all get equally many rows.
+        splits: an int32 vector with one number per rank; by default all ranks get the same number of rows.
 
     Returns:
-        The received rows, in rank order; with ``splits`` also a vector that says how many came from each rank.
+        The received rows, in rank order; with ``splits`` also a vector with the number of rows from each rank.
     """
     tensor = tf.convert_to_tensor(tensor)
     if splits is None:
@@ -352,7 +355,7 @@ def alltoall(
 def _exchange(
     name: str | None, members: Members, tensor: tf.Tensor, splits: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The gradient of a row goes back to where the row came from."""
+    """Exchange rows. The gradient of a row goes back to the rank that sent the row."""
     name = bridge.named("alltoall", name)
 
     def compute(found: list[torch.Tensor]) -> bridge.InFlight:
@@ -394,8 +397,9 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """Reduces a tensor of shape ``[rows, ...]``, and gives each rank its share of the rows: the first ranks have one
-    more where they can't be dealt out evenly. ``op`` is Average or Sum. Differentiable.
+    """Reduce a tensor of shape ``[rows, ...]`` and return this rank's share of the rows. Differentiable.
+
+    The first ranks get one row more if the rows cannot be divided evenly. ``op`` is Average or Sum.
     """
     return grouped_reducescatter(
         [tensor],
@@ -419,7 +423,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """`reducescatter` of several tensors at once. Differentiable."""
+    """Like `reducescatter`, for several tensors at once. Differentiable."""
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         raise NotImplementedError("reducescatter takes no tf.IndexedSlices; use allreduce")
     reduction, factors = as_op(op, None), (prescale_factor, postscale_factor)
@@ -434,7 +438,7 @@ def grouped_reducescatter(
 def _scatter(
     name: str | None, members: Members, op: Op, factors: tuple[float, float], tensors: Tensors
 ) -> list[tf.Tensor]:
-    """The gradient: all ranks' gradients, gathered; times the number of ranks for Sum, as in Horovod."""
+    """Reduce and scatter. The gradient gathers all gradients, times the number of ranks for Sum, as in Horovod."""
     name = bridge.named("reducescatter", name)
 
     def compute(found: list[torch.Tensor]) -> bridge.InFlight:
@@ -472,7 +476,8 @@ def _scatter(
 
 
 def join() -> tf.Tensor:
-    """This rank has no more data: returns once all ranks have called it, an int32 with the rank that did so last.
+    """Contribute no more data on this rank. Returns, once all ranks have joined, an int32 with the last rank to
+    join.
 
     See `elastic.optimizer.join.join`.
     """
@@ -480,31 +485,31 @@ def join() -> tf.Tensor:
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """The number of ranks, of the world or of a process set, as an int32 that is asked for whenever a graph runs."""
+    """Return the number of ranks, of the world or a process set, as an int32 computed each time a graph runs."""
     return bridge.asked(lambda: process_set_by_id(process_set_id).size() or 0, name or "size")
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """As `size_op`: the number of ranks on this host."""
+    """Return the number of ranks on this host; see `size_op`."""
     return bridge.asked(basics.local_size, name or "local_size")
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """As `size_op`: this rank."""
+    """Return this rank; see `size_op`."""
     return bridge.asked(basics.rank, name or "rank")
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """As `size_op`: this rank's number on its host."""
+    """Return this rank's number on its host; see `size_op`."""
     return bridge.asked(basics.local_rank, name or "local_rank")
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """As `size_op`: 1 if this rank belongs to the process set, else 0."""
+    """Return 1 if this rank belongs to the process set, else 0; see `size_op`."""
     return bridge.asked(lambda: process_set_by_id(process_set_id).included(), name or "included")
 
 
-# ---- what they have in common ------------------------------------------------------------------
+# ---- helpers -----------------------------------------------------------------------------------
 
 
 def _members(process_set: ProcessSet) -> Members:
@@ -527,7 +532,7 @@ def _backward(name: str | None) -> str | None:
 
 
 def _average(name: str | None, members: Members, gradients: Tensors) -> list[tf.Tensor]:
-    """Complex gradients are averaged by their parts."""
+    """Average gradients; complex ones by their real and imaginary parts."""
     parts = [
         tf.stack([tf.math.real(each), tf.math.imag(each)]) if each.dtype.is_complex else each
         for each in gradients
@@ -550,7 +555,7 @@ def _differentiable(tensor: tf.Tensor) -> bool:
 def _of_floating(
     compute: Any, gradients: Sequence[tf.Tensor], given: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """``compute`` of the gradients of those that have one, by dtype, so that all ranks choose the same ones."""
+    """Apply ``compute`` to the gradients of differentiable tensors, chosen by dtype so that all ranks choose alike."""
     chosen = [_differentiable(tensor) for tensor in given]
     made = iter(
         compute([tf.convert_to_tensor(g) for g, use in zip(gradients, chosen, strict=True) if use])

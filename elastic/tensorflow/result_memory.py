@@ -1,7 +1,7 @@
-"""Where reductions leave what TensorFlow takes as it is, without a copy: in the arena, in memory that is used again.
+"""Reused memory for reductions, from which TensorFlow takes results without a copy.
 
-TensorFlow's gradients are reduced into it, and handed back as tensors over the same memory. TensorFlow lets go of them
-when the step has used them, and the next step finds their pages.
+TensorFlow's gradients are reduced into it and returned as tensors over the same memory. TensorFlow releases them after
+the step, so the next step reuses their pages.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ import torch
 from elastic.collectives.interface import ALONE_BYTES
 from elastic.collectives.shared_memory.reused_memory import ReusedMemory
 
-ALIGNED = 64  # bytes: TensorFlow copies an array that does not start at a multiple of it
+ALIGNED = 64  # bytes: TensorFlow copies an array that is not aligned to this
 
 _memory = ReusedMemory()
 
 
 def pays(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether these are so large: less is faster in memory that is new each time."""
+    """Return whether the tensors are large enough: small ones are faster in newly allocated memory."""
     return sum(tensor.nbytes for tensor in tensors) >= ALONE_BYTES
 
 
 def _order(tensor: torch.Tensor) -> tuple[str, bool, int]:
-    """What is no multiple comes after what is: it moves those after it off the multiples."""
+    """Sort key that puts sizes that are not a multiple of the alignment last, since they misalign what follows."""
     return str(tensor.dtype), tensor.nbytes < ALONE_BYTES, tensor.nbytes % ALIGNED
 
 
 def made(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
-    """Memory like these, that of one dtype in one piece, what travels alone first; and for which of the tensors each
-    is. The order depends on shapes and dtypes, and on nothing else.
+    """Allocate results like these tensors, contiguous by dtype, those that are not fused first.
+
+    Returns the order of the tensors, which depends only on shapes and dtypes, and the memory in that order.
     """
     places = sorted(range(len(tensors)), key=lambda at: _order(tensors[at]))
     elements: dict[torch.dtype, int] = {}

@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 
 def run(func: Callable[..., Value]) -> Callable[..., Value]:
-    """`elastic.run_loop.run`, which also recovers from what TensorFlow reports of a collective inside a graph."""
+    """Like `elastic.run_loop.run`, but also recover from errors that TensorFlow reports for a collective in a graph."""
     if not callable(func):
         raise Invalid(f"elastic.run decorates a function, not a {type(func).__name__}")
 
@@ -29,7 +29,7 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
         except Interrupted as error:
             rt = lifecycle.active()
             if rt is None or rt.alone:
-                raise  # nobody forms another world: whoever started this wants to see where it was
+                raise  # no further world: the caller needs the traceback
             left_behind.frames_of(error)
             interruption = error
         raise interruption

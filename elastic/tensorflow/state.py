@@ -1,4 +1,4 @@
-"""The state of a script that keeps TensorFlow's variables itself."""
+"""State of a script that manages TensorFlow's variables itself."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from elastic.state.handlers.variables import VariablesPart
 
 
 class _Variables(list[Any]):
-    """Of a state: told from a list that is a value like others."""
+    """Variables of a state, as opposed to a list that is an ordinary value."""
 
 
 class _SessionVariables(_Variables):
-    """Of a graph of TensorFlow 1; a session has their values."""
+    """Variables of a TensorFlow 1 graph, whose values are in a session."""
 
     def __init__(self, variables: Sequence[tf.Variable], session: tf.compat.v1.Session) -> None:
         super().__init__(variables)
@@ -40,16 +40,16 @@ class _SessionPart(VariablesPart):
 
 
 class TensorFlowState(HandledState):
-    """Variables, and Python values: ``TensorFlowState([w, b, *optimizer.variables], batch=0)``.
+    """Variables and Python values: ``TensorFlowState([w, b, *optimizer.variables], batch=0)``.
 
     Args:
-        variables: that exist, in the same order on every worker. With a session all global ones by default.
-        session: of TensorFlow 1, in which the variables are initialized; the default one by default.
-        rng: commits and restores this worker's random generators too (torch, numpy, random).
-        **kwargs: values of the state, as attributes.
+        variables: existing variables, in the same order on every worker. With a session: all global ones by default.
+        session: of TensorFlow 1, in which the variables are initialized; the default session if None.
+        rng: also commit and restore this worker's random generators (torch, numpy, random).
+        **kwargs: values of the state, available as attributes.
 
     Raises:
-        Invalid: without variables, or for what is not a variable.
+        Invalid: there are no variables, or one of them is not a variable.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""``SyncBatchNormalization``: Keras's batch normalization with the statistics of all ranks' batches together.
+"""``SyncBatchNormalization``: Keras's batch normalization over the statistics of all ranks' batches.
 
-One small allreduce of each rank's sums, sums of squares and number of values; from Ioffe and Szegedy, "Batch
-Normalization", ICML 2015, arXiv 1502.03167. Through it flow gradients, too.
+It takes one small, differentiable allreduce of each rank's sums, sums of squares and number of values. See Ioffe and
+Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from elastic.tensorflow import ops
 
 
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """As ``keras.layers.BatchNormalization``, on TensorFlow; ``process_set`` says who shares statistics.
+    """Like ``keras.layers.BatchNormalization``, with statistics shared by the ranks of ``process_set``. TensorFlow
+    only.
 
-    Raises ValueError where ``fused`` is true.
+    Raises ValueError if ``fused`` is true.
     """
 
     def __init__(

@@ -16,13 +16,13 @@ from elastic.tensorflow.ops import Average
 
 
 class DistributedTape:
-    """What a distributed tape has besides its own methods."""
+    """Mixin that reduces the gradients of a tape."""
 
     _options: framework_options.GradientOptions
-    _local_sources: dict[int, Any]  # by id, which they keep while they are here
+    _local_sources: dict[int, Any]  # by id, which is stable while they are referenced here
 
     def register_local_source(self, source: tf.Variable) -> None:
-        """This variable belongs to this rank: its gradient is not reduced."""
+        """Exclude the gradient of this rank's own variable from the reduction."""
         own = _own(source)
         self._local_sources[id(own)] = own
 
@@ -33,7 +33,7 @@ class DistributedTape:
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """As ``tf.GradientTape.gradient``, reduced over all ranks."""
+        """Like ``tf.GradientTape.gradient``, reduced over all ranks."""
         found = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
         flat = tf.nest.flatten(found)
         local = [id(_own(each)) in self._local_sources for each in tf.nest.flatten(sources)]
@@ -57,17 +57,17 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Wraps a tape: its ``gradient()`` is reduced over all ranks, in one call for all sources.
+    """Wrap a tape so that ``gradient()`` is reduced over all ranks, in one call for all sources.
 
     Args:
         gradtape: a ``tf.GradientTape``, before or after its block.
         compression, sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients: see
             `elastic.optimizer.framework_options.GradientOptions`.
-        num_groups, groups: accepted: all gradients travel together.
-        device_dense, device_sparse: accepted, and without a meaning.
+        num_groups, groups: ignored, since all gradients are reduced together.
+        device_dense, device_sparse: ignored.
 
     Raises:
-        Invalid: (a ValueError) for bad arguments.
+        Invalid: (a ValueError) for invalid arguments.
 
     Example::
 
@@ -113,8 +113,9 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """`DistributedGradientTape`, but the variables of ``local_layers``, a layer or several, belong to this rank: their
-    gradients are not reduced.
+    """Like `DistributedGradientTape`, but exclude the variables of ``local_layers``, one layer or several.
+
+    These variables belong to this rank, and their gradients are not reduced.
     """
     given = dict(locals())
     del given["local_layers"]
@@ -125,7 +126,7 @@ def PartialDistributedGradientTape(
 
 
 def local_variables(local_layers: Any) -> list[Any]:
-    """The trainable variables of a layer or several. Raises Invalid for what is not a layer."""
+    """Return the trainable variables of one layer or several. Raises Invalid for other objects."""
     if local_layers is None:
         return []
     layers = list(local_layers) if isinstance(local_layers, Iterable) else [local_layers]
@@ -138,6 +139,6 @@ def local_variables(local_layers: Any) -> list[Any]:
 
 
 def _own(variable: Any) -> Any:
-    """TensorFlow's variable, of one of Keras's too."""
+    """Return TensorFlow's variable, also of a Keras variable."""
     held = getattr(variable, "value", None)
     return variable if held is None or callable(held) else held

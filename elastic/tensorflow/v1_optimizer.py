@@ -1,4 +1,4 @@
-"""Optimizers of TensorFlow 1, whose ``compute_gradients`` reduces over all ranks."""
+"""Optimizers of TensorFlow 1 whose ``compute_gradients`` reduces over all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic.tensorflow.aggregation import GradientAggregation
 
 
 class DistributedV1(tf.compat.v1.train.Optimizer):
-    """Computes gradients by the optimizer that it wraps, and reduces them. All else is the wrapped one's."""
+    """Wraps an optimizer and reduces the gradients that it computes. All else is delegated to it."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class DistributedV1(tf.compat.v1.train.Optimizer):
             self._passes = GradientAggregation(passes, self._reduce, sparse_as_dense, average)
 
     def register_local_var(self, variable: tf.Variable) -> None:
-        """This variable belongs to this rank: its gradient is not reduced."""
+        """Exclude the gradient of this rank's own variable from the reduction."""
         self._local_vars.add(variable.ref())
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, tf.Variable]]:
-        """As the wrapped optimizer's, reduced over all ranks."""
+        """Like the wrapped optimizer's method, reduced over all ranks."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         found = [gradient for gradient, _ in pairs]
         variables = [variable for _, variable in pairs]
@@ -52,7 +52,7 @@ class DistributedV1(tf.compat.v1.train.Optimizer):
         return gradients.reduce(found, self._options, local)
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """As the wrapped optimizer's; with several backward passes, in the last one of a step."""
+        """Like the wrapped optimizer's method; with several backward passes, only in the last one of a step."""
         if self._passes is None:
             return self._optimizer.apply_gradients(*args, **kwargs)
         return self._passes.apply_gradients(
@@ -80,7 +80,7 @@ def distribute(
     average: bool,
     options: GradientOptions,
 ) -> DistributedV1:
-    """``passes``, ``average``: see `GradientAggregation`. Raises Invalid for what is distributed already."""
+    """Wrap an optimizer. ``passes``, ``average``: see `GradientAggregation`. Raises Invalid if already wrapped."""
     if isinstance(optimizer, DistributedV1):
         raise Invalid("this optimizer is a DistributedOptimizer already; wrap it only once")
     return DistributedV1(optimizer, name, use_locking, options, passes, average)

@@ -1,4 +1,4 @@
-"""Makes TensorFlow's variables equal on all ranks, and Python objects known to all."""
+"""Broadcast of TensorFlow variables and Python objects, and gathering of objects."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> tf.Operation | None:
-    """Overwrites variables with those of rank ``root_rank``, which counts in the world. They travel packed.
+    """Overwrite variables with those of rank ``root_rank`` of the world. They are sent packed.
 
     Args:
         variables: TensorFlow's or Keras's, in the same order, with the same shapes and dtypes on every rank.
-        inplace: accepted, and without a meaning here.
+        inplace: ignored.
 
     Returns:
-        In a graph the operation that does it; nothing otherwise.
+        In a graph, the operation that does it; otherwise None.
 
     Raises:
-        ValueError: on every rank, if shapes or dtypes differ between ranks; nothing has changed then.
-        PeerLost: when the world breaks.
+        ValueError: on every rank, if shapes or dtypes differ between ranks; no variable has changed then.
+        PeerLost: the world broke.
     """
 
     def compute(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -47,9 +47,9 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> tf.Operation:
-    """In a graph of TensorFlow 1: an operation that does it for all global variables.
+    """Return an operation, in a TensorFlow 1 graph, that broadcasts all global variables.
 
-    Raises RuntimeError where TensorFlow runs eagerly: there are no global variables then.
+    Raises RuntimeError in eager mode, which has no global variables.
     """
     if tf.executing_eagerly():
         raise RuntimeError(
@@ -60,7 +60,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """For ``MonitoredTrainingSession``: brings rank ``root_rank``'s variables to all once the session is there."""
+    """Hook for ``MonitoredTrainingSession`` that broadcasts rank ``root_rank``'s variables once the session exists."""
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Rank ``root_rank``'s Python object, on every rank. ``session`` is accepted, and not needed."""
+    """Return rank ``root_rank``'s Python object on every rank. ``session`` is ignored."""
     return broadcasting.broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -93,7 +93,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function that does what `broadcast_object` does."""
+    """Return a function that calls `broadcast_object` with these arguments."""
     return lambda obj: broadcasting.broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -103,5 +103,5 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Every rank's Python object, in rank order. ``session`` is accepted, and not needed."""
+    """Return every rank's Python object, in rank order. ``session`` is ignored."""
     return broadcasting.allgather_object(obj, name, process_set)

@@ -1,4 +1,4 @@
-"""torch.distributed's collectives in terms of the five collectives of a group. Acts.
+"""torch.distributed's collectives in terms of the five collectives of a group.
 
 The group's collectives take contiguous tensors. A gather becomes an alltoall in which one rank receives, or an
 allgather if it is small; a reduce becomes an allreduce of a copy; a reduce_scatter becomes an alltoall whose rows each

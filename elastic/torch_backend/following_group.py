@@ -74,7 +74,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
             self._group(rt, torch.device("cpu"))
             self.messages.connect(rt)
 
-    # ---- where this rank stands ----------------------------------------------------------------------------------
+    # ---- place of this rank --------------------------------------------------------------------------------------
 
     def getRank(self) -> int:
         rank = lifecycle.place().rank
@@ -117,7 +117,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
 
     abort = shutdown
 
-    # ---- several at once -----------------------------------------------------------------------------------------
+    # ---- coalescing ----------------------------------------------------------------------------------------------
 
     def start_coalescing(self, device: torch.device) -> None:
         self._together = []
@@ -132,13 +132,13 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
     def sequence_number(self) -> int:
         return self._count
 
-    # ---- how a call is made --------------------------------------------------------------------------------------
+    # ---- calls ---------------------------------------------------------------------------------------------------
 
     def guard(self, name: str) -> AbstractContextManager[None]:
         return lifecycle.current().guard(name)
 
     def fits(self, size: int) -> bool:
-        """Whether the group is valid in the present world of ``size`` ranks."""
+        """Return whether the group is valid in the present world of ``size`` ranks."""
         if self._outlived or (self._born != names.generation and self._born):
             return False
         return self.ranks is None or size == self._of

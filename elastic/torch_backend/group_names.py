@@ -1,4 +1,4 @@
-"""Names of torch's process groups that are equal on all ranks of an elastic job. Acts.
+"""Names of torch's process groups that are equal on all ranks of an elastic job.
 
 torch numbers groups per process and includes their count in the names of other groups. A worker that has just joined
 has created fewer groups than the others, but ranks connect by these names. A group created under ``elastic.run`` is

@@ -1,4 +1,4 @@
-"""Provide this backend and this worker's rank to scripts that request Gloo, NCCL or no particular backend. Acts.
+"""Provide this backend and this worker's rank to scripts that request Gloo, NCCL or no particular backend.
 
 Used for workers that elasticrun has started: `elastic.torch_autoload`. It replaces the two functions of
 torch.distributed that create all process groups: the one that determines rank, size and store for ``env://``, and the
@@ -97,7 +97,7 @@ def new_group(
 
 
 def _of_this_world(size: int, rank: int, ranks: Any, store: Any) -> bool:
-    """Whether this is the process group of the world, or of some of its ranks.
+    """Return whether this is the process group of the world, or of some of its ranks.
 
     A script may create another one through its own store, for example of this worker alone.
     """

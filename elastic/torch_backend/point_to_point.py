@@ -1,4 +1,4 @@
-"""Point-to-point messages between the ranks of a process group. Acts.
+"""Point-to-point messages between the ranks of a process group.
 
 Messages use shared memory if all ranks of the process group are on one host, else a Gloo group of their own; CUDA
 tensors are copied through host memory. All ranks connect together: with the process group if the world is fixed, else

@@ -1,4 +1,4 @@
-"""Registration of the backend ``elastic`` with torch.distributed, and creation of its process groups. Acts."""
+"""Registration of the backend ``elastic`` with torch.distributed, and creation of its process groups."""
 
 from __future__ import annotations
 

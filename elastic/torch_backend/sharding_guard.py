@@ -72,7 +72,7 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
 
 
 def _spans(optimizer: torch.optim.Optimizer, size: int) -> bool:
-    """Whether the meshes of all DTensors have ``size`` ranks."""
+    """Return whether the meshes of all DTensors have ``size`` ranks."""
     meshes = {
         id(mesh): mesh
         for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Result of a collective of the process group: a ``torch.distributed.Work`` with a future. Acts.
+"""Result of a collective of the process group: a ``torch.distributed.Work`` with a future.
 
 A future is completed by the thread that waits for its work. For a collective that begins in a backward pass, such as
 those of DDP's buckets, this is the training thread at the end of the pass: DDP then waits for all its buckets, and a
@@ -183,7 +183,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
                     self._futures.follow(self)
             return self._future
 
-    # ---- what completes it -------------------------------------------------------------------------------------------
+    # ---- completion --------------------------------------------------------------------------------------------------
 
     @property
     def over(self) -> bool:
@@ -252,12 +252,12 @@ def _wait(work: Work, limit_s: float | None, name: str, owner: WorkOwner) -> Non
     until = time.monotonic() + limit_s
     while not work.within(min(_SLICE_S, max(until - time.monotonic(), 0.0))):
         if time.monotonic() >= until:
-            who, missing = "the other ranks did not come", []
+            cause, missing = "the other ranks did not come", []
             if isinstance(work, KnowsWhoIsMissing):
                 missing = sorted(map(owner.in_world, work.missing()))
-                who = late(missing)
+                cause = late(missing)
             raise CollectiveFailed(
-                f"{name}: Timed out after {limit_s:g} s: {who}",
+                f"{name}: Timed out after {limit_s:g} s: {cause}",
                 late=True,
                 rank=missing[0] if missing else None,
             )

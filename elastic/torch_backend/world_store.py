@@ -1,4 +1,4 @@
-"""Store of this package's process groups for torch.distributed: one of torch's stores per world. Acts.
+"""Store of this package's process groups for torch.distributed: one of torch's stores per world.
 
 torch uses it for barriers over the store, and scripts for their own keys. Rank 0 serves it on its own port, which the
 other ranks learn in a collective exchange. In an elastic job this happens when all ranks have first used the store in a
@@ -99,8 +99,8 @@ class WorldStore(_TorchStore):  # type: ignore[misc]
             mine = f"{listener.address.host} {listener.address.port}".encode()
         with rt.guard("the store of torch.distributed"):
             limit_s = rt.env.collective_timeout_s
-            told = store.exchange(_KEY, place.rank, place.size, mine, limit_s)
-        host, _, port = told[0].decode().rpartition(" ")
+            addresses = store.exchange(_KEY, place.rank, place.size, mine, limit_s)
+        host, _, port = addresses[0].decode().rpartition(" ")
         made: Any = _torch.TCPStore(
             host,
             int(port),

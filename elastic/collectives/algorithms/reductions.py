@@ -225,7 +225,7 @@ def _flat(tensors: Sequence[torch.Tensor], into: Into, widened: bool) -> torch.T
 
 
 def _in_one_piece(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the tensors are adjacent views of one buffer."""
+    """Return whether the tensors are adjacent views of one buffer."""
     storage, following = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
     for tensor in tensors:
         if tensor.data_ptr() != following or not tensor.is_contiguous():

@@ -54,7 +54,7 @@ def splits(sent: list[int], received: list[int]) -> torch.Tensor:
 
 
 def splits_agree(of_ranks: list[torch.Tensor]) -> bool:
-    """Whether each rank receives from each what the other sends, given the `splits` of all ranks."""
+    """Return whether each rank receives from each what the other sends, given the `splits` of all ranks."""
     sent, received = torch.stack(of_ranks).split(len(of_ranks), dim=1)
     return torch.equal(sent, received.T)
 
@@ -81,7 +81,7 @@ class FirstExchange:
         self._spare: collections.deque[Places] = collections.deque(maxlen=_SPARE)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a tensor of this size is sent with the header. Equal on all ranks."""
+        """Return whether a tensor of this size is sent with the header. Equal on all ranks."""
         return nbytes <= self._small
 
     def begin(
@@ -120,7 +120,7 @@ class Places:
         self._begins = [None if r == rank else (r - (r > rank)) * row for r in range(size)]
 
     def agree(self, header: Header) -> bool:
-        """Whether every other rank has made the same call."""
+        """Return whether every other rank has made the same call."""
         packed, found, length = header.packed, self._bytes, _HEADER.size
         return all(
             found[begin : begin + length] == packed for begin in range(0, len(found), self._row)

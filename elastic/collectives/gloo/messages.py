@@ -1,4 +1,4 @@
-"""Point-to-point messages over Gloo, each with a header. Acts.
+"""Point-to-point messages over Gloo, each with a header.
 
 Gloo ends the process if a message is longer than its receive, and fills the buffer partly if it is shorter. So a header
 is sent first, together with messages of up to `INLINE_BYTES`, for which every receive has room. A longer message

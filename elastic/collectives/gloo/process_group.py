@@ -357,7 +357,7 @@ class GlooCollectives:
             self._queue.popleft()
 
     def _same_called(self, work: GlooWork) -> bool:
-        """Whether all ranks made the same call, after the first exchange. If not, the group has failed."""
+        """Return whether all ranks made the same call, after the first exchange. If not, the group has failed."""
         try:
             work.first.wait()
         except RuntimeError as error:
@@ -525,11 +525,11 @@ class GlooCollectives:
 
     def failure(self, error: str) -> CollectiveFailed:
         """Return the error of a failed collective: the first cause that this rank detected, then Gloo's message."""
-        said = error if self._failed in (None, error) else f"{self._failed}: {error}"
+        message = error if self._failed in (None, error) else f"{self._failed}: {error}"
         late = (
             "Timed out" in error and not self._aborted
         )  # the only sign of a timeout that Gloo gives
-        return CollectiveFailed(said, aborted=self._aborted, late=late)
+        return CollectiveFailed(message, aborted=self._aborted, late=late)
 
     def mismatched(self, error: TensorMismatch) -> None:
         """Fail the group with this error.
@@ -608,7 +608,7 @@ class GlooWork:
         self._concluding = threading.Lock()  # waiters return only once the result is in place
 
     def begun(self) -> bool:
-        """Whether all its exchanges have begun."""
+        """Return whether all its exchanges have begun."""
         return (self.rest if self.two else self.first) is not None
 
     def done(self) -> bool:

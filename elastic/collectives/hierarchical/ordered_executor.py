@@ -1,4 +1,4 @@
-"""Executor that runs multi-step collectives one after another in a thread. Acts.
+"""Executor that runs multi-step collectives one after another in a thread.
 
 Work is executed in the order of submission, so that the steps of one collective never mix with those of the next, and
 all ranks take them in the same order. An idle thread ends shortly, so that the exit of the process does not wait for

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share for one group: what each offers, and how all map it. Acts.
+"""Memory that the ranks of one host share for one group: what each offers, and how all map it.
 
 A rank makes its offer before it knows whether it is used, so that a single exchange suffices for the decision.
 """

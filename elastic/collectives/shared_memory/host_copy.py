@@ -18,7 +18,7 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # a subclass may store its val
 
 
 def bytewise(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Whether the values of both tensors are their consecutive bytes in memory, in order."""
+    """Return whether the values of both tensors are their consecutive bytes in memory, in order."""
     return (
         type(tensor) in PLAIN_TYPES
         and tensor.device.type == "cpu"

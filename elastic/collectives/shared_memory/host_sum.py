@@ -21,7 +21,7 @@ _SUM = 1  # as in native/kernels.h
 
 
 def may(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `add_up` supports tensors of this kind."""
+    """Return whether `add_up` supports tensors of this kind."""
     return device.type == "cpu" and dtype in _DTYPES and native_library.load() is not None
 
 

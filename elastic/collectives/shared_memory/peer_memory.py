@@ -1,4 +1,4 @@
-"""Memory of other processes on this host: this process's identity, and what it has mapped of others. Acts.
+"""Memory of other processes on this host: this process's identity, and what it has mapped of others.
 
 A peer's memory is opened as /proc/PID/fd/N and used only if the process and the memory are the ones that the peer
 published, since a process ID or descriptor number may have been reused. An arena remains mapped as long as its process

@@ -316,7 +316,7 @@ class SharedCollectives:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def is_over_without(self, message: SharedMessage) -> bool:
-        """Whether the group has failed and no rank writes to this message's tensor any more."""
+        """Return whether the group has failed and no rank writes to this message's tensor any more."""
         if not self._native.elsewhere and self._library.elastic_status(self._native.handle) == 0:
             return False
         # It may have arrived before the failure.
@@ -371,10 +371,10 @@ class SharedCollectives:
             sent, received = TensorType(*types[:2]), TensorType(*types[2:])
             return message_types.mismatch(int(source), sent, rank, received)
         named = self._ranks[rank]
-        said = _REASONS[reason].format(rank=named, timeout_s=self.timeout_s)
+        message = _REASONS[reason].format(rank=named, timeout_s=self.timeout_s)
         ended = named if reason == _ENDED else None
         return CollectiveFailed(
-            said,
+            message,
             aborted=reason == _LEFT,
             ended=ended,
             differs=Differing(self._key, self.rank, self.size) if reason == _OTHER else None,

@@ -1,4 +1,4 @@
-"""Flat tensors in the arena whose pages are reused after they are freed. Acts.
+"""Flat tensors in the arena whose pages are reused after they are freed.
 
 For results passed to another framework without a copy, which holds them for an unknown time. New memory for each would
 cost more than the reduction, since the system zeroes its pages first, one by one.

@@ -1,4 +1,4 @@
-"""Where this worker stands in the world, as Lightning asks for it. Nothing is kept: a new world is seen at once."""
+"""This worker's place in the world, for Lightning. Computed at each query, so that a new world applies at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from elastic.runtime import lifecycle
 
 
 class ElasticEnvironment(ClusterEnvironment):
-    """The worker that elasticrun has started, or another launcher whose ranks `elastic.init` finds. Raises Invalid."""
+    """A worker started by elasticrun, or by another launcher whose ranks `elastic.init` finds. Otherwise raises
+    Invalid.
+    """
 
     def __init__(self) -> None:
         lifecycle.init()
@@ -42,13 +44,13 @@ class ElasticEnvironment(ClusterEnvironment):
         return max(lifecycle.place().size, 1)
 
     def set_world_size(self, size: int) -> None:
-        """The driver says how large the world is."""
+        """Ignored: the driver determines the size of the world."""
 
     def global_rank(self) -> int:
         return lifecycle.place().rank
 
     def set_global_rank(self, rank: int) -> None:
-        """The driver says which rank this is."""
+        """Ignored: the driver assigns ranks."""
 
     def local_rank(self) -> int:
         return lifecycle.place().local_rank
@@ -57,4 +59,4 @@ class ElasticEnvironment(ClusterEnvironment):
         return lifecycle.place().cross_rank
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """How many workers there are is elasticrun's to say, whatever ``devices`` and ``num_nodes`` are."""
+        """Accept any ``devices`` and ``num_nodes``, because elasticrun determines the number of workers."""

@@ -1,4 +1,4 @@
-"""``Fabric(strategy="elastic")``: the script's own loop, under ``elastic.run``. Acts."""
+"""``Fabric(strategy="elastic")``: a custom loop under ``elastic.run``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from elastic.state import sharding
 
 
 class ElasticFabricStrategy(DDPStrategy):
-    """``Fabric(strategy=ElasticFabricStrategy())``, or ``strategy="elastic"`` once this module is imported.
+    """Strategy for Fabric: ``strategy=ElasticFabricStrategy()``, or ``"elastic"`` once this module is imported.
 
-    Fabric has no loop, so the script says what is committed and when: a `TorchState`, ``elastic.run``, ``commit()``.
-    ``kwargs`` are those of `DDPStrategy`, among them DDP's own. Raises Invalid outside a job of elasticrun.
+    Fabric has no loop, so the script decides what is committed and when, with a `TorchState`, ``elastic.run`` and
+    ``commit()``. ``kwargs`` are those of `DDPStrategy`, including DDP's own. Raises Invalid outside a job of
+    elasticrun.
     """
 
     strategy_name = "elastic"
@@ -57,7 +58,7 @@ class ElasticFabricStrategy(DDPStrategy):
             each.rank = self.global_rank
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """A newcomer's own, until it has entered the world."""
+        """Return the object itself on a new worker that has not entered the world yet."""
         return obj if lifecycle.current().provisional else super().broadcast(obj, src)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The process group of torch.distributed for Lightning's strategies, Trainer's and Fabric's. Acts."""
+"""The torch.distributed process group of Lightning's strategies, for Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ REFUSED = {
 
 
 def refuse(arguments: dict[str, Any]) -> None:
-    """Raises Invalid for arguments of `DDPStrategy` that can't be had here."""
+    """Raise Invalid for arguments of `DDPStrategy` that are not supported."""
     for name, why in REFUSED.items():
         if arguments.get(name) is not None:
             raise Invalid(f"ElasticStrategy does not accept {name}: {why}; leave it out")
 
 
 def refuse_shards(loader: Any) -> None:
-    """Raises Invalid for a loader that cuts steps into shards."""
+    """Raise Invalid for a loader that divides steps into shards."""
     if isinstance(loader, DataLoader) and loader.arguments.shards is not None:
         raise Invalid(
             "this loader divides a step into shards, but the trainer uses one batch per rank and step, which DDP"
@@ -43,7 +43,7 @@ def refuse_shards(loader: Any) -> None:
 
 
 def join_process_group(timeout: timedelta | None) -> None:
-    """Idempotent. No other rank is asked: a newcomer joins while the others train."""
+    """Create the process group. Idempotent. Contacts no other rank, since a new worker joins while the others train."""
     if distributed.is_initialized():
         found = distributed.get_backend()
         if found != BACKEND:
@@ -64,13 +64,13 @@ def join_process_group(timeout: timedelta | None) -> None:
 
 
 def order_of(loader: Any) -> dict[str, Any]:
-    """The seed of a shuffled loader, as Lightning's own sampler would have it."""
+    """Return the seed of a shuffled loader, as Lightning's own sampler would use."""
     shuffled = isinstance(getattr(loader, "sampler", None), torch_data.RandomSampler)
     return {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0"))} if shuffled else {}
 
 
 def device_of(devices: list[torch.device] | None) -> torch.device:
-    """Of this worker, among those of its host."""
+    """Return this worker's device, of those of its host."""
     if not devices:
         return torch.device("cpu")
     return devices[lifecycle.place().local_rank % len(devices)]

@@ -1,4 +1,4 @@
-"""What of a Trainer belongs to a commit: what Lightning's checkpoints have, and the means of an epoch so far."""
+"""The parts of a Trainer that belong to a commit: those in Lightning's checkpoints, and running means of an epoch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from elastic.state import sharding
 from elastic.state.handlers.part import Carried
 from elastic.state.torch_state import TorchState
 
-# In the dict of the fit loop: the loader is a part of the state itself.
+# Key in the fit loop's state. The loader is a separate part of the state.
 _LOADERS = "combined_loader"
 
 
 def state_of(trainer: Trainer, loader: DataLoader) -> TorchState:
-    """Of a trainer that is set up to fit: the values are the trainer's own objects."""
+    """Return the state of a trainer that is set up to fit; its values are the trainer's own objects."""
     sharding.check_trainer("Lightning", trainer.strategy.optimizers)
     values: dict[str, Any] = {"loader": loader}
     for number, optimizer in enumerate(trainer.strategy.optimizers):
@@ -36,13 +36,13 @@ def state_of(trainer: Trainer, loader: DataLoader) -> TorchState:
     values["progress"] = TrainerProgress(trainer)
     values["means"] = EpochMeans(trainer)
     shards = getattr(trainer.strategy, "shards", None)
-    if shards is not None:  # random generators are theirs then
+    if shards is not None:  # which then contain the random generators
         values["shards"] = shards
     return TorchState(model=trainer.strategy.model, rng=shards is None, **values)
 
 
 class TrainerProgress(Carried):
-    """Loops, callbacks, precision, data module, loggers: the same on all ranks."""
+    """Loops, callbacks, precision, data module and loggers, which are equal on all ranks."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -77,14 +77,14 @@ class TrainerProgress(Carried):
             epochs.automatic_optimization,
             epochs.manual_optimization,
         ):
-            loop.on_iteration_done()  # nothing restarts: the loops stand where they stood
+            loop.on_iteration_done()  # nothing restarts: the loops continue at the same position
         fit.changed.load_state_dict(state["changed"])
         trainer.should_stop = state["should_stop"]
         for callback in trainer.callbacks:
             found = state["callbacks"].get(callback.state_key)
             if found:
                 if isinstance(callback, Checkpoint) and "dirpath" in found:
-                    # Rank 0's: a newcomer would have a folder of its own.
+                    # Rank 0's: a new worker would have another folder.
                     callback.dirpath = found["dirpath"]
                 callback.load_state_dict(found)
         trainer.precision_plugin.load_state_dict(state["precision"])
@@ -98,7 +98,7 @@ class TrainerProgress(Carried):
 
 
 class EpochMeans(Carried):
-    """What metrics have added up on this rank: goes back with it, and is nobody else's."""
+    """Sums of metrics on this rank. They are rolled back with the state, but never copied to other ranks."""
 
     own = True
 
@@ -144,7 +144,7 @@ def _copied(value: Any) -> Any:
 
 
 def follow_loggers(trainer: Trainer) -> None:
-    """Where this worker has become rank 0, its loggers go on with what the one before has written."""
+    """Let the loggers of a worker that has become rank 0 continue the previous rank 0's files."""
     if not trainer.is_global_zero:
         return
     for logger in trainer.loggers:
@@ -153,7 +153,7 @@ def follow_loggers(trainer: Trainer) -> None:
 
 
 def _go_on_with_csv(logger: CSVLogger) -> None:
-    """One that is made anew deletes the file that it finds."""
+    """Keep the existing lines, since a new logger deletes the file."""
     path = os.path.join(logger.log_dir, "metrics.csv")
     written = ""
     if os.path.exists(path):

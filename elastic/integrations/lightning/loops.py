@@ -1,8 +1,8 @@
-"""The loops of ``Trainer.fit`` under ``elastic.run``: left by a change of the world, entered again where they stood.
+"""The loops of ``Trainer.fit`` under ``elastic.run``: interrupted by a change of the world, and resumed.
 
-A commit is made between two batches: after a batch with which an optimizer has stepped, its validation included, and
-after all that belongs to the end of an epoch. What a commit says of the loops is therefore always one of two: in the
-middle of an epoch, or between two.
+A commit is made between two batches: after a batch with an optimizer step, including its validation, and after
+everything that belongs to the end of an epoch. A committed loop is therefore either in the middle of an epoch or
+between two epochs.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from elastic.integrations.lightning import kept
 from elastic.run_loop import run
 from elastic.state.torch_state import TorchState
 
-Trained: Any = _FitLoop  # Lightning's loops are private classes: there is no other way into the middle of an epoch
+# Lightning's loop classes are private, but nothing public can resume in the middle of an epoch
+Trained: Any = _FitLoop
 Stepped: Any = _TrainingEpochLoop
 
 
 class FollowingStrategy(Protocol):
-    """What the loops ask of the strategy."""
+    """The part of a strategy that the loops use."""
 
     commit_every: int  # optimizer steps
 
     def follow(self) -> None:
-        """Takes over this worker's place in the present world."""
+        """Update this worker's place to the present world."""
 
     def dealing(self) -> AbstractContextManager[None]:
-        """Train dataloaders that are set up in it are dealt by the job's position."""
+        """Context in which train dataloaders are set up to be divided by the job's position."""
 
 
 class ElasticEpochLoop(Stepped):
-    """The batches of one epoch."""
+    """Loop over the batches of one epoch."""
 
     @property
     def fit(self) -> ElasticFitLoop:
@@ -53,7 +54,7 @@ class ElasticEpochLoop(Stepped):
 
     @property
     def logged(self) -> dict[str, Any]:
-        """What has been logged in this epoch on this rank, by name."""
+        """Metrics logged in this epoch on this rank, by name."""
         found: dict[str, Any] = self._results
         return found
 
@@ -62,13 +63,13 @@ class ElasticEpochLoop(Stepped):
             super().reset()
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
-        """The loader goes on from the job's position, which may have been set since it was iterated over last."""
+        """Continue the loader at the job's position, which may have changed since the last iteration."""
         self.fit.deal()
         iter(data_fetcher)
         super_start = super().on_run_start
         resuming, self.trainer.fit_loop._resuming_from_checkpoint = self.fit.is_resuming, True
         try:
-            super_start(data_fetcher)  # told not to iterate over it anew
+            super_start(data_fetcher)  # does not restart the iteration
         finally:
             self.trainer.fit_loop._resuming_from_checkpoint = resuming
         if data_fetcher.length is not None:
@@ -77,13 +78,13 @@ class ElasticEpochLoop(Stepped):
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         super().on_advance_end(data_fetcher)
-        # The commit after the last batch is made when the epoch has ended: nobody joins between its batches and means.
+        # The commit after the last batch is made once the epoch has ended, so that no worker joins in between.
         if not self._should_accumulate() and not self._num_ready_batches_reached():
             self.fit.stepped()
 
 
 class ElasticFitLoop(Trained):
-    """Epochs. `in_place_of` makes one of the trainer's own."""
+    """Loop over epochs. Created from the trainer's own loop by `in_place_of`."""
 
     strategy: FollowingStrategy
     epoch_loop: ElasticEpochLoop
@@ -96,7 +97,7 @@ class ElasticFitLoop(Trained):
 
     @classmethod
     def in_place_of(cls, loop: Any, strategy: FollowingStrategy) -> ElasticFitLoop:
-        """With all that ``loop`` has."""
+        """Create the loop with all attributes of ``loop``."""
         made = cls.__new__(cls)
         made.__dict__.update(loop.__dict__)
         epochs = ElasticEpochLoop.__new__(ElasticEpochLoop)
@@ -111,7 +112,7 @@ class ElasticFitLoop(Trained):
     # ---- data ----------------------------------------------------------------------------------------------------
 
     def setup_data(self) -> None:
-        """Lightning's own, but the loader is one whose position belongs to the job. Raises Invalid."""
+        """Like Lightning's own, but with a loader whose position belongs to the job. Raises Invalid."""
         if self._combined_loader is not None:
             return
         trainer = self.trainer
@@ -145,15 +146,15 @@ class ElasticFitLoop(Trained):
                     "Lightning checks whether another batch follows, but a stream can't start a second step while"
                     " the shards of one are in progress: use a dataset with a length"
                 )
-            self.loader.ahead = 1  # Lightning looks whether another batch follows
+            self.loader.ahead = 1  # Lightning checks whether another batch follows
 
     def deal(self) -> None:
-        """How many batches this epoch has: those that are done, and those that are left in the present world."""
+        """Compute the number of batches of this epoch: those completed, and those left in the present world."""
         trainer, done = self.trainer, self.epoch_loop.batch_progress.current.ready
         try:
             whole, left = len(self.loader), self.loader.remaining
         except TypeError:
-            return  # a stream: its end will tell
+            return  # a stream, whose length is unknown
         self._look_at_schedules(whole)
         limit = trainer.limit_train_batches
         if isinstance(limit, int):
@@ -165,7 +166,7 @@ class ElasticFitLoop(Trained):
             trainer.val_check_batch = max(1, int(self.max_batches * interval))
 
     def _look_at_schedules(self, batches: int) -> None:
-        """Warns, once in a job, where an epoch has another number of batches than a schedule may have been given."""
+        """Warn, once per job, if an epoch's number of batches differs from the one a schedule may have been given."""
         trainer = self.trainer
         by_step = [
             each.scheduler
@@ -201,7 +202,7 @@ class ElasticFitLoop(Trained):
             self.state = None
 
     def go_on(self) -> None:
-        """From where the loops stand, in the present world, to the end."""
+        """Run from the position of the loops, in the present world, to the end."""
         self.strategy.follow()
         self._tidy()
         self._show()
@@ -221,7 +222,7 @@ class ElasticFitLoop(Trained):
         self.on_run_end()
 
     def stepped(self) -> None:
-        """An optimizer has stepped, and this batch is over."""
+        """Handle the end of a batch in which an optimizer has stepped."""
         self._steps += 1
         if self._steps % self.strategy.commit_every == 0:
             assert self.state is not None
@@ -239,21 +240,21 @@ class ElasticFitLoop(Trained):
         return self.within_epoch or bool(super().restarted_mid_epoch)
 
     def _tidy(self) -> None:
-        """Where validation or the end of an epoch was cut short, as if it had not begun."""
+        """Reset a validation or end of an epoch that was interrupted, as if it had not begun."""
         trainer, module = self.trainer, self.trainer.lightning_module
         if not trainer.training:
             self.epoch_loop.val_loop._module_mode.restore(module)
             trainer.training = True
         torch.set_grad_enabled(True)
         module._current_fx_name = None
-        # Dealt anew to the present ranks when validation runs next.
+        # It is divided among the present ranks when validation runs next.
         self.epoch_loop.val_loop._combined_loader = None
         connector = trainer._logger_connector
         connector._first_loop_iter = None
         connector._current_fx = None
 
     def _show(self) -> None:
-        """Rank 0 is another worker, perhaps: progress bars and loggers go on there."""
+        """Move progress bars and loggers to a new rank 0."""
         trainer, was = self.trainer, self._shown
         self._shown = trainer.is_global_zero
         if was == self._shown:
@@ -267,7 +268,7 @@ class ElasticFitLoop(Trained):
                 bar.disable()
 
     def _leave_signals_alone(self) -> None:
-        """SIGTERM tells a worker to leave, and the others go on; Lightning's handler would have all of them stop."""
+        """Remove Lightning's handler of SIGTERM, which stops all workers; here SIGTERM makes one worker leave."""
         handlers = self.trainer._signal_connector._original_handlers
         if signal.SIGTERM in handlers:
             self.trainer._signal_connector._register_signal(

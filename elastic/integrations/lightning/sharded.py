@@ -1,9 +1,8 @@
-"""A training step of Lightning's as shards: forward and backward of each, and then one step of the optimizer. Acts.
+"""Training steps of Lightning divided into shards: forward and backward of each, then one optimizer step.
 
-Lightning gives ``training_step`` a batch, takes the loss, and has the optimizer step. Here what its loop takes for a
-batch is a step of the loader, which is cut into shards; ``training_step`` is called for each that this rank has, and
-its backward pass follows at once. Gradients are the mean over all shards when the loop over them ends, so the module is
-not wrapped in DDP.
+Lightning passes ``training_step`` a batch, takes the loss, and lets the optimizer step. Here a "batch" is a step of the
+loader, divided into shards; ``training_step`` is called for each shard of this rank, followed at once by its backward
+pass. When the loop over the shards ends, gradients are the mean over all shards, so the module is not wrapped in DDP.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.optimizer.sharded.reducer import ShardReducer
 
-# Private: there is no other way to the order of backward and zero_grad.
+# Private, but nothing public changes the order of backward and zero_grad.
 Automatic: Any = _AutomaticOptimization
 Backward = Callable[[torch.Tensor], object]
 
 
 class ShardedOptimization(Automatic):
-    """Gradients are there when ``training_step`` returns: nothing sets them to zero, and no backward pass follows."""
+    """Disables zero_grad and backward, because gradients are complete when ``training_step`` returns."""
 
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         return None
@@ -36,14 +35,14 @@ class ShardedOptimization(Automatic):
 
 
 class ShardedSteps:
-    """What `ElasticStrategy` does with ``shards``."""
+    """Implementation of `ElasticStrategy` with ``shards``."""
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
-        self._reducers: list[ShardReducer] = []  # shards hold them weakly
+        self._reducers: list[ShardReducer] = []  # the shards reference them weakly
 
     def prepare(self, trainer: Trainer) -> None:
-        """Adds up the gradients of the trainer's optimizers over shards. Raises Invalid for what can't be meant."""
+        """Reduce the gradients of the trainer's optimizers over shards. Raises Invalid for conflicting settings."""
         if trainer.accumulate_grad_batches != 1:
             raise Invalid(
                 "a step accumulates its shards: leave accumulate_grad_batches out, and use more shards for a"
@@ -63,7 +62,7 @@ class ShardedSteps:
         loop.automatic_optimization = made
 
     def loader_of(self, dataloader: Any, order: Mapping[str, Any]) -> DataLoader:
-        """A shard has as many samples as a batch of ``dataloader``. Raises Invalid."""
+        """Return a loader whose shards have as many samples as a batch of ``dataloader``. Raises Invalid."""
         if isinstance(dataloader, DataLoader):
             if dataloader.shards is not self.shards:
                 raise Invalid(
@@ -87,11 +86,11 @@ class ShardedSteps:
         forward: Callable[[Any], Any],
         backward: Backward,
     ) -> torch.Tensor:
-        """All of this rank's shards. Returns the mean of all shards' losses. Raises Invalid, PeerLost."""
+        """Run all of this rank's shards, and return the mean of all shards' losses. Raises Invalid, PeerLost."""
         loader, losses = trainer.fit_loop.loader, []
         for batch in self.shards.over(batches):
             results = trainer.fit_loop.epoch_loop.logged
-            results.batch, results.batch_size = batch, None  # what a logged mean is weighted by
+            results.batch, results.batch_size = batch, None  # the weight of a logged mean
             output = forward(batch)
             loss = output["loss"] if isinstance(output, Mapping) else output
             if not isinstance(loss, torch.Tensor):

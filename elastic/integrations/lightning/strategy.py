@@ -1,4 +1,4 @@
-"""``Trainer(strategy="elastic")``: DDP in a world that may lose workers and gain some while it trains. Acts."""
+"""``Trainer(strategy="elastic")``: DDP in a world that may lose and gain workers during training."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ NAME = "elastic"
 
 
 class ElasticStrategy(DDPStrategy):
-    """``Trainer(strategy=ElasticStrategy())``, or ``strategy="elastic"`` once this module is imported.
+    """Strategy for Trainer: ``strategy=ElasticStrategy()``, or ``"elastic"`` once this module is imported.
 
-    The state is committed after every ``commit_every``-th optimizer step and at the end of each epoch; a failure goes
-    back to the last commit and training goes on there, in the middle of an epoch, with all that Lightning keeps:
-    loops, optimizers, schedulers, callbacks, scaler, logged means, position in the data. ``kwargs`` are those of
-    `DDPStrategy`, among them DDP's own. Raises Invalid outside a job of elasticrun.
+    The state is committed after every ``commit_every``-th optimizer step and at the end of each epoch. After a failure,
+    training resumes from the last commit, in the middle of an epoch, with everything that Lightning keeps: loops,
+    optimizers, schedulers, callbacks, scaler, logged means, and the position in the data. ``kwargs`` are those of
+    `DDPStrategy`, including DDP's own. Raises Invalid outside a job of elasticrun.
 
-    ``shards=elastic.Shards(8)``: a step is 8 batches of the train dataloader, whatever the world, and weights are bit
-    by bit those of a run that nothing disturbed. The module is not wrapped in DDP then. See docs/exact.md.
+    With ``shards=elastic.Shards(8)`` a step is 8 batches of the train dataloader in any world, and weights are bitwise
+    identical to those of an undisturbed run. The module is not wrapped in DDP then. See docs/exact.md.
     """
 
     strategy_name = NAME
@@ -80,12 +80,12 @@ class ElasticStrategy(DDPStrategy):
             each.rank = self.global_rank
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """A newcomer's own, until it has entered the world: rank 0's comes with the state."""
+        """Return the object itself on a new worker that has not entered the world yet; the state brings rank 0's."""
         return obj if lifecycle.current().provisional else super().broadcast(obj, src)
 
     def setup(self, trainer: Trainer) -> None:
         sharding.check_trainer("Lightning", (), [trainer.lightning_module])
-        # First: a schedule that asks for estimated_stepping_batches has the loop set up its data.
+        # First, because a schedule that uses estimated_stepping_batches makes the loop set up its data.
         if trainer.state.fn == TrainerFn.FITTING:
             trainer.fit_loop = ElasticFitLoop.in_place_of(trainer.fit_loop, self)
         super().setup(trainer)
@@ -93,20 +93,23 @@ class ElasticStrategy(DDPStrategy):
             self._sharded.prepare(trainer)
 
     def configure_ddp(self) -> None:
-        """With shards gradients are added up over those, and not over ranks."""
+        """Skip DDP with shards, over which gradients are reduced instead."""
         if self._sharded is None:
             super().configure_ddp()
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """A step in shards stays where it is: its batches are moved one by one."""
+        """Leave a step in shards where it is: its batches are moved one by one."""
         if isinstance(batch, StepShards):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's own, or all of this rank's shards; where the module optimizes by itself it is given the step."""
+        """Run Lightning's own step, or all of this rank's shards.
+
+        A module with manual optimization gets the whole step.
+        """
         module = self.lightning_module
         if self._sharded is None or not module.automatic_optimization:
             return super().training_step(*args, **kwargs)
@@ -122,12 +125,12 @@ class ElasticStrategy(DDPStrategy):
         return self._sharded.step(module.trainer, step, forward, backward)
 
     def follow(self) -> None:
-        """Takes over this worker's place in the present world. DDP is a part of the state, and follows with it."""
+        """Update this worker's place to the present world. DDP is part of the state and follows with it."""
         self.set_world_ranks()
 
     @contextlib.contextmanager
     def dealing(self) -> Iterator[None]:
-        """Train dataloaders that are set up here are dealt by the job's position, not by Lightning's samplers."""
+        """Context in which train dataloaders are divided by the job's position, not by Lightning's samplers."""
         connector = self.lightning_module.trainer._accelerator_connector
         asked, connector.use_distributed_sampler = connector.use_distributed_sampler, False
         self._deals = True

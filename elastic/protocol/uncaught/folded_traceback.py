@@ -1,12 +1,12 @@
-"""An exception as Python prints it, with the frames of this package folded into a line. Decides by file names alone.
+"""An exception as Python prints it, with the frames of this package folded into one line, by file names alone.
 
       File "train.py", line 21, in <module>
         train(state)
       [4 frames of elastic, --verbose shows them]
       File "train.py", line 15, in train
 
-So are more than LONG frames of libraries between two of the script, as a trainer has dozens. Those below the
-last of the script, in which a library raises, are shown.
+More than LONG library frames between two of the script are folded, too, since trainers have dozens. Library frames
+below the last one of the script, in which the exception was raised, are shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 LONG = 6  # frames of libraries
 _ELASTIC = os.path.abspath(os.path.join(__file__, *[os.pardir] * 3))
 _OURS = (_ELASTIC + os.sep, os.path.join(os.path.dirname(_ELASTIC), "horovod") + os.sep)
-# What torch puts between two of our frames, and says nothing.
+# Frames of torch between two frames of this package, which are of no interest.
 _BETWEEN = tuple(
     os.path.join("torch", *each)
     for each in (("_compile.py",), ("_dynamo", ""), ("autograd", "function.py"))
@@ -33,7 +33,7 @@ OURS, SCRIPT = "elastic", ""
 
 
 def library_of(file: str) -> str:
-    """``torch``: whose code a file has; SCRIPT for the user's own."""
+    """Return the top-level package of a file, such as ``torch``; SCRIPT for the user's own."""
     if os.path.abspath(file).startswith(_OURS):
         return OURS
     if _INSTALLED in file:
@@ -44,7 +44,7 @@ def library_of(file: str) -> str:
 
 
 class FoldedStack(traceback.StackSummary):
-    """Its text has one line for each run of frames that are folded."""
+    """A stack whose text has one line for each run of folded frames."""
 
     def format(self, **options: Any) -> list[str]:
         lines: list[str] = []
@@ -61,7 +61,7 @@ class FoldedStack(traceback.StackSummary):
 def _runs(
     frames: Sequence[traceback.FrameSummary],
 ) -> Iterator[tuple[list[str], list[traceback.FrameSummary]]]:
-    """Frames in order, with the libraries of those to fold together; none: they are shown."""
+    """Yield runs of frames in order, each with the libraries of frames to fold; an empty list means to show them."""
     owners = [library_of(frame.filename) for frame in frames]
     fold = [owner == OURS for owner in owners]
     for at in [number for number, owner in enumerate(owners) if owner == OURS]:
@@ -81,7 +81,7 @@ def _runs(
 
 
 def folded(error: BaseException) -> str:
-    """What Python would print of it, in fewer lines. A cause that has no frame but ours is left out."""
+    """Format an exception like Python, but shorter. Omits causes that have only frames of this package."""
     shown = traceback.TracebackException.from_exception(error)
     _fold(shown)
     return "".join(shown.format())
@@ -102,12 +102,14 @@ def _fold(shown: traceback.TracebackException) -> None:
 
 
 def whole(error: BaseException) -> str:
-    """What Python prints of it."""
+    """Format an exception like Python."""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
 def digest(error: BaseException) -> str:
-    """Equal for exceptions of the same classes that were raised at the same lines, whatever their messages."""
+    """Return a digest that is equal for exceptions of the same classes raised at the same lines, whatever their
+    messages.
+    """
     names = hashlib.sha256()
     for each in chain(error):
         names.update(f"{type(each).__module__}.{type(each).__qualname__}\n".encode())
@@ -119,7 +121,7 @@ def digest(error: BaseException) -> str:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """The exception, and those that Python prints with it."""
+    """Return the exception, followed by those that Python prints with it."""
     found: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:
@@ -133,7 +135,7 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def line_of(error: BaseException) -> str:
-    """``train.py:12``: the innermost line of the script in it; empty where there is none."""
+    """Return the innermost line of the script, such as ``train.py:12``; empty if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if library_of(frame.filename) == SCRIPT:

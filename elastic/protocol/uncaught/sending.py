@@ -1,7 +1,7 @@
-"""An exception that ends a worker's script, on its way to the agent: a line of JSON in a pipe that only the two have.
+"""Sends an exception that ends a worker's script to the agent, as a line of JSON in a pipe that only the two share.
 
-The pipe is there before the script begins and works without `init()`. The agent keeps both of its ends, and the worker
-opens it through /proc. Acts; where it can't be opened, or nobody reads it any more, `send` returns False.
+The pipe exists before the script begins and works without `init()`. The agent keeps both of its ends, and the worker
+opens it through /proc. If it cannot be opened, or no longer has a reader, `send` returns False.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import msgspec
 from elastic.errors import CollectiveFailed, Interrupted, summary_of
 from elastic.protocol.uncaught import folded_traceback
 
-DIAGNOSTICS = "ELASTIC_DIAGNOSTICS"  # in a worker's environment: the pipe, and its inode
+DIAGNOSTICS = "ELASTIC_DIAGNOSTICS"  # in a worker's environment: the pipe and its inode
 READ_S = 5.0
-LIMIT = 64 * 1024  # characters of a traceback that are sent; a message may be of any length
+LIMIT = 64 * 1024  # characters of a traceback that are sent
 
 
 class Uncaught(msgspec.Struct, frozen=True, tag=True):
-    """``digest``: the same where the same classes were raised at the same lines. ``line``: ``train.py:12``, or empty.
+    """An exception that ended a script.
 
-    ``peer``: it was raised because another worker was lost, or has failed.
+    ``digest`` is equal for exceptions of the same classes raised at the same lines. ``line``: ``train.py:12``, or
+    empty. ``peer``: it was raised because another worker was lost or has failed.
     """
 
     digest: str
@@ -36,7 +37,7 @@ class Uncaught(msgspec.Struct, frozen=True, tag=True):
 
 
 class TrainingThread(msgspec.Struct, frozen=True, tag=True):
-    """By which name the stacks of a worker, which come in the same pipe, have the thread that called ``init()``."""
+    """ID of the thread that called ``init()``, as in the worker's stacks, which are sent through the same pipe."""
 
     thread: int
 
@@ -53,7 +54,7 @@ def of(error: BaseException) -> Uncaught:
 
 
 def because_of_a_peer(error: BaseException) -> bool:
-    """Whether a collective broke, and this worker did not see why: another one knows more."""
+    """Return whether a collective failed for a reason that another worker knows better."""
     error = _of_a_framework(error)
     found = folded_traceback.chain(error)
     broken = [each for each in found if isinstance(each, (CollectiveFailed, Interrupted))]
@@ -63,7 +64,9 @@ def because_of_a_peer(error: BaseException) -> bool:
 
 
 def _of_a_framework(error: BaseException) -> BaseException:
-    """What a collective raised inside a graph, where the script has TensorFlow's error for it."""
+    """Return the original error of a collective inside a TensorFlow graph, for which the script sees TensorFlow's
+    error.
+    """
     bridge = sys.modules.get("elastic.tensorflow.bridge")
     original = getattr(bridge, "original", None)
     cause = original(error) if callable(original) and hasattr(error, "error_code") else None
@@ -71,7 +74,7 @@ def _of_a_framework(error: BaseException) -> BaseException:
 
 
 def _sendable(text: str) -> str:
-    """Valid UTF-8, and not too long."""
+    """Replace what is not valid UTF-8, and shorten the text to ``LIMIT``."""
     if len(text) > LIMIT:
         left = len(text) - LIMIT
         text = f"{text[: LIMIT // 2]}\n... {left} characters ...\n{text[-(LIMIT // 2) :]}"
@@ -79,7 +82,7 @@ def _sendable(text: str) -> str:
 
 
 def send(error: BaseException, environ: Mapping[str, str]) -> bool:
-    """Whether the agent has it, and shows it."""
+    """Send the exception. Return whether the agent has received it and will print it."""
     fd = opened(environ)
     if fd is None:
         return False
@@ -92,7 +95,7 @@ def send(error: BaseException, environ: Mapping[str, str]) -> bool:
 
 
 def _written(fd: int, data: memoryview) -> bool:
-    """Whether all of it was, before an agent that is stopped or busy has read nothing for READ_S."""
+    """Write all of it. Return False if the agent, stopped or busy, reads nothing for READ_S seconds."""
     os.set_blocking(fd, False)
     while data:
         if not select.select([], [fd], [], READ_S)[1]:
@@ -102,7 +105,7 @@ def _written(fd: int, data: memoryview) -> bool:
 
 
 def opened(environ: Mapping[str, str]) -> int | None:
-    """The pipe, for writing. None where this process has none, or its agent is gone."""
+    """Open the pipe for writing. Return None if there is no pipe, or the agent is gone."""
     path, _, inode = environ.get(DIAGNOSTICS, "").rpartition(":")
     if not path:
         return None
@@ -110,7 +113,7 @@ def opened(environ: Mapping[str, str]) -> int | None:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except OSError:
         return None
-    if str(os.fstat(fd).st_ino) != inode:  # of another process, which has the agent's number
+    if str(os.fstat(fd).st_ino) != inode:  # another process that reuses the agent's ID
         os.close(fd)
         return None
     return fd

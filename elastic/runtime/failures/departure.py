@@ -1,4 +1,4 @@
-"""Errors of user code that are caused by the end of child processes while this worker is leaving. Acts.
+"""Errors of user code that are caused by the end of child processes while this worker is leaving.
 
 Slurm, systemd and other process managers send SIGTERM to every process of a job. A loader worker that exits makes its
 training process raise. Such an error counts as the end of the present world only: this worker still holds the last
@@ -39,7 +39,7 @@ class Departure:
         self._reaped = 0  # value of `_reaped` when user code started
 
     def excuses_error(self) -> bool:
-        """Whether another world may follow an error of user code, with this worker in it.
+        """Return whether another world may follow an error of user code, with this worker in it.
 
         True only once per request to leave; the next error is raised. Children remain ignored until `watch_children`.
         """
@@ -47,7 +47,7 @@ class Departure:
         return self._ends_soon() and self._excused()
 
     def excuses_loss(self) -> bool:
-        """Whether another world, for the last checkpoint, follows a failed collective in a job of fixed size.
+        """Return whether another world, for the last checkpoint, follows a failed collective in a job of fixed size.
 
         The lost peer may already have been notified of the job's end. Children remain ignored until `watch_children`.
         """
@@ -84,7 +84,7 @@ class Departure:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def _had_children(self) -> bool:
-        """Whether user code had child processes.
+        """Return whether user code had child processes.
 
         A loader that was destroyed with the error has already reaped its workers.
         """
@@ -95,7 +95,7 @@ class Departure:
             return excuse_error(self._session.recovery)
 
     def _ends_soon(self) -> bool:
-        """Whether this worker or the job is about to end, now or shortly after one of its child processes."""
+        """Return whether this worker or the job is about to end, now or shortly after one of its child processes."""
         session = self._session
         if (
             session.alone
@@ -127,7 +127,7 @@ def _reaped() -> int:
 
 
 def _has_children() -> bool:
-    """Whether there are child processes, running or not yet reaped."""
+    """Return whether there are child processes, running or not yet reaped."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""Exchange of what each rank of a group called, if the calls differ. Acts; see `calls`."""
+"""Exchange of what each rank of a group called, if the calls differ; see `calls`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def of_all(store: Store | None, group: Differing, mine: Called) -> list[Called]:
     if store is None or not group.key:
         return [mine]
     try:
-        told = store.exchange(
+        answers = store.exchange(
             f"{group.key}/calls", group.rank, group.size, msgspec.msgpack.encode(mine), TELL_S
         )
-        return [msgspec.msgpack.decode(each, type=Called) for each in told]
+        return [msgspec.msgpack.decode(each, type=Called) for each in answers]
     except (CollectiveFailed, msgspec.MsgspecError):
         return [mine]

@@ -1,4 +1,4 @@
-"""Access to the groups of the present world, and handling of failed collectives. Acts.
+"""Access to the groups of the present world, and handling of failed collectives.
 
 User code is interrupted only in the training thread, at the places documented in `run_loop`.
 """

@@ -35,7 +35,7 @@ _HARDWARE = {
 
 
 def at_fault(error: BaseException) -> bool:
-    """Whether the hardware caused this exception, which is about to end the process."""
+    """Return whether the hardware caused this exception, which is about to end the process."""
     verdict = _verdict(error)
     if verdict is None:
         try:
@@ -46,7 +46,7 @@ def at_fault(error: BaseException) -> bool:
 
 
 def _verdict(error: BaseException | None) -> bool | None:
-    """Whether the hardware caused the error; None if its type does not determine it."""
+    """Return whether the hardware caused the error; None if its type does not determine it."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
             return False

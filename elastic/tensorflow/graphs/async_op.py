@@ -1,12 +1,12 @@
-"""An operation for graphs that starts a Python function and is over when that says so: no thread of TensorFlow's waits.
+"""A graph operation that starts a Python function and completes asynchronously, so no thread of TensorFlow waits.
 
-``tf.numpy_function`` occupies a thread of TensorFlow's pool until it returns, so a graph with more collectives under
-way than the pool has threads would never end. This is TensorFlow's ``AsyncOpKernel``, registered through its C API
-(``tensorflow/c/kernels.h``). Knows no collective; `bridge` decides what runs in it.
+``tf.numpy_function`` occupies a thread of TensorFlow's pool until it returns, so a graph with more collectives in
+flight than the pool has threads would deadlock. This is TensorFlow's ``AsyncOpKernel``, registered through its C API
+(``tensorflow/c/kernels.h``). `bridge` decides what runs in it.
 
-The C API hands a kernel the address of a ``std::function`` that its caller destroys when the kernel returns. So it is
-moved to memory of our own, as the move constructor of libstdc++ does it. Where TensorFlow lacks a symbol, or was built
-with another C++ library, `available` says so.
+The C API passes a kernel the address of a ``std::function`` that its caller destroys when the kernel returns. It is
+therefore moved to memory of this module, as libstdc++'s move constructor does. `available` returns False if TensorFlow
+lacks a symbol or was built with another C++ library.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elastic.tensorflow.graphs.lent_memory import LentMemory
 
 OP = "ElasticCall"
 
-# Calls ``call.succeed`` or ``call.fail`` once, now or later, from any thread; raises only before that.
+# Must call ``call.succeed`` or ``call.fail`` once, now or later, from any thread. May raise only before that.
 Start = Callable[["AsyncCall"], None]
 
 _DTYPES = {
@@ -55,7 +55,7 @@ _NUMBERS = {of_torch: number for number, of_torch in _OF_NUMBER.items()}
 _at, _int, _i64, _size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_size_t
 _text = ctypes.c_char_p
 
-# What each returns, then what it takes: as in tensorflow/c/{kernels,ops,tf_status,tf_tensor}.h.
+# Result type and argument types, as in tensorflow/c/{kernels,ops,tf_status,tf_tensor}.h.
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "TF_NewStatus": (_at, ()),
     "TF_DeleteStatus": (None, (_at,)),
@@ -90,12 +90,12 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 _DONE = "TF_RunAsyncOpKernelDoneCallback"
 _SHAPES = "TF_ShapeInferenceContextSetUnknownShape"
 
-# It takes a std::function of libstdc++, whose name is another one in other libraries.
+# Takes a std::function of libstdc++; its mangled name differs with other libraries.
 _LIBSTDCXX = (
     "_ZN10tensorflow16ThreadPoolDevice12ComputeAsyncEPNS_13AsyncOpKernelEPNS_15OpKernelContextE"
     "St8functionIFvvEE"
 )
-# std::function of libstdc++: 16 bytes of what it calls, then two functions, which manage and call that.
+# std::function of libstdc++: 16 bytes for the callable, then two function pointers, its manager and its invoker.
 _FUNCTION_BYTES, _MANAGER = 32, 16
 _DESTROY = 3  # std::_Manager_operation::__destroy_functor
 
@@ -104,27 +104,28 @@ _Compute = ctypes.CFUNCTYPE(None, _at, _at, _at)
 _Manager = ctypes.CFUNCTYPE(ctypes.c_bool, _at, _at, _int)
 
 _starts: weakref.WeakValueDictionary[int, _Callee] = weakref.WeakValueDictionary()
-# Of this process alone: a graph that another one has saved must not find something here.
+# Valid in this process only: a graph saved by another process must not match an entry here.
 _tokens = itertools.count(secrets.randbits(62) + 1)
 
 
 class _Callee:
-    """What starts one operation of a graph: lives as long as the graph."""
+    """Start function of one operation of a graph; lives as long as the graph."""
 
     def __init__(self, start: Start) -> None:
         self.start = start
 
 
 def available() -> bool:
-    """Whether this TensorFlow can be given the operation. Registers it, at the first call."""
+    """Return whether this TensorFlow supports the operation. The first call registers it."""
     return _library() is not None
 
 
 def add(
     start: Start, tensors: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], name: str
 ) -> list[tf.Tensor]:
-    """Adds the operation to the graph that is being built: ``start`` is called whenever it runs. AsyncCall it where
-    `available`. The results have no shapes.
+    """Add the operation to the graph that is being built; ``start`` is called each time it runs.
+
+    Call it only if `available`. The results have no static shapes.
     """
     graph = tf.compat.v1.get_default_graph()
     held = _Callee(start)
@@ -151,8 +152,9 @@ def _types(dtypes: Sequence[tf.DType]) -> Any:
 
 
 def _keep(graph: Any, held: _Callee) -> None:
-    """In the outermost graph, as ``tf.numpy_function`` does: what is built inside it may outlive the graph of a
-    function.
+    """Keep the start function in the outermost graph, like ``tf.numpy_function``.
+
+    What is built inside a function's graph may outlive that graph.
     """
     while (outer := getattr(graph, "outer_graph", None)) is not None:
         graph = outer
@@ -162,7 +164,7 @@ def _keep(graph: Any, held: _Callee) -> None:
 
 
 class AsyncCall:
-    """One run of the operation. `succeed` or `fail` it once, from any thread."""
+    """One run of the operation. Call `succeed` or `fail` once, from any thread."""
 
     def __init__(self, lib: _TensorFlowLibrary, context: int, done: int) -> None:
         self._lib = lib
@@ -170,10 +172,12 @@ class AsyncCall:
         self._done = (ctypes.c_char * _FUNCTION_BYTES).from_buffer_copy(
             (ctypes.c_char * _FUNCTION_BYTES).from_address(done)
         )
-        _at.from_address(done + _MANAGER).value = None  # it is moved from
+        _at.from_address(done + _MANAGER).value = None  # moved from
 
     def inputs(self) -> list[torch.Tensor]:
-        """Views of TensorFlow's memory, which it keeps until the last of them has died. Raises UnsupportedType."""
+        """Return views of TensorFlow's memory, which is kept until the last of them is freed. Raises
+        UnsupportedType.
+        """
         lib, found = self._lib, []
         for number in range(lib.TF_NumInputs(self._context)):
             dtype = _OF_NUMBER.get(lib.TF_InputDatatype(self._context, number))
@@ -192,19 +196,20 @@ class AsyncCall:
                 found.append(torch.empty(shape, dtype=dtype, device="cpu"))
                 continue
             memory = (ctypes.c_char * size).from_address(lib.TF_TensorData(tensor))
-            # A group that was aborted may read from it for a while after the operation has failed.
+            # An aborted group may still read from it for a while after the operation has failed.
             weakref.finalize(memory, lib.TF_DeleteTensor, tensor).atexit = False
             found.append(torch.frombuffer(memory, dtype=dtype).view(shape))
         return found
 
     def succeed(self, results: list[torch.Tensor]) -> None:
-        """Hands these to TensorFlow, tensors on the CPU of the dtypes that were promised; otherwise the operation
-        fails. The list is emptied first: what comes after the operation may look for memory that nobody uses.
+        """Pass the results to TensorFlow: CPU tensors of the expected dtypes; otherwise the operation fails.
+
+        The list is emptied first, because what runs after the operation may reuse memory that is no longer referenced.
         """
         try:
             wanted = self._lib.TF_NumOutputs(self._context)
             if len(results) != wanted:
-                raise ValueError(f"{len(results)} results came, not {wanted}")
+                raise ValueError(f"the function returned {len(results)} results, not {wanted}")
             for number in range(wanted):
                 self._give(number, results[number].detach().contiguous())
             results.clear()
@@ -233,7 +238,7 @@ class AsyncCall:
         lib.TF_DeleteTensor(made)
 
     def fail(self, code: int, message: str) -> None:
-        """The operation raises TensorFlow's error of this code, one of ``tf.errors``."""
+        """Fail the operation with TensorFlow's error of this code, one of ``tf.errors``."""
         lib = self._lib
         status = lib.TF_NewStatus()
         lib.TF_SetStatus(status, code, message.encode())
@@ -252,11 +257,11 @@ def _manager(function: int) -> Any:
 
 
 class _TensorFlowLibrary:
-    """TensorFlow's C API. Raises AttributeError or OSError for what is missing."""
+    """TensorFlow's C API. Raises AttributeError or OSError if a part is missing."""
 
     def __init__(self) -> None:
         file = str(Path(tf.__file__).parent / "libtensorflow_framework.so.2")
-        # What is short keeps the interpreter's lock. The end of an operation starts what comes after it.
+        # Short calls keep the interpreter's lock. Completing an operation releases it, since that starts the next ones.
         quick, self._slow = ctypes.PyDLL(file), ctypes.CDLL(file)
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(quick, name)
@@ -266,7 +271,7 @@ class _TensorFlowLibrary:
         self.done.restype, self.done.argtypes = None, (_at,)
         getattr(self._slow, _LIBSTDCXX)
         self.lent = LentMemory()
-        # These have to stay as long as the process.
+        # Referenced by TensorFlow for the life of the process.
         self._create = _Create(self._created)
         self._compute = _Compute(self._computed)
 
@@ -277,7 +282,7 @@ class _TensorFlowLibrary:
         return _CallStatus(self)
 
     def register(self) -> None:
-        """Raises RuntimeError where TensorFlow refuses it."""
+        """Register operation and kernel. Raises RuntimeError if TensorFlow rejects it."""
         with self.status() as status:
             made = self.TF_NewOpDefinitionBuilder(OP.encode())
             for attribute in ("Tin: list(type) >= 0", "Tout: list(type) >= 0", "token: int"):
@@ -302,7 +307,7 @@ class _TensorFlowLibrary:
         return token.value
 
     def _computed(self, token: int, context: int, done: int) -> None:
-        # What is raised here would be printed, and the operation would never end.
+        # An exception here would only be printed, and the operation would never complete.
         call = AsyncCall(self, context, done)
         try:
             self.lent.collect()
@@ -315,7 +320,7 @@ class _TensorFlowLibrary:
 
 
 class _CallStatus:
-    """Of calls in the block; raises RuntimeError after it where one failed."""
+    """Status of the calls in a block. Raises RuntimeError after it if one of them failed."""
 
     def __init__(self, lib: _TensorFlowLibrary) -> None:
         self._lib = lib

@@ -1,4 +1,7 @@
-"""Which of TensorFlow's errors a collective's error is, as in Horovod: out of a graph it is that, eagerly both."""
+"""Mapping of collectives' errors to TensorFlow's error classes, as in Horovod.
+
+Out of a graph an error is of TensorFlow's class; eagerly it is of both.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import tensorflow as tf
 
 from elastic.errors import CollectiveFailed, NotInitialized, TensorMismatch
 
-# The first that fits counts. What is none of them, such as a lost rank, is unknown to TensorFlow.
+# The first match counts. Other errors, such as a lost rank, are UnknownError.
 _CLASSES: tuple[tuple[type[Exception], type[tf.errors.OpError]], ...] = (
     (CollectiveFailed, tf.errors.UnknownError),
     (TensorMismatch, tf.errors.FailedPreconditionError),
@@ -21,7 +24,7 @@ _CLASSES: tuple[tuple[type[Exception], type[tf.errors.OpError]], ...] = (
 
 
 def class_of(error: BaseException) -> type[tf.errors.OpError]:
-    """TensorFlow's class for it, UnknownError for what has none."""
+    """Return TensorFlow's class for the error; UnknownError by default."""
     for kind, of_tensorflow in _CLASSES:
         if isinstance(error, kind):
             return of_tensorflow
@@ -29,18 +32,18 @@ def class_of(error: BaseException) -> type[tf.errors.OpError]:
 
 
 def code_of(error: BaseException) -> int:
-    """The code of that class, by which TensorFlow's C API knows it."""
+    """Return the code of that class in TensorFlow's C API."""
     return int(class_of(error)(None, None, "").error_code)
 
 
 def for_numpy_function(error: BaseException) -> type[Exception]:
-    """What a function inside ``tf.numpy_function`` raises to come out as that class; it has no FailedPrecondition."""
+    """Return the class to raise in ``tf.numpy_function`` to get that class; it does not support FailedPrecondition."""
     return ValueError if class_of(error) is tf.errors.InvalidArgumentError else RuntimeError
 
 
 @contextlib.contextmanager
 def for_eager() -> Iterator[None]:
-    """Around a collective that runs eagerly: what it raises is also an instance of TensorFlow's class."""
+    """Context of an eager collective: errors raised in it also become instances of TensorFlow's class."""
     try:
         yield
     except Exception as error:

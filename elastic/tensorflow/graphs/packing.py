@@ -1,4 +1,4 @@
-"""Small tensors of a graph travel in one: each that goes to Python and back costs some 20 us, whatever its size."""
+"""Packs small tensors of a graph into one, because each costs some 20 us on its way to Python and back."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-SMALL = 16384  # bytes: above it, copying costs more than the way to Python
-FEW = 4  # tensors: up to here there is nothing to gain
+SMALL = 16384  # bytes: above this, copying costs more than the way to Python
+FEW = 4  # tensors: up to this many, packing gains nothing
 
 Unpack = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Unpack]:
-    """These tensors with the small ones of each dtype in one dimension, one after the other; and the way back.
+    """Return the tensors with the small ones of each dtype joined into one-dimensional tensors, and the inverse
+    function.
 
-    For what works on each element alone. All ranks pack alike: it depends on shapes and dtypes, and on nothing else.
+    For elementwise operations. All ranks pack alike, because it depends only on shapes and dtypes.
     """
     small: dict[tf.DType, list[int]] = {}
     if not tf.executing_eagerly():

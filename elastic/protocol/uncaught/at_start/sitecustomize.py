@@ -1,7 +1,7 @@
-"""What Python imports first in a worker: an exception that ends the script is sent to the agent, and not printed here.
+"""Imported first by Python in a worker: sends an exception that ends the script to the agent instead of printing it.
 
-The agent puts this folder in front of PYTHONPATH. It is taken out again at once, so that neither the script nor its
-children find it, and a sitecustomize of the user's own is imported as it would have been.
+The agent puts this folder in front of PYTHONPATH. It is removed at once, so that neither the script nor its children
+find it, and the user's own sitecustomize is imported as usual.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import TracebackType
 
 
 def leave_path(environ: MutableMapping[str, str]) -> None:
-    """Takes this folder out of PYTHONPATH. A prepared process does so for the environment that it is given."""
+    """Remove this folder from PYTHONPATH. A prefork process does so for the environment that it is given."""
     here = os.path.dirname(os.path.abspath(__file__))
     paths = environ.get("PYTHONPATH", "").split(os.pathsep)
     if here in paths:
@@ -24,17 +24,17 @@ def leave_path(environ: MutableMapping[str, str]) -> None:
 
 
 def arrange() -> None:
-    """An exception that nobody catches is sent. Where that fails, it is printed as it would have been."""
+    """Install a hook that sends uncaught exceptions, and prints them as usual if that fails."""
     process, before = os.getpid(), sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sent = False
-        if os.getpid() == process:  # a child that was forked is not the worker
+        if os.getpid() == process:  # a forked child is not the worker
             try:
                 from elastic.protocol.uncaught import sending
 
                 sent = sending.send(error, os.environ)
-            except Exception:  # this interpreter may have another elastic, or none
+            except Exception:  # this interpreter may have another version of this package, or none
                 sent = False
         if not sent:
             before(kind, error, trace)
@@ -43,13 +43,13 @@ def arrange() -> None:
 
 
 def observe_reads() -> None:
-    """Of the script, where its job has a checkpoint folder: see `elastic.protocol.read_paths`."""
+    """Record the script's reads if its job has a checkpoint folder; see `elastic.protocol.read_paths`."""
     if os.environ.get("ELASTIC_CHECKPOINT_DIR"):
         try:
             from elastic.protocol import read_paths
 
             read_paths.observe(os.environ)
-        except Exception:  # this interpreter may have another elastic, or none
+        except Exception:  # this interpreter may have another version of this package, or none
             return
 
 
