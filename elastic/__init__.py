@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from elastic.state import TorchState as TorchState
 
 
-if not TYPE_CHECKING:  # a type checker is to find names that do not exist
+if not TYPE_CHECKING:  # a type checker must report names that do not exist
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:

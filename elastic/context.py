@@ -37,7 +37,7 @@ class Context(Protocol):
     tracing: Any
     account: Any
     reporting: Any
-    first_not_finite: Any  # None: nobody compares replicas
+    first_not_finite: Any  # None if replicas are not compared
 
     @property
     def place(self) -> Place: ...
@@ -76,15 +76,16 @@ _refusal: Callable[[], str] = str
 
 
 def refuse_collectives(why: Callable[[], str]) -> None:
-    """Register a function that is called before each collective of a script, and returns why none is possible now, or
-    "".
+    """Register a function that is called before each collective of a script.
+
+    It returns the reason why no collective is possible now, or "".
     """
     global _refusal
     _refusal = why
 
 
 def refusal() -> str:
-    """The reason why a script can run no collective now. Empty: it can."""
+    """Return the reason why a script can run no collective now; empty if it can."""
     return _refusal()
 
 

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-SUMMARY_LIMIT = 1000  # characters of an exception in a line of a log; its traceback has all
-# For scripts written for Horovod: the subclass that is made wherever one of these is. See `horovod_errors`.
+SUMMARY_LIMIT = 1000  # characters of an exception in a log line; its traceback has the full text
+# For scripts written for Horovod: class -> the subclass to create in its place. See `horovod_errors`.
 raised_as: dict[type[Interrupted], type[Interrupted]] = {}
 
 
@@ -66,18 +66,19 @@ class StateMismatch(ElasticError):
 
 
 class ShardLost(ElasticError):
-    """No worker holds some shards of a sharded state any more. Ends the job unless there is a checkpoint. ``lost``:
-    each such shard of the newest commit, the number of shards, and the hosts that had it.
+    """No worker holds some shards of a sharded state any more. Ends the job unless there is a checkpoint.
+
+    ``lost``: for each such shard of the newest commit, its number, the number of shards, and the hosts that had it.
     """
 
     def __init__(self, lost: Sequence[tuple[int, int, Sequence[str]]]) -> None:
         self.lost = [(shard, shards, tuple(hosts)) for shard, shards, hosts in lost]
-        said = "; ".join(
+        shards_text = "; ".join(
             f"shard {shard} of {shards} was on {', '.join(dict.fromkeys(hosts)) or 'its own worker only'}"
             for shard, shards, hosts in self.lost
         )
         super().__init__(
-            f"the state is fully sharded, and no worker holds all of it any more: {said or 'no commit was made'}; raise"
+            f"the state is fully sharded, and no worker holds all of it any more: {shards_text or 'no commit was made'}; raise"
             " copies of elastic.TorchState, so that more workers can be lost at once"
         )
 
@@ -246,18 +247,20 @@ class NotPicklable(Invalid, TypeError):
 
 
 class StaleValueWarning(UserWarning):
-    """A value of the script was made for an earlier world and does not follow: a learning rate schedule, an environment
-    variable. The message says what to do.
+    """A value of the script was made for an earlier world and does not follow the change.
+
+    For example a learning-rate schedule or an environment variable. The message says what to do.
     """
 
 
 def summary_of(error: BaseException) -> str:
-    """Return ``OSError: the first line of its message``, up to `SUMMARY_LIMIT` characters; only the class if the
-    message is empty. Notes are omitted.
+    """Return ``OSError: the first line of its message``, up to `SUMMARY_LIMIT` characters, without notes.
+
+    Only the class if the message is empty.
     """
     try:
         text = str(error)
-    except Exception as failure:  # its __str__ raised, and the class is what is known
+    except Exception as failure:  # its __str__ raised, so only the class is known
         text = f"its __str__ raised {type(failure).__name__}"
     lines = filter(None, map(str.strip, text.splitlines()))
     return shortened(": ".join([type(error).__name__, *itertools.islice(lines, 1)]))

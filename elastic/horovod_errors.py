@@ -1,8 +1,9 @@
-"""Horovod's exceptions, for scripts that raise or catch them, and the two that this system raises where they do.
+"""Horovod's exceptions, and the subclasses by which a script that uses Horovod's names catches interruptions. Pure.
 
-A script that only imports `elastic` sees ``PeerLost`` and ``WorldChanging``, which nobody catches by accident. A script
-that imports Horovod's names has ``except HorovodInternalError:`` in it, to log, to clean up or to retry: there the same
-two are raised as classes that are both. Pure. Importing this module changes nothing; the door calls `raise_as_horovod`.
+In a script that only imports `elastic`, interruptions are ``PeerLost`` and ``WorldChanging``, which are not caught by
+accident. A script that imports Horovod's names may contain ``except HorovodInternalError:``, to log, clean up or retry:
+there they are raised as subclasses of both. Importing this module changes nothing; the ``horovod`` package calls
+`raise_as_horovod`.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, PeerLost
 
 
 class HorovodPeerLost(PeerLost, HorovodInternalError):
-    """``PeerLost``, as a script written for Horovod catches it. Caught and not raised again, it comes back at the next
-    collective, step or commit.
+    """``PeerLost`` as caught by a script written for Horovod.
+
+    If it is caught and not raised again, it is raised at the next collective, step or commit.
     """
 
 
 class HorovodWorldChanging(WorldChanging, HostsUpdatedInterrupt):
-    """``WorldChanging``, as a script written for Horovod catches it.
+    """``WorldChanging`` as caught by a script written for Horovod.
 
-    ``skip_sync`` is False: whether a worker started meanwhile lacks the state is only known when the next world stands.
+    ``skip_sync`` is False: whether a new worker lacks the state is only known once the next world is formed.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -50,6 +52,6 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def raise_as_horovod() -> None:
-    """From now on, in this process, a lost peer and a planned change are Horovod's exceptions too."""
+    """Make a lost peer and a planned change Horovod's exceptions, too, in this process from now on."""
     errors.raised_as[PeerLost] = HorovodPeerLost
     errors.raised_as[WorldChanging] = HorovodWorldChanging

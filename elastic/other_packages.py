@@ -1,11 +1,11 @@
-"""Other packages of the index that install into our folders: elastic (elastic constants) and horovod."""
+"""Detection of other packages that install into our folders: elastic (elastic constants) and horovod."""
 
 from __future__ import annotations
 
 import os
 import warnings
 
-# Files and folders that they have and we have not.
+# Files and folders of theirs that this package does not have.
 MARKS = {
     "elastic": ("elastic.py", "_version.py", "cli"),
     "horovod": ("_keras", "common/basics.py", "spark/__init__.py"),
@@ -13,7 +13,9 @@ MARKS = {
 
 
 def warn_of_others(package: str, folder: str) -> None:
-    """One RuntimeWarning if the folder of this package has files of the other one. Workers leave it to the driver."""
+    """Issue a RuntimeWarning if the package's folder has files of another package. Done by the driver, not by
+    workers.
+    """
     if "ELASTIC_WORKER" in os.environ:
         return
     for mark in MARKS[package]:
@@ -28,7 +30,7 @@ def warn_of_others(package: str, folder: str) -> None:
 
 
 def remedy(package: str) -> str:
-    """What to do about it."""
+    """Return instructions to fix it."""
     return (
         "use an environment for each, or run: pip uninstall"
         f" {package}; pip install --force-reinstall --no-deps hvd-elastic"

@@ -1,8 +1,8 @@
-"""Pickles Python objects for the other workers of a job, and for its own commits.
+"""Pickling of Python objects for other workers of a job, and for commits.
 
-All workers run one script, so what the script defines is sent by its name, as pickle does: a class or an enum stays the
-one that the receiver has, and ``state.phase is Phase.MAIN`` holds everywhere. What no name leads to (a lambda, a class
-made in a function, whatever came from the launcher's own script) is sent whole, as cloudpickle does.
+All workers run the same script, so objects defined by the script are pickled by name: a class or enum resolves to the
+receiver's own, and ``state.phase is Phase.MAIN`` holds everywhere. Objects that no name leads to (a lambda, a class
+defined in a function, objects from the launcher's script) are pickled by value, with cloudpickle.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ from typing import Any
 import cloudpickle
 import torch
 
-_YOUNGER_THAN_STORAGES = (
-    frozenset(  # dtypes that torch's own pickles can be written with, and not be read
-        dtype
-        for name, dtype in vars(torch).items()
-        if name.startswith(("uint16", "uint32", "uint64", "float8", "complex32"))
-    )
+_YOUNGER_THAN_STORAGES = frozenset(  # dtypes that torch's pickles can write but not read
+    dtype
+    for name, dtype in vars(torch).items()
+    if name.startswith(("uint16", "uint32", "uint64", "float8", "complex32"))
 )
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Raises what pickle raises."""
+    """Pickles by name where possible. Raises the errors of pickle."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, (type, FunctionType)) and _defined_by_the_script(value):
-            return NotImplemented  # by its name
+            return NotImplemented  # pickle by name
         if isinstance(value, torch.Tensor) and value.dtype in _YOUNGER_THAN_STORAGES:
             content = value.detach().cpu().reshape(-1).view(torch.uint8)
             return _viewed, (content, value.dtype, value.shape, value.requires_grad)

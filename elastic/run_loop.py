@@ -1,10 +1,10 @@
 """The loop under ``@elastic.run``: form a world, send the state to all, train, and repeat when the world changes.
 
-Interruptions reach user code only in the training thread, at a collective, an optimizer step or synchronize, at
-``commit()`` and ``check_host_updates()``. A user's own exception is not recovered here: it ends this process, and the
-driver decides what that means for the others; but for one in a worker that was asked to leave (see
-`failures.departure`). Horovod's two exceptions are what a script raises to be recovered; a
-mismatch of tensors bears their name, and is not, because the same lines would submit the same tensors again.
+Interruptions reach user code only in the training thread: at a collective, an optimizer step or synchronize, at
+``commit()`` and ``check_host_updates()``. A user's own exception is not recovered from here: it ends this process, and
+the driver decides about the other workers, except for one in a worker that was asked to leave (see
+`failures.departure`). A script can raise Horovod's two exceptions to recover. A mismatch of tensors has their name but
+is not recovered from, because the same lines would submit the same tensors again.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ AGAIN = (
 def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
     """Decorate a training function whose first argument is a State; return what the function returns.
 
-    A script may train again, by another such function or another fit() of a trainer, once the first has returned on
-    all workers; that training is not elastic any more, and a line says so.
+    The function is called again after every change of the world, with the state of the last commit (after a failure) or
+    the present one (after a planned change). Raises StateMismatch if this worker's state does not match the others',
+    and any exception of the function.
 
-    The function is called again after every change of the world, with the state of the last commit (after a failure)
-    or the present one (after a planned change). Raises StateMismatch if this worker's state can't
-    match the others', and whatever the function raises.
+    ``sys.exit`` in the function ends this worker's part in the job; the other workers continue at once.
 
-    ``sys.exit`` in it ends this worker's part in the job: the others go on without it at once.
+    A script may train again, with another such function or another fit() of a trainer, once the first has returned on
+    all workers. That training is not elastic, as a log line says.
 
     Example::
 
@@ -135,19 +135,18 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
         except DeviceLost as lost:
             _end_now(rt, lost)
         except ShardLost as lost:
-            # Every worker finds the same: the driver ends the job with this sentence.
+            # Every worker finds the same; the driver ends the job with this message.
             rt.training.lost_shards(str(lost))
             sys.exit(1)
         except Interrupted:
             raise
-        except BaseException as error:  # KeyboardInterrupt too, and what a script has derived
+        except BaseException as error:  # includes KeyboardInterrupt and the script's own subclasses
             if isinstance(error, StateMismatch) and not rt.training.in_user_code:
-                # The driver has turned this worker away, or rank 0's state has. Then the others wait for it in that
-                # transfer, and its process takes seconds to end.
+                # The driver or rank 0's state has rejected this worker. Other workers may wait for it in a transfer,
+                # and its process takes seconds to exit.
                 rt.training.turned_away()
                 raise
-            # The traceback is worded before the process ends, because the driver quotes it if the
-            # job fails.
+            # Formatted before the process ends, because the driver quotes the traceback if the job fails.
             summary, trace = summary_of(error), traceback.format_exc()
             calls = distinct(error.calls) if isinstance(error, TensorMismatch) else ()
             rt.training.raised(summary, trace, hardware_errors.at_fault(error), calls)
@@ -160,7 +159,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
 
 
 def _end_now(rt: Runtime, lost: DeviceLost) -> NoReturn:
-    """End the process at once: every other way would wait for the device."""
+    """End the process at once, because a normal exit would wait for the device."""
     trace = traceback.format_exc()
     rt.training.raised(summary_of(lost), trace, True)
     print(trace, end="", file=sys.stderr, flush=True)
@@ -178,7 +177,7 @@ def _train(
     if rt.elastic:
         sharding_guard.begin()
         state.capture_shards()
-    # As the script has made them so far, on a newcomer too. What it makes from here on may come and go.
+    # Optimizers created by the script so far, also on a new worker. Later ones may come and go.
     others = gradient_layout.outside_state(state.handled())
     departure.waits = rt.elastic or rt.commits.durable is not None
     first = True
@@ -227,22 +226,21 @@ def _train_in_worlds(
         except WorldChanging:
             departure.ignore_children()
             rt.training.interrupted(planned=True)
-            # Unchanged since commit(), or the state at check_host_updates(): a planned change loses
-            # nothing.
+            # Unchanged since commit() or check_host_updates(), so a planned change loses nothing.
             try:
                 rt.commits.keep(state)
-            except PeerLost:  # ranks of a sharded state save it together
+            except PeerLost:  # ranks save a sharded state together
                 _return_to_commit(rt, state)
         except (TensorMismatch, Unsupported, CollectiveFailed):
-            raise  # the second only where a world of a fixed size has lost a worker
+            raise  # Unsupported only in a world of fixed size that has lost a worker
         except (PeerLost, HorovodInternalError, HostsUpdatedInterrupt) as error:
             departure.ignore_children()
             kept = isinstance(error, HostsUpdatedInterrupt) and rt.commits.keep_own(state)
             if not isinstance(error, PeerLost):
-                # Raised by user code, at a place that the driver knows nothing of: as any failure.
+                # Raised by user code, which the driver does not know about; treated as a failure.
                 rt.training.gave_up(summary_of(error))
             if rt.alone and rt.broken:
-                raise  # of a fixed size, without a driver: nobody could form another world
+                raise  # fixed size without a driver: no further world is possible
             _return_to_commit(rt, state, alone=kept)
             if observer is not None:
                 observer.recovered()
@@ -286,8 +284,10 @@ def _same_layout(rank: int, layouts: Sequence[str]) -> None:
 
 
 def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:
-    """What user code returns. torch makes a RuntimeError of whatever a callback of its futures raises, as in a
-    communication hook of DDP that reduces twice: where user code was told of a loss, that is raised in its place.
+    """Call user code, and replace a RuntimeError by the loss that caused it.
+
+    torch converts exceptions in callbacks of its futures, such as a DDP communication hook that reduces twice, to
+    RuntimeError.
     """
     try:
         return user_code()
@@ -297,8 +297,9 @@ def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:
 
 
 def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None:
-    """Waits for a world and brings the state to those of its members that lack it. Raises
-    PeerLost. ``others``: what the layout says of optimizers that are not in the state.
+    """Wait for a world and send the state to its members that lack it. Raises PeerLost.
+
+    ``others``: layout of the optimizers that are not in the state.
     """
     if rt.alone:
         if first:
@@ -333,7 +334,7 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     copied = _bring(rt, state, world)
     lacking = _lacking(world)
     if not first and lacking and world.place.rank not in lacking and state.calls_back():
-        state.save()  # as it was sent to those that lacked it: it is the commit of all from here
+        state.save()  # the state as sent to the others is everyone's commit from here on
     memory_ahead.leave()
     rt.commits.adopt(copied)
     if copied:
@@ -351,12 +352,13 @@ def _bring(rt: Runtime, state: State, world: World) -> int:
 
 
 def _copy_state(rt: Runtime, state: State, world: World) -> int:
-    """Send the state from rank 0 to the ranks that lack the newest commit; the others return at once. Returns bytes
-    copied.
+    """Send the state from rank 0 to the ranks that lack the newest commit; other ranks return at once.
+
+    Returns the number of bytes copied.
     """
     rank, lacking = world.place.rank, _lacking(world)
     if world.holders == 0:
-        state.save()  # the first world: what rank 0 holds now is where all begin
+        state.save()  # the first world starts from rank 0's present state
     if rank != 0 and rank not in lacking:
         return 0
     if not lacking:
@@ -367,7 +369,7 @@ def _copy_state(rt: Runtime, state: State, world: World) -> int:
         copied = state.transfer(group, root=0, group_on=group_on)
     if rank != 0:
         state.save()
-        state.reset()  # samplers divide what is left among the ranks of this world
+        state.reset()  # samplers divide the remaining samples among the ranks of this world
     return copied
 
 

@@ -1,7 +1,8 @@
-"""What ``import torch`` calls in every process: the entry point ``torch.backends``. In a worker that elasticrun has
-started it puts our backend where scripts ask torch.distributed for Gloo, for NCCL or for nothing in particular.
+"""Hook that ``import torch`` calls in every process, through the entry point ``torch.backends``.
 
-Nothing of ours is imported before one of those functions is called: it may be ours that is importing torch.
+In a worker started by elasticrun, it replaces torch.distributed's backend where scripts ask for Gloo, NCCL or the
+default. It imports no other module of this package before one of the replaced functions is called, because one of those
+may be importing torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _originals: dict[str, Callable[..., Any]] = {}  # torch's own functions, by name
 
 
 def autoload() -> None:
-    """Idempotent. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` keeps torch from calling it."""
+    """Install the hooks. Idempotent. Not called with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if os.environ.get(VARIABLE) != "elastic" or c10d is None or _originals:
         return
@@ -32,10 +33,10 @@ def autoload() -> None:
 
 
 def replace(functions: dict[str, Callable[..., Any]]) -> None:
-    """In torch.distributed, where ``name`` is one of REPLACED."""
+    """Replace functions in torch.distributed, each named in REPLACED."""
     for name, function in functions.items():
         setattr(sys.modules["torch.distributed.distributed_c10d"], name, function)
-    # The one of the three that scripts call by its other name.
+    # The only one of the three that is also exported by torch.distributed.
     setattr(sys.modules["torch.distributed"], REPLACED[2], functions[REPLACED[2]])
 
 
@@ -51,7 +52,7 @@ def _at_first_use(name: str) -> Callable[..., Any]:
 
 
 def group_for_ddp() -> Any:
-    """What DistributedDataParallel asks for where it is given no process group."""
+    """Return the process group for a DistributedDataParallel that was given none."""
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
     if not c10d.is_initialized():
         from elastic.errors import Invalid

@@ -1,3 +1,3 @@
-"""The version of this package. Agents and drivers of one job have the same."""
+"""Version of this package, which must be the same for all agents and drivers of a job."""
 
 __version__ = "0.2.0"

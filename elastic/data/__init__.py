@@ -1,4 +1,4 @@
-"""Loads samples so that each counts once per epoch in what is committed. Names are loaded at first use."""
+"""Data loading that counts each sample once per epoch in the commits. Names are imported at first use."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ OPTIONS = {
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether samples are read in sequence, and can't be indexed."""
+    """Return whether samples are read in sequence and cannot be indexed."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 class Seeds(Enum):
-    """What is loaded under its own seed."""
+    """What is loaded under one seed."""
 
     SAMPLE = "sample_seeds"
     BATCH = "batch_seeds"
@@ -39,7 +39,7 @@ class Seeds(Enum):
 
 @dataclass(frozen=True)
 class LoaderArguments:
-    """See `DataLoader`. Raises Invalid."""
+    """Checked arguments of a `DataLoader`. Raises Invalid."""
 
     dataset: Any
     batch_size: int | None = 1
@@ -76,7 +76,7 @@ class LoaderArguments:
         return self.batch_size is None or self.batch_sampler is not None
 
     def dealing(self, size: int) -> Dealing:
-        """How steps are divided in a world of ``size``."""
+        """Return how steps are divided in a world of ``size``."""
         if self.global_batch_size is not None:
             return Dealing(self.shards or size, self.global_batch_size, self.drop_last)
         each = 1 if self.ready or self.batch_size is None else self.batch_size

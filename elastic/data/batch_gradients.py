@@ -1,4 +1,4 @@
-"""The gradients that batches lead to: whether there are new ones, and that those of a placeholder are zeros."""
+"""The gradients produced by batches: detection of new ones, and zeros for those of placeholders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class BatchGradients:
-    """Of the parameters that a loader's batches train; of none, until `parameters` is set."""
+    """Gradients of the parameters that a loader's batches train; none until `parameters` is set."""
 
     def __init__(self) -> None:
         self.parameters: Callable[[], Iterable[torch.Tensor]] = tuple
@@ -17,29 +17,29 @@ class BatchGradients:
         self._hooks: list[Any] = []
 
     def look(self) -> None:
-        """From here on, gradients are `new`."""
+        """Take the present gradients as a reference for `new`."""
         self._before = self._present()
 
     @property
     def new(self) -> bool:
-        """Whether there are gradients that were not there when this was last looked at."""
+        """Return whether there are gradients that did not exist at the last `look`."""
         return bool(self._present() - self._before)
 
     def silence(self) -> None:
-        """Until `count`, every gradient becomes zeros, as those of a rank that has joined."""
+        """Make every gradient zero until `count`, like those of a rank that has joined."""
         self._hooks = [
             each.register_hook(torch.zeros_like) for each in self.parameters() if each.requires_grad
         ]
 
     def count(self) -> None:
-        """Gradients are what they are."""
+        """Stop making gradients zero."""
         if self._hooks:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
 
     def _present(self) -> set[tuple[int, int]]:
-        """One that was added to, or is another tensor, is another element."""
+        """Return the present gradients. One that was added to, or replaced, is a different element."""
         return {
             (id(gradient), 0 if gradient.is_inference() else gradient._version)
             for each in self.parameters()

@@ -12,12 +12,12 @@ from elastic.errors import Invalid
 
 
 def from_torch(loader: Any, **changes: Any) -> DataLoader:
-    """Create a loader with the dataset, batches, order and loader workers of a ``torch.utils.data.DataLoader`` or a
-    ``torchdata.stateful_dataloader.StatefulDataLoader``; ``changes`` override its arguments.
+    """Create a job's loader with the dataset, batches, order and loader workers of a torch loader.
 
-    A ``DistributedSampler`` or an ``ElasticSampler`` is converted to its shuffle and seed, ``RandomSampler`` and
-    ``SequentialSampler`` likewise; other samplers are iterated for their order in every epoch. The position of
-    ``loader`` is not taken over. Raises Invalid.
+    ``loader`` is a ``torch.utils.data.DataLoader`` or a ``torchdata.stateful_dataloader.StatefulDataLoader``;
+    ``changes`` override its arguments. A ``DistributedSampler`` or an ``ElasticSampler`` is converted to its shuffle
+    and seed, ``RandomSampler`` and ``SequentialSampler`` likewise; other samplers are iterated for their order in every
+    epoch. The position of ``loader`` is not copied. Raises Invalid.
     """
     if not isinstance(loader, torch_data.DataLoader):
         raise Invalid(
@@ -41,7 +41,7 @@ def from_torch(loader: Any, **changes: Any) -> DataLoader:
         if not isinstance(loader.dataset, torch_data.IterableDataset):
             given.update(_order_of(loader.sampler))
     if "global_batch_size" in changes and "batch_size" not in changes:
-        given["batch_size"] = 1  # one of the two says how large a step is
+        given["batch_size"] = 1  # only one of the two defines the size of a step
     given.update(changes)
     return DataLoader(loader.dataset, **given)
 
@@ -51,7 +51,7 @@ def _order_of(sampler: Any) -> dict[str, Any]:
         return {"shuffle": sampler.shuffle, "seed": sampler.seed}
     if isinstance(sampler, torch_data.SequentialSampler):
         return {"shuffle": False}
-    # torchdata has a RandomSampler of its own, which is no subclass of torch's.
+    # torchdata's RandomSampler is not a subclass of torch's.
     random = type(sampler).__name__ == "RandomSampler" and not sampler.replacement
     if random and sampler.num_samples == len(sampler.data_source):
         return {"shuffle": True}

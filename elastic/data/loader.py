@@ -1,7 +1,7 @@
-"""A DataLoader whose position belongs to the job: each sample counts once per epoch in the commits. Acts.
+"""A DataLoader whose position belongs to the job: each sample counts once per epoch in the commits.
 
-torch's own DataLoader does the loading. What is added here: which samples a batch has is dealt from the job's position
-(see `positions`), and how far that has come is counted where batches are handed out and optimizers step (see
+torch's own DataLoader loads the samples. This module adds two things: the samples of a batch are determined by the
+job's position (see `positions`), and progress is counted where batches are handed out and optimizers step (see
 `progress`), not where loader workers prefetch.
 """
 
@@ -48,26 +48,30 @@ class DataLoader:
     """Iterate over this rank's batches of an epoch, from the job's position on. Put the loader in the state.
 
     ``loader = elastic.data.DataLoader(dataset, batch_size=32, shuffle=True, num_workers=2)``, then
-    ``TorchState(model=..., optimizer=..., loader=loader)``. ``dataset`` is map-style (with ``__len__`` and
-    ``__getitem__``) or iterable: a stream, which every rank reads whole. ``batch_size``: samples per rank and step;
-    None where a sample of the dataset is a batch already. ``global_batch_size`` instead: samples per step of all ranks
-    together, however many they are. ``shuffle``, ``seed``: the order of torch's ``DistributedSampler``. ``sampler``,
-    ``batch_sampler``: any that draws for the whole job, and the same under the same seeds of torch, random and numpy.
-    ``drop_last``: an epoch ends before a step that is not whole. ``sample_seeds``: each sample is loaded under seeds of
-    its own, whatever process loads it (see `SeededDataset`); False: under none. By default each batch of exact
-    ``shards`` is, and each sample of a stream in them. All other arguments are torch's.
+    ``TorchState(model=..., optimizer=..., loader=loader)``.
 
-    ``shards=elastic.Shards(8)`` with ``global_batch_size``: a step is cut into 8 shards whatever the world, and
-    ``for step in loader: for batch in shards.over(step): ...`` has this rank's. With a number alone they are dealt in
-    blocks.
+    Args:
+        dataset: map-style (with ``__len__`` and ``__getitem__``) or iterable: a stream, which every rank reads whole.
+        batch_size: samples per rank and step; None if a sample of the dataset is already a batch.
+        global_batch_size: instead of it: samples per step of all ranks together, however many there are.
+        shuffle, seed: the order of torch's ``DistributedSampler``.
+        sampler, batch_sampler: any that draws for the whole job, and the same under the same seeds of torch, random and
+            numpy.
+        drop_last: end an epoch before an incomplete step.
+        sample_seeds: load each sample under its own seeds (see `SeededDataset`); False: under none.
+            By default each batch of exact ``shards`` has its own seeds, and each sample of a stream in them.
+        shards: ``elastic.Shards(8)``, with ``global_batch_size``: divide a step into 8 shards in any world;
+            ``for step in loader: for batch in shards.over(step): ...`` iterates over this rank's. A plain number assigns
+            shards to ranks in blocks.
+        options: all other arguments of torch's DataLoader.
 
-    Iterating goes on where the last iteration was left, by a recovery or by ``break``; at the end of an epoch the next
-    one becomes the present one. A loader in no state begins each iteration anew. Raises Invalid, NotInitialized.
+    Iterating continues where the last iteration was left, by a recovery or by ``break``; after the end of an epoch the
+    next one is current. A loader in no state starts each iteration from the beginning. Raises Invalid, NotInitialized.
 
-    Attributes: ``epoch``, ``position``, ``remaining``; ``weight`` and ``shard`` of the batch in hand: a mean over it
-    times ``weight`` has as its mean over the ranks that over the whole step (1.0 but for the last steps of an epoch;
-    0.0 where this rank has no sample and was given one that is not to count); ``ahead``: batches that whoever iterates
-    takes before it trains on the one in hand, 0.
+    Attributes: ``epoch``, ``position``, ``remaining``; ``weight`` and ``shard`` of the current batch: the average over
+    ranks of a batch mean times ``weight`` is the mean over the whole step (1.0 except in the last steps of an epoch;
+    0.0 if this rank has no sample and was given a placeholder); ``ahead``: number of batches that the loop fetches
+    before it trains on the current one, 0.
     """
 
     def __init__(
@@ -116,19 +120,20 @@ class DataLoader:
         streams = self.arguments.streams
         self._source: Source = (StreamSource if streams else IndexedSource)(self.arguments)
         self._progress = DataProgress()
-        self._passes = 0  # begun; an iterator has the number of its own
-        self._handed_some = False  # of this pass, that a step of an optimizer may be due to
+        self._passes = 0  # number of started passes; each iterator has its number
+        # batches of this pass were handed out, on which an optimizer step may depend
+        self._handed_some = False
         self._in_state = self._awaits_steps = False
         self._gradients = BatchGradients()
-        self._dealt = Dealing(1, 1)  # to the world that the present pass is in
-        self._count = optimizer_steps.count()  # when it was last looked at
-        self._moves = 0  # times that the position was set from outside
+        self._dealt = Dealing(1, 1)  # for the world of the present pass
+        self._count = optimizer_steps.count()  # of optimizer steps, at the last check
+        self._moves = 0  # number of times the position was set from outside
         self._noting = environment.digests()
-        self._handed: list[tuple[Position, int, list[int]]] = []  # not reported yet; in tests
+        self._handed: list[tuple[Position, int, list[int]]] = []  # not reported yet; used in tests
         optimizer_steps.watch()
         loaders.add(self)
 
-    # ---- what scripts call -----------------------------------------------------------------------
+    # ---- for scripts -----------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
@@ -147,7 +152,7 @@ class DataLoader:
 
     @property
     def in_state(self) -> bool:
-        """Whether it is part of a state, whose commits have its position."""
+        """Return whether it is part of a state, whose commits have its position."""
         return self._in_state
 
     @property
@@ -189,10 +194,10 @@ class DataLoader:
         self._handed_some = False
         return LoaderIterator(self, self._passes)
 
-    # ---- what a state calls ----------------------------------------------------------------------
+    # ---- for states ------------------------------------------------------------------------------
 
     def attach(self, parameters: Callable[[], Iterable[torch.Tensor]], *, stepped: bool) -> None:
-        """Mark it as part of a state, with these parameters; ``stepped``: and with an optimizer that trains them."""
+        """Mark it as part of a state with these parameters. ``stepped``: an optimizer of the state trains them."""
         self._in_state = True
         self._gradients.parameters, self._awaits_steps = parameters, stepped
 
@@ -208,7 +213,7 @@ class DataLoader:
                 "of a stream" if length is None else f"of {length}",
                 order if by is None else f"by {type(by).__name__}",
                 f"seed {arguments.seed}",
-                # Without exactness a restart may choose other batches.
+                # Without exactness a restart may use other batches.
                 *([f"batch {arguments.global_batch_size}"] if exact else []),
                 *(["drop_last"] if exact and arguments.drop_last else []),
                 *([arguments.seeds.value] if exact and arguments.seeds else []),
@@ -216,19 +221,19 @@ class DataLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The values of a commit: four, for any dataset."""
+        """Return the values of a commit: four, for any dataset."""
         return self._progress.state_dict(before_steps=self._look_for_steps())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a committed position."""
         self._leave()
         self._progress.load_state_dict(state)
-        self._handed = []  # what was not committed is trained again, by whomever
+        self._handed = []  # uncommitted samples are trained again, on any rank
 
     def reset(self) -> bool:
         """Return to the trained position after a change of the world, and divide the remaining samples again.
 
-        Whether batches were handed out that are dealt again: gradients of theirs must not count.
+        Returns whether batches were handed out that will be handed out again, so that their gradients must not count.
         """
         position = self._progress.committed(before_steps=self._look_for_steps())
         again = position != self.position
@@ -237,7 +242,7 @@ class DataLoader:
         return again
 
     def take_trained(self) -> list[tuple[int, list[int]]]:
-        """For tests (ELASTIC_DIGESTS=1): epochs and the ids that this commit counts and earlier ones did not."""
+        """Return epochs and the IDs that this commit counts and earlier ones did not. For tests (ELASTIC_DIGESTS=1)."""
         upto = self._progress.committed(before_steps=self._look_for_steps())
         done: dict[int, list[int]] = {}
         for _, epoch, samples in (each for each in self._handed if each[0] <= upto):
@@ -245,7 +250,7 @@ class DataLoader:
         self._handed = [each for each in self._handed if each[0] > upto]
         return sorted(done.items())
 
-    # ---- inside ----------------------------------------------------------------------------------
+    # ---- implementation --------------------------------------------------------------------------
 
     def _length(self) -> int:
         length = self._source.length(self.epoch)
@@ -258,8 +263,10 @@ class DataLoader:
         return self.arguments.dealing(present_world()[1])
 
     def _look_for_steps(self) -> bool:
-        """Notes that an optimizer has stepped. Whether one is going to, for the first time since this loader was made:
-        there are gradients of batches of this pass.
+        """Record optimizer steps.
+
+        Returns whether the first step since this loader was created is about to come: there are gradients of batches of
+        this pass.
         """
         count, progress = optimizer_steps.count(), self._progress
         if count != self._count:
@@ -270,7 +277,7 @@ class DataLoader:
             self._handed_some
             and self._awaits_steps
             and not progress.by_steps
-            # A rank that has only shards without samples has no gradients, and agrees with the others all the same.
+            # A rank whose shards have no samples has no gradients, but must agree with the other ranks.
             and (self.arguments.shards is not None or self._gradients.new)
         )
 
@@ -302,7 +309,7 @@ class DataLoader:
         return self._source.begin(position, dealing, self._mine(world))
 
     def _mine(self, world: World) -> list[int]:
-        """The parts of a step that this rank has."""
+        """Return the parts of a step that this rank has."""
         rank, size, _ = world
         shards = self.arguments.shards
         if shards is None:
@@ -318,7 +325,7 @@ class DataLoader:
     def _finish(self) -> None:
         """Handle the end of the epoch."""
         self._progress.finish()
-        self._handed_some = self.ahead > 0  # those are still trained on
+        self._handed_some = self.ahead > 0  # of batches that are still being trained on
 
     def _hand_out(self, step: range, part: int) -> None:
         """Make this batch the current one."""
@@ -326,7 +333,7 @@ class DataLoader:
         self.weight = 0.0 if part == NOBODY else dealing.weight(step, part)
         self.shard = part
         if self.arguments.shards is not None:
-            self._gradients.count()  # those of the shard before it are there
+            self._gradients.count()  # the gradients of the previous shard are complete
         if self.weight == 0.0 and part != NOBODY:
             self._gradients.silence()
         if self._noting and part != NOBODY:
@@ -346,9 +353,7 @@ class DataLoader:
 
 
 class LoaderIterator(Iterator[Any]):
-    """One pass over what is left of an epoch. It follows the loader where that is set to another position, and the
-    world where that changes.
-    """
+    """One pass over the rest of an epoch. Follows changes of the loader's position and of the world."""
 
     def __init__(self, loader: DataLoader, number: int) -> None:
         self._loader = loader
@@ -362,7 +367,7 @@ class LoaderIterator(Iterator[Any]):
         loader = self._loader
         world = loader._next_of(self._number)
         if (loader._moves, world) != self._at:
-            self._batches = iter(())  # its loader workers end before others start
+            self._batches = iter(())  # its loader workers end before new ones start
             self._shards, self._over = None, False
             self._batches = loader._begin(world)
             self._at = (loader._moves, world)
@@ -387,7 +392,7 @@ class LoaderIterator(Iterator[Any]):
 class StepShards(Iterator[Any]):
     """This rank's shards of one step: one batch per shard, loaded on demand. Iterate to its end.
 
-    ``held``: their numbers. A rank that has none gets one of these all the same, which is empty.
+    ``held``: their numbers. On a rank without shards it is empty.
     """
 
     def __init__(
@@ -400,17 +405,17 @@ class StepShards(Iterator[Any]):
 
     @property
     def in_state(self) -> bool:
-        """Whether commits have the loader's position."""
+        """Return whether commits have the loader's position."""
         return self._loader.in_state
 
     @property
     def shards(self) -> GivenShards | None:
-        """The shards that the step is divided into; None: into a number of shards."""
+        """The shards that the step is divided into; None if they were given as a number."""
         return self._loader.shards
 
     @property
     def taken(self) -> bool:
-        """Whether all of its batches were handed out."""
+        """Return whether all of its batches were handed out."""
         return self._left == 0
 
     def __getitem__(self, key: object) -> Any:
@@ -428,7 +433,7 @@ class StepShards(Iterator[Any]):
         return batch
 
     def take(self) -> tuple[Any, bool]:
-        """The next batch, and whether loading it has changed this process's generators: seed them then."""
+        """Return the next batch, and whether loading it changed this process's generators, which then need seeding."""
         seeded = self._loader._source.seeded
         if seeded is None or self._loader.num_workers > 0:
             return next(self), False
@@ -439,7 +444,7 @@ class StepShards(Iterator[Any]):
             seeded.restores = True
 
     def check_done(self) -> None:
-        """Raises Invalid if a batch would be lost."""
+        """Raise Invalid if a batch would be lost."""
         if self._left:
             raise Invalid(
                 f"{self._left} shards of a step were not used, and their samples would be lost: iterate over all"
@@ -448,7 +453,7 @@ class StepShards(Iterator[Any]):
 
 
 def _check_joined() -> None:
-    """Raises NotInitialized in a worker of a job that has not joined it yet."""
+    """Raise NotInitialized in a worker of a job that has not joined it yet."""
     if lifecycle.position() is None:
         env = environment.read()
         if env.driver is not None or (env.started is not None and env.started.way is not None):

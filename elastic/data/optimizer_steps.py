@@ -1,4 +1,4 @@
-"""Counts the steps of every torch optimizer of this process, so that a loader knows what has been trained on."""
+"""Counts the steps of all torch optimizers of this process, so that a loader knows which batches were trained on."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _watching = False
 
 
 def _note(*_: object) -> None:
-    # A plain store of a constant: compiled into a graph, it is replayed without a guard or a graph break.
+    # A plain store of a constant, which a compiled graph replays without a guard or a graph break.
     global _stepped
     _stepped = True
 
 
 def count() -> int:
-    """Another number than before: some optimizer has stepped since this was last asked. 0: none ever has."""
+    """Return a number that changes if an optimizer has stepped since the last call. 0: none ever has."""
     global _stepped, _count
     if _stepped:
         _stepped = False
@@ -23,7 +23,7 @@ def count() -> int:
 
 
 def watch() -> None:
-    """From now on steps are counted. Idempotent."""
+    """Start counting. Idempotent."""
     global _watching
     if not _watching:
         from torch.optim.optimizer import register_optimizer_step_post_hook

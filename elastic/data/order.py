@@ -15,15 +15,13 @@ from elastic.errors import Invalid
 
 
 def shuffled(length: int, seed: int, epoch: int) -> torch.Tensor:
-    """A permutation, int64 of shape ``[length]``: that of ``torch.utils.data.DistributedSampler`` with this seed and
-    epoch.
-    """
+    """Return the permutation of torch's ``DistributedSampler`` for this seed and epoch: int64 of shape ``[length]``."""
     generator = torch.Generator(device="cpu").manual_seed(seed + epoch)
     return torch.randperm(length, generator=generator, dtype=torch.int64, device="cpu")
 
 
 def sequential(length: int) -> torch.Tensor:
-    """int64 [length]."""
+    """Return 0, 1, ...: int64 of shape ``[length]``."""
     return torch.arange(length, dtype=torch.int64, device="cpu")
 
 
@@ -31,20 +29,20 @@ class EpochOrder:
     """Cache of the present epoch's order, since every recovery needs it again."""
 
     def __init__(self, draw: Callable[[int, int], Any]) -> None:
-        self._draw = draw  # (length, epoch): the order, which slices
+        self._draw = draw  # (length, epoch): the order, as a sliceable object
         self._of: tuple[int, int] | None = None
         self._order: Any = None
 
     def of(self, length: int, epoch: int) -> Any:
-        """An int64 array of shape ``[length]``, or a list of the values that a sampler has drawn."""
+        """Return an int64 array of shape ``[length]``, or a list of the values that a sampler has drawn."""
         if self._of != (length, epoch):
             self._order, self._of = self._draw(length, epoch), (length, epoch)
         return self._order
 
 
 def permutation(shuffle: bool, seed: int) -> EpochOrder:
-    """Each sample once."""
-    # Slices of numpy's arrays cost a fraction of those of tensors.
+    """Return the order in which each sample occurs once."""
+    # Slices of numpy arrays cost a fraction of those of tensors.
     return EpochOrder(
         lambda length, epoch: (
             shuffled(length, seed, epoch) if shuffle else sequential(length)
@@ -53,8 +51,9 @@ def permutation(shuffle: bool, seed: int) -> EpochOrder:
 
 
 def drawn_by(sampler: Iterable[Any], seed: int, what: str) -> EpochOrder:
-    """Draw from a sampler under a seed of the epoch: indices, or lists of them. Raises Invalid if it draws other values
-    each time, since no two ranks would agree.
+    """Return the order drawn by a sampler under a seed of the epoch: indices, or lists of them.
+
+    Raises Invalid if it draws different values each time, since the ranks could not agree.
     """
 
     def draw(length: int, epoch: int) -> Sequence[Any]:
@@ -83,7 +82,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Restore these generators afterwards."""
+    """Restore this process's generators of torch (CPU), random and numpy afterwards."""
     numpy = sys.modules.get("numpy")
     saved = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
     try:
@@ -97,7 +96,7 @@ def kept() -> Iterator[None]:
 
 def plant(seed: int) -> None:
     """Seed this process's generators of torch (CPU), random and numpy."""
-    # torch.manual_seed() would also seed the GPUs, which no sample is loaded on.
+    # torch.manual_seed() would also seed the GPUs, which do not load samples.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")

@@ -64,7 +64,7 @@ class DataProgress:
         self.position = Position(self.position.epoch + 1, 0)
         self.length = None
         if self.ahead:
-            # The last batches are still being trained on; `settle` says when they are done.
+            # the last batches are still being trained on, until `settle`
             self._handed = deque([Position(last.epoch, self._handed[-1].consumed)], maxlen=1)
         else:
             self.settle()

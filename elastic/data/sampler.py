@@ -1,4 +1,4 @@
-"""Divide the samples of an epoch among the workers of the world, and again when the world changes.
+"""Division of the samples of an epoch among the workers of the world, repeated when the world changes.
 
 The epoch has one order, the same on all workers. Round r of a partition is the next ``num_replicas`` samples of that
 order, one per rank. So the samples that all workers have finished are always a prefix of the order, and its length is a
@@ -22,7 +22,9 @@ from elastic.runtime import lifecycle
 
 class ElasticSampler(Sampler[int]):
     """A sampler that counts each sample once per epoch in the committed history, except repeats that fill the last
-    round. `elastic.data.DataLoader` needs no repeats, and no ``record_batch``.
+    round.
+
+    `elastic.data.DataLoader` needs no repeats and no ``record_batch``.
 
     Call ``record_batch`` after each batch, ``set_epoch`` at the *end* of each epoch (it clears the progress), and put
     the sampler in the state. ``dataset`` needs a length of at least 1. Raises Invalid.
@@ -62,7 +64,7 @@ class ElasticSampler(Sampler[int]):
         self.num_samples = 0
         self.total_size = 0
         self._noting = environment.digests()
-        self._trained: dict[int, list[int]] = {}  # by epoch, what is not committed yet; in tests
+        self._trained: dict[int, list[int]] = {}  # by epoch, not committed yet; used in tests
         self._start = 0  # of this partition in the epoch's order
         self._dealt_to: tuple[int, int, int] | None = None
         self._order: torch.Tensor | None = None
@@ -70,9 +72,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch, with its own order and no progress. At the start of a loop it would discard restored
-        progress.
-        """
+        """Start an epoch with its own order and no progress. Called at the start of a loop, it discards progress."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
@@ -89,11 +89,11 @@ class ElasticSampler(Sampler[int]):
             done = (self.processed_num - self._start) // self.num_replicas
             mine = self._indices()[done : done + size]
             self._trained.setdefault(self.epoch, []).extend(mine)
-        # The last round may be filled with repeats, and the last batch be said to be larger than it was.
+        # The last round may contain repeats, and the last batch may be smaller than reported.
         self.processed_num = min(self.processed_num + size * self.num_replicas, len(self.dataset))
 
     def take_trained(self) -> list[tuple[int, list[int]]]:
-        """For tests (ELASTIC_DIGESTS=1): epochs and the ids that this rank has finished since the last call."""
+        """Return epochs and the IDs that this rank has finished since the last call. For tests (ELASTIC_DIGESTS=1)."""
         trained, self._trained = self._trained, {}
         return sorted(trained.items())
 
@@ -104,7 +104,7 @@ class ElasticSampler(Sampler[int]):
         """Restore epoch and progress, and divide the remaining samples among the present world."""
         self.epoch = state_dict["epoch"]
         self.processed_num = min(state_dict["processed_num"], len(self.dataset))
-        self._trained = {}  # what was not committed is trained again, by whomever
+        self._trained = {}  # uncommitted samples are trained again, on any rank
         self.reset()
 
     def reset(self) -> None:
@@ -126,10 +126,10 @@ class ElasticSampler(Sampler[int]):
         return iter(self._indices())
 
     def _indices(self) -> list[int]:
-        """This rank's indices, in order, from the start of the present partition."""
+        """Return this rank's indices, in order, from the start of the present partition."""
         rounds = torch.arange(self.num_samples, dtype=torch.int64, device="cpu")
         positions = self._start + rounds * self.num_replicas + self.rank
-        # The last round is filled from the start of the epoch's order, as often as it takes.
+        # The last round is filled from the start of the epoch's order, repeatedly if necessary.
         whole = self._epoch_order()
         indices: list[int] = whole[positions % len(whole)].tolist()
         return indices
@@ -144,7 +144,7 @@ class ElasticSampler(Sampler[int]):
             self.reset()
 
     def _epoch_order(self) -> torch.Tensor:
-        """int64 [samples]; kept, because every recovery needs it again."""
+        """Return the order as int64 [samples]. Cached, because every recovery needs it again."""
         of = (len(self.dataset), self.epoch, self.seed)
         if self._order is None or self._order_of != of:
             self._order = (
@@ -157,7 +157,7 @@ class ElasticSampler(Sampler[int]):
 
 
 def present_world() -> tuple[int, int, int]:
-    """Rank, size, generation."""
+    """Return rank, size and generation."""
     found = lifecycle.position()
     if found is None:
         return 0, 1, 0

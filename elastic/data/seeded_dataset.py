@@ -1,4 +1,4 @@
-"""Loads samples under seeds that belong to them: what is random in them is the same in whatever process loads them."""
+"""Loads samples under their own seeds, so that random augmentation does not depend on the process that loads them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from elastic.data.order import kept, plant
 
 
 class SeededDataset(Dataset[Any]):
-    """A map-style dataset that is asked for a batch: seeds, each with the indices that are loaded under it.
+    """A map-style dataset indexed by batches of (seed, indices to load under it).
 
-    The generators of torch (CPU), random and numpy are seeded before those indices are asked for; ``collate`` makes a
-    batch of all samples, and draws on from those of the last one. In the process that trains they are put back
-    afterwards, while it ``restores`` them: that takes as long as seeding them twenty times.
+    The generators of torch (CPU), random and numpy are seeded before these indices are loaded; ``collate`` makes a
+    batch of all samples and continues with the generators of the last one. In the training process they are restored
+    afterwards if ``restores``, which takes as long as seeding them twenty times.
     """
 
     restores = True
@@ -31,7 +31,8 @@ class SeededDataset(Dataset[Any]):
             return self._load(drawn)
 
     def _load(self, drawn: list[tuple[int, list[Any]]]) -> Any:
-        together = getattr(self.dataset, "__getitems__", None)  # as torch's loader asks for many
+        # torch's loader uses it to fetch many samples
+        together = getattr(self.dataset, "__getitems__", None)
         samples: list[Any] = []
         for seed, indices in drawn:
             plant(seed)
@@ -40,5 +41,5 @@ class SeededDataset(Dataset[Any]):
 
 
 def as_it_is(batch: Any) -> Any:
-    """For torch's loader, where the dataset gives whole batches."""
+    """Collate function of torch's loader if the dataset returns whole batches."""
     return batch

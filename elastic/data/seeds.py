@@ -1,4 +1,4 @@
-"""Seeds that belong to what is drawn, and not to the process or the rank that draws it. Pure."""
+"""Seeds that depend on what is drawn, not on the process or rank that draws it. Pure."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import hashlib
 
 
 def seed_of(purpose: str, *numbers: int) -> int:
-    """A 64-bit hash: ``seed_of("sample", seed, epoch, index)``. The same in every process and every version.
+    """Return a 64-bit hash: ``seed_of("sample", seed, epoch, index)``. The same in every process and version.
 
-    BLAKE2b (RFC 7693) of the words, joined by commas.
+    It is BLAKE2b (RFC 7693) of the words, joined by commas.
     """
     text = ",".join((purpose, *map(str, numbers)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """For all that is random in loading one sample."""
+    """Return the seed for loading one sample."""
     return seed_of("sample", seed, epoch, index)
 
 
 def batch_seed(seed: int, epoch: int, start: int, part: int) -> int:
-    """For all that is random in a part of the step that begins at this place of an epoch."""
+    """Return the seed for a part of the step that starts at this place of an epoch."""
     return seed_of("batch", seed, epoch, start, part)

@@ -40,7 +40,7 @@ class ShardedFiles(Dataset[Any]):
         self._read = read
         self._ends = list(accumulate(self.lengths))
         self._indexed: bool | None = None
-        # Which, what was read, the next of its samples.
+        # Number of the open file, its content, and the index of its next sample.
         self._open: tuple[int, Any, int] | None = None
 
     def __len__(self) -> int:
@@ -84,7 +84,8 @@ class ShardedFiles(Dataset[Any]):
         return torch.cat(pieces).numpy()
 
     def _opened(self, number: int) -> Any:
-        # A sample draws the same numbers, whoever opens its file or reads those before it.
+        # Restores the generators, so that a sample draws the same numbers whichever process opens its file or skips
+        # others.
         with kept():
             return self._read(self.files[number])
 

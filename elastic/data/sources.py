@@ -1,4 +1,4 @@
-"""Loads what is dealt, by torch's DataLoader: samples of a dataset by their indices, or parts of a stream."""
+"""Loading of the assigned samples with torch's DataLoader: by index, or as parts of a stream."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from elastic.data.seeds import batch_seed, sample_seed
 from elastic.data.stream import NOBODY, StreamDataset
 
 Collate = Callable[[Any], Any]
-Loaded = tuple[range, int, Any]  # a step, the number of a part, its batch
+Loaded = tuple[range, int, Any]  # a step, the number of a part, and its batch
 
 
 class Source(Protocol):
-    """What a loader asks of a dataset. ``seeded``: where samples are loaded by it, in whatever process."""
+    """The part of a dataset that a loader uses. ``seeded``: loads samples under seeds, if set."""
 
     seeded: SeededDataset | None
 
     def length(self, epoch: int) -> int | None:
-        """How much is dealt in an epoch; None: only the end of the stream will tell."""
+        """Return the number of samples in an epoch; None if only the end of the stream determines it."""
 
     def begin(self, position: Position, dealing: Dealing, mine: list[int]) -> Iterator[Loaded]:
-        """The parts ``mine`` of all steps from a position on, in order. A part without samples has one that is not to
-        count.
+        """Yield the parts ``mine`` of all steps from a position on, in order.
+
+        A part without samples gets a placeholder that must not count.
         """
 
     def ids(self, epoch: int, places: range) -> list[int]:
-        """Of the samples at these places of the epoch's order."""
+        """Return the IDs of the samples at these places of the epoch's order."""
 
 
 class IndexedSource:
@@ -63,7 +64,7 @@ class IndexedSource:
         length, arguments = self.length(position.epoch) or 0, self._arguments
         drawn = self._order.of(len(arguments.dataset), position.epoch)
 
-        asked: deque[tuple[range, int]] = deque()  # what is loaded, and was not handed out yet
+        asked: deque[tuple[range, int]] = deque()  # requested, not handed out yet
 
         def indices() -> Iterator[Any]:
             for step in dealing.rest(position.consumed, length):
@@ -119,7 +120,7 @@ class StreamSource:
 
 
 class _Indices:
-    """torch's loader asks for what makes a batch here, each time it is iterated over."""
+    """Batch sampler of torch's loader, which iterates over it once per pass."""
 
     def __init__(self) -> None:
         self.make: Callable[[], Iterator[Any]] = lambda: iter(())
@@ -129,7 +130,7 @@ class _Indices:
 
 
 class _CollateOne:
-    """For samples that are batches already."""
+    """Collate function for samples that are already batches."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
@@ -150,7 +151,7 @@ def _collate(arguments: LoaderArguments) -> Collate:
 
 
 def _options(arguments: LoaderArguments) -> dict[str, Any]:
-    # Without a generator torch would draw a number from the training process's for each iteration.
+    # Without a generator torch would draw from the training process's for each iteration.
     generator = torch.Generator(device="cpu").manual_seed(arguments.seed)
     return {"num_workers": arguments.num_workers, "generator": generator, **arguments.options}
 
@@ -172,7 +173,7 @@ def _listed(some: Any) -> list[Any]:
 
 
 def _drawn(drawn: Any, places: range, arguments: LoaderArguments) -> list[Any]:
-    """The indices of a batch."""
+    """Return the indices of a batch."""
     found = _listed(drawn[places.start : places.stop])
     return found if arguments.batch_sampler is None else list(found[0])
 
@@ -180,7 +181,7 @@ def _drawn(drawn: Any, places: range, arguments: LoaderArguments) -> list[Any]:
 def _under_seeds(
     indices: list[Any], epoch: int, start: int, part: int, arguments: LoaderArguments
 ) -> list[Any]:
-    """What torch's loader asks the dataset for, a batch at a time: indices, or what a `SeededDataset` takes."""
+    """Return what torch's loader fetches for a batch: indices, or pairs for a `SeededDataset`."""
     if arguments.seeds is Seeds.SAMPLE:
         return [(sample_seed(arguments.seed, epoch, index), [index]) for index in indices]
     if arguments.seeds is Seeds.BATCH:

@@ -1,9 +1,9 @@
-"""Cuts one stream of samples into steps, and gives a rank its part of each. Runs in loader workers.
+"""Division of one stream of samples into steps, and of each step into the ranks' parts. Runs in loader workers.
 
-A stream has no index. So every rank reads all of it, and a position is come to by reading what is before it, or by the
-stream's own ``skip(n)``. What a rank gets is decided by a sample's place in the stream alone. With several loader
-workers each reads the whole stream, and the n-th batch is cut by worker n modulo their number, which is the order in
-which torch hands batches out.
+A stream has no index. So every rank reads all of it, and reaches a position by reading what precedes it, or by the
+stream's own ``skip(n)``. The rank of a sample depends only on its place in the stream. With several loader workers,
+each reads the whole stream, and worker n modulo their number creates the n-th batch, which is the order in which torch
+returns batches.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from elastic.data.order import kept, plant
 from elastic.data.positions import Dealing, Position
 from elastic.data.seeds import batch_seed, sample_seed, seed_of
 
-# Where its step begins and ends, the part's number, its samples.
+# Start and end of its step, the part's number, its samples.
 Cut = tuple[int, int, int, list[Any]]
 END = object()
-NOBODY = -1  # in place of a part, where a rank has none of a step
+NOBODY = -1  # in place of a part, if a rank has none of a step
 
 
 class StreamDataset(IterableDataset[Any]):
-    """Parts of the steps of ``source``, from where `deal` says on. ``seed``: each sample is read, and each part made a
-    batch by ``collate``, under seeds of its own. Loader workers that persist are told by shared memory.
+    """Parts of the steps of ``source``, from the position given to `deal` on.
+
+    ``seed``: each sample is read, and each part collated, under its own seeds. Persistent loader workers receive the
+    position through shared memory.
     """
 
     def __init__(
@@ -42,23 +44,25 @@ class StreamDataset(IterableDataset[Any]):
         self._source = source
         self._seed = seed
         self._collate = collate
-        self._worker: tuple[int, int] | None = None  # in a loader worker: which, of how many
-        self._told = torch.zeros(6 + most_parts, dtype=torch.int64, device="cpu").share_memory_()
+        self._worker: tuple[int, int] | None = None  # in a loader worker: its number and the count
+        self._assignment = torch.zeros(
+            6 + most_parts, dtype=torch.int64, device="cpu"
+        ).share_memory_()
 
     def deal(self, position: Position, dealing: Dealing, mine: list[int]) -> None:
-        """What the next iteration gives: of each step from ``position`` on the parts ``mine``."""
+        """Set what the next iteration returns: the parts ``mine`` of each step from ``position`` on."""
         numbers = [position.epoch, position.consumed, dealing.parts, dealing.batch]
         numbers += [int(dealing.drop_last), len(mine), *mine]
-        self._told[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        self._assignment[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def __iter__(self) -> Iterator[tuple[int, int, int, Any]]:
-        """Where a step begins and ends, a part's number, and its batch."""
-        epoch, consumed, parts, batch, drop_last, number, *mine = self._told.tolist()
+        """Yield start and end of a step, a part's number, and its batch."""
+        epoch, consumed, parts, batch, drop_last, number, *mine = self._assignment.tolist()
         dealing = Dealing(parts, batch, bool(drop_last))
         info = get_worker_info()
         if info is not None:
             self._worker = info.id, info.num_workers
-            # A dataset that deals itself out to loader workers would give each of them another stream.
+            # Otherwise a dataset that divides itself among loader workers would give each of them a different stream.
             loader_worker._worker_info = None
         samples = self._samples(epoch, consumed)
         cuts = _cuts(_steps(samples, dealing, consumed), dealing, mine[:number])
@@ -78,7 +82,7 @@ class StreamDataset(IterableDataset[Any]):
         return start, stop, part, self._collate(samples)
 
     def _samples(self, epoch: int, consumed: int) -> Iterator[Any]:
-        """The rest of an epoch's stream."""
+        """Return the rest of an epoch's stream."""
         source: Any = self._source
         set_epoch = getattr(source, "set_epoch", None)
         if callable(set_epoch):
@@ -91,7 +95,7 @@ class StreamDataset(IterableDataset[Any]):
 
 
 def _seeded(source: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
-    """Whatever is random in a stream from its beginning on, so that it is the same stream each time it is read."""
+    """Read a stream from its start under seeds, so that it is the same each time."""
     plant(seed_of("order", seed, epoch))
     samples = iter(source)
     for index in count():
@@ -103,7 +107,7 @@ def _seeded(source: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
 
 
 def _apart(batches: Iterator[Any]) -> Iterator[Any]:
-    """In the process that trains: what loading a batch draws is not drawn from its generators."""
+    """Load batches in the training process without drawing from its generators."""
     while True:
         with kept():
             batch = next(batches, END)
@@ -113,7 +117,7 @@ def _apart(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _steps(samples: Iterator[Any], dealing: Dealing, start: int) -> Iterator[tuple[range, Any]]:
-    """Steps and their samples. Reads as far ahead as it takes to know how large a step is."""
+    """Yield steps and their samples. Reads ahead as far as needed to know the size of a step."""
     ahead: deque[Any] = deque()
     while True:
         ahead.extend(islice(samples, dealing.reach - len(ahead)))
@@ -129,10 +133,10 @@ def _cuts(
 ) -> Iterator[Cut]:
     for step, samples in steps:
         for part in mine:
-            if part == NOBODY:  # it only hears of the step
+            if part == NOBODY:  # only the step's bounds are needed
                 yield step.start, step.stop, part, []
                 continue
-            # A part without samples is given one all the same, which is not to count.
+            # A part without samples gets a placeholder that must not count.
             some = dealing.part(step, part) or step[:1]
             chosen = samples[some.start - step.start : some.stop - step.start]
             yield step.start, step.stop, part, chosen

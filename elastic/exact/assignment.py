@@ -1,14 +1,14 @@
-"""Which rank computes which shards. Pure: the number of shards and the size of the world in, shards by rank out."""
+"""Assignment of shards to ranks. Pure: the number of shards and the size of the world in, shards by rank out."""
 
 from __future__ import annotations
 
 
 def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
-    """The shards of each rank, in ascending order. Ranks beyond the number of shards have none: they are warm spares.
+    """Return the shards of each rank, in ascending order. Ranks beyond the number of shards have none: warm spares.
 
-    Sizes differ by one at most. Each is cut into powers of two, which are placed largest first: so every piece lies at
-    a multiple of its length, is one node of the tree (see `elastic.exact.tree`), and a rank has few partials. That is
-    how a buddy allocator cuts memory (Knowlton, CACM 1965).
+    Sizes differ by at most one. Each is divided into powers of two, which are placed largest first, so that every piece
+    is aligned to its length, is one node of the tree (see `elastic.exact.tree`), and a rank has few partials. A buddy
+    allocator divides memory in the same way (Knowlton, CACM 1965).
     """
     if shards < 1 or ranks < 1:
         raise ValueError(f"{shards} shards can't be assigned to {ranks} ranks; both are at least 1")
@@ -30,5 +30,5 @@ def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
 
 
 def balance(shards: int, ranks: int) -> float:
-    """The share of the ranks' time that computes: all wait for those that have the most shards. 1.0 is even."""
+    """Return the share of the ranks' time spent computing; all wait for those with the most shards. 1.0 is even."""
     return shards / (ranks * -(-shards // ranks))

@@ -1,10 +1,11 @@
-"""One rule for buffers that change in a forward pass, as running statistics do: those of shard 0 count.
+"""Buffers that change in a forward pass, such as running statistics: those of shard 0 are used.
 
-Before each shard of a step every buffer is what it was when the step began; after the step it is what shard 0 has made
-of it, on every rank. So no buffer depends on which rank computed what. Models keep constant buffers too, as masks,
-which may be large: what has not been written to is neither copied nor sent. Sparse ones are taken for constant.
+Before each shard of a step every buffer has its value from the start of the step; after the step it has the value
+computed by shard 0, on every rank. So buffers do not depend on the assignment of shards to ranks. Models also have
+constant buffers, such as masks, which may be large: unchanged ones are neither copied nor sent. Sparse buffers are
+assumed to be constant.
 
-Parameters are those of the step's start in every shard: a forward pass that changes one is refused.
+Parameters have their values from the start of the step in every shard: a forward pass that changes one is rejected.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from elastic.exact.step import ShardStep
 from elastic.runtime import lifecycle
 
 PURPOSE = "buffers of shard 0"
-COMPARED_BYTES = 1 << 20  # larger ones are constants, as masks, unless torch has counted a write
+# larger ones are constants, such as masks, unless torch has counted a write
+COMPARED_BYTES = 1 << 20
 
 
 class KeptBuffer:
-    """One buffer: what it was when the step began, and what shard 0 has made of it."""
+    """One buffer: its value at the start of the step, and the result of shard 0."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.start = tensor.detach().clone()
@@ -33,10 +35,10 @@ class KeptBuffer:
         self._seen = self._trait(tensor)
 
     def changed(self, tensor: torch.Tensor) -> bool:
-        """Whether it may differ from ``start``.
+        """Return whether the buffer may differ from ``start``.
 
-        Batch normalization writes its statistics without counting a version, so small buffers are compared. On a GPU
-        that would wait for it: there they are taken for changed.
+        Batch normalization writes its statistics without incrementing a version, so small buffers are compared. On a
+        GPU that would synchronize, so there they count as changed.
         """
         if self._trait(tensor) != self._seen or tensor.shape != self.start.shape:
             return True
@@ -45,11 +47,11 @@ class KeptBuffer:
         return tensor.is_cuda or not torch.equal(_bytes(tensor), _bytes(self.start))
 
     def see(self, tensor: torch.Tensor) -> None:
-        """It has the value of ``start`` now."""
+        """Record that the buffer has the value of ``start`` now."""
         self._seen = self._trait(tensor)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """What it is now is what the step begins with."""
+        """Make the present value the start of the step."""
         if self.start.shape == tensor.shape and self.start.dtype == tensor.dtype:
             self.start.copy_(tensor)
         else:
@@ -62,7 +64,7 @@ class KeptBuffer:
 
 
 class WatchedParameter:
-    """One parameter, as it was when the step began."""
+    """One parameter, as it was at the start of the step."""
 
     __slots__ = ("_place", "_tensor", "_version", "name")
 
@@ -72,21 +74,21 @@ class WatchedParameter:
         self._place, self._version = self._now()
 
     def _now(self) -> tuple[int, int]:
-        # On GPUs LSTMs move their weights together in a forward pass: the same values at another place.
+        # On GPUs, LSTMs move their weights together in a forward pass: the same values at another address.
         return 0 if self._tensor.is_cuda else self._tensor.data_ptr(), self._tensor._version
 
     def changed(self) -> bool:
-        """Whether it was written to, as torch counts it, or given other memory."""
+        """Return whether it was written to, by torch's count, or given other memory."""
         return self._now() != (self._place, self._version)
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """And what torch counts the writes to: a module that was made under inference_mode is not trained."""
+    """Return whether torch counts writes to it. A module created under inference_mode is not trained."""
     return tensor.layout == torch.strided and not is_lazy(tensor) and not tensor.is_inference()
 
 
 def _expanded(tensor: torch.Tensor) -> bool:
-    """torch writes into none of these in place."""
+    """Return whether it is an expanded tensor, which torch never writes in place."""
     return any(
         not stride and n > 1 for stride, n in zip(tensor.stride(), tensor.shape, strict=True)
     )
@@ -97,26 +99,26 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BufferKeeper:
-    """Holds models weakly. All ranks watch equal models, in the same order."""
+    """Keeps buffers of models, which it references weakly. All ranks watch equal models in the same order."""
 
     def __init__(self) -> None:
         self._models: list[weakref.ref[torch.nn.Module]] = []
-        self._modules: list[torch.nn.Module] = []  # of the models, when the step began
-        self._children: list[int] = []  # how many modules each of them has directly
+        self._modules: list[torch.nn.Module] = []  # of the models, at the start of the step
+        self._children: list[int] = []  # number of direct submodules of each
         self._names: list[str] = []  # of buffers
         self._parameters: dict[int, WatchedParameter] = {}
         self._kept: list[KeptBuffer] = []
-        self._known: list[int] = []  # which ones shard 0 changes, as all ranks know
+        self._known: list[int] = []  # buffers that shard 0 changes, as known to all ranks
         self._generation: int | None = None
         self._step: ShardStep | None = None
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Safe to repeat."""
+        """Watch a model. Idempotent."""
         if all(each() is not model for each in self._models):
             self._models.append(weakref.ref(model))
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers of the moment: a module may have put another tensor in the place of one."""
+        """Yield the current buffers: a module may have replaced one."""
         for number, module in enumerate(self._modules):
             for name, buffer in module._buffers.items():
                 if buffer is not None and _dense(buffer):
@@ -166,7 +168,7 @@ class BufferKeeper:
                 self._put(kept, buffer, kept.start)
 
     def _check(self, shard: int) -> None:
-        """Raises Invalid for what no rule makes the same in every world."""
+        """Raise Invalid for a change that would make workers differ."""
         for each in self._parameters.values():
             if each.changed():
                 raise Invalid(
@@ -177,7 +179,8 @@ class BufferKeeper:
                 )
         names = [name for name, _ in self._named()]
         if names != self._names:
-            odd = [*sorted({*names} ^ {*self._names}), *names][0]  # the latter: in another order
+            # the latter: only the order differs
+            odd = [*sorted({*names} ^ {*self._names}), *names][0]
             raise Invalid(
                 f"the buffer {self._say(odd)} was {'created' if odd in names else 'removed'} within the loop over"
                 f" the shards, in shard {shard}: a worker that computes no shard, or that joins, would"
@@ -209,7 +212,7 @@ class BufferKeeper:
         self.step_abandoned()
 
     def step_abandoned(self) -> None:
-        """Buffers stay as they are: what is restored then may be older than the step."""
+        """Leave buffers as they are: what is restored next may be older than the step."""
         self._step, self._modules, self._parameters = None, [], {}
         for kept in self._kept:
             kept.result = None
@@ -217,10 +220,10 @@ class BufferKeeper:
     # ---- the exchange --------------------------------------------------------------------------------------------
 
     def _exchange(self, step: ShardStep, buffers: list[torch.Tensor]) -> None:
-        """What shard 0 has changed, from the rank that holds it to all others. Raises PeerLost.
+        """Broadcast the buffers changed by shard 0 from the rank that holds it. Raises PeerLost.
 
-        One message: whether these are the ones that it changed in the step before, and if so their values. Else two
-        more follow, which ones they are and their values.
+        One message states whether these are the buffers changed in the previous step, with their values if so.
+        Otherwise two more follow: which buffers, and their values.
         """
         runtime = lifecycle.current()
         if self._generation != runtime.generation:
@@ -257,7 +260,7 @@ class BufferKeeper:
             self._take(message, buffers)
 
     def _message(self, filled: bool, numbers: list[int], given: bool) -> torch.Tensor:
-        """``given``: as large as the results, which those who receive know; else as at the step's beginning."""
+        """Return a message. ``given``: sized like the results, which receivers know; else like the step's start."""
         parts = [torch.zeros(8, dtype=torch.uint8, device="cpu")]
         for number in numbers:
             kept = self._kept[number]

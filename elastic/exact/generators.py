@@ -1,4 +1,4 @@
-"""Sets the random generators of this process, and says where they are. What they are set to is decided elsewhere."""
+"""Seeding, saving and restoring of this process's random generators."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WORD = "I"  # 32 bits, of which the Mersenne Twister has 624
 
 
 def set_seed(seed: int) -> None:
-    """Torch's on every device, NumPy's if it is imported, and Python's. ``seed``: 64 bits; NumPy takes the lower 32."""
+    """Seed torch on every device, NumPy if imported, and Python. ``seed``: 64 bits; NumPy uses the lower 32."""
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
-    else:  # that one formats its caller's stack for GPUs that are not there: 0.1 to 0.3 ms
+    else:  # torch.manual_seed would format its caller's stack for missing GPUs: 0.1 to 0.3 ms
         torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -24,7 +24,7 @@ def set_seed(seed: int) -> None:
 
 
 def state() -> dict[str, Any]:
-    """Where they are: numbers and bytes, 10 KB. Of this process's GPUs the present one speaks for all."""
+    """Return the generators' states as numbers and bytes, 10 KB. The current GPU stands for all GPUs."""
     version, words, normal = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes(),
@@ -39,7 +39,7 @@ def state() -> dict[str, Any]:
 
 
 def set_state(saved: dict[str, Any]) -> None:
-    """Sets those that this process has to what `state` has said, there or elsewhere."""
+    """Set the generators that this process has to a saved `state`, possibly of another process."""
     torch.set_rng_state(_tensor(saved["torch"]))
     version, words, normal = saved["python"]
     random.setstate((version, tuple(array.array(WORD, words)), normal))

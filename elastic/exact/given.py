@@ -1,4 +1,4 @@
-"""What `Shards.over` was given: whether it can be this rank's micro-batches of one step. Talks to nobody."""
+"""Check of the argument of `Shards.over`: this rank's micro-batches of one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.errors import Invalid
 
 
 def check(batches: object, shards: GivenShards, committed: bool) -> None:
-    """Raises Invalid for what would train every rank on the same samples, or on a part of one.
+    """Raise Invalid for batches that would train every rank on the same samples, or on part of a batch.
 
     ``committed``: commits have the number of the step, so they need the position in the data, too.
     """
@@ -62,8 +62,9 @@ def check(batches: object, shards: GivenShards, committed: bool) -> None:
 
 
 def _inputs_and_targets(batches: object) -> bool:
-    """Whether it is what a loader of torch gives for one step, as far as that shows: micro-batches have one dtype and
-    as many dimensions. Their sizes may differ, as those of padded text do.
+    """Return whether it looks like what a torch loader yields for one step.
+
+    Micro-batches have one dtype and number of dimensions; their sizes may differ, as with padded text.
     """
     if not isinstance(batches, list | tuple):
         return False

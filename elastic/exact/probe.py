@@ -1,8 +1,8 @@
-"""How this process computes, so that one that computes otherwise is turned away before it disturbs anybody.
+"""Fingerprint of this process's arithmetic, so that a worker with different arithmetic is rejected before it joins.
 
-The same operations on the same numbers give other last bits with another number of threads, other vector instructions
-or another library. So a process runs a few of each kind on drawn numbers, and says a digest of what came out with
-the settings that are known to matter. Talks to nobody.
+The same operations on the same numbers give different last bits with another number of threads, other vector
+instructions or another library. So a process runs a few operations of each kind on drawn numbers, and reports a digest
+of the results with the settings that are known to matter.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 
 
 def lines() -> list[str]:
-    """``arithmetic.threads 1``, ``arithmetic.convolution 1f0a...``: the settings, then a digest for each kind.
+    """Return lines such as ``arithmetic.threads 1`` and ``arithmetic.convolution 1f0a...``: settings, then digests.
 
-    Measured once for the same settings. Takes some 50 ms on one core, and leaves random generators as they were.
+    Cached for the same settings. Takes some 50 ms on one core, and does not change random generators.
     """
     found = tuple(_settings())
     return [*found, *_measured(found)]
@@ -48,7 +48,9 @@ def _settings() -> list[str]:
 
 
 def _precision(ask: Callable[[], str]) -> str:
-    """What torch's older names say. They raise once a script has used the newer ones, which are said then."""
+    """Return the precision by torch's older names, or by the newer ones if a script has used those, which disables
+    the old.
+    """
     try:
         return ask()
     except RuntimeError:
@@ -58,7 +60,7 @@ def _precision(ask: Callable[[], str]) -> str:
 
 
 def _flushes() -> bool:
-    """Whether `torch.set_flush_denormal` is on; torch does not say."""
+    """Return whether `torch.set_flush_denormal` is on, for which torch has no query."""
     return float(torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1.0) == 0.0
 
 

@@ -1,8 +1,8 @@
 """`Shards`: the global batch of a run as a fixed number of micro-batches, for any size of the world.
 
 A step computes every shard once. A rank computes those that `assignment` gives it in the present world, in ascending
-order, and everything that is random in a shard belongs to (seed, step, shard). Who sums up gradients, or keeps buffers,
-listens here for where a step begins and ends. Talks to other ranks only for `Shards.mean`.
+order, and all randomness in a shard depends on (seed, step, shard). Components that sum gradients or keep buffers
+listen for the start and end of a step. Communicates only in `Shards.mean`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from elastic.runtime import lifecycle
 log = logging.getLogger("elastic.exact")
 
 Batch = TypeVar("Batch")
-METRICS = "means over shards"  # the group that they travel on
+METRICS = "means over shards"  # name of the group for `Shards.mean`
 
 
 class Shards:
@@ -46,12 +46,12 @@ class Shards:
             loss.backward()
         optimizer.step()                                # gradients are the mean over all shards
 
-    With ``exact`` weights, moments, buffers and losses are bit by bit those of a run that nothing disturbed, whatever
-    joins or dies: docs/exact.md. Without it gradients are added up in the order of ranks, which is faster where a rank
-    has several shards, and the global batch is the same all the same.
+    With ``exact``, weights, moments, buffers and losses are bitwise identical to those of an undisturbed run, whichever
+    workers join or die: docs/exact.md. Otherwise gradients are summed in the order of ranks, which is faster if a rank
+    has several shards; the global batch is still the same.
 
-    ``count`` and ``seed`` are fixed for a run, and part of its commits as ``step``, the number of the present step, is.
-    Ranks beyond ``count`` compute nothing and take every step: they are warm spares. Raises Invalid.
+    ``count`` and ``seed`` are fixed for a run, and part of its commits, like ``step``, the number of the present step.
+    Ranks beyond ``count`` compute nothing but take part in every step, as warm spares. Raises Invalid.
     """
 
     def __init__(self, count: int, *, seed: int = 0, exact: bool = True) -> None:
@@ -62,40 +62,40 @@ class Shards:
         self.seed = seed
         self.exact = exact
         self.step = 0
-        self.inexact_since: int | None = None  # the step; see `computes_differently`
-        # Digests of what this rank's shards of the last step gave, where they were asked for: by ``3 layer.weight``.
+        self.inexact_since: int | None = None  # the first inexact step; see `computes_differently`
+        # Digests of the gradients of this rank's shards in the last step, if requested, by ``3 layer.weight``.
         self.gradients: dict[str, int] = {}
         self._listeners: list[weakref.ref[StepListener]] = []
         self._served: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         self._keeper: BufferKeeper | None = None
         self._assigned: tuple[int, ShardStep] | None = None  # by the size of the world
-        self._present: ShardStep | None = None  # while a step is under way
+        self._present: ShardStep | None = None  # while a step is in progress
         self._begun_in = 0  # the generation
         self._begun_with: weakref.ref[Context] | None = None  # the runtime
-        self._thread_count: int | None = None  # in which this process computed its last step
-        self._done = 0  # this rank's shards that have begun
-        self._optimizer_steps = 0  # counted when the step began
+        self._thread_count: int | None = None  # at this process's last step
+        self._done = 0  # number of this rank's shards that have begun
+        self._optimizer_steps = 0  # count at the start of the step
         self._said: tuple[int, int] | None = None
-        self._committed = False  # a state has asked for what is to be kept
+        self._committed = False  # a state has saved it
         _all.add(self)
         optimizer_steps.watch()
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[int]:
-        """The numbers of this rank's shards, for one step. Code between two of them belongs to the first."""
+        """Iterate over the numbers of this rank's shards, for one step. Code after a number belongs to that shard."""
         for shard in self.begin_step():
             self.begin_shard(shard)
             yield shard
         self.end_step()
 
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Iterate over this rank's micro-batches of one step, in the order of its shards; takes no more of ``batches``
-        than that.
+        """Iterate over this rank's micro-batches of one step, in the order of its shards. Consumes no more of
+        ``batches``.
 
-        ``batches``: a step of an `elastic.data.DataLoader` with these shards, or anything that has a micro-batch for
-        each of `held`. Raises Invalid where there are too few, and for what can't be meant.
+        ``batches``: a step of an `elastic.data.DataLoader` with these shards, or any iterable with one micro-batch per
+        shard of `held`. Raises Invalid if there are too few, or for unsuitable objects.
         """
         given.check(batches, self, self._committed)
         coming = iter(batches)
@@ -121,7 +121,7 @@ class Shards:
         return step.held[step.rank]
 
     def looping(self) -> bool:
-        """Whether the script is within the loop over a step's shards, in the present world."""
+        """Return whether the script is within the loop over a step's shards, in the present world."""
         runtime = lifecycle.active()
         if self._present is None or self._begun_with is None or runtime is None:
             return False
@@ -280,13 +280,13 @@ class Shards:
             stack.append(stack.pop() + stack.pop() if each is None else values[each.place])
         return stack[0]
 
-    # ---- who takes part ------------------------------------------------------------------------------------------
+    # ---- listeners -----------------------------------------------------------------------------------------------
 
     def listen(
         self, listener: StepListener, *, trains: torch.optim.Optimizer | None = None
     ) -> None:
-        """Notify the listener of every step from now on, while it exists. ``trains``: the optimizer whose gradients it
-        sums.
+        """Notify the listener of every step from now on, while it exists. ``trains``: the optimizer whose gradients
+        it sums.
         """
         self._listeners.append(weakref.ref(listener))
         if trains is not None:
@@ -298,7 +298,7 @@ class Shards:
         return list(self._served)
 
     def check_workers(self, least: int) -> None:
-        """Raise Invalid if a world always has so many workers that some of them would compute nothing."""
+        """Raise Invalid if every possible world has so many workers that some of them would compute nothing."""
         if self.count < least:
             raise Invalid(
                 f"{self.count} shards are fewer than --min-np {least}, so some workers would compute nothing: use"
@@ -306,10 +306,10 @@ class Shards:
             )
 
     def watch(self, model: torch.nn.Module | torch.amp.GradScaler) -> None:
-        """The buffers of ``model``, as running statistics of BatchNorm, are from now on those of shard 0 after a step;
-        and a scaler works on a rank without shards, too.
+        """Make the buffers of ``model``, such as BatchNorm's running statistics, those of shard 0 after each step.
 
-        A state that has both does that. Raises Invalid for what exchanges statistics or gradients with other ranks.
+        A scaler is watched to work on a rank without shards, too. A state with shards does this for its members. Raises
+        Invalid for a module that exchanges statistics or gradients with other ranks.
         """
         if isinstance(model, torch.amp.GradScaler):
             self._scalers.add(model)
@@ -404,7 +404,7 @@ class Shards:
                 " after the loop over its shards"
             )
         if not self._committed:
-            # What is drawn before the first step belongs to the run, too, whatever this process has drawn before.
+            # What is drawn before the first step is part of the run, too, and must be the same in every process.
             self._committed = True
             self._between_steps()
         return {
@@ -413,7 +413,7 @@ class Shards:
             "exact": self.exact,
             "step": self.step,
             "inexact_since": self.inexact_since,
-            # What a script has drawn since the last step counts, too.
+            # Includes what a script has drawn since the last step.
             "generators": generators.state(),
         }
 
@@ -470,9 +470,7 @@ def in_use() -> bool:
 
 
 def _why_no_collective() -> str:
-    """Why no collective is possible: ranks have different numbers of shards, so each would call it a different number
-    of times.
-    """
+    """Return why no collective is possible: ranks have different numbers of shards, and would not all call it."""
     for shards in _all:
         if shards.looping():
             return (

@@ -1,4 +1,4 @@
-"""One step of a fixed number of shards, and who is told of it. Pure."""
+"""One step of a fixed number of shards, and its listeners. Pure."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from elastic.exact import tree
 
 
 class ShardStep(NamedTuple):
-    """One step as this rank takes it."""
+    """One step, from the view of this rank."""
 
     number: int
     held: tuple[tuple[int, ...], ...]  # the shards of each rank
     rank: int
-    merges: list[tree.Merge]  # what becomes of each of this rank's shards
-    partials: list[list[tree.Node]]  # that each rank is left with
+    merges: list[tree.Merge]  # operations after each of this rank's shards
+    partials: list[list[tree.Node]]  # remaining on each rank
 
 
 class StepListener(Protocol):
-    """Who is told of a step, in the order in which they began to listen."""
+    """Receives the events of a step. Listeners are called in the order in which they were added."""
 
     def step_begins(self, step: ShardStep) -> None: ...
 
     def shard_begins(self, merge: tree.Merge, last: bool) -> None:
-        """``last``: of this rank's shards."""
+        """Begin a shard. ``last``: of this rank's shards."""
 
     def shard_ends(self, shard: int) -> None: ...
 
     def step_ends(self) -> None:
-        """All of this rank's shards are over. Raises PeerLost."""
+        """Finish the step, after all of this rank's shards. Raises PeerLost."""
 
     def step_abandoned(self) -> None:
-        """Some of them never come."""
+        """Discard an incomplete step."""

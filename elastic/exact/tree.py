@@ -1,14 +1,14 @@
-"""In which order the values of shards are added up: one binary tree, whoever holds which shard. Pure.
+"""Order of the summation of shards: one binary tree, whichever rank holds which shard. Pure.
 
-Floating point sums depend on their order. So a sum over shards follows a tree that is a function of their number alone:
-a node covers the shards [start, stop) and is the sum of two nodes, of which the left one covers a power of two of them,
-the largest that leaves something for the right one.
+Floating-point sums depend on their order. So a sum over shards follows a tree that depends only on their number: a node
+covers the shards [start, stop) and is the sum of two nodes, of which the left one covers the largest power of two that
+leaves at least one shard for the right one.
 
     5 shards:   ((0 + 1) + (2 + 3)) + 4         6 shards:   ((0 + 1) + (2 + 3)) + (4 + 5)
 
-A rank adds up whole nodes as its shards come, in ascending order, like a binary counter (`schedule`). What is left are
-its *partials*, the largest nodes whose shards it holds all of, and the root is combined from those of all ranks
-(`program`). Every rank thus evaluates a part of the same expression, and no part is evaluated in another way.
+A rank sums whole nodes as its shards are computed, in ascending order, like a binary counter (`schedule`). The results
+are its *partials*, the largest nodes of which it holds all shards, and the root is combined from the partials of all
+ranks (`program`). So every rank evaluates part of the same expression, and no part is evaluated in another order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Node(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """What becomes of one shard's value: it comes to ``place`` of a stack, then the top two are added up so often."""
+    """Operations for one shard's value: push it to ``place`` of a stack, then add the top two ``merges`` times."""
 
     shard: int
     place: int
@@ -39,19 +39,19 @@ class Partial(NamedTuple):
     place: int
 
 
-ADD = None  # in a program: replace the two values on top by their sum
+ADD = None  # in a program: replace the top two values by their sum
 Program = tuple[Partial | None, ...]
 
 
 def children(node: Node) -> tuple[Node, Node]:
-    """Of a node of several shards."""
+    """Return the children of a node of several shards."""
     size = node.stop - node.start
     middle = node.start + (1 << ((size - 1).bit_length() - 1))
     return Node(node.start, middle), Node(middle, node.stop)
 
 
 def parent(left: Node, right: Node, shards: int) -> Node | None:
-    """The node that is the sum of these two, or None if there is none among ``shards``."""
+    """Return the node that is the sum of these two, or None if ``shards`` shards have no such node."""
     size = left.stop - left.start
     whole = size & (size - 1) == 0 and left.start % (2 * size) == 0
     if whole and left.stop == right.start and right.stop == min(shards, left.start + 2 * size):
@@ -60,7 +60,7 @@ def parent(left: Node, right: Node, shards: int) -> Node | None:
 
 
 def schedule(held: Sequence[int], shards: int) -> tuple[list[Merge], list[Node]]:
-    """What a rank that holds these shards, in ascending order, does with each; and the partials on its stack then."""
+    """Return the operations for a rank's shards in ascending order, and the partials that remain on its stack."""
     stack: list[Node] = []
     merges = []
     for shard in held:
@@ -74,7 +74,7 @@ def schedule(held: Sequence[int], shards: int) -> tuple[list[Merge], list[Node]]
 
 
 def completes(merges: Sequence[Merge]) -> list[bool]:
-    """For each shard of a rank, whether what it is merged into is a partial then: no later one is added to it."""
+    """Return for each shard of a rank whether its merged value is then a partial, to which nothing is added later."""
     found, lowest = [], len(merges)
     for each in reversed(merges):
         place = each.place - each.merges
@@ -84,9 +84,9 @@ def completes(merges: Sequence[Merge]) -> list[bool]:
 
 
 def program(partials: Sequence[Sequence[Node]], shards: int) -> Program:
-    """How to combine the root of the partials that each rank has, by place: in postfix, as for a stack.
+    """Return how to combine the root from the partials of each rank, in postfix order.
 
-    Raises ValueError where a shard is in no partial.
+    Raises ValueError if a shard is in no partial.
     """
     where = {
         node: Partial(rank, place)

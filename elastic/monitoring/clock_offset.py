@@ -1,17 +1,19 @@
-"""How far the driver's clock is from this worker's: decided from questions and answers with four times each. Pure.
+"""Estimate of the offset between this worker's clock and the driver's, from requests with four times each. Pure.
 
     asked (here)  ->  heard, told (there)  ->  answered (here)
 
 As in NTP (Mills et al., RFC 5905, section 8; the bound is Cristian's, 1989): if both ways take equally long, the clocks
-differ by ``((heard - asked) + (told - answered)) / 2``, and however long each way takes, the error is at most half of
-the round trip. So the quickest of several questions is believed, and no mean is taken: a slow one says less.
+differ by ``((heard - asked) + (told - answered)) / 2``, and in any case the error is at most half of the round trip. So
+the fastest request is used, and no average: slow ones add no information.
 """
 
 from __future__ import annotations
 
 
 class ClockOffset:
-    """Made anew for every round of questions: crystals drift by some ten microseconds per second."""
+    """Estimate from one round of requests. Create a new one for each round, since clocks drift by some 10 us per
+    second.
+    """
 
     def __init__(self) -> None:
         self.samples = 0
@@ -19,7 +21,7 @@ class ClockOffset:
         self._round_trip_ns: int | None = None
 
     def add(self, asked_ns: int, heard_ns: int, told_ns: int, answered_ns: int) -> None:
-        """One question. An answer whose times can't be is left out."""
+        """Add a request. One with inconsistent times is ignored."""
         self.samples += 1
         round_trip_ns = (answered_ns - asked_ns) - (told_ns - heard_ns)
         if round_trip_ns < 0 or told_ns < heard_ns:
@@ -34,13 +36,13 @@ class ClockOffset:
 
     @property
     def error_ns(self) -> int:
-        """At most so far off."""
+        """Upper bound of the error."""
         return (self._round_trip_ns or 0) // 2
 
     @property
     def offset_ns(self) -> int:
-        """What has to be added to a time of this worker. 0 where the clocks can't be told apart.
+        """Nanoseconds to add to a time of this worker; 0 if the clocks cannot be distinguished.
 
-        Processes of one host share one clock, and there any other value would be noise.
+        Processes of one host share a clock, so any other value would be noise.
         """
         return 0 if abs(self._offset_ns) <= self.error_ns else self._offset_ns

@@ -1,4 +1,4 @@
-"""Counts how long a training thread waits for torch's DataLoader. Acts: wraps the method that gives the next batch."""
+"""Measures how long the training thread waits for torch's DataLoader, by wrapping the method for the next batch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from elastic.monitoring.time_account import TimeAccount
 
 _account: TimeAccount | None = None
-_thread = 0  # of whose waits are counted
+_thread = 0  # the thread whose waits are counted
 _listener: Callable[[Any], None] | None = None
 
 
 def count(account: TimeAccount) -> None:
-    """From now on, of the calling thread, in any DataLoader. Where torch has no such method, nothing is counted."""
+    """Start counting waits of the calling thread in any DataLoader. No effect if torch lacks the method."""
     global _account, _thread
     _account, _thread = account, threading.get_ident()
     from torch.utils.data import dataloader
@@ -27,15 +27,13 @@ def count(account: TimeAccount) -> None:
 
 
 def listen(listener: Callable[[Any], None] | None) -> None:
-    """Calls ``listener`` in the thread that trains, with the iterator that gave each batch, or None where one is at its
-    end. None: no longer.
-    """
+    """Call ``listener`` in the training thread with the iterator of each batch, or None at its end. None: stop."""
     global _listener
     _listener = listener
 
 
 def stop() -> None:
-    """Nobody trains."""
+    """Stop counting."""
     global _account
     _account = None
 

@@ -37,11 +37,11 @@ class Goodput:
 
 
 def goodput() -> Goodput:
-    """Return how this worker's time was spent: ``elastic.goodput().goodput`` is the share spent on training that was
-    not lost.
+    """Return how this worker's time was spent.
 
-    Takes microseconds and no communication. ``elasticrun --summary`` prints the same for all workers when the job ends.
-    Raises NotInitialized before ``init()``.
+    ``elastic.goodput().goodput`` is the share spent on training that was not lost. Takes microseconds and no
+    communication. ``elasticrun --summary`` prints the same for all workers when the job ends. Raises NotInitialized
+    before ``init()``.
     """
     times: Times = context.current().account.times(time.monotonic())
     return Goodput(**{f"{part}_s": spent for part, spent in msgspec.structs.asdict(times).items()})

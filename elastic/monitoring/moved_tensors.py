@@ -1,4 +1,4 @@
-"""The size of the tensors that this process's collectives take, while a script is checked; broadcasts do not count."""
+"""Sizes of the tensors in this process's collectives, while a script is checked. Broadcasts do not count."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 import torch
 
-SPARSE = sys.maxsize  # stands for a sparse gradient, of which only some rows travel
+SPARSE = sys.maxsize  # stands for a sparse gradient, of which only some rows are sent
 
-largest: int | None = None  # elements of the largest one; None: not observed
+largest: int | None = None  # elements of the largest tensor; None: not observed
 
 
 def observe() -> None:
-    """From now on, starting at 0."""
+    """Start observing."""
     global largest
     largest = 0
 
@@ -24,13 +24,13 @@ def stop() -> None:
 
 
 def took(tensors: Iterable[torch.Tensor]) -> None:
-    """A collective takes these."""
+    """Record the tensors of a collective."""
     if largest is not None:
         took_elements(max((each.numel() for each in tensors), default=0))
 
 
 def took_elements(elements: int) -> None:
-    """A collective takes a tensor of so many elements."""
+    """Record a tensor of a collective by its number of elements."""
     global largest
     if largest is not None and elements > largest:
         largest = elements

@@ -1,12 +1,12 @@
-"""Decides which of a worker's reports are sent, and which are kept for a driver that has to come first. Pure.
+"""Decide which of a worker's reports are sent, and which are kept until a driver is available. Pure.
 
-    add --> waiting, KEPT of them --Reported--> under way, WINDOW_BYTES --ReportsTaken--> taken
-              the oldest makes room              said again when there is another driver, or another connection to it
+    add --> waiting, up to KEPT --Reported--> in flight, up to WINDOW_BYTES --ReportsTaken--> delivered
+            the oldest is dropped             sent again after a change of the driver or connection
 
-What is under way is never more than the system's buffers hold, so that nobody blocks who sends it, even if nobody
-reads. A number is given when a report is sent first. The driver takes number n only if it has taken n - 1, or if
-``oldest`` says that somebody has: so none is missing, none comes twice, and the order is kept, whatever was lost on the
-way.
+The reports in flight never exceed the system's socket buffers, so sending does not block even if the driver reads
+nothing. A report gets its number when it is first sent. The driver accepts number n only after n - 1, or if ``oldest``
+shows that an earlier driver has accepted that. So reports are delivered in order, none missing or twice, whatever was
+lost on the way.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import msgspec
 from elastic.protocol.messages import Place, Reported
 
 KEPT = 1000  # reports that have not been sent
-KEPT_BYTES = 16 * 1024 * 1024  # ... and not more than this
+KEPT_BYTES = 16 * 1024 * 1024  # ... and their maximum size
 WINDOW_BYTES = 128 * 1024
-OVERHEAD_BYTES = 100  # of a message, about
+OVERHEAD_BYTES = 100  # approximate overhead of a message
 
 
 class ReportQueue:
-    """One worker's. Its methods are not to be called at the same time."""
+    """Queue of one worker. Not thread-safe."""
 
     def __init__(self, kept: int = KEPT, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept, self._kept_bytes = kept, kept_bytes
-        self._waiting: deque[Reported] = deque()  # without a number yet
+        self._waiting: deque[Reported] = deque()  # not numbered yet
         self._waiting_bytes = 0
         self._under_way: deque[Reported] = deque()
         self._under_way_bytes = 0
-        self._said = 0  # of those under way, on the present connection
+        self._sent = 0  # number of reports in flight that were sent on the present connection
         self._number = 0
-        self._dropped = 0  # since the last that was sent
+        self._dropped = 0  # since the last one that was sent
 
     def __len__(self) -> int:
-        """Those that nobody has said to have taken."""
+        """Return the number of reports not yet delivered."""
         return len(self._waiting) + len(self._under_way)
 
     def add(self, generation: int, place: Place, at: float, metrics: bytes) -> None:
@@ -50,25 +50,25 @@ class ReportQueue:
 
     @property
     def due(self) -> bool:
-        """Whether there is anything to be sent now."""
-        if self._said < len(self._under_way):
+        """Whether there is anything to send now."""
+        if self._sent < len(self._under_way):
             return True
         if not self._waiting or not self._under_way:
             return bool(self._waiting)
         return self._under_way_bytes + _size(self._waiting[0]) <= WINDOW_BYTES
 
     def next(self) -> Reported | None:
-        """What is to be sent now, if anything is; ask again then."""
+        """Return the next report to send, or None; call it until then."""
         if not self.due:
             return None
-        if self._said == len(self._under_way):
+        if self._sent == len(self._under_way):
             self._number_first()
-        report = self._under_way[self._said]
-        self._said += 1
+        report = self._under_way[self._sent]
+        self._sent += 1
         return msgspec.structs.replace(report, oldest=self._under_way[0].number)
 
     def _number_first(self) -> None:
-        """The first that waits is under way from here."""
+        """Number the first waiting report and move it in flight."""
         report = self._waiting.popleft()
         self._waiting_bytes -= _size(report)
         self._under_way_bytes += _size(report)
@@ -78,14 +78,14 @@ class ReportQueue:
         self._dropped = 0
 
     def taken(self, number: int) -> None:
-        """The driver has all up to this one."""
+        """Record that the driver has accepted all reports up to this number."""
         while self._under_way and self._under_way[0].number <= number:
             self._under_way_bytes -= _size(self._under_way.popleft())
-            self._said = max(0, self._said - 1)
+            self._sent = max(0, self._sent - 1)
 
     def say_again(self) -> None:
-        """What was said on the connection before may be lost."""
-        self._said = 0
+        """Send the reports in flight again, which may be lost with the previous connection."""
+        self._sent = 0
 
 
 def _size(report: Reported) -> int:

@@ -1,4 +1,4 @@
-"""`report`: send metrics of the script to the process that started the job. Acts; `report_queue` decides."""
+"""`report`: send metrics of the script to the process that started the job. `report_queue` decides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Message, Place
 from elastic.protocol.report_values import Report, packed
 
-CLOSE_S = 3.0  # at the process's end, for the driver to take what is left
+CLOSE_S = 3.0  # at exit, for the driver to accept the remaining reports
 
 
 def report(metrics: Mapping[str, Any]) -> None:
@@ -22,13 +22,14 @@ def report(metrics: Mapping[str, Any]) -> None:
 
     Values are None, bool, int, float, str, and lists and dicts of them; a tensor or an array of one element is
     converted to a number, which synchronizes with its GPU. ``elastic.launch(..., on_report=...)`` receives them, in the
-    order in which this worker reported them, and the last report of each rank is kept. They affect no decision.
+    order in which this worker reported them, and the last report of each rank is kept. Reports do not influence the
+    job.
 
     Never waits for the driver. While the driver is missing or slow, the last 1000 reports are kept and sent later; the
     log shows how many older ones were dropped. Without a driver it does nothing.
 
-    Raises NotInitialized before ``init()``, TypeError for any other value, with its key, and Invalid (a ValueError) for
-    more than 64 KiB.
+    Raises NotInitialized before ``init()``, TypeError for any other value, naming its key, and Invalid (a ValueError)
+    for more than 64 KiB.
     """
     rt = context.current()
     body = packed(metrics)
@@ -42,8 +43,8 @@ class Reporting:
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self._queue = ReportQueue()
-        self._changed = threading.Condition()  # around the queue; nothing blocks under it
-        self._sending = threading.Lock()  # one at a time, in order
+        self._changed = threading.Condition()  # for the queue; held only briefly
+        self._sending = threading.Lock()  # one sender at a time, in order
         self._lost = False
 
     def add(self, generation: int, place: Place, metrics: bytes) -> None:
@@ -68,7 +69,7 @@ class Reporting:
         self._send_all()
 
     def driver_lost(self) -> None:
-        """The driver is lost: nothing is sent any more."""
+        """Stop sending, because the driver is lost."""
         with self._changed:
             self._lost = True
             self._changed.notify_all()
@@ -92,8 +93,9 @@ class Reporting:
             )
 
     def _send_all(self) -> None:
-        """Send all waiting reports. A thread that finds another one sending returns; that one checks again when it is
-        done.
+        """Send all waiting reports.
+
+        If another thread is sending, return: it checks again when it is done.
         """
         while self._due() and self._sending.acquire(blocking=False):
             try:

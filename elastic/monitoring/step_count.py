@@ -1,6 +1,7 @@
-"""How many optimizer steps this process has made, and of which size, for the driver's figures. Acts: one hook of torch.
+"""Number and size of this process's optimizer steps, for the driver's statistics, counted by a hook of torch.
 
-Of several optimizers the first that steps is counted: a script that trains two models makes one step with both.
+Of several optimizers only the first one that steps is counted: a script that trains two models makes one step with
+both.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from collections.abc import Iterator
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-steps: int | None = None  # None: no optimizer of torch has stepped
-batch: int | None = None  # samples of a step on this rank; None: not known
-state_step: int | None = None  # the state's own at its newest commit, where it has one
+steps: int | None = None  # None: no torch optimizer has stepped
+batch: int | None = None  # samples of a step on this rank; None: unknown
+state_step: int | None = None  # the state's own step at its newest commit, if it has one
 _counted = 0
 
 
 def committed(step: object) -> None:
-    """``step``: what the state has by this name."""
+    """Record a commit. ``step``: the state's attribute of this name."""
     global state_step
     state_step = step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
 def of_batches(sizes: set[int | None]) -> None:
-    """``sizes``: of the loaders in the state."""
+    """Set the batch size. ``sizes``: of the loaders in the state."""
     global batch
     batch = next(iter(sizes)) if len(sizes) == 1 else None
 
@@ -41,7 +42,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 @contextlib.contextmanager
 def counting() -> Iterator[None]:
-    """While a function trains."""
+    """Context of a training function whose steps are counted."""
     handle = register_optimizer_step_post_hook(_stepped)
     try:
         yield

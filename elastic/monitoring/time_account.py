@@ -1,15 +1,15 @@
-"""How a worker's time goes: what its training thread does, from one moment to the next. Times are passed in.
+"""Account of a worker's time by the activity of its training thread. Times are passed in.
 
     training     in the training function, and in none of the others
     committing   in ``state.commit()``
     data         waiting for the next batch of a ``DataLoader``
-    storage      reading a checkpoint to begin with, and waiting for the last one to be written
-    recovering   from the end of a world that broke until the state is equal everywhere in the next
+    storage      reading the initial checkpoint, and waiting for the last one to be written
+    recovering   from the end of a broken world until the state is equal everywhere in the next one
     joining      from ``init()`` to the training function, and in planned changes
-    lost         what was training, committing or waiting for data, and has to be done again
-    idle         before and after the training function, and standing by
+    lost         training, committing or waiting for data that has to be repeated
+    idle         before and after the training function, and as a standby
 
-They add up to the time since the account was begun.
+They add up to the time since the account was opened.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import get_args
 
 from elastic.protocol.messages import Part, Times
 
-REPEATED: tuple[Part, ...] = ("training", "committing", "data")  # has to be done again after a loss
+REPEATED: tuple[Part, ...] = ("training", "committing", "data")  # has to be repeated after a loss
 
 
 class TimeAccount:
-    """One worker's. Changed by one thread; `times` is for any."""
+    """Account of one worker. One thread changes it; `times` is thread-safe."""
 
     def __init__(self, now: float, part: Part = "joining") -> None:
         self.part: Part = part
@@ -36,8 +36,7 @@ class TimeAccount:
         self._lock = threading.Lock()
 
     def begin(self, part: Part, now: float, since: float = 0.0) -> Part:
-        """From now on it does this, or ``since`` an earlier moment, though not from before the last change. What it did
-        before."""
+        """Begin an activity, and return the previous one. ``since``: it began earlier, but after the last change."""
         with self._lock:
             before = self.part
             at = max(self._since, min(since, now)) if since else now
@@ -47,7 +46,7 @@ class TimeAccount:
 
     @contextlib.contextmanager
     def during(self, part: Part) -> Iterator[None]:
-        """And then again what it did before."""
+        """Context of an activity, after which the previous one continues."""
         before = self.begin(part, time.monotonic())
         try:
             yield
@@ -55,7 +54,7 @@ class TimeAccount:
             self.begin(before, time.monotonic())
 
     def committed(self, now: float, then: Part | None = None) -> None:
-        """Up to here nothing will have to be done again. From here on it does what it did, or ``then``."""
+        """Record that nothing up to now has to be repeated. The activity continues, or becomes ``then``."""
         with self._lock:
             self._spent[self.part] += now - self._since
             self._since = now
@@ -64,20 +63,20 @@ class TimeAccount:
                 self._kept[repeated] = self._spent[repeated]
 
     def only_prepared(self) -> None:
-        """What looked like training was the way to the training function."""
+        """Count the time so far as joining: the training function has not been reached before now."""
         with self._lock:
             self._spent["joining"] += self._spent["training"]
             self._spent["training"] = self._kept["training"] = 0.0
 
     def stepped_back(self) -> None:
-        """To the newest commit: what followed it is lost."""
+        """Return to the newest commit: what followed it is lost."""
         with self._lock:
             for part in REPEATED:
                 self._spent["lost"] += self._spent[part] - self._kept[part]
                 self._spent[part] = self._kept[part]
 
     def times(self, now: float) -> Times:
-        """Up to now."""
+        """Return the seconds by activity up to now."""
         with self._lock:
             spent = dict(self._spent)
             spent[self.part] += max(0.0, now - self._since)

@@ -1,28 +1,30 @@
-"""What this worker does, written down for the job's timeline. Records; decides nothing, formats nothing, never blocks.
+"""Timeline records of this worker, for call sites. Never blocks.
 
-For who calls it. ``on`` is False until somebody wants a timeline: then one look at it is all that a call site pays::
+``on`` is False until a timeline is wanted, so that a call site only pays for one check::
 
     from elastic.monitoring import timeline
 
     if timeline.on:
         timeline.begin("allreduce.loss", "NEGOTIATE_ALLREDUCE")
 
-    begin(row, name)               a span begins now in the row of a tensor (any string); spans of a row may be nested
-    end(row)                       the innermost span of the row ends now; harmless where none has begun
-    span(row, name, a_ns, b_ns)    a span whose both ends are known, on the clock of ``now_ns()``
-    spans(rows, name, a_ns, b_ns)  the same span in many rows: the tensors of a fused buffer
-    tick(row, rank)                a moment of negotiation: this rank is ready
-    cycle()                        CYCLE_START, if cycles are to be marked
-    during(row, name)              a context manager around a span; for what takes long anyway
-    end_all()                      whatever has begun ends now: its world is gone. `Runtime` calls it after a loss
+    begin(row, name)               begin a span now in a tensor's row (any string); spans of a row may be nested
+    end(row)                       end the innermost span of the row; no effect without one
+    span(row, name, a_ns, b_ns)    add a span with both ends, on the clock of ``now_ns()``
+    spans(rows, name, a_ns, b_ns)  add the same span in many rows: the tensors of a fused buffer
+    tick(row, rank)                add an instant of negotiation: this rank is ready
+    cycle()                        add CYCLE_START, if cycles are to be marked
+    during(row, name)              context manager for a span; for slow operations
+    end_all()                      end all spans, because their world is gone. `Runtime` calls it after a loss
     now_ns()                       nanoseconds of this worker's monotonic clock
 
-All may be called from any thread; none raises or waits. ``begin`` and ``end`` of a span may be in different threads.
-What overlaps in one row without being nested is drawn badly: tensors of one name in two process sets need two rows.
+All are thread-safe; none raises or waits. ``begin`` and ``end`` of a span may be called in different threads.
+Overlapping spans of one row that are not nested are drawn incorrectly: tensors of one name in two process sets need two
+rows.
+
 The phases have Horovod's names: ``NEGOTIATE_<OP>`` with a tick per rank, then ``<OP>``, and in it ``QUEUE``,
 ``MEMCPY_IN_FUSION_BUFFER``, ``GLOO_<OP>`` or ``NCCL_<OP>``, ``MEMCPY_OUT_FUSION_BUFFER``.
 
-The records go to the driver, which writes one file for all workers; see docs/timeline.md.
+The records are sent to the driver, which writes one file for all workers; see docs/timeline.md.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ from collections.abc import Callable, Iterable
 
 from elastic.monitoring.trace_buffer import TraceBuffer
 
-POKE_AT = 2_000  # records that wait, before whoever sends them is woken
+POKE_AT = 2_000  # waiting records at which the sender is woken
 CYCLES = "cycles"  # the row of CYCLE_START
 
-on = False  # whether anybody wants records
+on = False  # whether records are wanted
 mark_cycles = False
 
 _buffer = TraceBuffer()
@@ -46,24 +48,24 @@ now_ns = time.monotonic_ns
 
 
 def begin(row: str, name: str) -> None:
-    """See the module."""
+    """Begin a span; see the module."""
     _buffer.begin(row, name, now_ns())
 
 
 def end(row: str) -> None:
-    """See the module."""
+    """End a span; see the module."""
     _buffer.end(row, now_ns())
     _wake()
 
 
 def span(row: str, name: str, begin_ns: int, end_ns: int) -> None:
-    """See the module."""
+    """Add a span; see the module."""
     _buffer.add(("X", row, name, begin_ns, end_ns - begin_ns))
     _wake()
 
 
 def spans(rows: Iterable[str], name: str, begin_ns: int, end_ns: int) -> None:
-    """See the module."""
+    """Add a span in many rows; see the module."""
     ns, waited = end_ns - begin_ns, len(_buffer)
     _buffer.extend(("X", row, name, begin_ns, ns) for row in rows)
     if waited < POKE_AT <= len(_buffer):
@@ -71,19 +73,19 @@ def spans(rows: Iterable[str], name: str, begin_ns: int, end_ns: int) -> None:
 
 
 def tick(row: str, rank: int) -> None:
-    """See the module."""
+    """Add an instant of negotiation; see the module."""
     _buffer.add(("i", row, str(rank), now_ns(), 0))
     _wake()
 
 
 def cycle() -> None:
-    """See the module."""
+    """Add CYCLE_START; see the module."""
     if mark_cycles:
         _buffer.add(("i", CYCLES, "CYCLE_START", now_ns(), 0))
 
 
 def during(row: str, name: str) -> contextlib.AbstractContextManager[None]:
-    """See the module."""
+    """Return a context manager for a span; see the module."""
     return _During(row, name) if on else _NOTHING
 
 
@@ -104,7 +106,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def end_all() -> None:
-    """See the module."""
+    """End all spans; see the module."""
     _buffer.end_all(now_ns())
 
 
@@ -113,17 +115,17 @@ def _wake() -> None:
         _poke()
 
 
-# ---- for `elastic.monitoring.tracing`, which takes the records away -----------------------------------------
+# ---- for `elastic.monitoring.tracing`, which takes the records ----------------------------------------------
 
 
 def record(into: TraceBuffer, poke: Callable[[], None], *, cycles: bool) -> None:
-    """From now on, into this buffer. ``poke`` is called when many wait; it may come from any thread."""
+    """Start recording into this buffer. ``poke`` is called, from any thread, when many records wait."""
     global on, mark_cycles, _buffer, _poke
     _buffer, _poke, mark_cycles = into, poke, cycles
     on = True
 
 
 def stop() -> None:
-    """No more. What call sites add that have just looked at ``on`` is still taken."""
+    """Stop recording. Call sites that have just checked ``on`` may still add records."""
     global on, mark_cycles
     on = mark_cycles = False

@@ -1,14 +1,14 @@
-"""What a worker did, as records that wait to be sent. Times are passed in, nothing is formatted.
+"""Buffer of timeline records that wait to be sent. Times are passed in.
 
-A record is a tuple ``(kind, row, name, at_ns, ns)``; kinds are the letters that trace viewers use for them:
+A record is a tuple ``(kind, row, name, at_ns, ns)``; kinds are the letters of the trace format:
 
     X  a span of ``ns`` nanoseconds that began at ``at_ns``
     B  the beginning of a span that still lasts, E the end of the innermost one of its row
     i  an instant
 
-A span is kept as one X when it ends. Only one that lasts is written down while it does, as B and later E: what a worker
-was doing when it was killed is what one wants to know most. Nothing here blocks and nothing grows without bound: where
-records come faster than they are taken, new ones are dropped and counted.
+A span becomes one X when it ends. Only a long one is recorded while it lasts, as B and later E, to show what a worker
+was doing when it was killed. Nothing blocks or grows without limit: if records arrive faster than they are taken, new
+ones are dropped and counted.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from typing import Any
 
 from elastic.protocol.messages import Trace
 
-LIMIT = 100_000  # records that wait; about 20 MB
-LASTS_NS = 1_000_000_000  # after this a span that still lasts is worth a record of its own
+LIMIT = 100_000  # waiting records; about 20 MB
+LASTS_NS = 1_000_000_000  # age at which an unfinished span gets a record of its own
 
 
-# A span that has begun: name, begin, and whether it has been written down as a B. A list costs half of an object.
+# An open span: name, begin, and whether it was recorded as a B. A list costs half of an object.
 _Open = list[Any]
 
 
 class TraceBuffer:
-    """Any thread may add, one takes."""
+    """Any thread may add records; one thread takes them."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.dropped = 0  # since the last ``take_dropped``
         self._limit = limit
         self._records: list[Trace] = []
         self._open: dict[str, list[_Open]] = {}  # by row, outermost first
-        # One thread may end what another has begun, and a third decides that it lasts. Adding a record needs no lock.
+        # Spans may be ended, and found to be long, by other threads than the one that began them. Adding needs no lock.
         self._spans = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._records)
 
-    # ---- who adds
+    # ---- adding
 
     def add(self, record: Trace) -> None:
         if len(self._records) < self._limit:
@@ -61,18 +61,18 @@ class TraceBuffer:
             spans.append([name, at_ns, False])
 
     def end(self, row: str, at_ns: int) -> None:
-        """The innermost span of the row is over; without one nothing happens."""
+        """End the innermost span of the row; no effect without one."""
         with self._spans:
             spans = self._open.get(row)
             if not spans:
                 return
             span = spans.pop()
             if not spans:
-                del self._open[row]  # names that are never used again must not pile up
+                del self._open[row]  # names that are never used again must not accumulate
         self._close(row, span, at_ns)
 
     def end_all(self, at_ns: int) -> None:
-        """Whatever has begun ends here: the world in which it would have ended is gone."""
+        """End all open spans, because their world is gone."""
         with self._spans:
             opened, self._open = self._open, {}
         for row, spans in opened.items():
@@ -80,35 +80,35 @@ class TraceBuffer:
                 self._close(row, span, at_ns)
 
     def _close(self, row: str, span: _Open, at_ns: int) -> None:
-        name, began_ns, said = span
-        if said:
+        name, began_ns, recorded = span
+        if recorded:
             self._records.append(("E", row, name, at_ns, 0))  # even if full: a B needs its E
         else:
             self.add(("X", row, name, began_ns, at_ns - began_ns))
 
-    # ---- who takes
+    # ---- taking
 
     def tell_lasting(self, now_ns: int) -> None:
-        """Write down what has begun a while ago and is not over."""
+        """Record long spans that have not ended."""
         with self._spans:
             for row, spans in self._open.items():
                 for span in spans:
-                    name, at_ns, said = span
-                    if said:
+                    name, at_ns, recorded = span
+                    if recorded:
                         continue
                     if now_ns - at_ns < LASTS_NS or len(self._records) >= self._limit:
-                        break  # those inside it are younger
+                        break  # spans inside it are younger
                     span[2] = True
                     self._records.append(("B", row, name, at_ns, 0))
 
     def take(self, most: int) -> list[Trace]:
-        """The oldest records, at most so many."""
+        """Return the oldest records, at most ``most``."""
         taken = self._records[:most]
         del self._records[: len(taken)]
         return taken
 
     def take_dropped(self) -> int:
-        """How many were dropped since the last time."""
+        """Return the number of records dropped since the last call."""
         dropped, self.dropped = self.dropped, 0
         return dropped
 

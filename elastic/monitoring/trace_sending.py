@@ -1,12 +1,12 @@
-"""Decides which records a worker sends to the driver, and when. Pure: times are passed in, messages are returned.
+"""Decide which records a worker sends to the driver, and when. Pure: times are passed in, messages are returned.
 
-    Tracing(on)   --ClockAsked-->  ... ROUND times ...  the clocks are compared
-                  --Traced-->      at most WINDOW that the driver has not taken yet; the rest waits in the buffer
-    TracesTaken   --Traced-->      room for another
-    Tracing(off)  --Traced, ... , TracedAll-->
+    Tracing(on)      --ClockAsked-->    ... ROUND times ...  the clocks are compared
+                     --Traced-->        at most WINDOW in flight; the rest waits in the buffer
+    TracesTaken      --Traced-->        another one may be sent
+    Tracing(off)     --Traced, ... , TracedAll-->
 
-A driver that does not keep up takes nothing from anybody's training: the buffer is full at some time, and then new
-records are dropped. How many is said with the next ones.
+A slow driver does not slow down training: once the buffer is full, new records are dropped, and their number is sent
+with the next ones.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Message, Trace
 
 BATCH = 2_000  # records of a message; about 150 KB
-BATCH_BYTES = 1 << 20  # of their names, which a script may choose as it likes
-WINDOW = 8  # messages that the driver has not taken yet
-ROUND = 8  # questions for the time
-AGAIN_NS = 30_000_000_000  # from one round of questions to the next
+BATCH_BYTES = 1 << 20  # of their names, which a script may choose
+WINDOW = 8  # messages in flight
+ROUND = 8  # requests for the driver's clock
+AGAIN_NS = 30_000_000_000  # time between two rounds of requests
 
 
 class TraceSending:
-    """One worker's. Its methods are not to be called at the same time."""
+    """Sending of one worker. Not thread-safe."""
 
     def __init__(self, buffer: TraceBuffer) -> None:
-        self.timeline = 0  # the present one's number; 0: none
+        self.timeline = 0  # number of the present one; 0: none
         self._buffer = buffer
-        self._over = False  # it has ended, and what is left has to be sent
+        self._over = False  # it has ended, and the remaining records have to be sent
         self._under_way = 0  # messages
-        self._clock = ClockOffset()  # of the last round that is complete
+        self._clock = ClockOffset()  # of the last complete round
         self._round = ClockOffset()
         self._round_at_ns = 0
 
     def receive(self, message: Message, now_ns: int) -> list[Message]:
-        """What the driver's word brings about."""
+        """Return the messages that answer a message of the driver."""
         match message:
             case messages.Tracing(timeline, True):
                 return self._begin(timeline, now_ns)
@@ -57,34 +57,34 @@ class TraceSending:
         return []
 
     def due(self, now_ns: int) -> list[Message]:
-        """What is to be sent now."""
+        """Return the messages to send now."""
         if not self.timeline:
             return []
         self._buffer.tell_lasting(now_ns)
         if not self._clock.known:
-            return []  # nobody knows what the times mean
-        said: list[Message] = []
+            return []  # times cannot be converted yet
+        due: list[Message] = []
         while self._under_way < WINDOW and len(self._buffer):
-            said.append(self._batch())
+            due.append(self._batch())
             self._under_way += 1
         if self._over and not len(self._buffer):
-            said.append(messages.TracedAll(self.timeline))
+            due.append(messages.TracedAll(self.timeline))
             self.timeline = 0
         elif now_ns - self._round_at_ns > AGAIN_NS:
-            said.append(self._ask(now_ns))
-        return said
+            due.append(self._ask(now_ns))
+        return due
 
     def rest(self, now_ns: int) -> list[Message]:
-        """This process ends: whatever is left, taken or not."""
+        """Return all remaining records, at the exit of the process."""
         if not self.timeline:
             return []
         self._buffer.end_all(now_ns)
         if not self._clock.known:
             self._clock = self._round
-        said: list[Message] = []
+        remaining: list[Message] = []
         while self._clock.known and len(self._buffer):
-            said.append(self._batch())
-        return said
+            remaining.append(self._batch())
+        return remaining
 
     def _begin(self, timeline: int, now_ns: int) -> list[Message]:
         if timeline != self.timeline:
@@ -113,7 +113,7 @@ class TraceSending:
 
 
 def _fits(records: list[Trace]) -> bool:
-    """Whether their names can be sent: a script may have chosen what is endless, or no Unicode."""
+    """Return whether the names, chosen by a script, are valid Unicode and not too long."""
     names = [text for _, row, name, _, _ in records for text in (row, name)]
     try:
         return len("".join(names).encode()) <= BATCH_BYTES

@@ -1,8 +1,8 @@
-"""Takes this worker's records to where the timeline is written: to the driver, or without one to a file. Acts.
+"""Transfer of this worker's records to the timeline: to the driver, or without one to a file.
 
-With a driver, it is the driver that says when records are wanted, and the link's thread that sends them:
-`trace_sending` decides what. Without one, each rank has a file and a thread of its own, as nobody could put them
-together: rank 0's is the one that was asked for, the others' have ``.rank<N>`` behind the name.
+With a driver, the driver requests records and the link thread sends them; `trace_sending` decides. Without one, each
+rank has its own file and thread, since nothing could merge them: rank 0 writes the requested file, other ranks append
+``.rank<N>`` to its name.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from elastic.protocol.trace_format import TraceFormat
 from elastic.rendezvous.environment import DYNAMIC, Environment
 
 ANSWER_S = 10.0  # for the driver to open or complete a file
-WRITE_S = 1.0  # between two writes to a file of our own
-CLOSE_S = 5.0  # for the last of them
+WRITE_S = 1.0  # between two writes to a local file
+CLOSE_S = 5.0  # for the last write
 
 Send = Callable[[Message], None]
 
 
 class TraceSession(Protocol):
-    """Where records go. One per process."""
+    """Destination of records. One per process."""
 
     def begin(self, place: Place) -> None:
-        """The place is known. Raises Invalid if HOROVOD_TIMELINE names a file that can't be written, DriverLost if the
-        driver does not answer.
+        """Start HOROVOD_TIMELINE once the place is known.
+
+        Raises Invalid if the file cannot be written, and DriverLost if the driver does not answer.
         """
 
     def start(self, path: str, mark_cycles: bool) -> None:
@@ -47,37 +48,37 @@ class TraceSession(Protocol):
         """See `stop_timeline`."""
 
     def close(self) -> None:
-        """At exit: what is left."""
+        """Send what is left, at exit."""
 
     def receive(self, message: Message) -> bool:
-        """In the link's thread. Whether this was a message about a timeline."""
+        """Handle a message in the link thread. Return whether it was about a timeline."""
 
     def due(self) -> None:
-        """In the link's thread: send what is due."""
+        """Send what is due, in the link thread."""
 
 
 class TracingThroughDriver:
-    """``send`` must not raise; ``poke`` wakes the link's thread, which then calls ``due``."""
+    """Transfer through the driver. ``send`` must not raise; ``poke`` wakes the link thread, which calls ``due``."""
 
     def __init__(self, env: Environment, send: Send, poke: Callable[[], None]) -> None:
         self._env = env
         self._send = send
         self._poke = poke
         self._buffer = TraceBuffer()
-        self._lock = threading.Lock()  # of the sending: the link's thread, and the one that exits
+        self._lock = threading.Lock()  # for sending: by the link thread, and at exit
         self._sending = TraceSending(self._buffer)
         self._asking = threading.Lock()  # one request at a time
         self._answered = threading.Condition()
         self._requests = 0
         self._answer: protocol.TimelineAnswer | None = None
-        self._present = 0  # the number of the timeline that is recorded
-        # The one that this worker's script knows of: a stop that comes late, when others have started the next one
-        # already, must not end that. None: the script has not said anything, and means the first that there is.
+        self._present = 0  # number of the timeline being recorded
+        # The timeline that this worker's script refers to: a late stop must not end a newer one started by other ranks.
+        # None: the script has made no request, and refers to the first one.
         self._known: int | None = None
 
     def begin(self, place: Place) -> None:
-        """Asks for the timeline that the script has named by HOROVOD_TIMELINE. One that the job has anyway was told
-        of before the place, and stays.
+        """Request the timeline of HOROVOD_TIMELINE, unless the job has one already, which was announced before the
+        place.
         """
         path = self._env.timeline
         if path and path != DYNAMIC and self._known is None and place.rank == 0:
@@ -125,7 +126,7 @@ class TracingThroughDriver:
             for message in messages:
                 self._send(message)
 
-    # ---- what the script asks for
+    # ---- requests of the script
 
     def start(self, path: str, mark_cycles: bool) -> None:
         answer = self._ask(lambda number: protocol.TimelineWanted(number, path, mark_cycles))
@@ -161,7 +162,7 @@ class TracingThroughDriver:
 
 
 class TracingToFile:
-    """Without a driver."""
+    """Transfer to a file, without a driver."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -200,7 +201,7 @@ class TracingToFile:
         return False
 
     def due(self) -> None:
-        """There is no link."""
+        """Do nothing: there is no link."""
 
 
 class _Writing:
@@ -222,7 +223,7 @@ class _Writing:
         self._wake.set()
 
     def finish(self) -> None:
-        """Everything is in the file when this returns, unless the disk takes longer than CLOSE_S."""
+        """Write all records and close the file, waiting for the disk at most CLOSE_S seconds."""
         self.buffer.end_all(time.monotonic_ns())
         self._over = True
         self._wake.set()
@@ -254,13 +255,13 @@ class _Writing:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Writes a timeline to this file from now on; ``mark_cycles`` adds an instant for every cycle of negotiation.
+    """Write a timeline to this file from now on. ``mark_cycles`` adds an instant for every cycle of negotiation.
 
-    One file has all workers of the job, so that it is enough if one rank calls this; where several do, the first has
-    named the file. Under ``elasticrun`` the path is one of the driver's host; a relative one counts from this worker's
-    folder. Returns when the file is there. HOROVOD_TIMELINE need not be set, not even to ``DYNAMIC``.
+    One file contains all workers of the job, so one rank's call is enough; if several ranks call, the first one
+    determines the file. Under ``elasticrun`` the path is on the driver's host; a relative one is relative to this
+    worker's folder. Returns when the file exists. HOROVOD_TIMELINE need not be set, not even to ``DYNAMIC``.
 
-    Raises NotInitialized (a ValueError) before ``init()``, Invalid (a ValueError) if the file can't be written, and
+    Raises NotInitialized (a ValueError) before ``init()``, Invalid (a ValueError) if the file cannot be written, and
     DriverLost if the driver does not answer.
     """
     tracing = context.current().tracing
@@ -270,10 +271,10 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Ends the timeline that this script has started, or that was there when it came. Then the file is complete.
+    """End the timeline that this script has started or found running. Its file is complete on return.
 
-    It ends for all workers, and the first call of any of them counts; the others' find nothing to do. Raises
-    NotInitialized (a ValueError) before ``init()``, and DriverLost.
+    It ends for all workers at the first call; later calls have no effect. Raises NotInitialized (a ValueError) before
+    ``init()``, and DriverLost.
     """
     context.current().tracing.stop()
 

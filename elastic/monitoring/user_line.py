@@ -1,4 +1,4 @@
-"""The line of the script at which a thread stands, for those who have to find a collective that not all ranks call."""
+"""The script's current line in a thread, to locate a collective that not all ranks call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INSTALLED = "site-packages"
 
 
 def of_thread(number: int) -> str:
-    """``train.py:12``; empty where the thread has ended, or none of its code is the script's."""
+    """Return a line such as ``train.py:12``; empty if the thread has ended or runs no code of the script."""
     frame = sys._current_frames().get(number)
     while frame is not None and _is_of_a_library(frame):
         frame = frame.f_back

@@ -1,7 +1,7 @@
-"""Decides which mistakes a training script makes, from what was observed in its steps. Pure.
+"""Decide which mistakes a training script makes, from observations of its steps. Pure.
 
-Each of these passes without an error while nothing fails, and makes the training wrong after a failure, or from the
-start. docs/script-checks.md describes each kind.
+None of these mistakes raises an error while nothing fails, but each makes the training wrong after a failure, or from
+the start. docs/script-checks.md describes each kind.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-STEPS = 20  # of an optimizer, after which a script is checked
+STEPS = 20  # number of an optimizer's steps after which a script is checked
 PAGE = "script-checks"
 
 
 class Kind(enum.Enum):
-    """The values are anchors of docs/script-checks.md."""
+    """Kinds of mistakes. The values are anchors of docs/script-checks.md."""
 
     NO_COMMIT = "no-commit"
     COMMIT_ON_SOME_RANKS = "commit-on-some-ranks"
@@ -33,7 +33,7 @@ class Kind(enum.Enum):
 
 
 class When(enum.Enum):
-    """A call of commit()."""
+    """When commit() is called."""
 
     EACH_STEP = (
         enum.auto()
@@ -59,9 +59,9 @@ class Trained:
     parameters: int
     uncovered: int
     example: str = ""  # the name of an uncovered parameter, or its shape
-    # Elements of the smallest parameter that has several and a dense gradient; 0: not known.
+    # Elements of the smallest parameter with several elements and a dense gradient; 0: unknown.
     smallest: int = 0
-    member: str = ""  # how a state takes it; torch's by default
+    member: str = ""  # how to pass it to a state; torch's way by default
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ class UsedLoader:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one process did in the last ``steps`` steps of its optimizers."""
+    """Observations of one process in the last ``steps`` steps of its optimizers."""
 
     steps: int
     world_size: int
     commits: int
     calls: tuple[When, ...]  # of commit(), in the source of the script
-    recovered: bool  # a worker was lost since the training began
+    recovered: bool  # a worker was lost since training began
     collectives: int  # and other calls that may have changed tensors
-    # Elements of the largest tensor that a collective took between two steps. None: not known.
+    # Elements of the largest tensor in a collective between two steps. None: unknown.
     largest_moved: int | None
-    keeps_members: bool  # the state is one of ours: its members are all that it saves
+    keeps_members: bool  # the state is one of this package's, which save exactly their members
     optimizers: tuple[Trained, ...] = ()
     schedulers: tuple[UsedPart, ...] = ()
     scalers: tuple[UsedPart, ...] = ()
@@ -98,19 +98,19 @@ class Seen:
 
 @dataclass(frozen=True)
 class Mistake:
-    """``facts`` fill the sentence of the kind."""
+    """One mistake. ``facts`` are the values in its sentence."""
 
     kind: Kind
     facts: tuple[tuple[str, Any], ...] = ()
 
     @property
     def sentence(self) -> str:
-        """What is wrong, what follows, and what to write instead."""
+        """What is wrong, its consequence, and how to fix it."""
         return f"{_SENTENCES[self.kind].format(**dict(self.facts))} (elasticrun docs {PAGE}#{self.kind.value})"
 
 
 def found(seen: Seen) -> list[Mistake]:
-    """The mistakes, at most one of each kind."""
+    """Return the mistakes, at most one of each kind."""
     made = [*_commits(seen), *_reductions(seen), *_loaders(seen)]
     if seen.keeps_members:
         made += _members(seen)
@@ -121,7 +121,7 @@ def _commits(seen: Seen) -> Iterable[Mistake]:
     if seen.calls and {*seen.calls} == {When.SOME_RANKS}:
         yield _mistake(Kind.COMMIT_ON_SOME_RANKS)
         return
-    # A script may commit once per epoch, so that the first steps have none: then only a loss shows that it is missing.
+    # A script may commit once per epoch, after these steps: then only a loss shows that commits are missing.
     due = seen.recovered or not seen.calls or When.EACH_STEP in seen.calls
     if seen.commits == 0 and due:
         yield _mistake(Kind.NO_COMMIT, steps=seen.steps)
@@ -131,10 +131,10 @@ def _reductions(seen: Seen) -> Iterable[Mistake]:
     if not seen.optimizers or seen.world_size == 1:
         return
     facts = {"steps": seen.steps, "workers": seen.world_size, "optimizer": seen.optimizers[0].name}
-    if seen.collectives < 2:  # a loader may have agreed on its position once
+    if seen.collectives < 2:  # a loader may have negotiated its position once
         yield _mistake(Kind.NEVER_REDUCED, **facts)
         return
-    # However gradients are packed, that of the smallest parameter is in one of the tensors.
+    # However gradients are packed, the tensor that contains the smallest parameter's is at least as large.
     known = [each.smallest for each in seen.optimizers if each.smallest]
     if known and seen.largest_moved is not None and seen.largest_moved < min(known):
         yield _mistake(Kind.ONLY_LOSS_REDUCED, **facts, largest=seen.largest_moved)

@@ -1,7 +1,7 @@
-"""Observes the first steps of a training function and reports what `mistakes` finds. Acts: a hook, one scan of objects.
+"""Observation of the first steps of a training function, whose mistakes are reported.
 
-After the check the hook returns at once, until the training ends: torch iterates over its hooks while they run, so that
-none can be removed by another.
+After the check the step hook returns at once but stays until the training ends: torch iterates over its hooks while
+they run, so one must not remove another.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from elastic.state.state import ObjectState, State, has_custom_sync
 
 TAKES_STEPS = (
     STEPS // 2
-)  # that took their batch from one loader, for it to be the one that is trained on
+)  # number of steps with batches of one loader for it to count as the training loader
 PLACES = ("rank", "num_replicas", "world_size")  # attributes of a sampler
-DEPTH = 3  # of wrappers around a member
+DEPTH = 3  # levels of wrappers around a member
 OURS = ("elastic", "horovod")
 
 
 class ScriptObserver:
-    """Of one training. Methods are for the training thread."""
+    """Observes one training. Methods must be called from the training thread."""
 
     def __init__(self, rt: Runtime, state: State, function: Callable[..., Any]) -> None:
         self._rt = rt
@@ -66,11 +66,12 @@ class ScriptObserver:
         self._collectives = 0
         self._sources_of_steps = [make() for make in step_sources.makers]
 
-    # ---- what elastic.run calls --------------------------------------------------------------------------------------
+    # ---- for elastic.run ---------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The training function is about to be called, for the first time or in a new world."""
-        self._stepping.clear()  # a ZeroRedundancyOptimizer has another inner optimizer in each world
+        """Start observing, before the training function is called for the first time or in a new world."""
+        # a ZeroRedundancyOptimizer has another inner optimizer in each world
+        self._stepping.clear()
         if self._observes or self._windows > self._recovered:
             return
         self._windows += 1
@@ -88,7 +89,9 @@ class ScriptObserver:
             source.observe(self._counts, (self._rt.place.rank, self._rt.place.size))
 
     def _meet(self) -> None:
-        """What exists before the training begins. One scan: with TensorFlow there are half a million objects."""
+        """Find the relevant objects that exist before the training, in one scan (TensorFlow has half a million
+        objects).
+        """
         members = LRScheduler, torch.amp.GradScaler, AveragedModel
         kinds = [each for source in self._sources_of_steps for each in source.classes()]
         found = live_objects(*members, *kinds)
@@ -97,10 +100,10 @@ class ScriptObserver:
             source.meet(found)
         if self._before:
             del found
-            gc.collect()  # what the script has dropped is no member of it
+            gc.collect()  # excludes objects that the script has dropped
 
     def recovered(self) -> None:
-        """A world broke: what follows is checked once more."""
+        """Check once more after the first broken world."""
         if not self._recovered:
             self._recovered = True
             checked = not self._observes
@@ -109,7 +112,7 @@ class ScriptObserver:
                 self._report(replace(self._seen(STEPS), loaders=()))
 
     def end(self) -> None:
-        """The training is over."""
+        """Stop observing at the end of the training."""
         self._forget()
         if self._handle is not None:
             self._handle.remove()
@@ -148,9 +151,10 @@ class ScriptObserver:
         self._counts(optimizer)
 
     def _counts(self, optimizer: object) -> None:
-        """A step of any framework's optimizer is over."""
+        """Count a step of any framework's optimizer."""
         if not self._steps:
-            moved_tensors.observe()  # what a script does before its first step is no reduction
+            # collectives before the first step are not reductions of gradients
+            moved_tensors.observe()
         self._steps[id(optimizer)] += 1
         steps = self._steps[id(optimizer)]
         if steps == STEPS - TAKES_STEPS:
@@ -169,7 +173,7 @@ class ScriptObserver:
             finally:
                 self._forget()
 
-    # ---- what was seen -----------------------------------------------------------------------------------------------
+    # ---- observations ------------------------------------------------------------------------------------------------
 
     def _seen(self, steps: int) -> Seen:
         members = [v for n, v in vars(self._state).items() if not n.startswith("_")]
@@ -237,11 +241,11 @@ class ScriptObserver:
             sampler = getattr(by, "sampler", by)
             stream = isinstance(dataset, torch_data.IterableDataset)
             if id(dataset) in inside and hasattr(dataset, "state_dict"):
-                continue  # a position of its own
+                continue  # it has its own position
             if isinstance(sampler, ElasticSampler):
                 yield UsedLoader("DataLoader", id(sampler) in inside, True, _name(sampler))
             elif any(_is_ours(each) for each in (dataset, by, sampler)):
-                continue  # what elastic.data.DataLoader reads through
+                continue  # used internally by elastic.data.DataLoader
             elif kept := [] if stream or _follows(sampler) else _kept(sampler):
                 yield UsedLoader("DataLoader", False, True, _name(sampler), ", ".join(kept))
             elif stream or _follows(sampler):
@@ -254,15 +258,15 @@ class ScriptObserver:
                 yield UsedLoader(_name(loader), loader.in_state, True)
 
     def _own_position(self) -> bool:
-        """Whether the state counts batches, from which a script can find its place again."""
+        """Return whether the state counts batches, from which a script can restore its position."""
         return any(
             "batch" in name and isinstance(value, int) for name, value in vars(self._state).items()
         )
 
-    # ---- the verdict -------------------------------------------------------------------------------------------------
+    # ---- report ------------------------------------------------------------------------------------------------------
 
     def _report(self, seen: Seen) -> None:
-        """Raises ScriptMistakes with --strict."""
+        """Print new mistakes on rank 0. Raises ScriptMistakes with --strict."""
         new = [each for each in mistakes.found(seen) if each.kind not in self._reported]
         self._reported |= {each.kind for each in new}
         if new and self._rt.env.strict:
@@ -276,8 +280,9 @@ class ScriptObserver:
 def observing(
     rt: Runtime, state: State, function: Callable[..., Any]
 ) -> Iterator[ScriptObserver | None]:
-    """None where nothing is checked: in a job of a fixed size, in trainings of this package's own, with
-    ``ELASTIC_CHECKS=off``.
+    """Context of one training. Yields None if nothing is checked.
+
+    That is the case in jobs of fixed size, in training functions of this package, and with ``ELASTIC_CHECKS=off``.
     """
     ours = function.__module__.partition(".")[0] in OURS
     if not rt.env.checks or not rt.elastic or ours:
@@ -291,7 +296,7 @@ def observing(
 
 
 def _keeps_members(state: State) -> bool:
-    """Whether commits consist of the state's members alone, and none of these is a tensor of unknown meaning."""
+    """Return whether commits consist of exactly the state's members, none of which is a tensor of unknown meaning."""
     if not isinstance(state, ObjectState) or has_custom_sync(state):
         return False
     kind = type(state)
@@ -303,13 +308,15 @@ def _keeps_members(state: State) -> bool:
 
 
 def _is_tensor(value: object) -> bool:
-    """Of torch, TensorFlow, JAX or Keras."""
+    """Return whether it is a tensor of torch, TensorFlow, JAX or Keras."""
     numbers = (np.ndarray, np.generic)
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, numbers)
 
 
 def _smallest(parameters: Sequence[torch.Tensor]) -> int:
-    """Elements of the smallest one with several and a dense gradient; 0 where that can't be said, as of DTensors."""
+    """Return the elements of the smallest parameter with several elements and a dense gradient; 0 if unknown
+    (DTensors).
+    """
     whole = (torch.nn.Parameter, torch.Tensor)
     found = [
         each.numel()
@@ -320,7 +327,7 @@ def _smallest(parameters: Sequence[torch.Tensor]) -> int:
 
 
 def _with_inner(members: Iterable[Any]) -> list[Any]:
-    """These, and what wrappers among them hold in their attributes."""
+    """Return the members, and the objects in attributes of wrappers among them."""
     found: dict[int, Any] = {}
     level = list(members)
     for _ in range(DEPTH):
@@ -331,12 +338,12 @@ def _with_inner(members: Iterable[Any]) -> list[Any]:
 
 
 def _held(value: Any) -> Iterator[Any]:
-    """What an object holds that may be a member of a training: no numbers, strings and tensors."""
+    """Yield the objects in attributes that may be members of a training: no numbers, strings and tensors."""
     if isinstance(value, torch.nn.Module):
         yield as_written(value)
         return
     if isinstance(value, torch_data.DataLoader):
-        return  # no state can hold one
+        return  # it cannot be in a state
     for each in list(getattr(value, "__dict__", {}).values()):
         for inner in each if isinstance(each, list | tuple) else [each]:
             if hasattr(inner, "state_dict") or hasattr(inner, "__dict__"):
@@ -344,7 +351,7 @@ def _held(value: Any) -> Iterator[Any]:
 
 
 def live_objects(*kinds: type) -> list[Any]:
-    """All live objects of these classes and their subclasses."""
+    """Return all live objects of these classes and their subclasses."""
     classes: set[type] = set()
     waiting = list(kinds)
     while waiting:
@@ -364,13 +371,13 @@ def _is_ours(value: object) -> bool:
 
 
 def _kept(sampler: object) -> list[str]:
-    """``rank=1``, for attributes whose names and values say that they are a place in a world."""
+    """Return attributes such as ``rank=1``, whose names and values are those of a place in a world."""
     values = getattr(sampler, "__dict__", {})
     return [f"{n}={values[n]}" for n in PLACES if isinstance(values.get(n), int)]
 
 
 def _follows(sampler: object) -> bool:
-    """Whether it is one of torch's own, or of a class of the script's that follows as torch's DistributedSampler."""
+    """Return whether it is one of torch's samplers, or follows the world like torch's DistributedSampler."""
     own = type(sampler).__module__.startswith("torch.utils.data")
     return own or following_samplers.follows(sampler)
 

@@ -1,4 +1,4 @@
-"""Finds in the source of a script when it calls ``commit()``, without running it."""
+"""Analysis of a script's source: when it calls ``commit()``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCHEDULERS = (
     "warmup",
     "prof",
     "ema",
-)  # in the names of what has a step() and trains nothing
+)  # in the names of objects with a step() that trains nothing
 ARGUMENTS = {
     "args",
     "opts",
@@ -54,9 +54,9 @@ Loop = ast.For | ast.While
 
 
 def commits(function: Callable[..., Any]) -> list[When]:
-    """The calls in the training function; if it has none, those in all loaded modules that are no installed packages.
+    """Return the calls in the training function, or else in all loaded modules outside installed packages.
 
-    A file that can't be read may have calls anywhere: it counts as one of SOME_STEPS.
+    A file that cannot be read may contain calls, so it counts as SOME_STEPS.
     """
     code = inspect.unwrap(function).__code__ if inspect.isfunction(function) else None
     if code is not None:
@@ -65,12 +65,12 @@ def commits(function: Callable[..., Any]) -> list[When]:
             return own
     found = [when for file in script_files(sys.modules) for when in _of_file(Path(file))]
     if not found and code is not None and _names(code):
-        return [When.SOME_STEPS]  # it was sent without its file
+        return [When.SOME_STEPS]  # its source file was not sent with it
     return found
 
 
 def _definition(code: CodeType) -> ast.AST:
-    """The function in its file; an empty tree where it can't be found there."""
+    """Return the function's syntax tree; an empty one if it is not in its file."""
     try:
         tree = ast.parse(Path(code.co_filename).read_text(errors="replace"))
     except (OSError, SyntaxError, ValueError):
@@ -84,7 +84,7 @@ def _definition(code: CodeType) -> ast.AST:
 
 
 def calls_in(tree: ast.AST) -> Iterator[When]:
-    """When each call of commit() in a syntax tree is made."""
+    """Yield when each call of commit() in a syntax tree is made."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Name | ast.Attribute) or _name(node) not in NAMES:
@@ -128,7 +128,7 @@ def _ranks(test: ast.expr) -> bool:
 
 
 def _steps(loop: Loop) -> bool:
-    """Whether an optimizer's step() is called in this loop, and in none within it."""
+    """Return whether an optimizer's step() is called in this loop, and not in a loop within it."""
     within = [each for each in ast.walk(loop) if isinstance(each, Loop) and each is not loop]
     return _calls_step(loop) and not any(map(_calls_step, within))
 
@@ -143,7 +143,7 @@ def _calls_step(tree: ast.AST) -> bool:
 
 
 def _constant(test: ast.expr, loop: Loop) -> bool:
-    """Whether a condition has the same value each time that the loop comes to it."""
+    """Return whether a condition has the same value in each iteration of the loop."""
     stored = {
         _name(each)
         for each in ast.walk(loop)

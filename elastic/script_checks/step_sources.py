@@ -1,4 +1,4 @@
-"""Frameworks beside torch whose optimizer steps are observed. Each registers its own when it is imported."""
+"""Observation of optimizer steps in frameworks other than torch. Each registers itself when it is imported."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from elastic.state.state import State
 
 
 class StepSource(Protocol):
-    """Observes one training of one framework. Methods are for the training thread."""
+    """Observes one training of one framework. Methods must be called from the training thread."""
 
     def classes(self) -> list[type]:
-        """Objects of these and their subclasses that exist before the training are given to `meet`."""
+        """Return the classes whose objects, including subclasses, are passed to `meet`."""
 
     def meet(self, found: Iterable[Any]) -> None:
-        """The training has not begun yet."""
+        """Receive the objects that exist before the training."""
 
     def observe(self, stepped: Callable[[object], None], world: tuple[int, int]) -> None:
         """Call ``stepped`` with the optimizer after each step from now on; it may raise. ``world``: rank and size."""
 
     def forget(self) -> None:
-        """Stop observing, and hold nothing of the script any more."""
+        """Stop observing, and drop all references to the script's objects."""
 
     def optimizers(self, state: State) -> Iterator[Trained]:
-        """Those that have stepped."""
+        """Yield the optimizers that have stepped."""
 
     def loaders(self, state: State) -> Iterator[UsedLoader]:
-        """Data sets from which the steps took their batches, as far as they can be judged."""
+        """Yield the data sets of the steps' batches, as far as they can be judged."""
 
 
 makers: list[Callable[[], StepSource]] = []
