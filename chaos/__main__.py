@@ -1,7 +1,7 @@
-"""`python -m elastic.chaos COMMAND`: picks the command's module, and gives it its options. Decides nothing else.
+"""`python -m elastic.chaos COMMAND`: imports the command's module and passes it its options.
 
 A command is a module of one of the folders here with ``add_arguments(parser)`` and ``main(options) -> int``, its exit
-code; it may have a ``DESCRIPTION`` and ``EXAMPLES`` for its help. Only the module that is asked for is imported.
+code; it may have a ``DESCRIPTION`` and ``EXAMPLES`` for its help. Only the module of the selected command is imported.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WIDTH = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code. ``arguments`` are those of the process by default."""
+    """Run one command and return its exit code. ``arguments`` are those of the process by default."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(overview())
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Stopped(KeyboardInterrupt):
-    """By a signal that asks for the end."""
+    """A signal requested the end."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -88,14 +88,14 @@ def _stop(number: int, frame: object) -> None:
 
 
 def heed_signals() -> None:
-    """What a command has started ends with it."""
+    """Turn SIGTERM and SIGHUP into `Stopped`, so that a command ends everything that it has started."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _stop)
 
 
 def parse(name: str, module: ModuleType, words: Sequence[str]) -> argparse.Namespace:
-    """The options of one command. What follows ``--`` is a program, for commands that take one."""
+    """Parse the options of one command. The words after ``--`` are a program, for commands that take one."""
     parser = argparse.ArgumentParser(
         prog=f"python -m elastic.chaos {name}",
         description=getattr(module, "DESCRIPTION", f"{COMMANDS[name].capitalize()}."),
@@ -114,7 +114,7 @@ def parse(name: str, module: ModuleType, words: Sequence[str]) -> argparse.Names
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before and after the first ``--``."""
+    """Split the words at the first ``--``."""
     if "--" not in words:
         return list(words), []
     at = words.index("--")

@@ -73,13 +73,13 @@ class ShardLost(ElasticError):
 
     def __init__(self, lost: Sequence[tuple[int, int, Sequence[str]]]) -> None:
         self.lost = [(shard, shards, tuple(hosts)) for shard, shards, hosts in lost]
-        shards_text = "; ".join(
+        found = "; ".join(
             f"shard {shard} of {shards} was on {', '.join(dict.fromkeys(hosts)) or 'its own worker only'}"
             for shard, shards, hosts in self.lost
         )
         super().__init__(
-            f"the state is fully sharded, and no worker holds all of it any more: {shards_text or 'no commit was made'}; raise"
-            " copies of elastic.TorchState, so that more workers can be lost at once"
+            f"the state is fully sharded, and no worker holds all of it any more: {found or 'no commit was made'};"
+            " raise copies of elastic.TorchState, so that more workers can be lost at once"
         )
 
     def __reduce__(self) -> tuple[type[ShardLost], tuple[list[tuple[int, int, tuple[str, ...]]]]]:

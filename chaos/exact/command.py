@@ -1,6 +1,6 @@
-"""`python -m elastic.chaos exact`: a job undisturbed and the same job under faults; every commit has to be equal.
+"""`python -m elastic.chaos exact`: compares every commit of an undisturbed job and of the same job under faults.
 
-Runs both through `elastic.chaos.inject`, reads their journals, and says where they differ first: `digests`.
+It runs both through `elastic.chaos.inject`, reads their journals, and reports the first difference: `digests`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _say_faults(plan: Plan) -> None:
 
 
 def _run(job: Job, plan: Plan, how: str) -> tuple[int, int]:
-    """The exit code, and the number of faults."""
+    """Run the job; return its exit code and the number of faults."""
     say(f"the job runs {how}: {' '.join(job.words)}")
     job.journal.parent.mkdir(parents=True, exist_ok=True)
     done = under_fire(job, plan, digests=False, env=ASKED, each_turn=_check_steps)
@@ -132,7 +132,7 @@ def _run(job: Job, plan: Plan, how: str) -> tuple[int, int]:
 
 
 def _check_steps(story: Story, driver: int, now: float) -> None:
-    """Ends the job at its first commit, where nothing of it could be compared. Raises Invalid."""
+    """End the job at its first commit if its steps can't be compared. Raises Invalid."""
     if story.no_steps:
         raise Invalid(
             "the state of the job has no elastic.Shards, so its steps are not counted and two runs can't be"
@@ -143,7 +143,7 @@ def _check_steps(story: Story, driver: int, now: float) -> None:
 
 
 def _read(path: Path) -> tuple[list[digests.HeldCommit], bool]:
-    """The commits, and whether the job has ended by itself, with success. Raises Invalid where it is not a journal."""
+    """Return the commits, and whether the job ended by itself, with success. Raises Invalid if it is no journal."""
     _, entries = journal.read(path)
     ended = any(
         isinstance(action, EndJob) and action.code == 0

@@ -1,4 +1,4 @@
-"""What the commits of two runs held, tensor by tensor, and where they differ first. Pure: events in, a finding out."""
+"""Digests of the tensors at the commits of two runs, and their first difference. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ SHOWN = 5  # tensors
 
 @dataclass(frozen=True)
 class HeldCommit:
-    """What a worker held before ``step``, the first one that it has not trained; and the gradients that it had computed
-    for the step before, by shard and parameter.
+    """Digests of a worker's state before ``step``, the first step that it has not trained.
+
+    ``gradients`` are those of the previous step, by shard and parameter.
     """
 
     step: int
@@ -26,27 +27,27 @@ class HeldCommit:
 
 @dataclass(frozen=True)
 class OddGradient:
-    """The first gradient of a step that is not what it is in the undisturbed run, and who computed it."""
+    """The first gradient of a step that differs from the undisturbed run, and the worker that computed it."""
 
     shard: int
     parameter: str
     worker: Worker
-    others: int  # gradients of this step that differ, too
-    all: bool = False  # that could be compared
+    others: int  # number of other gradients of this step that differ
+    all: bool = False  # no gradient that could be compared is equal
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first one: after ``step`` these tensors of ``worker`` are not what they are in the undisturbed run."""
+    """The first difference: ``tensors`` of ``worker`` after ``step`` are not those of the undisturbed run."""
 
-    since: int  # the first step after the last commit that is equal
+    since: int  # first step after the last equal commit
     step: int
     worker: Worker
     generation: int
     tensors: tuple[str, ...]
-    workers: int  # that differ after this step
+    workers: int  # number of workers that differ after this step
     gradient: OddGradient | None = None
-    compared: int = 0  # gradients of single shards
+    compared: int = 0  # number of compared gradients of single shards
 
     def sentence(self) -> str:
         shown = ", ".join(self.tensors[:SHOWN])
@@ -84,7 +85,7 @@ class Difference:
 
 
 def held(events: Iterable[Event]) -> list[HeldCommit]:
-    """Of every commit of every worker, in the order in which they were told."""
+    """Return the digests of every commit of every worker, in the order of their reports."""
     return [
         HeldCommit(
             event.step, event.worker, event.generation, event.tensors, _by_shard(event.gradients)
@@ -95,14 +96,15 @@ def held(events: Iterable[Event]) -> list[HeldCommit]:
 
 
 def in_both(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> list[HeldCommit]:
-    """Those of the other run that can be compared: the first one has committed after the same step."""
+    """Return the commits of the other run at steps at which the undisturbed run committed, too."""
     steps = {each.step for each in undisturbed}
     return [each for each in other if each.step in steps]
 
 
 def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> Difference | None:
-    """Between what the first run held after each step, and what all workers of another one did, each time that they
-    did the step. None: they are equal, in what is in both.
+    """Compare the states after each step, of all workers of the other run and each time that they trained the step.
+
+    Return the first difference, or None if all steps that are in both runs are equal.
     """
     wanted: dict[int, dict[str, int]] = {}
     for each in undisturbed:
@@ -130,7 +132,7 @@ def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> Differ
 def _odd_gradient(
     undisturbed: list[HeldCommit], other: list[HeldCommit]
 ) -> tuple[OddGradient | None, int]:
-    """Of the first shard that has one, the one that backward made first. And how many could be compared."""
+    """Return the first differing gradient of the first shard that has one, and the number of compared gradients."""
     wanted: dict[tuple[int, str], int] = {}
     for each in reversed(undisturbed):
         wanted |= each.gradients
@@ -157,5 +159,5 @@ def _by_shard(gradients: dict[str, int]) -> dict[tuple[int, str], int]:
 
 
 def _odd(own: dict[str, int], wanted: dict[str, int]) -> tuple[str, ...]:
-    """In the order of the state: a model's tensors, then what its optimizer keeps."""
+    """Return the names of differing tensors in the order of the state: a model's tensors, then the optimizer's."""
     return tuple(name for name in {**wanted, **own} if own.get(name) != wanted.get(name))

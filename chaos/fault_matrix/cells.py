@@ -1,6 +1,6 @@
-"""The three axes of the fault matrix, victims, faults and phases, and the cells that are not possible. Pure.
+"""Axes of the fault matrix, victims, faults and phases, and the cells that are not possible. Pure.
 
-All other decisions about a cell are in `expectations`; `job` carries them out.
+Every other decision about a cell is in `expectations`; `job` carries it out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RESET, EVALUATION, SHUTDOWN = "reset callback", "evaluation", "shutdown"
 WRITING, SHARES, MANIFEST = "share being written", "all shares written", "manifest written"
 RESUME, CHANGE = "resume", "planned change"
 STANDBY, PREPARED = "standby called", "prepared process"
-PHASES = {  # and the failpoint that hits each
+PHASES = {  # failpoint of each phase
     BEFORE_INIT: "before-init",
     RENDEZVOUS: "rendezvous",
     FORWARD: "forward",

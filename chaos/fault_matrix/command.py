@@ -1,6 +1,6 @@
-"""`python -m elastic.chaos matrix`: every fault in every phase, on real processes. docs/faults.md says what came of it.
+"""`python -m elastic.chaos matrix`: every fault in every phase, on real processes. docs/faults.md has the outcomes.
 
-Results are appended to a file, so that it can be interrupted: cells that have passed are not run again.
+Results are appended to a file, so that an interrupted run can be continued: cells that have passed are not run again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ examples:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which cells, how many jobs at a time."""
+    """Selected cells, the number of parallel jobs and the file of the results."""
 
     cells: list[Cell]
     jobs: int
@@ -98,7 +98,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def choose(options: argparse.Namespace) -> list[Cell]:
-    """The cells that were asked for. Raises Invalid."""
+    """Return the selected cells. Raises Invalid."""
     cells = list(faults.all_cells())
     if options.pairwise:
         cells = expectations.pairwise(cell for cell in cells if not faults.impossible(cell))
@@ -116,7 +116,7 @@ def _is(cell: Cell, wanted: Mapping[str, str]) -> bool:
 
 
 def conditions(text: str) -> dict[str, str]:
-    """``victim=rank 0,fault=SIGSTOP, SIGCONT`` by axis. Raises Invalid."""
+    """Parse a selection such as ``victim=rank 0,fault=SIGSTOP, SIGCONT`` into values by axis. Raises Invalid."""
     found: dict[str, str] = {}
     axis = ""
     for word in text.split(","):
@@ -124,7 +124,7 @@ def conditions(text: str) -> dict[str, str]:
         if equals:
             axis = name.strip()
             found[axis] = value
-        elif axis:  # a name with a comma of its own
+        elif axis:  # this value contains a comma
             found[axis] += f",{word}"
         else:
             raise Invalid(
@@ -141,7 +141,7 @@ def conditions(text: str) -> dict[str, str]:
 
 
 def not_here(cell: Cell) -> str:
-    """Why a cell that can be can't be run on this machine, by this user; empty if it can."""
+    """Return why a possible cell can't be run on this machine by this user; empty if it can."""
     if faults.impossible(cell):
         return ""
     if cell.fault == faults.DROP:
@@ -168,9 +168,9 @@ def _no_partition() -> str:
 
 
 def run(choice: Choice) -> None:
-    """Every cell, in jobs that go through several each; results are in the file as soon as they are known.
+    """Run every cell, with several cells per job; results are written to the file immediately.
 
-    Interrupted, it ends the jobs under way, and what they say from then on counts for nothing.
+    On an interrupt, end the running jobs and discard their further results.
     """
     jobs = expectations.batches(choice.cells)
     done = Progress(len(choice.cells), choice.results)
@@ -185,7 +185,7 @@ def run(choice: Choice) -> None:
 
 
 class Progress:
-    """Writes results down and says how far it is. From any thread."""
+    """Writes the results and prints the progress. Thread-safe."""
 
     def __init__(self, cells: int, path: Path) -> None:
         self._cells, self._path = cells, path
@@ -197,7 +197,7 @@ class Progress:
 
     @contextlib.contextmanager
     def under_way(self, job: MatrixJob) -> Iterator[None]:
-        """Ends the job in any case."""
+        """Register a job, and close it at the end in any case."""
         with self._lock:
             self._jobs.add(job)
         try:
@@ -209,7 +209,7 @@ class Progress:
                 self._jobs.discard(job)
 
     def stop(self) -> None:
-        """Ends all jobs: whoever waits for one of their processes finds it gone."""
+        """Close all jobs; a thread that waits for one of their processes sees it exit."""
         with self._lock:
             self._stopped = True
             jobs = list(self._jobs)
@@ -217,12 +217,12 @@ class Progress:
             job.close()
 
     def go_on(self) -> None:
-        """Raises CancelledError after `stop`."""
+        """Raise CancelledError after `stop`."""
         if self._stopped:
             raise CancelledError
 
     def show(self, result: Result) -> None:
-        """A cell is done; what it is worth is known when its job is."""
+        """Print the result of a cell; it is final only when its job has ended."""
         self.go_on()
         with self._lock:
             self._done += 1
@@ -236,13 +236,13 @@ class Progress:
         self.go_on()
         with self._lock, self._path.open("a") as file:
             for result in results:
-                said = {**asdict(result.cell), "passed": result.passed, "ms": result.ms}
-                said |= {"said": result.said, "date": time.strftime("%Y-%m-%d")}
-                file.write(json.dumps(said) + "\n")
+                record = {**asdict(result.cell), "passed": result.passed, "ms": result.ms}
+                record |= {"record": result.said, "date": time.strftime("%Y-%m-%d")}
+                file.write(json.dumps(record) + "\n")
 
 
 def run_batch(cells: Sequence[Cell], done: Progress) -> None:
-    """One job. When a cell fails, the cells behind it go on in another job."""
+    """Run one job. If a cell fails, the cells after it are run in another job."""
     while cells:
         results, keep = one_job(cells, done)
         done.write(results)
@@ -252,7 +252,7 @@ def run_batch(cells: Sequence[Cell], done: Progress) -> None:
 
 
 def one_job(cells: Sequence[Cell], done: Progress) -> tuple[list[Result], Path | None]:
-    """Results of the first cells, as far as the job came, and its folder if something was wrong."""
+    """Return the results of the first cells, as far as the job got, and its folder if something was wrong."""
     small = any(c.victim == faults.DRIVER and c.fault == faults.DISK for c in cells)
     folder = Path(tempfile.mkdtemp(prefix="elastic-matrix-"))
     shared = not any(map(expectations.shuts_connections, cells))
@@ -269,7 +269,7 @@ def one_job(cells: Sequence[Cell], done: Progress) -> tuple[list[Result], Path |
                 break
         if results[-1].passed:
             trouble = job.finish()
-            if trouble:  # of all the job: nobody knows of which cell
+            if trouble:  # of the whole job: the cell that caused it is unknown
                 print(f"         FAILED as a whole: {trouble}", flush=True)
                 names = "; ".join(str(r.cell) for r in results)
                 said = f"in a job of {names}: {trouble}"
@@ -281,12 +281,14 @@ def one_job(cells: Sequence[Cell], done: Progress) -> tuple[list[Result], Path |
 
 
 def read(path: Path) -> dict[Cell, Result]:
-    """The latest result of each cell."""
+    """Return the latest result of each cell."""
     results: dict[Cell, Result] = {}
     if path.exists():
         for line in path.read_text().splitlines():
             if line.strip():
-                said = json.loads(line)
-                cell = Cell(said["victim"], said["fault"], said["phase"])
-                results[cell] = Result(cell, said["passed"], said["ms"], said["said"], said["date"])
+                record = json.loads(line)
+                cell = Cell(record["victim"], record["fault"], record["phase"])
+                results[cell] = Result(
+                    cell, record["passed"], record["ms"], record["record"], record["date"]
+                )
     return results

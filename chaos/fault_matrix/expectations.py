@@ -1,5 +1,6 @@
-"""Decides what a cell of the fault matrix means: how it has to end, which rules bring it about, which cells share a
-job, and which few cover all pairs. Pure.
+"""Rules of the fault matrix: how a cell must end, which failpoint rules inject it, which cells share a job. Pure.
+
+It also selects the few cells that cover all pairs of values.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from elastic.chaos.fault_matrix.cells import Cell
 from elastic.driver.reasons import Why
 
 WORKERS = 4
-GONE_S = 3.0  # for all processes of a job to be gone after its driver
+GONE_S = 3.0  # time for all processes of a job to end after its driver
 HOLD_S = 20.0  # a GIL that is held until the worker is fenced
-MOMENT_S = 1.5  # a worker that is stopped, or holds its GIL, where nobody fences it
+MOMENT_S = 1.5  # pause of a worker that is stopped or holds its GIL without being fenced
 SLOW_S = 0.4
 EVALUATE_EVERY = 3  # steps
 IN_A_STEP = (
@@ -56,24 +57,27 @@ ENDS = {
     End.SUCCEEDS: "training had ended, and the job succeeds",
     End.FAILS: "training had ended, no other worker is affected, and the job's exit code is 1",
 }
-LONGEST = 10  # cells of one job in which any order will do
+LONGEST = 10  # the most cells of a job whose order is free
 LAST_OF_ITS_JOB = (End.JOB_ENDS, End.STOPS, End.ALL_GONE, End.SUCCEEDS, End.FAILS)
 
 
 @dataclass(frozen=True)
 class Result:
-    """``ms``: from the fault until all that were left trained again, if there was something to recover from."""
+    """Result of a cell.
+
+    ``ms`` is the time from the fault until all survivors trained again, if there was something to recover from.
+    """
 
     cell: Cell
     passed: bool
     ms: float | None = None
-    said: str = ""  # what was wrong
-    date: str = ""  # when it ran; empty: just now
+    said: str = ""  # trouble; empty if it passed
+    date: str = ""  # day of the run; empty: just now
 
 
 @dataclass(frozen=True)
 class Expected:
-    """``fenced``: what the reason of the kill may be; empty: the victims are not killed by the driver."""
+    """Expected end of a cell. ``fenced`` has the possible reasons of the kill; empty: the driver kills no victim."""
 
     end: End
     why: str
@@ -81,7 +85,7 @@ class Expected:
 
 
 def expected(cell: Cell) -> Expected:
-    """How this cell has to end, and why. Only for cells that can be."""
+    """Return how this possible cell must end, and why."""
     victim, fault, phase = cell.victim, cell.fault, cell.phase
     if victim == faults.DRIVER:
         return _expected_of_driver(fault, phase)
@@ -152,7 +156,7 @@ def _expected_of_driver(fault: str, phase: str) -> Expected:
 
 @dataclass(frozen=True)
 class FaultRules:
-    """``rules``: lines for `elastic.failpoints`. ``victims``: how many will be struck."""
+    """``rules`` are lines for `elastic.failpoints`, ``victims`` is the number of workers that they will hit."""
 
     rules: list[str]
     victims: int
@@ -161,10 +165,10 @@ class FaultRules:
 def fault_rules(
     cell: Cell, members: Sequence[str], newest: str, name: str, go: str, *, step: int = 0
 ) -> FaultRules:
-    """How to bring a cell about in a world of ``members``, by rank; ``newest`` joined last.
+    """Return the rules that inject a cell into a world of ``members``, by rank; ``newest`` joined last.
 
-    Before the first world, ``members`` are those that will be. ``go`` is the file that an action waits for which comes
-    from outside; ``name`` makes the traces of this cell unique; ``step`` has not come yet.
+    Before the first world, ``members`` are its future members. An action from outside waits for the file ``go``.
+    ``name`` makes the traces of this cell unique; ``step`` is in the future.
     """
     place = faults.PHASES[cell.phase]
     others = f"other-than={','.join(members)}"
@@ -172,10 +176,12 @@ def fault_rules(
     condition = f"worker={','.join(picked)}" if picked else others
     hit = " hit=2" if cell.phase == faults.BUCKET else ""
     if count > 1 and cell.phase == faults.CHANGE:
-        # Who hears of a change a check earlier would wait for others there, and they for it in their next step.
+        # A worker that learns of the change one check earlier would wait there for the others, and they for it in their
+        # next step.
         place = "stop"
     if count > 1 and cell.phase in IN_A_STEP:
-        # Without it, one victim could wait for others at this step, which hear of the rule at the next one.
+        # Without a common step, a victim could wait at this step for others that only learn of the rule at the next
+        # one.
         hit += f" step={step + -step % EVALUATE_EVERY}"
     action = action_of(cell, go)
     rules = [f"{place} {action} {condition}{hit} victims={count} id={name}"]
@@ -199,7 +205,7 @@ def fault_rules(
 
 
 def _picked(cell: Cell, members: Sequence[str], newest: str) -> tuple[list[str], int]:
-    """Whom the rule names; nobody: whoever comes new."""
+    """Return the workers that the rule names (none: any new worker) and their number."""
     if cell.phase in (faults.RESUME, faults.STANDBY, faults.PREPARED):
         return [], 1
     match cell.victim:
@@ -215,31 +221,31 @@ def _picked(cell: Cell, members: Sequence[str], newest: str) -> tuple[list[str],
             return list(members[:-1]), len(members) - 1
         case faults.JOINER if cell.phase == faults.SHUTDOWN:
             return [newest], 1
-        case faults.DRIVER:  # somebody is there when it happens to the driver
+        case faults.DRIVER:  # the driver's fault happens while a member is at this place
             return [members[0]], 1
     return [], 1
 
 
 def needs_joiner(cell: Cell) -> bool:
-    """Whether a member has to die first, so that somebody joins."""
+    """Return whether a member must be killed first, so that a worker joins."""
     joins = cell.victim == faults.JOINER and cell.phase != faults.SHUTDOWN
     return joins or cell.phase in (faults.COPY, faults.STANDBY, faults.PREPARED)
 
 
 def is_disturbed(cell: Cell) -> bool:
-    """Whether something else has to happen first, without which nobody would come to this phase."""
+    """Return whether something else must happen first, because no worker is in this phase otherwise."""
     alone = (faults.RENDEZVOUS, faults.RESET, faults.RESUME, faults.CHANGE)
     return needs_joiner(cell) or cell.phase in alone
 
 
 def shuts_connections(cell: Cell) -> bool:
-    """Whether connections between workers are shut, so that its workers must reduce by these: not in shared memory."""
+    """Return whether connections between workers are shut: the workers must use them instead of shared memory."""
     regroups = cell.phase in (faults.RENDEZVOUS, faults.RESET) and not needs_joiner(cell)
     return cell.fault == faults.SHUT or regroups
 
 
 def action_of(cell: Cell, go: str) -> str:
-    """What the worker does at the place."""
+    """Return the action of the worker at the failpoint."""
     if cell.victim == faults.DRIVER or cell.fault == faults.DROP:
         return f"wait={go}"
     fenced = bool(expected(cell).fenced)
@@ -262,12 +268,12 @@ def action_of(cell: Cell, go: str) -> str:
 
 
 def is_first(cell: Cell) -> bool:
-    """Whether it has to be the first of its job."""
+    """Return whether a cell must be the first of its job."""
     return cell.phase == faults.BEFORE_INIT and cell.victim != faults.JOINER
 
 
 class JobKind(enum.Enum):
-    """What the jobs of some cells need."""
+    """Kinds of jobs, by what their cells need."""
 
     PLAIN = "plain"
     DURABLE = "with checkpoints"
@@ -276,7 +282,7 @@ class JobKind(enum.Enum):
 
 
 def kind_of(cell: Cell) -> JobKind:
-    """Of the job in which it can be brought about."""
+    """Return the kind of job that can run this cell."""
     if cell.phase in (*faults.IN_BACKGROUND, faults.RESUME):
         return JobKind.DURABLE
     others = {faults.STANDBY: JobKind.STANDBYS, faults.PREPARED: JobKind.PREPARED}
@@ -284,13 +290,15 @@ def kind_of(cell: Cell) -> JobKind:
 
 
 def is_last(cell: Cell) -> bool:
-    """Whether its job is over with it."""
+    """Return whether the job ends with this cell."""
     return cell.phase == faults.SHUTDOWN or expected(cell).end in LAST_OF_ITS_JOB
 
 
 def batches(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """The cells that one job of a kind goes through, in order: all shut connections between workers, or none does.
-    Few jobs, because starting one takes longer than most cells.
+    """Divide cells into jobs of one kind, in order; in a job, either all cells shut connections between workers or none
+    does.
+
+    Few jobs, because the start of a job takes longer than most cells.
     """
     chosen = list(cells)
     kinds: dict[tuple[bool, str], list[Cell]] = {}
@@ -313,13 +321,14 @@ def _batches(chosen: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def pairwise(cells: Iterable[Cell]) -> list[Cell]:
-    """A few of the cells, so that each pair of values that occurs in any of them occurs in one of these."""
+    """Return a small set of cells in which every pair of values occurs that occurs in any cell."""
     return covering(cells, 2)
 
 
 def covering(cells: Iterable[Cell], together: int) -> list[Cell]:
-    """A few of the cells: whichever values of victim, fault and phase occur in one, so many of them ``together``, occur
-    together in one of these. Greedy, and always the same; of two that cover as much, the cheaper one.
+    """Return a small set of cells in which every combination of ``together`` values occurs that occurs in any cell.
+
+    Greedy and deterministic; among cells that cover equally much, it prefers the cheaper one.
     """
     costs = {cell: cost(cell) for cell in cells}
     left = sorted(costs, key=lambda cell: (costs[cell], cell))
@@ -329,17 +338,18 @@ def covering(cells: Iterable[Cell], together: int) -> list[Cell]:
     def gain(cell: Cell) -> float:
         return sum(each in missing for each in values[cell]) / math.sqrt(costs[cell])
 
-    # What a cell gains only becomes less. So the one that gained most is the best, if it still gains as much.
-    most = [(-gain(cell), place) for place, cell in enumerate(left)]
-    heapq.heapify(most)
+    # The gain of a cell only decreases. So the cell with the largest earlier gain is the best one if its gain has not
+    # changed.
+    gains = [(-gain(cell), place) for place, cell in enumerate(left)]
+    heapq.heapify(gains)
     chosen: list[Cell] = []
     while missing:
-        was, place = most[0]
+        earlier, place = gains[0]
         now = -gain(left[place])
-        if now > was:
-            heapq.heapreplace(most, (now, place))
+        if now > earlier:
+            heapq.heapreplace(gains, (now, place))
             continue
-        heapq.heappop(most)
+        heapq.heappop(gains)
         missing.difference_update(values[left[place]])
         chosen.append(left[place])
     order = {cell: n for n, cell in enumerate(faults.all_cells())}
@@ -351,7 +361,7 @@ def _values(cell: Cell, together: int) -> list[tuple[str, ...]]:
 
 
 def cost(cell: Cell) -> float:
-    """Seconds, roughly."""
+    """Estimate the seconds that a cell takes."""
     seconds = 1.0
     if expected(cell).end in (End.RECOVERS, End.LEAVES):
         seconds += 2.0 * {faults.TWO: 2, faults.ALL_BUT_ONE: 3}.get(cell.victim, 1)

@@ -1,6 +1,6 @@
-"""One job of the fault matrix: its processes, its journal, the files by which its workers are told to go wrong. Acts.
+"""One job of the fault matrix: its processes, its journal and the files with its failpoint rules.
 
-What befalls it and how that has to end is not decided here.
+Faults and their expected ends are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from elastic.chaos.harness.processes import clean_environment, kill_all, marked
 from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
 
 MARK = "ELASTIC_MATRIX_JOB"
-END_S = 30.0  # for a job to end once it was told to
+END_S = 30.0  # time for a job to end after the request
 LOOK_S = 0.01
-SLOTS = 64  # room for those that must not return to their slot
+SLOTS = 64  # enough for workers that must not return to their slot
 SMALL_DISK_BYTES = 16 << 20
 IMPORTED_BYTES = 100 << 20  # of a process that has imported torch
 TRAINING = "elastic.chaos.fault_matrix.training"
@@ -47,13 +47,13 @@ MORE_FLAGS = {
 
 
 class Unexpected(Exception):
-    """Something did not end as it should; the message says what was awaited and what was seen."""
+    """Something did not end as it should; the message says what was expected and what was found."""
 
 
 def started(
     words: Sequence[str], folder: Path, env: Mapping[str, str], output: BinaryIO
 ) -> subprocess.Popen[bytes]:
-    """The driver's process, in a session of its own."""
+    """Start the driver's process in its own session."""
     return subprocess.Popen(
         words,
         cwd=folder,
@@ -66,7 +66,7 @@ def started(
 
 
 class MatrixJob:
-    """A job in a folder of its own, not started yet: its first workers may be told what to do before they start."""
+    """A job in its own folder, not started yet: rules can be set before its first workers start."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class MatrixJob:
     ) -> None:
         self._kind = kind
         self.folder = folder
-        self.over = folder / "over"  # its existence ends the training
+        self.over = folder / "over"  # once this file exists, training ends
         self._shared_memory = shared_memory
         self._rules = folder / "rules"
         self._mark = uuid.uuid4().hex
@@ -94,10 +94,14 @@ class MatrixJob:
         self.arm([])
 
     def start(self) -> None:
-        """The driver, which starts the workers."""
-        told = {"ELASTIC_FAILPOINTS": f"@{self._rules}", "ELASTIC_DIGESTS": "1", MARK: self._mark}
+        """Start the driver, which starts the workers."""
+        settings = {
+            "ELASTIC_FAILPOINTS": f"@{self._rules}",
+            "ELASTIC_DIGESTS": "1",
+            MARK: self._mark,
+        }
         if not self._shared_memory:
-            told["ELASTIC_NATIVE"] = "0"
+            settings["ELASTIC_NATIVE"] = "0"
         with (self.folder / "output.txt").open("wb") as output:
             self._driver = started(
                 [
@@ -108,7 +112,7 @@ class MatrixJob:
                     str(self.over),
                 ],
                 self.folder,
-                clean_environment() | told,
+                clean_environment() | settings,
                 output,
             )
 
@@ -124,32 +128,33 @@ class MatrixJob:
     # ---- rules -----------------------------------------------------------------------------------
 
     def arm(self, rules: Sequence[str]) -> None:
-        """From now on these rules hold, and no others."""
+        """Replace all rules by these."""
         new = self._rules.with_suffix(".new")
         new.write_text("".join(f"{rule}\n" for rule in rules))
         new.rename(self._rules)
 
     def struck(self, name: str, count: int, within_s: float) -> list[Json]:
-        """What the victims of a rule say of themselves, once all have come to their place."""
+        """Wait until all victims of a rule are at their place, and return their reports."""
         paths = [Path(f"{self._rules}.{name}.{n}") for n in range(count)]
-        said: list[Json] = []
+        reports: list[Json] = []
 
-        def there() -> bool:
-            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # not yet, or half
-                said[:] = [json.loads(path.read_text()) for path in paths]
-            return len(said) == count
+        def complete() -> bool:
+            # missing or incomplete so far
+            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+                reports[:] = [json.loads(path.read_text()) for path in paths]
+            return len(reports) == count
 
-        self.until(there, f"{count} victims at their place", within_s)
-        return said
+        self.until(complete, f"{count} victims at their place", within_s)
+        return reports
 
     def step(self) -> int:
-        """Where the training is."""
+        """Return the current step of the training."""
         with contextlib.suppress(FileNotFoundError):
             return int((self.folder / "step").read_text() or 0)
         return 0
 
     def fill_disk(self) -> None:
-        """The journal's, to the last byte."""
+        """Fill the journal's disk completely."""
         assert self._disk is not None, "this job's journal has no disk of its own"
         with (self._disk / "filler").open("wb", buffering=0) as filler:
             try:
@@ -165,7 +170,7 @@ class MatrixJob:
         return (self.folder / "output.txt").read_text(errors="replace")
 
     def has_spare(self) -> bool:
-        """Whether the process that its cells need beside the members is there."""
+        """Return whether the additional process that this job's cells need exists."""
         if self._kind is JobKind.STANDBYS:
             return self.story.stands_by
         if self._kind is JobKind.PREPARED:
@@ -181,22 +186,22 @@ class MatrixJob:
         return True
 
     def look(self) -> None:
-        """Reads what the journal has more than before."""
+        """Read the new lines of the journal."""
         self._follower.look()
 
     def must(self, true: bool, trouble: str) -> None:
-        """Raises Unexpected."""
+        """Raise Unexpected with ``trouble`` if the condition is false."""
         if not true:
             raise Unexpected(f"{trouble} ({self.story})")
 
     def until(
         self,
         true: Callable[[], bool],
-        awaited: str,
+        expected: str,
         within_s: float,
         each_turn: Callable[[], None] = lambda: None,
     ) -> None:
-        """Looks until it is true. Raises Unexpected at the deadline, or if the job ends first."""
+        """Poll until a condition is true. Raises Unexpected at the deadline, or if the job ends first."""
         deadline = time.monotonic() + within_s
         while True:
             over = self._driver is not None and self._driver.poll() is not None
@@ -204,14 +209,14 @@ class MatrixJob:
             self.look()
             if true():
                 return
-            self.must(not over, f"the job ended without {awaited}")
-            self.must(time.monotonic() < deadline, f"{within_s:g} s without {awaited}")
+            self.must(not over, f"the job ended without {expected}")
+            self.must(time.monotonic() < deadline, f"{within_s:g} s without {expected}")
             time.sleep(LOOK_S)
 
     # ---- the end ---------------------------------------------------------------------------------
 
     def ends(self, each_turn: Callable[[], None] = lambda: None) -> int:
-        """The driver's exit code. Raises Unexpected if it goes on for too long."""
+        """Return the driver's exit code. Raises Unexpected if it does not exit in time."""
         deadline = time.monotonic() + END_S
         while self.driver.poll() is None:
             each_turn()
@@ -222,14 +227,14 @@ class MatrixJob:
         return code
 
     def nothing_left(self) -> None:
-        """Raises Unexpected if processes outlive the driver."""
+        """Raise Unexpected if processes outlive the driver."""
         deadline = time.monotonic() + GONE_S
         while left := list(marked(f"{MARK}={self._mark}")):
             self.must(time.monotonic() < deadline, f"processes are left: {left}")
             time.sleep(LOOK_S)
 
     def finish(self) -> str:
-        """Ends the job, by success if it still trains. Returns what is wrong with it as a whole, or nothing."""
+        """End the job, with success if it still trains. Returns what is wrong with it as a whole, or ""."""
         try:
             killed = self.driver.poll() in (-signal.SIGKILL, -signal.SIGSEGV)
             if self.driver.poll() is None:
@@ -240,7 +245,7 @@ class MatrixJob:
             if self._disk is None:
                 checked = check_journal(self.journal, ended=not killed)
                 trained = checked.samples_counted and checked.commits_compared
-                what = "the journal tells of no samples or of no digests, so nothing was checked"
+                what = "the journal has no samples or no digests, so nothing was checked"
                 self.must(bool(trained) or self.driver.returncode != 0, what)
         except (Unexpected, BrokenInvariant) as trouble:
             return str(trouble)
@@ -249,7 +254,7 @@ class MatrixJob:
         return ""
 
     def close(self) -> None:
-        """Nothing of the job is left after this."""
+        """Kill all processes of the job."""
         kill_all(lambda: marked(f"{MARK}={self._mark}"))
         if self._driver is not None:
             self._driver.wait(END_S)

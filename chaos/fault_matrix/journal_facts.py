@@ -1,4 +1,4 @@
-"""What the journal of a job of the fault matrix has told so far. Pure: entries in, facts out.
+"""Facts from the journal of a job of the fault matrix so far. Pure.
 
 Workers are named as in ``localhost:2#1``.
 """
@@ -12,27 +12,27 @@ from typing import Any
 from elastic.chaos.fault_matrix.expectations import WORKERS
 from elastic.chaos.harness.journal_tail import Json
 
-COMMITS = 2  # in a world, until it counts as training
+COMMITS = 2  # minimum in a world that counts as training
 
 
 @dataclass
 class JournalFacts:
-    """The newest world, and what has become of the workers."""
+    """The newest world, and the state of the workers."""
 
     entries: list[Json] = field(default_factory=list)
     members: list[str] = field(default_factory=list)  # of the newest world, by rank
-    ever: set[str] = field(default_factory=set)  # members of any world
+    ever: set[str] = field(default_factory=set)  # members of any world so far
     generation: int = 0
-    changing: bool = False  # since that world was published, something was decided about it
+    changing: bool = False  # since that world was published, a change of it was decided
     resumed: set[str] = field(default_factory=set)  # in that world
     commits: int = 0  # in that world
-    order: list[str] = field(default_factory=list)  # in which workers connected
+    order: list[str] = field(default_factory=list)  # order in which the workers connected
     exited: dict[str, int] = field(default_factory=dict)  # code
-    standbys: list[str] = field(default_factory=list)  # whoever was told to stand by
+    standbys: list[str] = field(default_factory=list)  # all workers that were asked to stand by
     durable_in: int = 0  # the generation of the newest durable commit
 
     def hear(self, entry: Json) -> None:
-        """The next line of the journal."""
+        """Process the next line of the journal."""
         self.entries.append(entry)
         event = entry["event"]
         match event["type"]:
@@ -62,7 +62,7 @@ class JournalFacts:
 
     @property
     def full(self) -> bool:
-        """All workers train."""
+        """Whether all workers train."""
         return (
             len(self.members) == WORKERS
             and self.resumed >= set(self.members)
@@ -73,7 +73,7 @@ class JournalFacts:
 
     @property
     def stands_by(self) -> bool:
-        """Whether somebody waits for a place."""
+        """Whether a standby waits for a place."""
         return bool({*self.standbys} - {*self.exited} - {*self.members})
 
     @property
@@ -83,31 +83,31 @@ class JournalFacts:
 
     @property
     def newest(self) -> str:
-        """The member that has connected last."""
+        """The member that connected last."""
         return max(self.members, key=self.order.index, default="")
 
     def actions(self, kind: str, since: int) -> list[Json]:
-        """Those of a type since an entry."""
+        """Return the actions of a type since an entry."""
         return [a for entry in self.entries[since:] for a in _actions(entry) if a["type"] == kind]
 
     def broken(self, since: int) -> bool:
-        """Whether a world was broken."""
+        """Return whether a world was broken since an entry."""
         return bool(self.actions("BreakWorld", since))
 
     def recovered_at(self, after: float) -> float | None:
-        """The first time that all members of a world had resumed."""
+        """Return the first time at which all members of a world had resumed."""
         for entry in self.entries:
             if entry["at"] > after and any(a["type"] == "ReportRecovery" for a in _actions(entry)):
                 return float(entry["at"])
         return None
 
     def __str__(self) -> str:
-        who = ", ".join(self.members) or "nobody"
-        return f"generation {self.generation} of {who}; {len(self.resumed)} resumed"
+        names = ", ".join(self.members) or "nobody"
+        return f"generation {self.generation} of {names}; {len(self.resumed)} resumed"
 
 
 def named(worker: Sequence[Any]) -> str:
-    """A worker as the journal has it."""
+    """Format a worker of the journal."""
     host, slot, incarnation = worker
     return f"{host}:{slot}#{incarnation}"
 

@@ -1,6 +1,6 @@
-"""Does to processes of a matrix job what none can do to itself: stop, be continued, lose the network. Acts.
+"""Faults that a process of a matrix job can't inject into itself: stop and continue it, cut its network.
 
-What has to be done once is done at the start; the rest is returned, to be called again and again until the cell ends.
+One-time actions run at the start; `act` returns the rest as a function to call repeatedly until the cell ends.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from elastic.chaos.harness.journal_tail import Json
 from elastic.chaos.inject.network import PacketFilter, Socket, sockets_of
 
 Turn = Callable[[], None]
-_numbers = itertools.count(os.getpid() * 1000)  # of tables: unique on this machine
+_numbers = itertools.count(os.getpid() * 1000)  # of nftables tables: unique on this machine
 
 
 def act(
     job: MatrixJob, cell: Cell, struck: Sequence[Json], go: Path, stack: contextlib.ExitStack
 ) -> Turn:
-    """``struck`` wait for the file ``go``, if the fault comes from outside; ``stack`` undoes what has to be undone."""
+    """Inject the fault of a cell; ``stack`` undoes it. The ``struck`` workers of a fault from outside wait for
+    ``go``.
+    """
     if cell.victim == cells.DRIVER:
         return _to_driver(job, cell.fault, go)
     if cell.fault == cells.DROP:
@@ -45,16 +47,16 @@ def _drop(job: MatrixJob, struck: Sequence[Json], go: Path, stack: contextlib.Ex
     def drop() -> list[Socket]:
         found = []
         for each in struck:
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # the process is gone
                 sockets = sockets_of(each["pid"])
                 filtered.drop(sockets)
                 found += sockets
         return found
 
-    # Of this moment: whoever is cut off may have been killed for it before it is looked at again.
+    # Sockets of this moment: a worker that is cut off may be killed before the next look.
     ports = [f" {socket.own[1]} " for socket in drop()]
 
-    def dropped() -> bool:  # nft does what it is told a moment later
+    def dropped() -> bool:  # nft acts asynchronously
         words = ["nft", "list", "table", *filtered.table.split()]
         listed = subprocess.run(words, capture_output=True, text=True, timeout=END_S).stdout
         return all(port in listed.replace(",", " , ") for port in ports)

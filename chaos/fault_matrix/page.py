@@ -1,4 +1,4 @@
-"""The page docs/faults.md from the results of the matrix: words and tables. Pure."""
+"""The page docs/faults.md from the results of the matrix. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ of these jobs are short (`--lease 0.5 --idle-timeout 2`).
 def page(
     results: Mapping[Cell, Result], *, not_here: Callable[[Cell], str] = lambda cell: ""
 ) -> str:
-    """Markdown."""
+    """Render the page in Markdown."""
     reasons: list[str] = []
     tables = [_table(victim, results, reasons) for victim in faults.VICTIMS]
     cells = list(faults.all_cells())

@@ -1,4 +1,4 @@
-"""Brings about one cell of the fault matrix in a running job, and looks whether it ends as it should. Acts."""
+"""Run of one cell of the fault matrix in a job, with a check of its end."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from elastic.chaos.fault_matrix.journal_facts import COMMITS, named
 from elastic.driver.reasons import Reason
 
 FULL_S = 60.0  # for a job to have all its workers training
-CELL_S = 60.0  # for a cell to end as it should
-AHEAD = 10  # steps from now, at which several are struck
+CELL_S = 60.0  # time for a cell to end as expected
+AHEAD = 10  # steps from now until several workers are hit
 
 Turn = Callable[[], None]
 
 
 def run(job: MatrixJob, cell: Cell, number: int) -> Result:
-    """``number``: of this cell in its job. A job that has not been started yet is."""
+    """Run a cell, the ``number``-th of its job; start the job if necessary."""
     try:
         return _run(job, cell, f"cell{number}")
     except Unexpected as trouble:
@@ -32,22 +32,22 @@ def run(job: MatrixJob, cell: Cell, number: int) -> Result:
 
 def _run(job: MatrixJob, cell: Cell, name: str) -> Result:
     story = job.story
-    members = [f"localhost:{slot}#1" for slot in range(WORKERS)]  # as they will be
+    members = [f"localhost:{slot}#1" for slot in range(WORKERS)]  # of the first world
     if job.started:
-        all_there = "all workers training before the fault, and who waits beside them"
+        all_there = "all workers training before the fault, and a spare process"
         job.until(lambda: story.full and job.has_spare(), all_there, FULL_S)
         members = list(story.members)
     go = job.folder / f"{name}.go"
-    asked = expectations.fault_rules(
+    injected = expectations.fault_rules(
         cell, members, story.newest, name, str(go), step=job.step() + AHEAD
     )
     since = len(story.entries)
-    job.arm(asked.rules)
+    job.arm(injected.rules)
     if not job.started:
         job.start()
     if cell.phase == cells.SHUTDOWN:
         job.over.touch()
-    struck = job.struck(name, asked.victims, CELL_S)
+    struck = job.struck(name, injected.victims, CELL_S)
     victims = {each["worker"] for each in struck}
     at = max(each["at"] for each in struck)
     with contextlib.ExitStack() as stack:
@@ -60,7 +60,9 @@ def _run(job: MatrixJob, cell: Cell, name: str) -> Result:
 
 
 def _recovery_ms(job: MatrixJob, cell: Cell, victims: set[str], at: float) -> float | None:
-    """From the fault to the first report that all train again, if there was something to recover from."""
+    """Return the time from the fault to the first report that all train again, if there was something to recover
+    from.
+    """
     recovers = expectations.expected(cell).end in (End.REGROUPS, End.RECOVERS, End.LEAVES)
     if not recovers or expectations.is_first(cell) or not victims & job.story.ever:
         return None
@@ -94,7 +96,9 @@ def _await_end(job: MatrixJob, cell: Cell, victims: set[str], since: int, each_t
             _ends_with(job, 1, each_turn)
         case End.SUCCEEDS:
             if cell.victim == cells.DRIVER and cell.phase != cells.SHUTDOWN:
-                job.until(lambda: "ends here" in job.output, "word of the journal's end", CELL_S)
+                job.until(
+                    lambda: "ends here" in job.output, "the warning that the journal ends", CELL_S
+                )
                 job.over.touch()
             _ends_with(job, 0, each_turn)
     if wanted.end in expectations.LAST_OF_ITS_JOB:
@@ -102,7 +106,7 @@ def _await_end(job: MatrixJob, cell: Cell, victims: set[str], since: int, each_t
 
 
 def _goes_on(job: MatrixJob, cell: Cell, victims: set[str], since: int, each_turn: Turn) -> None:
-    """All commit further, for at least as long as the fault lasts, and nobody is missing."""
+    """Wait until all commit again, for at least as long as the fault lasts, and check that no worker is missing."""
     story = job.story
     lasts = cell.fault in (cells.STOP, cells.GIL) or cell.victim == cells.DRIVER
     until = time.monotonic() + (MOMENT_S + 1.0 if lasts else 0.0)
@@ -115,11 +119,11 @@ def _goes_on(job: MatrixJob, cell: Cell, victims: set[str], since: int, each_tur
         seen.append((story.generation, story.commits))
         return seen[-1] > (seen[0][0], seen[0][1] + COMMITS)
 
-    job.until(trained, "commits with everybody there", CELL_S, each_turn)
+    job.until(trained, "commits with all workers", CELL_S, each_turn)
     lost = victims & story.exited.keys()
     job.must(not lost, f"{_list(lost)} should not have ended")
     disturbed = expectations.is_disturbed(cell) or expectations.is_first(cell)
-    job.must(disturbed or not story.broken(since), "a world broke for nothing")
+    job.must(disturbed or not story.broken(since), "a world broke without a reason")
 
 
 def _check_exits(job: MatrixJob, wanted: Expected, victims: set[str], since: int) -> None:
@@ -131,7 +135,7 @@ def _check_exits(job: MatrixJob, wanted: Expected, victims: set[str], since: int
     for worker in victims:
         reason = killed.pop(worker, None)
         if wanted.fenced:
-            found = reason or "it was not"
+            found = reason or "it was not fenced"
             kinds = " or ".join(why.value for why in wanted.fenced)
             awaited = f"{worker} should have been fenced as {kinds}: {found}"
             job.must(reason is not None and reason.kind in wanted.fenced, awaited)
@@ -141,7 +145,7 @@ def _check_exits(job: MatrixJob, wanted: Expected, victims: set[str], since: int
             code = story.exited[worker]
             job.must(code == 0, f"{worker} left with exit code {code}")
     reasons = ", ".join(map(str, killed.values()))
-    job.must(not killed, f"{_list(killed)} was killed for nothing: {reasons}")
+    job.must(not killed, f"{_list(killed)} was killed without a reason: {reasons}")
 
 
 def _ends_with(job: MatrixJob, code: int, each_turn: Turn) -> None:

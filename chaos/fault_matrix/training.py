@@ -1,8 +1,7 @@
-"""What the fault matrix trains: a small model over whole epochs of a small dataset, until a file exists.
+"""Training script of the fault matrix: a small model over whole epochs of a small dataset, until a file exists.
 
-It has places for faults (see `elastic.failpoints`), and watches over itself: every sample of an epoch is trained once,
-whatever happens, but for at most size - 1 repeats that fill the last round, and nobody goes back behind a commit of its
-own.
+It has failpoints (see `elastic.failpoints`) and checks itself: every sample of an epoch is trained once, except for at
+most size - 1 repeats that fill the last round, and no process returns to a state before its own last commit.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import elastic
 from elastic.failpoints import failpoint, set_step
 from elastic.optimizer.gradients import gradient_reducer
 
-SAMPLES = 37  # neither rounds nor epochs come out even
+SAMPLES = 37  # divisible neither into rounds nor into epochs
 BATCH = 2
-STEP_S = 0.02  # besides the work, so that a machine with few cores has room for imports
+STEP_S = 0.02  # in addition to the work, so that a machine with few cores has time for imports
 EVALUATE_EVERY = 3  # steps
 
 gradient_reducer.FIRST_BYTES = gradient_reducer.FULL_BYTES = (
@@ -34,7 +33,7 @@ wanted = inputs.sin() @ torch.ones(6, 3)
 
 
 class WatchedState(elastic.TorchState):
-    committed = -1  # steps; this process's own
+    committed = -1  # step of this process's last commit
 
     def commit(self) -> None:
         set_step(self.step)
@@ -43,7 +42,7 @@ class WatchedState(elastic.TorchState):
         failpoint("before-commit")
         try:
             super().commit()
-        except elastic.WorldChanging:  # after it
+        except elastic.WorldChanging:  # raised after the commit
             self.committed = self.step
             raise
         self.committed = self.step
@@ -54,7 +53,7 @@ class WatchedState(elastic.TorchState):
 
 def one_step(state: WatchedState, batch: list[int]) -> None:
     state.optimizer.zero_grad()
-    # A share of the whole batch, so that the loss is the same however many train.
+    # Divided by the whole dataset, so that the loss does not depend on the number of workers.
     loss = (state.model(inputs[batch]) - wanted[batch]).square().sum() / SAMPLES
     loss.backward()
     state.optimizer.step()
@@ -97,7 +96,7 @@ class Ended(Exception):
 
 
 def told_to_end() -> bool:
-    """One looks, all hear: they end at the same step."""
+    """Return whether to end: rank 0 checks the file, and all end at the same step."""
     found = torch.tensor([float(elastic.rank() == 0 and os.path.exists(OVER))])
     return bool(elastic.allreduce(found, op=elastic.Max, name="over").item())
 
@@ -135,5 +134,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     OVER = sys.argv[1]
-    STEPS = os.open("step", os.O_WRONLY | os.O_CREAT, 0o644)  # says where the training is
+    STEPS = os.open("step", os.O_WRONLY | os.O_CREAT, 0o644)  # file with the current step
     main()

@@ -1,8 +1,8 @@
-"""`python -m elastic.chaos fuzz`: feeds the control plane what nobody should send, and says what was tried.
+"""`python -m elastic.chaos fuzz`: fuzz the control-plane protocol, and report what was tried.
 
-The decoders and the sealed streams take most of the inputs, a real server on loopback the rest of the time. A finding
-is an input that was taken for what it is not, an exception that is no refusal, an answer to a stranger, a word of an
-honest worker that was lost or late, or memory that grows.
+Decoders and sealed streams get most of the inputs, a real server on loopback the rest of the time. A finding is an
+input that was accepted as something else, an exception other than a rejection, an answer to an unauthenticated peer, a
+lost or late message of an honest worker, or growing memory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def fuzz(seconds: float, seed: int) -> tuple[list[Tally], list[str]]:
-    """What was tried, and what else there is to say of it."""
+    """Return what was tried, and further lines about it."""
     decoders, streams = Decoders(seed), Streams(seed)
     words = []
     for name, part in (("decoders", decoders), ("streams", streams)):
@@ -63,7 +63,7 @@ def fuzz(seconds: float, seed: int) -> tuple[list[Tally], list[str]]:
         words.append(
             f"{name}: the slowest input took {part.tally.worst_s * 1e3:.0f} ms, memory grew by {grown / 1e6:.1f} MB"
         )
-    # Two servers, one after the other: the first warms up.
+    # Two servers in succession: the first one warms up.
     first, server = OnLoopback(seed), OnLoopback(seed + 1)
     first.run(time.monotonic() + WARM_UP * SHARES["server"] * seconds)
     before = memory()
@@ -80,7 +80,7 @@ def fuzz(seconds: float, seed: int) -> tuple[list[Tally], list[str]]:
 
 
 def _watched(part: Decoders | Streams, seconds: float, tally: Tally) -> int:
-    """Runs it; how much memory it took after the beginning."""
+    """Run a part. Return the memory growth after its warm-up."""
     part.run(time.monotonic() + WARM_UP * seconds)
     before = memory()
     part.run(time.monotonic() + (1 - WARM_UP) * seconds)

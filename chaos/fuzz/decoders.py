@@ -1,7 +1,8 @@
-"""Feeds spoilt messages to the four decoders, and spoilt streams to sealed connections, without a socket.
+"""Fuzzing of the four decoders with corrupted messages, and of sealed connections with changed streams, without
+sockets.
 
-What may come out of a decoder is a message or ProtocolError. What may come out of a stream is what was said, in order,
-up to the place where somebody changed it.
+A decoder must return a message or raise ProtocolError. A stream must return the original messages, in order, up to the
+first change.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ UNIONS: dict[str, tuple[Any, Any]] = {
     "driver, to an agent": (agent_protocol.ToAgent, agent_protocol.to_agent),
 }
 TYPES = {name: frozenset(union.__args__) for name, (union, _) in UNIONS.items()}
-OF_EACH = 20  # spoilt ones of a valid one
+OF_EACH = 20  # corrupted inputs per valid one
 SLOW_S = 1.0  # a decoder that takes longer hangs, on any machine
 SECRET = b"fuzz" * 8
 
 
 class Decoders:
-    """All four, in turn."""
+    """Fuzzes the four decoders in turn."""
 
     def __init__(self, seed: int) -> None:
         self.tally = Tally("a decoder")
@@ -68,7 +69,7 @@ class Decoders:
 
 
 class Streams:
-    """Sealed conversations between a caller and a server, changed on their way by somebody without the secret."""
+    """Sealed conversations between a caller and a server, changed in transit by an attacker without the secret."""
 
     def __init__(self, seed: int) -> None:
         self.tally = Tally("a sealed stream")
@@ -85,24 +86,24 @@ class Streams:
         caller, server = self._pair()
         frames = [caller.frame_of(body) for body in bodies]
         stream, intact = self.changes[how](self, frames)
-        said = [messages.from_worker.decode(body) for body in bodies]
-        heard: list[Any] = []
+        sent = [messages.from_worker.decode(body) for body in bodies]
+        received: list[Any] = []
         began = time.perf_counter()
         refused = False
         try:
             while stream:
                 cut = self._random.randrange(1, 400)
-                heard += server.receive(stream[:cut])
+                received += server.receive(stream[:cut])
                 stream = stream[cut:]
         except ProtocolError:
             refused = True
         except Exception as error:
             self.tally.found(f"{how} raised {error!r}")
-        # By what they are written as: a NaN is not equal to itself.
-        if repr(heard) != repr(said[: len(heard)]) or len(heard) > intact:
-            self.tally.found(f"{how}: {said} was said, {heard} was heard")
+        # Compared by repr, because NaN is not equal to itself.
+        if repr(received) != repr(sent[: len(received)]) or len(received) > intact:
+            self.tally.found(f"{how}: {sent} was sent, {received} was received")
         seconds = time.perf_counter() - began
-        self.tally.note(how, taken=not refused and len(heard) == len(said), seconds=seconds)
+        self.tally.note(how, taken=not refused and len(received) == len(sent), seconds=seconds)
 
     def _pair(self) -> tuple[Wire, Wire]:
         mine, theirs = (self._random.randbytes(NONCE_BYTES) for _ in range(2))
@@ -111,7 +112,7 @@ class Streams:
         server.seal(SECRET, mine=theirs, theirs=mine, caller=False)
         return caller, server
 
-    # ---- each gives the stream as it arrives, and how many frames before the first change
+    # ---- each returns the stream as it arrives, and the number of frames before the first change
 
     def _intact(self, frames: list[bytes]) -> tuple[bytes, int]:
         return b"".join(frames), len(frames)
@@ -149,7 +150,7 @@ class Streams:
         return b"".join(turned), at
 
     def _of_another(self, frames: list[bytes]) -> tuple[bytes, int]:
-        """A frame that was sealed for another connection of the same job, with the same number."""
+        """Replace a frame by one with the same number, sealed for another connection of the same job."""
         at = self._random.randrange(len(frames))
         other, _ = self._pair()
         strange = [other.frame_of(self._inputs.body()) for _ in range(at + 1)][-1]
@@ -175,7 +176,7 @@ class Streams:
 
 
 def _before(frames: list[bytes], at: int) -> int:
-    """How many frames end at or before this byte."""
+    """Return how many frames end at or before this byte."""
     whole = 0
     for number, frame in enumerate(frames):
         whole += len(frame)

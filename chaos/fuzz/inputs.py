@@ -1,8 +1,7 @@
-"""Inputs that nobody should send: valid messages drawn from their schema, and what is made of them. Pure but for its
-seeded random numbers.
+"""Fuzz inputs: valid messages drawn from their schema, and corruptions of them. Pure except for seeded random numbers.
 
-A tree is a message as plain lists and maps; a body is its MessagePack. `Inputs.spoilt` names what it did, so that a
-table can say what was tried.
+A tree is a message as plain lists and maps; a body is its MessagePack. `Inputs.spoilt` names what it did, for the table
+of tried inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from msgspec import inspect
 
 INTEGERS = (0, 1, 2, 3, -1, 127, 128, 2**31 - 1, 2**31, -(2**31), 2**63 - 1, -(2**63))
 FLOATS = (0.0, -0.0, 1.5, -1.0, 1e308, math.nan, math.inf, -math.inf, 5e-324)
-# Escape sequences, line ends, paths, names that look like a worker's, and none at all.
+# Escape sequences, line ends, paths, names like a worker's, and empty ones.
 WORDS = (
     "",
     "a",
@@ -30,13 +29,13 @@ WORDS = (
     "\0",
 )
 DEEP = 3000  # levels; Python itself stops at a thousand
-MANY = 0xFFFFFFFF  # elements that a header promises
+MANY = 0xFFFFFFFF  # elements that a header announces
 
 Tree = Any
 
 
 class Inputs:
-    """Draws messages of one union of structs. The same seed draws the same."""
+    """Draws messages of a union of structs. Deterministic for each seed."""
 
     def __init__(self, union: Any, seed: int) -> None:
         self.random = random.Random(seed)
@@ -61,7 +60,7 @@ class Inputs:
         self._names = list(self.spoilers)
 
     def tree(self) -> dict[str, Tree]:
-        """One message that fits the schema, and may make no sense."""
+        """Draw a message that fits the schema, but may make no sense."""
         drawn = self._draw(self.random.choice(self._structs), 0)
         assert isinstance(drawn, dict)
         return drawn
@@ -70,11 +69,11 @@ class Inputs:
         return msgspec.msgpack.encode(self.tree())
 
     def spoilt(self, body: bytes, how: str | None = None) -> tuple[str, bytes]:
-        """What was done to the body of a valid message, and what came of it."""
+        """Corrupt the body of a valid message. Return what was done, and the result."""
         how = how or self.random.choice(self._names)
         return how, self.spoilers[how](body)
 
-    # ---- what fits the schema
+    # ---- valid values
 
     def _draw(self, kind: inspect.Type, depth: int) -> Tree:
         pick = self.random
@@ -115,7 +114,7 @@ class Inputs:
                 return None
         raise AssertionError(f"nothing is known about {kind}")
 
-    # ---- what does not
+    # ---- invalid values
 
     def _of_tree(self, spoil: Callable[[dict[str, Tree]], Tree]) -> bytes:
         return msgspec.msgpack.encode(spoil(self.tree()))
@@ -159,7 +158,7 @@ class Inputs:
         return tree
 
     def _nested(self, body: bytes) -> bytes:
-        """In a field that nobody knows, or in place of the message."""
+        """Nest values deeply, in an unknown field or in place of the message."""
         pick = self.random
         opening = pick.choice((b"\x91", b"\x81\xa1a", b"\xdc\x00\x01", b"\xdf\0\0\0\1\xa1a"))
         deep = opening * pick.choice((10, DEEP)) + b"\xc0"
@@ -196,7 +195,7 @@ class Inputs:
 
 
 def _within(values: Sequence[float], kind: inspect.IntType | inspect.FloatType) -> list[float]:
-    """Those that the schema allows; what is no number is within no limits."""
+    """Return the values that the schema allows; NaN is within no limits."""
     low = -math.inf if kind.ge is None else kind.ge
     high = math.inf if kind.le is None else kind.le
     limited = kind.ge is not None or kind.le is not None

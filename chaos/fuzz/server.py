@@ -1,7 +1,7 @@
-"""Talks nonsense to a real control server on loopback, while honest workers go on talking with it.
+"""Fuzzing of a real control server on loopback, while honest workers communicate with it.
 
-Nothing that a stranger says may be heard, no stranger may be told more than a challenge, what honest workers say must
-arrive, all of it and in order, and each of their words must have its answer in time.
+Nothing from an unauthenticated peer may be accepted, none may receive more than a challenge, and messages of honest
+workers must arrive completely, in order, and be answered in time.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from elastic.protocol.messages import Address, ProtocolError, Worker
 
 SECRET = b"fuzz" * 8
 HONEST = [Worker("honest", slot) for slot in range(2)]
-TALKERS = 16  # strangers and turncoats at a time
-TURNCOATS = 0.4  # share of those that know the secret
+TALKERS = 16  # concurrent strangers and turncoats
+TURNCOATS = 0.4  # share of clients that know the secret
 FLOOD = 2000  # messages
 TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(192)
 HTTP = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 UNEXPECTED, SECOND = "a worker that is not expected", "a worker that is here already"
-KNOWN = (UNEXPECTED, SECOND)  # they know the secret, and are told why they are turned away
+KNOWN = (UNEXPECTED, SECOND)  # these know the secret, and receive the reason for their rejection
 
 
 class Caller:
-    """A caller's end."""
+    """A caller's end of a connection."""
 
-    answer_s = 5.0  # for an honest worker's word; and for a connection that is to be closed
+    answer_s = 5.0  # for the answer to an honest worker, and for a connection that has to be closed
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
         self.wire = Wire(messages.from_driver)
-        self.nonce = b""  # the server's
+        self.nonce = b""  # of the server
 
     async def hear(self) -> Any:
-        """The next message, or None at the end of the connection."""
+        """Return the next message, or None at the end of the connection."""
         while (message := self.wire.next()) is None:
             try:
                 data = await within(self.reader.read(65536), self.answer_s)
@@ -58,11 +58,11 @@ class Caller:
         return message
 
     async def ended(self) -> bytes:
-        """Says no more; what comes until the other end has closed. Raises TimeoutError if it does not."""
+        """Stop sending. Return what is received until the other end has closed. Raises TimeoutError if it does not."""
         data = b""
         try:
             await self.writer.drain()
-            with contextlib.suppress(OSError):  # it is closed already
+            with contextlib.suppress(OSError):  # already closed
                 self.writer.write_eof()
             while part := await within(self.reader.read(65536), self.answer_s):
                 data += part
@@ -72,7 +72,7 @@ class Caller:
 
 
 class OnLoopback:
-    """One server, for as long as `run` lasts."""
+    """One server, during `run`."""
 
     def __init__(self, seed: int) -> None:
         self.strangers = Tally("a server, by strangers")
@@ -81,17 +81,17 @@ class OnLoopback:
         self._random = random.Random(seed)
         self._inputs = Inputs(messages.FromWorker, seed)
         self._said: dict[Worker, deque[Any]] = {worker: deque() for worker in HONEST}
-        self._inside: set[Worker] = set()  # turncoats that are authenticated, or about to be
+        self._inside: set[Worker] = set()  # turncoats that are authenticated or about to be
         self._numbers = iter(range(10**9))
-        # Frames of honest workers, as a listener sees them.
+        # Frames of honest workers, as an eavesdropper sees them.
         self._stolen: deque[bytes] = deque(maxlen=50)
         self._replayed: deque[messages.Answer] = deque(maxlen=50)
         self._server = Server(
             secret=SECRET, log=Console(self._log, timestamps=False), callers=WORKERS
         )
         self._address = Address("", 0)
-        self.answered_s = 0.0  # the longest that an honest worker has waited
-        self.words = 0  # of honest workers, heard
+        self.answered_s = 0.0  # longest wait of an honest worker for an answer
+        self.words = 0  # received from honest workers
 
     def run(self, until: float) -> None:
         asyncio.run(self._run(until))
@@ -130,18 +130,18 @@ class OnLoopback:
         if worker in self._said:
             expected = self._said[worker].popleft() if self._said[worker] else None
             if message != expected:
-                self.strangers.found(f"{worker} said {expected!r}, {message!r} was heard")
+                self.strangers.found(f"{worker} sent {expected!r}, {message!r} was received")
             self.words += 1
             self._server.send(worker, messages.Finish(message.generation))
         elif worker not in self._inside:
-            self.strangers.found(f"{message!r} was heard of {worker}, who is nobody")
+            self.strangers.found(f"{message!r} was received from {worker}, which is not connected")
 
     # ---- honest workers
 
     async def _working(self, worker: Worker, over: asyncio.Event) -> asyncio.Task[None]:
         peer = await self._reach()
         await self._enter(peer, worker)
-        # It has said nothing yet, but its listener has something to begin with.
+        # It has sent nothing yet, but the eavesdropper needs a first frame.
         self._stolen.append(_framed(self._inputs.body()) + bytes(16))
         return asyncio.create_task(self._work(peer, worker, over))
 
@@ -188,7 +188,7 @@ class OnLoopback:
     async def _leave(self, peer: Caller) -> None:
         peer.writer.transport.abort()
 
-    # ---- the others
+    # ---- other clients
 
     async def _talk(self, until: float) -> None:
         while time.monotonic() < until:
@@ -199,7 +199,7 @@ class OnLoopback:
                 else:
                     await self._intrude(peer)
             except ConnectionError:
-                pass  # it was cut off while it still spoke
+                pass  # disconnected while it was still sending
             finally:
                 await self._leave(peer)
 
@@ -210,27 +210,27 @@ class OnLoopback:
             peer.writer.write(chunk)
             await asyncio.sleep(0)
         try:
-            told = await peer.ended()
+            answered = await peer.ended()
         except asyncio.TimeoutError:
             self.strangers.found(
                 f"{what}: it was not closed within {Caller.answer_s:g} s: {chunks!r}"
             )
             return
         if what in KNOWN:
-            self._check_reason(what, peer, told)
-            told = b""
-        if told:
-            self.strangers.found(f"{what}: {chunks!r} was answered with {told!r}")
-        self.strangers.note(what, taken=bool(told), seconds=time.monotonic() - began)
+            self._check_reason(what, peer, answered)
+            answered = b""
+        if answered:
+            self.strangers.found(f"{what}: {chunks!r} was answered with {answered!r}")
+        self.strangers.note(what, taken=bool(answered), seconds=time.monotonic() - began)
 
-    def _check_reason(self, what: str, peer: Caller, told: bytes) -> None:
-        """Who knows the secret is told why it is turned away, and nothing else."""
-        peer.wire.feed(told)
+    def _check_reason(self, what: str, peer: Caller, answered: bytes) -> None:
+        """Check that a peer that knows the secret receives the reason for its rejection, and nothing else."""
+        peer.wire.feed(answered)
         if not isinstance(peer.wire.next(), messages.TurnedAway) or peer.wire.unread:
-            self.strangers.found(f"{what} was answered with {told!r}")
+            self.strangers.found(f"{what} was answered with {answered!r}")
 
     def _nonsense(self, peer: Caller) -> tuple[str, list[bytes]]:
-        """What a stranger says: it knows no secret, but what went over the network before."""
+        """Return the input of a stranger, which knows earlier network traffic, but not the secret."""
         pick, frame = self._random, peer.wire.frame
         someone = pick.choice([*HONEST, *self._inside, Worker("h", 0)])
         wrong = frame(self._answer(peer, someone, secret=b"wrong" * 6))
@@ -271,7 +271,7 @@ class OnLoopback:
         return what, kinds[what]()
 
     async def _betray(self, peer: Caller) -> None:
-        """Enters by right, and then says what no worker says."""
+        """Authenticate, then send what no worker sends."""
         worker = Worker("turncoat", next(self._numbers))
         self._inside.add(worker)
         await self._enter(peer, worker)
@@ -282,7 +282,7 @@ class OnLoopback:
         try:
             if not closed:
                 await peer.ended()
-            elif await peer.hear() is not None:  # closed without being asked to
+            elif await peer.hear() is not None:  # closed unprompted
                 self.turncoats.found(f"{what} was answered")
         except asyncio.TimeoutError:
             self.turncoats.found(
@@ -292,7 +292,7 @@ class OnLoopback:
         self.turncoats.note(what, taken=not closed, seconds=time.monotonic() - began)
 
     def _treason(self, peer: Caller) -> tuple[str, list[bytes], bool]:
-        """What it is, the bytes, and whether the server has to cut the connection off because of it."""
+        """Return a description, the bytes, and whether the server must close the connection for them."""
         pick, wire = self._random, peer.wire
         body = self._harmless()
         kinds: dict[str, Any] = {
@@ -321,7 +321,7 @@ class OnLoopback:
         return what, chunks, closed
 
     def _harmless(self) -> bytes:
-        """Of a message that a worker may send at any time."""
+        """Return a message that a worker may send at any time."""
         while True:
             tree = self._inputs.tree()
             if tree["type"] not in ("Answer", "Hello"):
@@ -329,7 +329,7 @@ class OnLoopback:
 
     def _spoilt(self, wire: Wire, body: bytes) -> tuple[list[bytes], bool]:
         _, spoilt = self._inputs.spoilt(body)
-        wrong = spoilt != b"" and not _decodes(spoilt)  # an empty frame is a sign of life
+        wrong = spoilt != b"" and not _decodes(spoilt)  # an empty frame is a heartbeat
         return [wire.frame_of(spoilt)], wrong
 
 
@@ -338,7 +338,7 @@ def _framed(body: bytes) -> bytes:
 
 
 def _decodes(body: bytes) -> bool:
-    """Whether a worker may say this; an Answer and another's Hello decode, but end the connection."""
+    """Return whether a worker may send this. An Answer or another's Hello decodes, but ends the connection."""
     wire = Wire(messages.from_worker, limit=messages.FRAME_LIMIT)
     try:
         return any(
@@ -350,7 +350,7 @@ def _decodes(body: bytes) -> bool:
 
 
 def _changed(pick: random.Random, frame: bytes) -> bytes:
-    """One bit, but none of the length: a frame that is longer now would only be waited for."""
+    """Flip one bit, but not in the length: the server would wait for a longer frame."""
     changed = bytearray(frame)
     changed[pick.randrange(4, len(frame))] ^= 1 << pick.randrange(8)
     return bytes(changed)

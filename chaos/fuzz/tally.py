@@ -1,4 +1,4 @@
-"""What a fuzzer has tried, and what it found: counts by kind, the slowest, the memory. Decides nothing."""
+"""Counts of what a fuzzer has tried and found, by kind, with the slowest input and the memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import psutil
 from rich import box
 from rich.table import Table
 
-FINDINGS = 20  # more of them say nothing new
+FINDINGS = 20  # maximum number of findings that are kept
 
 
 @dataclass
 class Tally:
-    """Of one target: what was fed to it, and how it took that."""
+    """Counts for one target: inputs and results."""
 
     target: str
     tried: Counter[str] = field(default_factory=Counter)
-    taken: Counter[str] = field(default_factory=Counter)  # of those, valid enough to be a message
+    taken: Counter[str] = field(default_factory=Counter)  # of those, accepted as valid messages
     worst_s: float = 0.0  # for one input
     findings: list[str] = field(default_factory=list)
 
@@ -37,7 +37,7 @@ class Tally:
 
 
 def memory() -> int:
-    """Bytes of this process that lie in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 

@@ -1,6 +1,6 @@
-"""Follows a job's journal as it grows: who trains, under which process ids, how many commits there were.
+"""Reader of a job's journal while it grows: members, process ids, number of commits.
 
-`Story` is pure: entries in, facts out. `Follower` reads the file. Neither acts on anything.
+`Story` is pure, `Follower` reads the file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from elastic.protocol.messages import Worker
 
-CHUNK = 1 << 20  # bytes read in one go
+CHUNK = 1 << 20  # bytes per read
 
 _decode = msgspec.json.Decoder().decode
 
@@ -22,10 +22,10 @@ Json = dict[str, Any]
 
 
 class Heard(Protocol):
-    """What is made of a journal."""
+    """State that is built from the entries of a journal."""
 
     def hear(self, entry: Json) -> None:
-        """The next one that has an event."""
+        """Process the next entry that has an event."""
 
 
 S = TypeVar("S", bound=Heard)
@@ -33,15 +33,20 @@ S = TypeVar("S", bound=Heard)
 
 @dataclass
 class Story:
-    """What the entries so far have told. Times are the driver's clock, which is this machine's monotonic one."""
+    """Facts from the entries so far. Times are the driver's clock, which is this machine's monotonic one."""
 
-    began_at: float | None = None  # training: a first collective in a world of elastic.run
+    # start of training: the first collective in a world of elastic.run
+    began_at: float | None = None
     generation: int = 0
-    members: list[Worker] = field(default_factory=list)  # of the newest world, by rank, not gone
-    pids: dict[Worker, int] = field(default_factory=dict)  # connected and not gone, oldest first
-    commits: int = 0  # reported by at least one worker, each counted once; none without digests
-    ending: bool = False  # a worker has returned, or it is to stop, or the outcome is decided
-    no_steps: bool = False  # a worker has committed a state without shards: nobody counts its steps
+    # of the newest world, by rank, without exited ones
+    members: list[Worker] = field(default_factory=list)
+    # connected workers that have not exited, oldest first
+    pids: dict[Worker, int] = field(default_factory=dict)
+    commits: int = 0  # reported by at least one worker, each counted once; 0 without digests
+    # a worker has returned, or a stop was requested, or the outcome is decided
+    ending: bool = False
+    # a worker has committed a state without shards, so its steps are not counted
+    no_steps: bool = False
     _newest: tuple[int, int] = (0, 0)
 
     def hear(self, entry: Json) -> None:
@@ -68,7 +73,7 @@ class Story:
             case "WorkerReturned" | "StopRequested":
                 self.ending = True
             case "WorkerDigested":
-                # Number 0 is the state that a world began with, which nobody has committed in it.
+                # Number 0 is the initial state of a world, not a commit.
                 commit = (event["commit"][0], event["commit"][1])
                 if commit[1] and event.get("step", -1) < 0:
                     self.no_steps = True
@@ -77,28 +82,28 @@ class Story:
                     self.commits += 1
 
     def present(self) -> list[Worker]:
-        """The members whose process ids are known, by rank."""
+        """Return the members whose process ids are known, by rank."""
         return [worker for worker in self.members if worker in self.pids]
 
     def arrived(self) -> list[Worker]:
-        """The same, the oldest first."""
+        """Return the same members, oldest first."""
         return [worker for worker in self.pids if worker in self.members]
 
 
 class Follower(Generic[S]):
-    """Reads what has been appended since it last looked. The file may not be there yet; a line that is no entry means
-    nothing.
+    """Reads the entries that were appended since the last look.
 
-    A line that is not whole yet is read again: if its driver dies, the next one cuts it off and writes another.
+    The file may not exist yet; lines that are no entries are ignored. An incomplete line is read again: if its driver
+    dies, the next driver truncates it and writes another.
     """
 
     def __init__(self, path: Path, story: S) -> None:
         self.story = story
         self._path = path
-        self._offset = 0  # of the first line that was not heard
+        self._offset = 0  # of the first unprocessed line
 
     def look(self) -> S:
-        """Hears every line that is whole by now."""
+        """Process all complete lines."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
             rest = b""

@@ -1,8 +1,8 @@
-"""Ports for programs that are told one and bind it themselves, so that of two tests none binds the other's.
+"""Ports for programs that get a port number and bind it themselves, without conflicts between parallel tests.
 
-A port that was bound for a moment to find it may be anybody's before the program binds it. So these lie outside the
-range that the kernel takes ports of, for outgoing connections and for those who bind port 0, and each process that asks
-has a block of its own. It claims the block with a name that the kernel frees when the process ends, however it ends.
+A port that was bound for a moment to find it may be taken before the program binds it. So these ports lie outside the
+range from which the kernel takes ports for outgoing connections and for binds to port 0, and each process has its own
+block. It claims the block with a socket name that the kernel frees when the process ends.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ KERNELS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """One that nothing is bound to, and that no other process is given as long as this one lives."""
+    """Return an unused port that is given to no other process as long as this one lives."""
     return free_ports(1)[0]
 
 
 def free_ports(number: int) -> list[int]:
-    """As many different ones. A process is given the same again after 200."""
-    ports = itertools.islice(_block(os.getpid()), number + BLOCK)  # not a parent's, after a fork
+    """Return that many different ports. They repeat after 200 ports."""
+    # by process id: after a fork, the child does not use its parent's
+    ports = itertools.islice(_block(os.getpid()), number + BLOCK)
     found = list(itertools.islice(filter(_is_free, ports), number))
     if len(found) < number:
         raise RuntimeError(f"{number} ports were wanted; of {BLOCK} only {len(found)} are free")
@@ -34,15 +35,16 @@ def free_ports(number: int) -> list[int]:
 
 @functools.cache
 def _block(pid: int) -> Iterator[int]:
-    """Again and again."""
+    """Claim a block of ports, and iterate over it endlessly."""
     low, high = map(int, KERNELS.read_text().split())
     blocks = range(FIRST, 65536 - BLOCK, BLOCK)
     outside = [first for first in blocks if first + BLOCK <= low or first > high]
-    # Where the kernel takes all, tests at least keep out of each other's way.
+    # If the kernel uses all ports, tests at least avoid each other's.
     for first in outside or blocks:
         claim = socket.socket(socket.AF_UNIX)
         try:
-            claim.bind(f"\0hvd-elastic ports {first}")  # as ports, of this network namespace
+            # abstract names belong to this network namespace, as ports do
+            claim.bind(f"\0hvd-elastic ports {first}")
         except OSError:
             claim.close()
         else:
@@ -52,7 +54,7 @@ def _block(pid: int) -> Iterator[int]:
 
 
 def _is_free(port: int) -> bool:
-    """Whether nobody listens there, on any address; a connection that lingers is in nobody's way."""
+    """Return whether no socket listens on a port, on any address; a lingering connection does not count."""
     both = socket.has_dualstack_ipv6()
     with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,6 @@
-"""The processes of a job that is watched from outside: their environment, and how they are found again.
+"""Environment and search of the processes of a job that is observed from outside.
 
-Whatever a job starts inherits one environment variable with a unique value; by it all its processes are found, orphans
-included.
+All processes of a job, also orphans, are found by an environment variable with a unique value, which they inherit.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import psutil
 
 
 def clean_environment(*others: str) -> dict[str, str]:
-    """Ours without traces of another job, and without variables that begin with ``others``.
+    """Return this process's environment without variables of another job or with a prefix in ``others``.
 
-    With the environment's programs, one thread per process, no requests to a cloud's metadata server, and no preloaded
-    process that the job was not told to keep.
+    It has the Python environment's programs in PATH, one thread per process, no requests to a cloud's metadata server,
+    and no preloaded process unless the job asks for it.
     """
     unwanted = ("ELASTIC_", "HOROVOD_", *others)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
@@ -30,7 +29,7 @@ def clean_environment(*others: str) -> dict[str, str]:
 
 
 def kill_all(found: Callable[[], Iterable[psutil.Process]]) -> None:
-    """SIGKILL, until there are none: one that forks while it's being looked for is met in the next round."""
+    """Send SIGKILL until no process is left; a process that forks meanwhile is found in the next round."""
     while alive := list(found()):
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -39,16 +38,16 @@ def kill_all(found: Callable[[], Iterable[psutil.Process]]) -> None:
 
 
 def marked(entry: str) -> Iterator[psutil.Process]:
-    """The live processes whose environment has ``NAME=value``, with ``info["cmdline"]``; zombies don't count."""
+    """Iterate over live processes with ``NAME=value`` in their environment, with ``info["cmdline"]``; no zombies."""
     name, _, value = entry.partition("=")
     for process in psutil.process_iter(["cmdline", "environ", "status"]):
-        environ = process.info["environ"] or {}  # None: it isn't ours
+        environ = process.info["environ"] or {}  # None: a process of another user
         if environ.get(name) == value and not _ended(process):
             yield process
 
 
 def in_session(leader: int) -> Iterator[psutil.Process]:
-    """The live processes of this session, with ``info["cmdline"]``."""
+    """Iterate over the live processes of a session, with ``info["cmdline"]``."""
     for process in psutil.process_iter(["cmdline", "status"]):
         with contextlib.suppress(ProcessLookupError):
             if not _ended(process) and os.getsid(process.pid) == leader:
@@ -56,12 +55,12 @@ def in_session(leader: int) -> Iterator[psutil.Process]:
 
 
 def _ended(process: psutil.Process) -> bool:
-    """A zombie has no command line; it may be one only since its status was read."""
+    """Return whether a process is a zombie. It has no command line; it may have ended after its status was read."""
     return process.info["cmdline"] is None or process.info["status"] == psutil.STATUS_ZOMBIE
 
 
 def lives(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended: a zombie has."""
+    """Return whether a process exists and is not a zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

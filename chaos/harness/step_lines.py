@@ -1,7 +1,7 @@
-"""Steps as jobs under test write them down, and what they amount to. Pure but for `read` and `StepFiles`.
+"""Steps that jobs under test write to files, and statistics of them. Pure but for `read` and `StepFiles`.
 
-Each worker appends ``time generation size rank step`` to ``FOLDER/PID.steps`` for each step that it has made, before it
-commits it. The time is CLOCK_MONOTONIC in seconds, which is one clock for all processes of a machine.
+Each worker appends ``time generation size rank step`` to ``FOLDER/PID.steps`` for each step before it commits it. The
+time is CLOCK_MONOTONIC in seconds, which is the same clock for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Step:
-    """One step that one worker has made."""
+    """One step of one worker."""
 
     pid: int
     at: float
@@ -26,7 +26,7 @@ class Step:
 
 
 def read(file: Path, begin: int = 0) -> tuple[list[Step], int]:
-    """What stands there from this byte on, and where the next line begins. A line of another form means nothing."""
+    """Read the steps from this byte on, and return them and the begin of the next line. Other lines are ignored."""
     with open(file, "rb") as stream:
         stream.seek(begin)
         whole, end, _ = stream.read().rpartition(b"\n")
@@ -40,7 +40,7 @@ def read(file: Path, begin: int = 0) -> tuple[list[Step], int]:
 
 
 class StepFiles:
-    """All of a folder, while a job writes them."""
+    """All step files of a folder, while a job writes them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -48,7 +48,7 @@ class StepFiles:
         self._read: dict[Path, int] = {}  # bytes of each file
 
     def steps(self) -> list[Step]:
-        """All so far, by time. What was read before is not read again."""
+        """Return all steps so far, by time; only new lines are read."""
         for path in self.folder.glob("*.steps"):
             found, self._read[path] = read(path, self._read.get(path, 0))
             self._steps += found
@@ -56,7 +56,7 @@ class StepFiles:
         return list(self._steps)
 
     def newest_world(self) -> list[Step]:
-        """By rank, the last step of each member of the newest world; empty until all of them have stepped in it."""
+        """Return the last step of each member of the newest world, by rank; empty until all have made a step in it."""
         steps = self.steps()
         newest = max((step.generation for step in steps), default=0)
         last = {step.pid: step for step in steps if step.generation == newest}
@@ -65,15 +65,16 @@ class StepFiles:
 
 
 def repeated(steps: Iterable[Step]) -> int:
-    """Steps that a worker has made twice: those that it had not committed when its world broke."""
+    """Count steps that a worker made twice, because they were not committed when its world broke."""
     made = [(step.pid, step.step) for step in steps]
     return len(made) - len(set(made))
 
 
 def committed_lost(steps: Iterable[Step]) -> int:
-    """Commits that a following world did not begin with: it begins where the best of those that stayed had committed.
+    """Count the commits that a following world did not resume from.
 
-    Nobody's last line of a world counts as a commit, as it may be a step that was not committed yet.
+    A world must begin at the newest commit of the workers that stayed. A worker's last line of a world does not count
+    as a commit, because that step may not be committed yet.
     """
     by_world: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for step in steps:

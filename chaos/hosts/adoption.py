@@ -1,4 +1,4 @@
-"""When a further driver has the workers of a job again, by its journal. Pure: entries in, a number out."""
+"""Detection, from its journal, of when another driver has all workers of a job again. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from elastic.protocol.messages import Worker
 
 
 class Adoptions(Story):
-    """``done``: how many drivers that went on with the job have heard of every worker that was in its world."""
+    """``done``: number of successor drivers that have heard from every worker of their world."""
 
     def __init__(self, members: list[Worker] | None = None) -> None:
-        """``members``: of the world of before, where the entries do not tell."""
+        """``members``: of the previous world, if the entries do not include it."""
         super().__init__(members=list(members or ()))
         self.done = 0
         self._awaited: set[Worker] = set()
@@ -26,7 +26,7 @@ class Adoptions(Story):
                 self._awaited.discard(Worker(*event["worker"]))
             case "HostLost":
                 self._awaited = {w for w in self._awaited if w.host != event["host"]}
-            case "HostReported":  # who should be listed there, and is not, has gone
+            case "HostReported":  # a worker that should be listed and is not has exited
                 running = {Worker(*each) for each in event["running"]}
                 here = {worker for worker in self._awaited if worker.host == event["host"]}
                 ordered = event.get("ordered")

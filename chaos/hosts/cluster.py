@@ -1,6 +1,6 @@
-"""A cluster to break: hosts with agents, an etcd, drivers, and what a job on them has left to be judged. Acts.
+"""A cluster for fault tests: hosts with agents, an etcd, drivers, and the results of a job on them.
 
-Everything is a real program, started as a user starts it; it writes to a file of the bench's folder.
+Everything is a real program, started as a user starts it; each writes to a file in the bench's folder.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ HOSTS = ("a", "b", "c", "d")
 ETCD, DRIVER, STANDBY = "etcd", "driver", "standby"
 ETCD_PORT = 2379
 ENDPOINT = f"{ETCD}:{ETCD_PORT}"
-START_S = 120.0  # for a job's workers to be started and to train; two cores import torch four times
+START_S = 120.0  # for a job's workers to start and train; two cores import torch four times
 CHANGE_S = 90.0  # for a smaller or larger world to train
-TAIL_BYTES = 512  # of a worker's notes, for a look at the latest
+TAIL_BYTES = 512  # of a worker's notes, to read the latest
 
 
 class Bench:
-    """Four hosts for workers, one each for etcd, the driver and one that stands by; a context manager.
+    """Four hosts for workers, and one each for etcd, the driver and a standby driver. A context manager.
 
-    ``slack``: all may take so many times longer than is asked of it; 1.0 on a machine that has nothing else to do.
+    ``slack``: factor for all time limits; 1.0 on an otherwise idle machine.
     """
 
     def __init__(self, folder: Path, *, slack: float = 1.0) -> None:
@@ -60,7 +60,7 @@ class Bench:
         self.network.close()
 
     def start_etcd(self) -> Program:
-        """With the data of an earlier one, if there was one. Returns once it answers."""
+        """Start etcd, with the data of an earlier one if any. Returns once it answers."""
         url = f"http://{self.network.hosts[ETCD].address}:{ETCD_PORT}"
         peers = "http://127.0.0.1:2380"
         words = ["etcd", "--data-dir", str(self.folder / "etcd"), "--unsafe-no-fsync"]
@@ -74,7 +74,7 @@ class Bench:
 
     @contextlib.contextmanager
     def job(self, name: str, *, hosts: Sequence[str] = HOSTS) -> Iterator[HostedJob]:
-        """A job of its own name. What is left of it at the end is killed, and all links are healed."""
+        """Context of a job with its own name. At its end, remaining processes are killed and all links are healed."""
         self._jobs += 1
         folder = self.folder / f"{self._jobs:02}-{re.sub('[^a-z]+', '-', name)}"
         (folder / "steps").mkdir(parents=True)
@@ -99,7 +99,7 @@ class HostedJob:
         self.name = name
         self.folder = folder
         self.hosts = hosts
-        self.journals: list[Path] = []  # of each driver that may have led
+        self.journals: list[Path] = []  # of each driver that may have been the leader
         self.agents: dict[str, Program] = {}  # the latest of each host
         self.drivers: list[Program] = []
         self.programs: list[Program] = []
@@ -107,7 +107,7 @@ class HostedJob:
         self._secret = bench.secret
         self._slack = bench.slack
 
-    # ---- what runs -------------------------------------------------------------------------------------------------
+    # ---- programs --------------------------------------------------------------------------------------------------
 
     def start_agent(self, host: str) -> Program:
         words = ["elasticrun", "agent", "--etcd", ENDPOINT, "--job", self.name, "--host", host]
@@ -116,13 +116,13 @@ class HostedJob:
         return self.agents[host]
 
     def start_driver(self, *flags: str, on: str = DRIVER) -> Program:
-        """One that others may follow, unless ``flags`` say otherwise."""
+        """Start a driver, with failover unless ``flags`` say otherwise."""
         journal = self.folder / f"journal.{len(self.drivers) + 1}.jsonl"
         words = ["--etcd", ENDPOINT, "--job", self.name, "--secret-file", str(self._secret)]
         return self._drive([*words, *(flags or ["--standby"])], journal, on)
 
     def start_driver_by_ssh(self, *flags: str) -> Program:
-        """It starts the agents itself, and writes the journal of the one before on, if there was one."""
+        """Start a driver that starts the agents by ssh, and continues the previous driver's journal, if any."""
         if not self.drivers:
             hosts = [self.network.hosts[name] for name in self.hosts]
             self.programs += sshd.start(hosts, self.folder / "ssh")
@@ -144,7 +144,7 @@ class HostedJob:
         return [sys.executable, "-m", "elastic.chaos.hosts.training", str(self.folder)]
 
     def start(self) -> HostedJob:
-        """An agent on each host and one driver; returns once all train."""
+        """Start an agent on each host and one driver. Returns once all workers train."""
         for host in self.hosts:
             self.start_agent(host)
         self.start_driver()
@@ -158,16 +158,16 @@ class HostedJob:
         return program
 
     def leader(self) -> Program:
-        """The driver that has come to lead last, of those that live; the first one if none has."""
+        """Return the live driver that became leader last; the first one if none has."""
         alive = [driver for driver in self.drivers if driver.process.poll() is None]
         return max(alive or self.drivers, key=_term)
 
-    # ---- how it trains ---------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------------------------
 
     def trains(
         self, hosts: Iterable[str], *, after: float = 0.0, timeout: float = CHANGE_S
     ) -> float:
-        """Waits until these hosts, and no others, have committed a step together. Returns when that was seen."""
+        """Wait until exactly these hosts have committed a step together. Return the time when that was seen."""
         wanted = set(hosts)
         since = max(after, time.monotonic() if not after else 0.0)
 
@@ -183,13 +183,15 @@ class HostedJob:
         return wait_until(together, f"{sorted(wanted)} to train", timeout, self._story)
 
     def worker_pid(self, host: str) -> int:
-        """Of the worker that trains there, the latest."""
+        """Return the process ID of the latest worker on a host."""
         files = [path for path in self._notes() if path.name.split(".")[0] == host]
         return int(max(files, key=lambda path: path.stat().st_mtime).name.split(".")[1])
 
     def followed(self) -> Callable[[float], float]:
-        """To be called before a driver is hurt. What it returns waits until another driver has heard of every member
-        of the world, and says how many milliseconds that was after the time that it is given.
+        """Prepare to measure a failover; call it before a driver is hurt.
+
+        The returned function waits until another driver has heard from every member of the world, and returns the
+        milliseconds since the given time.
         """
         before = Follower(self._by_term()[-1], Story()).look()
         later = Adoptions(before.members)
@@ -218,13 +220,13 @@ class HostedJob:
         mark: Mark | None = None,
         adopted_ms: float | None = None,
     ) -> None:
-        """Takes down what has become of the survivors since ``at``, until now."""
+        """Record the state of the survivors since ``at``."""
         seen = steps.aftermath(self.workers(), at, time.monotonic())
         asked = (mark or Mark()).eased(self._slack)
         self.measured.append(Measured(what, seen, survivors, asked, adopted_ms))
 
     def workers(self) -> list[WorkerNotes]:
-        """Every process that wrote notes, and all of them."""
+        """Return the notes of every process."""
         return [
             WorkerNotes(path.name.split(".")[0], steps.notes_of(path.read_text()))
             for path in self._notes()
@@ -233,7 +235,7 @@ class HostedJob:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def finish(self, *, all_heard: bool = True) -> ScenarioOutcome:
-        """Ends the training, and judges the whole job. ``all_heard``: no worker was hurt before it had connected."""
+        """End the training, and judge the whole job. ``all_heard``: no worker was hurt before it had connected."""
         (self.folder / "over").touch()
         leader = self.leader()
         code = leader.wait(CHANGE_S)
@@ -249,7 +251,7 @@ class HostedJob:
         for path in self._notes() if all_heard else ():
             host, _, pid = path.name.partition(".")
             if int(pid) not in heard:
-                broken.append(f"process {pid} was started on host {host}, and never heard of")
+                broken.append(f"process {pid} was started on host {host}, but never connected")
         seen = report(settings, entries, [], code=code)
         return ScenarioOutcome(
             self.title,
@@ -263,7 +265,7 @@ class HostedJob:
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _by_term(self) -> list[Path]:
-        """The journals of the drivers that have led, in that order."""
+        """Return the journals of the drivers that have led, in that order."""
         terms = {part: term_of(part) for part in self.journals}
         return sorted((part for part in terms if terms[part]), key=lambda part: terms[part])
 
@@ -271,13 +273,13 @@ class HostedJob:
         return sorted((self.folder / "steps").iterdir())
 
     def _latest(self) -> list[tuple[str, Note]]:
-        """The last note of each process, with its host."""
+        """Return the last note of each process, with its host."""
         found = []
         for path in self._notes():
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - TAIL_BYTES))
                 lines = file.read().decode().split("\n")
-            notes = steps.notes_of("\n".join(lines[-3:]))  # its last two whole lines
+            notes = steps.notes_of("\n".join(lines[-3:]))  # its last two complete lines
             committed = [note for note in notes if note.kind == steps.COMMITTED]
             found += [(path.name.split(".")[0], note) for note in (committed or notes)[-1:]]
         return found
@@ -291,7 +293,7 @@ class HostedJob:
 
 
 def _term(driver: Program) -> int:
-    """With which it has come to lead; 0: it has not, or without a word."""
+    """Return the term with which it became leader; 0 if it has not logged any."""
     found = [
         match[1]
         for line in driver.lines

@@ -1,4 +1,4 @@
-"""`python -m elastic.chaos hosts`: plays what can befall a job on many hosts, and says what became of it. Acts."""
+"""`python -m elastic.chaos hosts`: run fault scenarios on a job on many hosts, and report the results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """0: all scenarios passed. Raises Invalid."""
+    """Return 0 if all scenarios passed. Raises Invalid."""
     names = options.only.split(",") if options.only else list(SCENARIOS)
     for name in names:
         if name not in SCENARIOS:
@@ -98,7 +98,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def play(bench: Bench, name: str, scenario: Scenario) -> ScenarioOutcome:
-    """One scenario, and a line about it; what it could not come to is part of its outcome."""
+    """Run one scenario and log the result. An error in it becomes part of its outcome."""
     began = time.monotonic()
     try:
         outcome = scenario(bench)

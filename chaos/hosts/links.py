@@ -1,7 +1,7 @@
-"""What the links of hosts do to packets, worded for nftables and tc. Pure.
+"""Packet loss, rates and delays of the links of hosts, expressed for nftables and tc. Pure.
 
-A link has two ends: the host's own, and a port of the switch that all hosts are plugged into. Packets are dropped at
-the switch, where neither end hears of it. They are held back in both directions, each where it leaves.
+A link has two ends: the host's own, and a port of the switch to which all hosts are connected. Packets are dropped at
+the switch, where neither end detects it. They are delayed in both directions, each at its source.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from dataclasses import dataclass
 from elastic.errors import Invalid
 
 TABLE = "bridge elastic_chaos"
-PARTS = 10_000  # resolution of a share of packets
-LATENCY = "latency 400ms"  # that the queue of a slow link takes up, as an ordinary router's
-BURST_BYTES = 4_000  # that pass at once, at the least
-BURST_S = 0.004  # ... and in which a fast link may pass them: timers are not finer, and packets are sent in heaps
+PARTS = 10_000  # resolution of a packet loss rate
+LATENCY = "latency 400ms"  # maximum delay in the queue of a slow link, as in an ordinary router
+BURST_BYTES = 4_000  # minimum burst
+# ... and its duration on a fast link: timers are no finer, and packets are sent in bursts
+BURST_S = 0.004
 
-_NAME = re.compile(r"[a-z][a-z0-9-]{0,11}")  # port- and this must fit into 15 characters
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,11}")  # "port-" and this must fit into 15 characters
 _RATE = re.compile(r"[1-9][0-9]*(k|m|g)bit")
 
 
 @dataclass(frozen=True)
 class Link:
-    """One host's. The default is sound. ``from_host`` and ``to_host``: whether packets pass in that direction."""
+    """Link of one host. The default is intact. ``from_host``, ``to_host``: whether packets pass in that direction."""
 
     from_host: bool = True
     to_host: bool = True
-    loss: float = 0.0  # share of the packets that are dropped, in either direction
-    rate: str = ""  # as tc has it: 10mbit; empty: as fast as it goes
+    loss: float = 0.0  # share of dropped packets, in either direction
+    rate: str = ""  # in tc's format: 10mbit; empty: unlimited
     delay_s: float = 0.0  # each way
 
     def __post_init__(self) -> None:
@@ -48,12 +49,12 @@ def check_name(host: str) -> str:
 
 
 def port(host: str) -> str:
-    """The switch's interface that this host is plugged into."""
+    """Return the switch's interface to which a host is connected."""
     return f"p-{host}"
 
 
 def ruleset(links: Mapping[str, Link]) -> str:
-    """What `nft -f -` has to be told for these links to drop what they drop, and nothing else. Takes effect at once."""
+    """Return the input of `nft -f -` that drops exactly the packets of these links, replacing all earlier rules."""
     lines = [f"add table {TABLE}", f"delete table {TABLE}", f"add table {TABLE}"]
     lines.append(f"add chain {TABLE} passing {{ type filter hook forward priority 0; }}")
     for host, link in links.items():
@@ -67,7 +68,7 @@ def ruleset(links: Mapping[str, Link]) -> str:
 
 
 def shaping(device: str, rate: str) -> list[str]:
-    """Arguments of tc: what leaves by this device from now on leaves at this rate, or as it likes."""
+    """Return the arguments of tc that limit a device's outgoing rate, or remove the limit."""
     if not rate:
         return ["qdisc", "del", "dev", device, "root"]
     burst = max(BURST_BYTES, round(_bits(rate) / 8 * BURST_S))
@@ -76,6 +77,6 @@ def shaping(device: str, rate: str) -> list[str]:
 
 
 def _bits(rate: str) -> int:
-    """In a second."""
+    """Return bits per second."""
     number, unit = rate.removesuffix("bit")[:-1], rate.removesuffix("bit")[-1]
     return int(number) * {"k": 10**3, "m": 10**6, "g": 10**9}[unit]

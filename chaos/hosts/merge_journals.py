@@ -1,8 +1,8 @@
-"""Puts the journals of drivers that followed each other together into one, as if one file had been handed on. Acts.
+"""Merge the journals of successive drivers into one, as if they had shared a file.
 
-With etcd each driver writes a copy to a file of its own, which begins with the state that it found. The copy of the one
-before may hold more than that: entries that it had not brought to etcd when it ended, and never acted upon. They are
-left out; where they begin, the state tells.
+With etcd each driver writes a copy to its own file, which begins with the state that it found. The previous driver's
+copy may contain later entries, which it had not stored in etcd when it ended, and never acted upon. These are omitted;
+the state shows where they begin.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from elastic.errors import Invalid
 
 
 def term_of(part: Path) -> int:
-    """Of the driver that began it; 0: there is nothing in it."""
+    """Return the term of the driver that began it; 0 if it is empty."""
     if not part.exists() or not part.stat().st_size:
         return 0
     return recording(part).header.writer.term
 
 
 def join(parts: Sequence[Path], into: Path) -> None:
-    """``parts``: in the order of the drivers. Raises Invalid where one does not go on from the one before."""
+    """Merge journals, in the order of the drivers. Raises Invalid if one does not continue the previous one."""
     found = [recording(part) for part in parts]
     lines = [encoded(found[0].header)]
     for number, each in enumerate(found):
@@ -45,7 +45,7 @@ def join(parts: Sequence[Path], into: Path) -> None:
 
 
 def _shared(machine: Membership, entries: Sequence[Entry], start: Snapshot, path: Path) -> int:
-    """How many entries lead to this state."""
+    """Return the number of entries that lead to this state."""
     wanted = bytes(start.snapshot)
     shared = None
     for number, entry in enumerate([None, *entries]):
@@ -54,5 +54,5 @@ def _shared(machine: Membership, entries: Sequence[Entry], start: Snapshot, path
         if snapshot.taken(machine) == wanted:
             shared = number
     if shared is None:
-        raise Invalid(f"{path} begins with a state that the journal before it never led to")
+        raise Invalid(f"{path} begins with a state that the previous journal never reached")
     return shared

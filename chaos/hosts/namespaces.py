@@ -1,11 +1,11 @@
-"""Hosts as network namespaces: a switch, cables, addresses, programs that run there, and what can befall a host. Acts.
+"""Hosts as network namespaces: a switch, cables, addresses, programs on the hosts, and faults of hosts.
 
-Nothing of this machine's own network is touched: switch and hosts are namespaces with names of this run, their
-addresses exist in them only, and all of it goes when the network is closed. What a run has left behind that was
-killed is removed by the next. What `links` words is put in force here. Needs root.
+This machine's own network is not changed: switch and hosts are namespaces with names of this run, their addresses exist
+only there, and all of it is removed when the network is closed. Remains of a killed run are removed by the next one.
+Applies the rules of `links`. Requires root.
 
-Processes are as everywhere, with this machine's files and process numbers; but each host has a name of its own, knows
-the others by theirs, and its programs end with the thread that has started them.
+Processes use this machine's files and process IDs; but each host has its own name, resolves the other names, and its
+programs end with the thread that started them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from elastic.errors import ElasticError, Invalid
 SUBNET = "10.77.0"
 SWITCH = "switch"
 BRIDGE = "br0"
-ANSWER_S = 10.0  # for ip, nft and tc
-DEATH_S = 5.0  # for killed processes to be gone
+ANSWER_S = 10.0  # for ip, nft and tc to answer
+DEATH_S = 5.0  # for killed processes to disappear
 NEEDED = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "unshare": "util-linux"}
 
 _PREFIX = "elastic-chaos"
@@ -45,11 +45,11 @@ _numbers = itertools.count(1)
 
 
 class NetworkTrouble(ElasticError):
-    """The network could not be made, or changed; the text says what ip, nft or tc has said."""
+    """The network could not be created or changed; the text is the error of ip, nft or tc."""
 
 
 def check_possible() -> None:
-    """Raises Invalid with a sentence where there can be no hosts like these."""
+    """Raise Invalid if network namespaces are not possible here."""
     if os.geteuid() != 0:
         raise Invalid("network namespaces need root; run as root")
     for program, package in NEEDED.items():
@@ -67,12 +67,12 @@ def check_possible() -> None:
 
 
 class Host:
-    """One of a network. ``mounts``: files that its programs find in the place of this machine's."""
+    """One host of a network. ``mounts``: files that replace this machine's for its programs."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name = links.check_name(name)
         self.address = f"{SUBNET}.{number}"
-        self.mounts: dict[Path, Path] = {}  # which, at which path
+        self.mounts: dict[Path, Path] = {}  # file -> the path that it replaces
         self.link = Link()
         self.alive = True
         self._started: list[subprocess.Popen[bytes]] = []
@@ -80,7 +80,7 @@ class Host:
         self.namespace = _namespace(name)
 
     def popen(self, words: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
-        """Starts a program there; its process is the one that is returned. It ends with the host at the latest."""
+        """Start a program on the host, and return its process. It ends with the host at the latest."""
         if not self.alive:
             raise NetworkTrouble(f"host {self.name} is dead; heal it before you start anything")
         bound = [str(path) for pair in self.mounts.items() for path in pair]
@@ -91,22 +91,22 @@ class Host:
         return self._started[-1]
 
     def run(self, words: Sequence[str], *, timeout: float = ANSWER_S) -> str:
-        """What a program prints there. Raises NetworkTrouble if it fails."""
+        """Return the output of a program on the host. Raises NetworkTrouble if it fails."""
         process = self.popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         try:
-            said, _ = process.communicate(timeout=timeout)
+            output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
             trouble = f"{words[0]} did not end on host {self.name} in {timeout:g} s"
             raise NetworkTrouble(trouble) from None
         if process.returncode:
-            trouble = said.decode(errors="replace").strip()
+            trouble = output.decode(errors="replace").strip()
             raise NetworkTrouble(f"{words[0]} on host {self.name}: {trouble or 'failed'}")
-        return said.decode(errors="replace")
+        return output.decode(errors="replace")
 
     def buried(self) -> None:
-        """Nothing runs there any more: its processes are reaped, and nobody reads what they say."""
+        """Reap the host's processes and close their pipes."""
         for process in self._started:
             process.wait(DEATH_S)
             for pipe in (process.stdin, process.stdout, process.stderr):
@@ -115,26 +115,26 @@ class Host:
         self._started.clear()
 
     def pids(self) -> list[int]:
-        """Every process that runs there."""
+        """Return all processes that run on the host."""
         return _pids(self.namespace) if self.alive else []
 
     @property
     def hardware_address(self) -> str:
-        """The same after a restart, as a machine's is."""
+        """MAC address, the same after a restart, like a real machine's."""
         return f"02:00:00:00:00:{self._number:02x}"
 
 
 class Network:
-    """Hosts by name, all on one switch; a context manager. ``folder`` takes a file of their names.
+    """Hosts by name, all connected to one switch. A context manager. ``folder`` receives a file with their names.
 
-    Every fault lasts until `heal`, and returns the time, by the monotonic clock, at which it began.
+    Every fault lasts until `heal`, and returns the time, on the monotonic clock, at which it began.
     """
 
     def __init__(self, names: Sequence[str], folder: Path) -> None:
         self.hosts = {name: Host(name, number) for number, name in enumerate(names, start=1)}
         self._names_file = folder / "hosts"
         self._switch = _namespace(SWITCH)
-        self._lines: dict[str, subprocess.Popen[bytes]] = {}  # that hold packets back, by host
+        self._lines: dict[str, subprocess.Popen[bytes]] = {}  # delay lines, by host
 
     def __enter__(self) -> Network:
         sweep()
@@ -156,7 +156,7 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Kills what runs on the hosts, and removes them."""
+        """Kill all processes on the hosts, and remove the hosts."""
         for line in self._lines.values():
             _end(line)
         self._lines.clear()
@@ -168,43 +168,43 @@ class Network:
     # ---- faults ----------------------------------------------------------------------------------------------------
 
     def cut(self, host: str) -> float:
-        """Nothing reaches the host, and nothing leaves it."""
+        """Drop all packets to and from the host."""
         return self._change(host, from_host=False, to_host=False)
 
     def cut_one_way(self, host: str, way: str) -> float:
-        """``way``: ``from`` the host nothing arrives anywhere; ``towards`` it nothing arrives."""
+        """Drop all packets in one direction. ``way``: ``from`` the host, or ``towards`` it."""
         if way not in ("from", "towards"):
             raise Invalid(f"{way!r} is no way of a link: pass from or towards")
         return self._change(host, **{"from_host" if way == "from" else "to_host": False})
 
     def lose(self, host: str, share: float) -> float:
-        """So many of the packets, drawn at random, in either direction."""
+        """Drop this share of the packets at random, in both directions."""
         return self._change(host, loss=share)
 
     def slow(self, host: str, rate: str) -> float:
-        """Either direction takes no more than this rate, as in 10mbit."""
+        """Limit both directions to this rate, such as 10mbit."""
         return self._change(host, rate=rate)
 
     def delay(self, host: str, delay_s: float) -> float:
-        """Each packet takes so much longer, in either direction."""
+        """Delay each packet by this time, in both directions."""
         return self._change(host, delay_s=delay_s)
 
     def kill_host(self, host: str) -> float:
-        """As if its power was gone: no process of it runs on, and no packet tells of it."""
+        """Kill a host as by a power failure: its processes end, and no packet announces it."""
         at = self.cut(host)
         victim = self.hosts[host]
         _kill(victim.namespace)
         _ip("-n", self._switch, "link", "delete", links.port(host))
-        _remove(victim.namespace)  # its sockets go with it, and tell nobody
+        _remove(victim.namespace)  # its sockets are removed without notifying their peers
         victim.alive = False
         return at
 
     def heal(self, host: str) -> float:
-        """The link is sound; a dead host is there again, and nothing runs on it."""
+        """Restore the link. A dead host exists again, without processes."""
         victim = self.hosts[host]
         dead = not victim.alive
         if dead:
-            victim.link = Link()  # the port has gone with the host
+            victim.link = Link()  # the port was removed with the host
             self._plug_in(victim)
             victim.alive = True
         return self._change(host, **{} if dead else vars(Link()))
@@ -222,7 +222,7 @@ class Network:
             _ip("-n", host.namespace, "link", "set", device, "up")
 
     def _change(self, name: str, **fields: Any) -> float:
-        """The link as it was, but for these fields."""
+        """Change these fields of the link."""
         host = self.hosts[name]
         before, host.link = host.link, replace(host.link, **fields)
         at = time.monotonic()
@@ -235,7 +235,7 @@ class Network:
         return at
 
     def _hold_back(self, name: str, delay_s: float) -> None:
-        """Puts a delay line between the host's port and the switch, or takes it away."""
+        """Insert a delay line between the host's port and the switch, or remove it."""
         plug, near, far, between = links.port(name), f"d0-{name}", f"d1-{name}", f"b-{name}"
         if (line := self._lines.pop(name, None)) is not None:
             _ip("-n", self._switch, "link", "set", plug, "master", BRIDGE)
@@ -257,7 +257,7 @@ class Network:
 
 
 def sweep() -> list[str]:
-    """Removes what runs that are over have left behind. Returns the names of their namespaces."""
+    """Remove namespaces of ended runs. Return their names."""
     found = []
     for name in _namespaces():
         if (match := _NAME.fullmatch(name)) and _began(int(match[1])) != match[2]:
@@ -267,12 +267,12 @@ def sweep() -> list[str]:
 
 
 def _namespace(host: str) -> str:
-    """A name that says whose it is: this process and its start, so that a number used again misleads nobody."""
+    """Return a name with the ID and start time of this process, so that a reused ID is not confused."""
     return f"{_PREFIX}.{os.getpid()}.{_began(os.getpid())}.{next(_numbers)}.{host}"
 
 
 def _began(pid: int) -> str:
-    """When a process began, in ticks since the machine did; empty: there is none."""
+    """Return when a process started, in ticks since boot; empty if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -289,7 +289,7 @@ def _pids(namespace: str) -> list[int]:
 
 
 def _kill(namespace: str) -> None:
-    """Until nobody is left: who forks meanwhile is met in the next round. Raises NetworkTrouble at the deadline."""
+    """Kill processes until none is left, also new ones. Raises NetworkTrouble at the deadline."""
     deadline = time.monotonic() + DEATH_S
     while pids := _pids(namespace):
         for pid in pids:
@@ -315,7 +315,7 @@ def _nft(namespace: str, rules: str) -> None:
 
 
 def _run(words: Sequence[str], *, text: str | None = None) -> str:
-    """What it prints. Raises NetworkTrouble."""
+    """Return the output of a command. Raises NetworkTrouble."""
     try:
         done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=ANSWER_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -326,14 +326,14 @@ def _run(words: Sequence[str], *, text: str | None = None) -> str:
 
 
 def _answer(process: subprocess.Popen[bytes]) -> str:
-    """Its first line; empty where it ends without one."""
+    """Return the first line of its output; empty if it ends without one."""
     assert process.stdout is not None
     stdout: IO[bytes] = process.stdout
     return stdout.readline().decode().strip()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """It ends with its standard input."""
+    """End a process by closing its standard input."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()

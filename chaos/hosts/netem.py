@@ -1,8 +1,8 @@
-"""Holds each packet between two ends of a cable for a fixed time: `python -m elastic.chaos.hosts.netem A B MS`.
+"""Delay line for packets between two ends of a cable: `python -m elastic.chaos.hosts.netem A B MS`.
 
-A and B are the names of two network interfaces that it makes, and that vanish with it. What comes in at one leaves by
-the other; `Held` says when. Kernels have this built in (netem), where they are built with it. It writes ``ready`` once
-the interfaces are there, and ends with its standard input.
+A and B are the names of two network interfaces that it creates, and that exist until it ends. Frames received at one
+are sent from the other, delayed by `Held`. A substitute for netem, which not all kernels include. It writes ``ready``
+once the interfaces exist, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collections.abc import Sequence
 FRAME = 1 << 16
 TUNSETIFF = 0x400454CA
 IFF_TAP, IFF_NO_PI = 0x0002, 0x1000
-HELD_MOST = 10_000  # frames in one direction; more are dropped, as a router would
+HELD_MOST = 10_000  # frames in one direction; further ones are dropped, as by a router
 
 
 class Held:
-    """The frames on their way in one direction. Decides nothing but when each is due."""
+    """Queue of the frames in one direction, with their due times."""
 
     def __init__(self, delay_s: float, most: int = HELD_MOST) -> None:
         self._delay_s = delay_s
@@ -35,7 +35,7 @@ class Held:
             self._frames.append((now + self._delay_s, frame))
 
     def due(self, now: float) -> list[bytes]:
-        """Those whose time has come, the first to come first."""
+        """Return the frames that are due, oldest first."""
         found = []
         while self._frames and self._frames[0][0] <= now:
             found.append(self._frames.popleft()[1])
@@ -77,7 +77,7 @@ def _take(end: int, held: Held) -> None:
             held.put(time.monotonic(), os.read(end, FRAME))
         except BlockingIOError:
             return
-        except OSError:  # it is down: nothing comes in
+        except OSError:  # the interface is down
             return
 
 
@@ -85,7 +85,7 @@ def _put(end: int, frame: bytes) -> None:
     try:
         os.write(end, frame)
     except OSError:
-        return  # it is down, or full: lost, as on any cable
+        return  # down or full: lost, as on any cable
 
 
 if __name__ == "__main__":

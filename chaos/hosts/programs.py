@@ -1,6 +1,6 @@
-"""A program that runs on a host and writes to a file, which is read as it grows. Acts; decides nothing.
+"""A program on a host whose output goes to a file that is read while it grows.
 
-Every wait has a deadline, and fails with `Late`, which shows the end of what the program has written.
+Every wait has a deadline, and fails with `Late`, which shows the end of the program's output.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from elastic.chaos.hosts.namespaces import Host
 from elastic.errors import ElasticError
 
 LOOK_S = 0.02
-END_S = 15.0  # for a program to heed SIGTERM
+END_S = 15.0  # for a program to react to SIGTERM
 SHOWN = 25  # lines of its output
 
 
 class Late(ElasticError):
-    """What was awaited did not come in time; the text says what, and how far things were."""
+    """A wait has timed out. The text says what was awaited, and the present state."""
 
 
 class Program:
-    """Starts at once. ``words`` are its arguments, ``said`` is the file that it writes to."""
+    """A running program, started by the constructor. ``words`` are its arguments; ``said`` is its output file."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Program:
         return self.said.read_text(errors="replace").splitlines()
 
     def wait_for(self, pattern: str, timeout: float = 30.0, *, count: int = 1) -> re.Match[str]:
-        """The ``count``-th line that the regular expression is found in; those already written count too."""
+        """Wait for the ``count``-th line that matches the regular expression, including those already written."""
         expression = re.compile(pattern)
         found: list[re.Match[str]] = []
 
@@ -68,16 +68,16 @@ class Program:
         return found[count - 1]
 
     def wait(self, timeout: float = 30.0) -> int:
-        """Its exit code, or minus the signal."""
+        """Wait for the exit code, or minus the signal."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise Late(f"{self.name} did not end in {timeout:g} s\n{self.tail()}") from None
 
     def signal(self, number: int) -> float:
-        """To it, if it has not ended. Returns the time, by the monotonic clock."""
+        """Send a signal, if it has not ended. Return the time on the monotonic clock."""
         at = time.monotonic()
-        # Not os.kill: once it was waited for, its number may be another process's, or a thread's of one.
+        # Not os.kill: once waited for, its ID may be that of another process or thread.
         self.process.send_signal(number)
         return at
 
@@ -87,7 +87,7 @@ class Program:
         return at
 
     def end(self) -> None:
-        """SIGTERM, and SIGKILL if that is not heeded. Idempotent."""
+        """Send SIGTERM, then SIGKILL if it does not exit. Idempotent."""
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGTERM)
         try:
@@ -102,7 +102,7 @@ class Program:
 def wait_until(
     true: Callable[[], bool], awaited: str, timeout: float, story: Callable[[], str]
 ) -> float:
-    """Looks fifty times a second; returns the time at which it was true. Raises Late."""
+    """Check a condition fifty times a second. Return the time at which it became true. Raises Late."""
     deadline = time.monotonic() + timeout
     while not true():
         if time.monotonic() > deadline:

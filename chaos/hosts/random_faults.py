@@ -1,8 +1,8 @@
-"""Faults drawn by a seed, several at once, round after round on one job; after each round all must train again. Acts.
+"""Faults drawn from a seed, several at once, in rounds on one job. After each round all hosts must train again.
 
-One host is spared by everything: its worker has to come through it all, in one process. But for one case: a driver
-that is cut off, and can't be replaced because etcd is away too, takes all hosts for lost. Which faults, on whom and
-how close together, the seed says; how far the recovery from one is when the next comes, this machine does.
+One host is spared by all faults: its worker must survive in one process. There is one exception: a driver that is cut
+off, and cannot be replaced because etcd is down too, considers all hosts lost. The seed determines kinds, victims and
+intervals of the faults; the progress of a recovery when the next fault comes depends on this machine.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ON_HOSTS = (
 ON_DRIVERS = ("kill driver", "stop driver", "kill driver's host", "cut driver's host")
 ON_ETCD = ("kill etcd", "cut etcd")
 MOST_GAP_S = 2.5
-BACK_S = 150.0  # for all to train again
+BACK_S = 150.0  # for all hosts to train again
 
 
 @dataclass(frozen=True)
 class RandomFault:
-    """``victim``: a host with workers, or empty. ``gap_s``: since the one before."""
+    """A drawn fault. ``victim``: a host with workers, or empty. ``gap_s``: since the previous one."""
 
     kind: str
     victim: str
@@ -48,7 +48,7 @@ class RandomFault:
 
 
 def draw(seed: int, rounds: int) -> list[list[RandomFault]]:
-    """Pure. No host, and neither driver nor etcd, is hit twice in a round."""
+    """Draw rounds of faults. Pure. No host is hit twice in a round, and neither are driver and etcd."""
     dice = random.Random(seed)
     drawn = []
     for _ in range(rounds):
@@ -65,15 +65,15 @@ def draw(seed: int, rounds: int) -> list[list[RandomFault]]:
 
 
 def play(bench: Bench, seed: int, rounds: int) -> ScenarioOutcome:
-    """The whole game."""
+    """Run all rounds."""
     with bench.job(f"seed {seed}") as job:
         job.start()
         began = time.monotonic()
         spared = job.worker_pid(SPARED)
         for number, faults in enumerate(draw(seed, rounds), start=1):
             _ensure_standby(job)
-            said = "; ".join(map(str, faults))
-            say(f"seed {seed}, round {number}: {said}")
+            listed = "; ".join(map(str, faults))
+            say(f"seed {seed}, round {number}: {listed}")
             stopped = []
             for fault in faults:
                 time.sleep(fault.gap_s)
@@ -83,7 +83,7 @@ def play(bench: Bench, seed: int, rounds: int) -> ScenarioOutcome:
             try:
                 job.trains(HOSTS, timeout=BACK_S)
             except Late as late:
-                raise Late(f"after round {number} ({said}): {late}") from None
+                raise Late(f"after round {number} ({listed}): {late}") from None
         job.measure(f"{rounds} rounds", began, survivors=None)
         outcome = job.finish(all_heard=False)
     if job.worker_pid(SPARED) != spared and not any(map(_alone, draw(seed, rounds))):
@@ -94,13 +94,13 @@ def play(bench: Bench, seed: int, rounds: int) -> ScenarioOutcome:
 
 
 def _alone(faults: list[RandomFault]) -> bool:
-    """Whether a driver may have been cut off from everything while there was no other."""
+    """Return whether a driver may have been isolated while there was no other."""
     kinds = {fault.kind for fault in faults}
     return "cut driver's host" in kinds and not kinds.isdisjoint(ON_ETCD)
 
 
 def _strike(bench: Bench, job: HostedJob, fault: RandomFault) -> list[Callable[[], object]]:
-    """Returns what undoes it, where healing the links does not."""
+    """Inject a fault. Return functions that undo it, beyond healing the links."""
     network, victim = bench.network, fault.victim
     leader = job.leader()
     match fault.kind:
@@ -148,7 +148,7 @@ def _heal(bench: Bench, job: HostedJob, stopped: list[Callable[[], object]]) -> 
 
 
 def _ensure_standby(job: HostedJob) -> None:
-    """Two drivers: one leads, one waits."""
+    """Ensure that there are two drivers: a leader and a standby."""
     alive = [driver for driver in job.drivers if driver.process.poll() is None]
     free = {DRIVER, STANDBY} - {driver.host.name for driver in alive}
     for host in sorted(free):

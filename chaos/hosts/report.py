@@ -1,4 +1,4 @@
-"""What the scenarios have shown, judged, and as a page of the documentation. Pure."""
+"""Judgement of the scenarios' results, also as a documentation page. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.chaos.hosts.steps import Aftermath
 
 @dataclass(frozen=True)
 class Mark:
-    """What a scenario must reach. None: nothing is asked. ``failed``: at most so many steps."""
+    """Requirements of a scenario. None: no requirement. ``failed``: maximum number of failed steps."""
 
     next_step_ms: float | None = None
     failed: int | None = None
@@ -18,7 +18,7 @@ class Mark:
     interrupted: bool | None = None
 
     def eased(self, slack: float) -> Mark:
-        """The same, with so many times the time."""
+        """Return the requirements with all times multiplied by ``slack``."""
         step, adopted = self.next_step_ms, self.adopted_ms
         return replace(
             self,
@@ -29,9 +29,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Measured:
-    """One thing that was done to a job, and what became of it. ``adopted_ms``: until another driver had all workers.
+    """One fault of a job, and its consequences.
 
-    ``survivors``: how many workers should have come through; None: that was not to be foreseen.
+    ``adopted_ms``: until another driver had all workers. ``survivors``: expected number of surviving workers; None: not
+    predictable.
     """
 
     what: str
@@ -42,7 +43,7 @@ class Measured:
 
     @property
     def troubles(self) -> list[str]:
-        """What is not as it should be, in words."""
+        """Unmet requirements, as sentences."""
         seen, mark = self.aftermath, self.mark
         found = []
         if self.survivors is not None and seen.survivors != self.survivors:
@@ -66,15 +67,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class ScenarioOutcome:
-    """A scenario that was played. ``broken``: invariants that its journal does not keep, and other trouble."""
+    """Result of a scenario. ``broken``: broken invariants of its journal, and other problems."""
 
     name: str
     measured: Sequence[Measured] = ()
-    lost: int = 0  # commits, by the journal
-    compared: int = 0  # digests of commits, by the journal
+    lost: int = 0  # commits, according to the journal
+    compared: int = 0  # digests of commits, according to the journal
     differing: int = 0
     broken: Sequence[str] = ()
-    failed: str = ""  # why it could not be played to its end
+    failed: str = ""  # the reason why it was not completed
 
     @property
     def troubles(self) -> list[str]:
@@ -107,7 +108,7 @@ HEAD = (
 
 
 def rows(outcome: ScenarioOutcome) -> list[list[str]]:
-    """Cells of the table: a row for each thing that was done."""
+    """Return the cells of the table: a row for each fault."""
     verdict = "hold" if outcome.passed else "**FAILED**, see below"
     found = []
     for measured in outcome.measured:
@@ -129,7 +130,7 @@ def rows(outcome: ScenarioOutcome) -> list[list[str]]:
 
 
 def table(outcomes: Sequence[ScenarioOutcome]) -> list[str]:
-    """Lines of Markdown."""
+    """Return the lines of a Markdown table."""
     cells = [row for outcome in outcomes for row in rows(outcome)]
     lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
     return lines + [f"| {' | '.join(row)} |" for row in cells]
@@ -138,7 +139,7 @@ def table(outcomes: Sequence[ScenarioOutcome]) -> list[str]:
 def page(
     outcomes: Sequence[ScenarioOutcome], *, command: str, date: str, machine: str, setting: str
 ) -> str:
-    """``setting``: what was the same in all of them, a paragraph."""
+    """Return the page. ``setting``: a paragraph about what all scenarios have in common."""
     passed = sum(outcome.passed for outcome in outcomes)
     troubles = [(o.name, each) for o in outcomes for each in o.troubles]
     lines = [

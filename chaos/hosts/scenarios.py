@@ -1,7 +1,6 @@
-"""What can befall a job on many hosts, each as a story on the bench: it trains, it is hurt, it recovers, it is judged.
+"""Fault scenarios of a job on many hosts: each trains, injects a fault, recovers, and is judged.
 
-A scenario waits for what happens, by the workers' notes and the journal, never for time to pass, but where the fault
-itself is one that lasts.
+Scenarios wait for events in the workers' notes and the journal, not for time to pass, except during lasting faults.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ LEASE_S = 2.0
 VICTIM = "d"
 REST = tuple(host for host in HOSTS if host != VICTIM)
 ANOTHER = "b"
-AWAY_S = 3.0  # etcd
-LASTS_S = 6.0  # a fault that is to be lived with: three leases
-BY_LEASE_MS = 1e3 * (LEASE_S + 2)  # etcd counts leases in whole seconds, and looks twice a second
+AWAY_S = 3.0  # outage of etcd
+LASTS_S = 6.0  # duration of a fault that is to be tolerated: three leases
+# etcd counts leases in whole seconds, and checks them twice a second
+BY_LEASE_MS = 1e3 * (LEASE_S + 2)
 
 RECOVERS = CUT = Mark(next_step_ms=1e3 * LEASE_S + 500, interrupted=True)
 UNNOTICED = Mark(failed=0, interrupted=False)
@@ -32,7 +32,7 @@ ADOPTED_HURT = Mark(adopted_ms=2000, interrupted=True)
 
 
 def host_killed(bench: Bench) -> ScenarioOutcome:
-    """A host loses its power, and comes back later."""
+    """A host loses power, and comes back later."""
     with bench.job("host killed") as job:
         job.start()
         at = bench.network.kill_host(VICTIM)
@@ -47,18 +47,18 @@ def host_killed(bench: Bench) -> ScenarioOutcome:
 
 
 def link_cut(bench: Bench) -> ScenarioOutcome:
-    """Nothing reaches a host, and nothing leaves it."""
+    """All packets to and from a host are dropped."""
     return _cut(bench, "link cut", "both ways", bench.network.cut)
 
 
 def link_cut_from(bench: Bench) -> ScenarioOutcome:
-    """A host is not heard, and hears."""
+    """Packets from a host are dropped."""
     cut = bench.network.cut_one_way
     return _cut(bench, "link cut from", "nothing that it sends arrives", lambda h: cut(h, "from"))
 
 
 def link_cut_towards(bench: Bench) -> ScenarioOutcome:
-    """A host hears nothing, and is heard."""
+    """Packets to a host are dropped."""
     cut = bench.network.cut_one_way
     return _cut(bench, "link cut towards", "nothing arrives at it", lambda h: cut(h, "towards"))
 
@@ -88,9 +88,9 @@ def slow_link(bench: Bench) -> ScenarioOutcome:
 
 
 def long_way(bench: Bench) -> ScenarioOutcome:
-    """A host is 200 ms away, there and back; each step then takes a few times that."""
+    """A host has a round-trip time of 200 ms, of which each step needs several."""
     delay, how = bench.network.delay, "200 ms there and back"
-    # Ten times there and back: to regroup, to connect, and for the four collectives of a first step.
+    # Ten round trips: to regroup, to connect, and for the four collectives of a first step.
     recovers = Mark(next_step_ms=2000, interrupted=True)
     return _bad_link(bench, "long way", how, lambda host: delay(host, 0.1), recovers)
 
@@ -98,7 +98,7 @@ def long_way(bench: Bench) -> ScenarioOutcome:
 def _bad_link(
     bench: Bench, name: str, how: str, spoil: Callable[[str], float], recovers: Mark
 ) -> ScenarioOutcome:
-    """It trains on, if slowly; and a failure elsewhere is survived meanwhile."""
+    """Train over a bad link, and survive a failure elsewhere meanwhile."""
     with bench.job(name) as job:
         job.start()
         at = spoil(VICTIM)
@@ -112,7 +112,7 @@ def _bad_link(
 
 
 def etcd_killed(bench: Bench) -> ScenarioOutcome:
-    """etcd is gone for a while, twice; a worker is killed while it is, and one after it has come back with its data."""
+    """etcd is down twice; a worker is killed during an outage, and one after etcd has returned with its data."""
     with bench.job("etcd killed") as job:
         job.start()
         at = bench.etcd.kill()
@@ -135,7 +135,7 @@ def etcd_killed(bench: Bench) -> ScenarioOutcome:
 
 
 def driver_killed(bench: Bench) -> ScenarioOutcome:
-    """The driver gets a SIGKILL, and another stands by."""
+    """The driver is killed, with a standby."""
     with bench.job("driver killed") as job:
         job.start()
         stand_by(job)
@@ -146,7 +146,7 @@ def driver_killed(bench: Bench) -> ScenarioOutcome:
 
 
 def drivers_host_killed(bench: Bench) -> ScenarioOutcome:
-    """The driver's host loses its power: nothing tells of it, and its lease in etcd has to run out."""
+    """The driver's host loses power, so its lease in etcd has to expire."""
     with bench.job("driver's host killed") as job:
         job.start()
         stand_by(job)
@@ -157,7 +157,7 @@ def drivers_host_killed(bench: Bench) -> ScenarioOutcome:
 
 
 def drivers_link_cut(bench: Bench) -> ScenarioOutcome:
-    """The driver's host is cut off: it lives, believes that it leads, and may do nothing. Later it hears the truth."""
+    """The driver's host is cut off: the driver believes that it leads until the link is healed."""
     with bench.job("driver's link cut") as job:
         job.start()
         stand_by(job)
@@ -172,7 +172,7 @@ def drivers_link_cut(bench: Bench) -> ScenarioOutcome:
 
 
 def drivers_blip(bench: Bench) -> ScenarioOutcome:
-    """The only driver is cut off for two leases: it hears of nobody, and training goes on."""
+    """The only driver is cut off for two leases, and training continues."""
     with bench.job("driver's blip") as job:
         for host in HOSTS:
             job.start_agent(host)
@@ -188,7 +188,7 @@ def drivers_blip(bench: Bench) -> ScenarioOutcome:
 
 
 def driver_resumed(bench: Bench) -> ScenarioOutcome:
-    """The driver, which has started its agents by ssh, gets a SIGKILL, and is started again."""
+    """A driver that started its agents by ssh is killed and restarted."""
     with bench.job("driver resumed") as job:
         job.start_driver_by_ssh("--resume")
         job.trains(HOSTS, timeout=START_S)
@@ -200,7 +200,7 @@ def driver_resumed(bench: Bench) -> ScenarioOutcome:
 
 
 def _adopted(job: HostedJob, what: str, at: float, adopted_ms: float, mark: Mark) -> None:
-    """Training has not noticed; and the driver that goes on decides as the one before it did."""
+    """Check that training was not affected, and that the new driver handles the next failure."""
     job.trains(HOSTS, after=time.monotonic())
     job.measure(what, at, survivors=4, mark=mark, adopted_ms=adopted_ms)
     at = kill_worker(job, ANOTHER)
@@ -209,7 +209,7 @@ def _adopted(job: HostedJob, what: str, at: float, adopted_ms: float, mark: Mark
 
 
 def driver_and_worker_killed(bench: Bench) -> ScenarioOutcome:
-    """Both at once: who stands by finds a world that has lost a member."""
+    """Driver and worker are killed at once: the standby finds a world that has lost a member."""
     with bench.job("driver and worker killed") as job:
         job.start()
         stand_by(job)
@@ -225,7 +225,7 @@ def driver_and_worker_killed(bench: Bench) -> ScenarioOutcome:
 
 
 def two_drivers(bench: Bench) -> ScenarioOutcome:
-    """Two are started at once: one acts, the other waits; stopped and continued, the first has nothing to say."""
+    """Two drivers are started at once: one leads. Stopped and continued, it must not act any more."""
     with bench.job("two drivers") as job:
         for host in HOSTS:
             job.start_agent(host)
@@ -244,7 +244,7 @@ def two_drivers(bench: Bench) -> ScenarioOutcome:
 
 
 def agent_killed(bench: Bench) -> ScenarioOutcome:
-    """An agent gets a SIGKILL, and is started again."""
+    """An agent is killed and restarted."""
     with bench.job("agent killed") as job:
         job.start()
         at = job.agents[VICTIM].kill()
@@ -258,7 +258,7 @@ def agent_killed(bench: Bench) -> ScenarioOutcome:
 
 
 def ssh(bench: Bench) -> ScenarioOutcome:
-    """The driver starts its agents by ssh, and one of the hosts is lost."""
+    """The driver starts its agents by ssh, and a host is lost."""
     with bench.job("ssh") as job:
         job.start_driver_by_ssh()
         job.trains(HOSTS, timeout=START_S)
@@ -269,7 +269,7 @@ def ssh(bench: Bench) -> ScenarioOutcome:
 
 
 def stand_by(job: HostedJob) -> None:
-    """Returns once it does."""
+    """Start a standby driver. Returns once it stands by."""
     job.start_driver(on=STANDBY).wait_for("standby: another driver leads")
 
 

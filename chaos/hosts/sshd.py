@@ -1,4 +1,4 @@
-"""An sshd on every host, with keys that exist for one run, and a configuration of ssh that knows them. Acts."""
+"""An sshd on every host, with keys of this run, and an ssh configuration that contains them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from elastic.chaos.hosts.namespaces import Host
 from elastic.chaos.hosts.programs import Program
 
-# Where ssh looks if the user has none; only the driver's host sees ours there.
+# ssh's default configuration, replaced on the driver's host only.
 CONFIG = Path("/etc/ssh/ssh_config")
-PRIVILEGES = Path("/run/sshd")  # sshd wants this folder
+PRIVILEGES = Path("/run/sshd")  # required by sshd
 
 _SSHD = """\
 Port 22
@@ -34,7 +34,7 @@ Host {names}
 
 
 def start(hosts: Sequence[Host], folder: Path) -> list[Program]:
-    """Returns once all of them listen. ``folder`` is made; it takes keys, configuration and logs."""
+    """Start them, and return once all listen. ``folder`` is created for keys, configuration and logs."""
     folder.mkdir(mode=0o700)
     PRIVILEGES.mkdir(mode=0o755, exist_ok=True)
     for name in ("host_key", "key"):

@@ -1,11 +1,11 @@
-"""What workers wrote down of their steps amounts to: who came through, when, and what was done again. Pure.
+"""Evaluation of the workers' notes of their steps: survivors, recovery times and repeated steps. Pure.
 
-Words that it uses exactly, all of the workers' own notes (see `training`):
+Terms, all based on the workers' own notes (see `training`):
 
-- a *survivor* of something has committed steps before and after it, in one process; where training was interrupted,
-  after it has entered it anew: a step that was nearly done is no sign of life.
-- a step has *failed* where a survivor began it, did not commit it, and had to enter its training anew before it.
-- a committed step is *lost* where a worker had committed it, and entered its training anew before it.
+- a *survivor* of a fault has committed steps before and after it, in one process; if training was interrupted, after it
+  has entered training again, since a step that was nearly done shows nothing.
+- a step has *failed* if a survivor began it, did not commit it, and had to enter training again before it.
+- a committed step is *lost* if a worker had committed it, and entered training again before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ENTERED, BEGAN, COMMITTED = KINDS = ("entered", "began", "committed")
 
 @dataclass(frozen=True)
 class Note:
-    """``at``: seconds by the machine's monotonic clock. ``size``: of the world that the worker was in."""
+    """``at``: seconds on the machine's monotonic clock. ``size``: of the worker's world."""
 
     at: float
     kind: str
@@ -31,7 +31,7 @@ class Note:
 
 @dataclass(frozen=True)
 class WorkerNotes:
-    """One process, and what it wrote, oldest first."""
+    """One process and its notes, oldest first."""
 
     host: str
     notes: Sequence[Note]
@@ -42,20 +42,20 @@ class WorkerNotes:
 
 @dataclass(frozen=True)
 class Aftermath:
-    """What became of the survivors. Milliseconds since ``at``, that of the slowest of them."""
+    """Consequences for the survivors, in milliseconds since ``at`` for the slowest one."""
 
     survivors: int
-    interrupted: bool  # had they to enter their training anew?
-    next_step_ms: float | None  # first commit, after entering anew where they had to
-    pause_ms: float  # the longest between two commits of one survivor
-    failed: int  # different steps
-    lost: int  # different committed steps, of all workers
+    interrupted: bool  # they had to enter training again
+    next_step_ms: float | None  # first commit, if interrupted after entering training again
+    pause_ms: float  # longest time between two commits of one survivor
+    failed: int  # number of distinct steps
+    lost: int  # number of distinct committed steps, of all workers
 
 
 def notes_of(text: str) -> list[Note]:
-    """The whole lines of a file. Raises Invalid where one is not a note."""
+    """Parse the complete lines of a file. Raises Invalid if one is not a note."""
     notes = []
-    for line in text.split("\n")[:-1]:  # the last may be still being written
+    for line in text.split("\n")[:-1]:  # the last line may be incomplete
         try:
             at, kind, step, size = line.split(" ")
             notes.append(Note(float(at), kind, int(step), int(size)))
@@ -67,7 +67,7 @@ def notes_of(text: str) -> list[Note]:
 
 
 def aftermath(workers: Iterable[WorkerNotes], at: float, until: float) -> Aftermath:
-    """Of what happened at ``at``, as far as it was over at ``until``."""
+    """Evaluate what happened at ``at``, as far as it was over at ``until``."""
     known = list(workers)
     old = [worker for worker in known if any(note.at < at for note in worker.commits())]
     entered = [_first(worker, ENTERED, at, until) for worker in old]
@@ -95,13 +95,13 @@ def aftermath(workers: Iterable[WorkerNotes], at: float, until: float) -> Afterm
 
 
 def _first(worker: WorkerNotes, kind: str, since: float, until: float) -> float | None:
-    """When it wrote the first such note of that time."""
+    """Return the time of its first such note in that range."""
     times = (note.at for note in worker.notes if note.kind == kind and since <= note.at <= until)
     return next(times, None)
 
 
 def _failed(worker: WorkerNotes, at: float, until: float) -> set[int]:
-    """Steps that were under way when, between ``at`` and ``until``, the training was entered anew before them."""
+    """Return the steps in progress when training was entered again before them, between ``at`` and ``until``."""
     found = set()
     begun: int | None = None
     for note in worker.notes:
@@ -111,7 +111,7 @@ def _failed(worker: WorkerNotes, at: float, until: float) -> set[int]:
             case "committed":
                 begun = None
             case "entered":
-                # A commit that is interrupted by a planned change has saved its step before.
+                # A commit that is interrupted by a planned change has already saved its step.
                 if begun is not None and note.step < begun and at <= note.at <= until:
                     found.add(begun)
                 begun = None

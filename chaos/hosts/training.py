@@ -1,9 +1,8 @@
-"""What hosts and the soak train: a small model, a commit after every step, until a file exists. Workers write down
-their steps.
+"""Training script of the hosts and soak tests: a small model, a commit after every step, until a file exists.
 
-The notes are lines ``seconds kind step size``, by this machine's monotonic clock, in a file for each process; `steps`
-reads them. They are the workers' own word, and go on where no driver is there to keep a journal. A process that comes
-back to a step before one that it had committed says so, and fails. Imports are cheap, because it's started often.
+Workers write notes of their steps: lines ``seconds kind step size``, on this machine's monotonic clock, in one file per
+process; `steps` reads them. They do not depend on a driver and its journal. A process that returns to a step before one
+that it had committed reports that, and fails. Imports are cheap, because the script is started often.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import torch
 import elastic
 from elastic.chaos.hosts.workers.no_compile import without_compiler
 
-STEP_S = 0.04  # besides the work, so that two cores have room for many hosts
+STEP_S = 0.04  # pause per step, so that two cores suffice for many hosts
 WIDTH = 32
 BATCH = 16
 
 
 class Notes:
-    """One line at a time, in the file when the call returns."""
+    """A file of notes. Each line is in the file when the call returns."""
 
     def __init__(self, folder: Path) -> None:
         name = f"{socket.gethostname()}.{os.getpid()}"
@@ -38,7 +37,7 @@ class Notes:
 
 
 def main(folder: str, width: int = WIDTH, step_s: float = STEP_S) -> None:
-    """``folder`` takes the notes, in steps/; the file ``over`` in it ends the training. ``width``: of two layers."""
+    """Train. ``folder`` has the notes, in steps/; the file ``over`` in it ends training. ``width``: of both layers."""
     without_compiler()
     torch.set_num_threads(1)
     over = Path(folder) / "over"
@@ -62,7 +61,7 @@ def main(folder: str, width: int = WIDTH, step_s: float = STEP_S) -> None:
             raise AssertionError(f"back at step {state.step}, after step {committed} was committed")
         while True:
             notes.write("began", state.step + 1)
-            # One looks, all hear: they end at the same step.
+            # Rank 0 checks, and all end at the same step.
             found = torch.tensor([float(elastic.rank() == 0 and over.exists())])
             if elastic.allreduce(found, op=elastic.Max, name="over").item():
                 return

@@ -1,6 +1,4 @@
-"""Bits that change where nobody has written: in the memory of a worker, by a rule for its failpoints, and in a file of
-a checkpoint. Decides nothing.
-"""
+"""Bit flips: in the memory of a worker, through its failpoints, and in a file of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,20 +12,20 @@ from elastic.checkpoints.manifest import Name, NotReadable
 from elastic.protocol.messages import Worker
 
 RULES = "ELASTIC_FAILPOINTS"
-# A gradient that all ranks have added up counts until the step; what is flipped earlier reaches all of them alike.
+# Gradients summed over all ranks are used until the step; an earlier flip would reach all ranks alike.
 PLACES = {"weights": "commit", "moments": "commit", "gradients": "optimizer-step"}
 
 
 @dataclass(frozen=True)
 class Spoilt:
-    """A file of a checkpoint, one bit of which is another one now."""
+    """A file of a checkpoint with one flipped bit."""
 
     checkpoint: Name
     file: str
 
 
 class BitFlips:
-    """Of one job. ``rules``: a file of its own; ``checkpoints``: the folder that the job writes to, on this machine."""
+    """Bit flips of one job. ``rules``: its own file; ``checkpoints``: the local folder that the job writes to."""
 
     def __init__(self, rules: Path, checkpoints: Storage, dice: random.Random) -> None:
         self._rules = rules
@@ -38,11 +36,11 @@ class BitFlips:
 
     @property
     def environ(self) -> dict[str, str]:
-        """For the job."""
+        """Environment variables for the job."""
         return {RULES: f"@{self._rules}"}
 
     def arm(self, what: str, worker: Worker, seed: int | None = None) -> None:
-        """The worker does it to itself when it comes to that place. ``seed``: of which bit; None: any."""
+        """Make the worker flip a bit when it next reaches that place. ``seed`` selects the bit; None: any."""
         seed = self._dice.randrange(2**31) if seed is None else seed
         rule = f"{PLACES[what]} flip={what}:{seed} worker={worker}"
         self._armed.append(f"{rule} id=flip-{len(self._armed)}\n")
@@ -54,7 +52,7 @@ class BitFlips:
         new.rename(self._rules)
 
     def spoil(self) -> Spoilt | None:
-        """A bit of a file of the newest whole checkpoint. None: there is none. Raises OSError."""
+        """Flip a bit in a file of the newest complete checkpoint. Return None if there is none. Raises OSError."""
         for name in reversed(catalog.names(self._checkpoints)):
             found = catalog.entry(self._checkpoints, name).manifest
             if found is not None:
@@ -70,13 +68,13 @@ class BitFlips:
         return None
 
     def verdict(self, spoilt: Spoilt) -> str:
-        """What is said of the checkpoint now. Raises OSError."""
+        """Return whether the corruption of the checkpoint was detected, as a sentence. Raises OSError."""
         name = spoilt.checkpoint
         try:
             found = catalog.read(self._checkpoints, name)
         except catalog.Torn:
-            return "its checkpoint was removed before anybody read it"
+            return "its checkpoint was removed before it was read"
         except NotReadable as error:
             return f"found: {error}"
         trouble = catalog.verify(self._checkpoints, found)
-        return f"found: {trouble}" if trouble else "NOT FOUND: the checkpoint seems whole"
+        return f"found: {trouble}" if trouble else "NOT FOUND: the checkpoint seems intact"

@@ -1,6 +1,6 @@
-"""`python -m elastic.chaos run`: a user's own job, and what a plan does to it; a report at the end.
+"""`python -m elastic.chaos run`: run a user's job, inject the faults of a plan, and print a report.
 
-Checks everything before anything is started; `faulty_job` does the rest.
+Everything is checked before anything is started; `faulty_job` runs the job.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ examples:
 The exit code is that of the job. If that is 0, it is 1 if a committed step was lost, replicas differ, an invariant
 is broken, or nothing was trained. `elasticrun docs chaos` shows a plan to start from."""
 
-DRAWN_SHOWN = 10  # of the drawn faults, by --dry-run
-PAUSE_SHARE = 0.7  # of the lease: the longest pause of a slowed worker
+DRAWN_SHOWN = 10  # number of drawn faults shown by --dry-run
+PAUSE_SHARE = 0.7  # share of the lease: longest pause of a slowed worker
 PROGRAMS = ("elasticrun", "horovodrun")
 
 
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     plan = plan_of(options)
     job = check_job(options.command, plan, folder=None)
-    # Replicas that differ on purpose are for the job to find, at its checkpoints.
+    # Deliberate differences between replicas are for the job to detect, at its checkpoints.
     digests = not options.no_digests and not plan.flips()
     check_plan(plan, job.settings, digests=digests)
     if options.json is not None:
@@ -105,7 +105,7 @@ def main(options: argparse.Namespace) -> int:
     if plan.chance is not None:
         say(f"faults are drawn with --seed {plan.chance.seed}")
     faulty_job = under_fire(job, plan, digests=digests)
-    if not job.journal.stat().st_size:  # elasticrun has said why
+    if not job.journal.stat().st_size:  # elasticrun has printed the reason
         print(f"the job ended with exit code {faulty_job.code} before a fault could be injected")
         return faulty_job.code or 1
     found = report_of(faulty_job)
@@ -124,7 +124,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """From the file or from the flags; with a seed in any case. Raises Invalid."""
+    """Return the plan from the file or the flags, always with a seed. Raises Invalid."""
     flags = {
         "--mean-time-between-faults": options.mean_time_between_faults,
         "--faults": options.faults,
@@ -176,9 +176,9 @@ def _chance_of(options: argparse.Namespace) -> Chance:
 
 
 def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job:
-    """The command, checked as elasticrun itself would do it, with a journal. Raises Invalid.
+    """Return the command with a journal, checked like elasticrun does. Raises Invalid.
 
-    ``folder`` is where a journal goes that the command does not name; None: a new one of its own, made when it is run.
+    ``folder``: where to put the journal if the command names none; None: a new folder, created when the job runs.
     """
     at = next((i for i, word in enumerate(command) if Path(word).name in PROGRAMS), None)
     if at is None:
@@ -189,7 +189,7 @@ def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job
     options = cli.read_options(command[at + 1 :], os.environ)
     checked = cli.make_job(options, os.environ)
     env = checked.settings.env
-    if CHECKPOINT_RUN in env:  # elasticrun claims one of its own
+    if CHECKPOINT_RUN in env:  # elasticrun claims its own run number
         catalog.give_back_run(Storage(env[DIR]), int(env[CHECKPOINT_RUN]))
     if not checked.settings.elastic:
         raise Invalid(
@@ -205,7 +205,7 @@ def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job
 
 
 def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
-    """Whether this machine and this job can have it. Raises Invalid."""
+    """Raise Invalid if this machine or this job does not support the plan."""
     kinds = plan.kinds()
     if "partition" in kinds:
         network.check_partition()
@@ -238,7 +238,7 @@ def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
 
 
 def check_flips(plan: Plan, settings: Settings) -> None:
-    """Whether this job notices a bit that changes. Raises Invalid."""
+    """Raise Invalid if this job cannot detect flipped bits."""
     if DIR not in settings.env:
         raise Invalid(
             "flipped bits are detected at durable commits: give the job --checkpoint-dir, and for a short test"
@@ -256,7 +256,7 @@ def check_flips(plan: Plan, settings: Settings) -> None:
 
 
 def check_json(path: Path) -> None:
-    """Whether the report can be written there. Raises Invalid."""
+    """Raise Invalid if the report cannot be written there."""
     folder = path.resolve().parent
     if not folder.is_dir():
         raise Invalid(f"--json {path}: the folder {folder} does not exist")
@@ -267,7 +267,7 @@ def check_json(path: Path) -> None:
 
 
 def dry_run(plan: Plan, job: Job) -> list[str]:
-    """What would be done, a line each."""
+    """Describe what would be done, one line each."""
     lines = [f"would run: {' '.join(job.words)}", *(f"  {fault}" for fault in plan.faults)]
     if plan.chance is not None:
         faults = draw(plan.chance)
@@ -282,7 +282,7 @@ def dry_run(plan: Plan, job: Job) -> list[str]:
 
 
 def report_of(faulty_job: FaultyJob) -> Report:
-    """From the journal that the job has left. Raises Invalid if it left none."""
+    """Return the report on the job's journal. Raises Invalid if there is none."""
     settings, entries = journal.read(faulty_job.job.journal)
     return report(
         settings,

@@ -1,4 +1,4 @@
-"""What became of each fault that was done to a job, read from its journal. Pure."""
+"""Outcome of each fault injected into a job, read from its journal. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from elastic.driver import events
 from elastic.driver.journal.entries import Entry
 from elastic.protocol.messages import Worker
 
-EARLY_S = 0.02  # the driver may have seen it before we had noted the time
-AFTERMATH_S = 10.0  # an exit later than this after the end of a fault is not its doing
+EARLY_S = 0.02  # the driver may have seen the fault before its time was recorded
+AFTERMATH_S = 10.0  # an exit later than this after the end of a fault is not attributed to it
 
 
 class Sign(enum.Enum):
-    """By what the driver noticed that something is wrong with a worker, as a report names it."""
+    """How the driver noticed a problem with a worker, as named in a report."""
 
     EXIT = "its exit"
     FROZEN = "frozen"
@@ -28,8 +28,10 @@ class Sign(enum.Enum):
 
 @dataclass
 class FaultOutcome:
-    """``at_s``: seconds since training began. ``noticed_ms``: until the driver knew. ``back_ms``: until a world without
-    the victim, or a new ring with it, was at work. Both since the fault; None: never.
+    """Outcome of one fault.
+
+    ``at_s``: seconds since training began. ``noticed_ms``: until the driver noticed. ``back_ms``: until a world without
+    the victim, or a new ring with it, was training. Both since the fault; None: never.
     """
 
     number: int
@@ -46,7 +48,7 @@ class FaultOutcome:
 
 @dataclass
 class _Happened:
-    """What the journal has, by kind and in order: times first."""
+    """Entries of the journal, by kind and in order; times come first."""
 
     exits: dict[Worker, tuple[float, int]] = field(default_factory=dict)
     kills: dict[Worker, tuple[float, str]] = field(default_factory=dict)
@@ -60,7 +62,7 @@ class _Happened:
 def outcomes(
     entries: Sequence[Entry], injected: Sequence[Injected], *, began_at: float
 ) -> list[FaultOutcome]:
-    """One for each fault, in order."""
+    """Return one outcome per fault, in order."""
     happened = _happened(entries)
     found = []
     for each in injected:
@@ -69,7 +71,7 @@ def outcomes(
             for i in injected
             if i.worker == each.worker and i.at > each.at and i.kind != SPOILS_FILE
         ]
-        # A bit that flipped is found at the next checkpoint, whenever that is.
+        # A flipped bit is detected at the next checkpoint, whenever that is.
         until = min(
             [inf if each.kind in FLIPPED else (each.until or each.at) + AFTERMATH_S, *later]
         )
@@ -124,7 +126,7 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
     )
     since = each.at - EARLY_S
     if happened.ended is not None:
-        until = min(until, happened.ended[0])  # who exits afterwards has come to its end
+        until = min(until, happened.ended[0])  # later exits belong to the end of the job
     noticed = [
         (at, what)
         for at, what in happened.noticed.get(each.worker, [])
@@ -141,28 +143,30 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
     if exit_at is not None and since <= exit_at <= until:
         _gone(outcome, each, exit_at, code, happened)
     elif each.kind == "leave" and any(each.at <= w[0] and each.worker not in w[2] for w in worlds):
-        _gone(outcome, each, worlds[-1][0], 0, happened)  # its process takes its time to end
+        _gone(outcome, each, worlds[-1][0], 0, happened)  # its process takes some time to end
     elif each.kind == "cut":
         _cut(outcome, each, happened)
     elif until <= (each.until or each.at):
         outcome.outcome = "the job ended meanwhile"
     elif each.kind in ("kill", "leave"):
-        outcome.outcome = "it did not go"
+        outcome.outcome = "it did not exit"
     elif each.kind in FLIPPED:
         outcome.outcome = "not found: no checkpoint followed, or the bit left no trace"
     elif any(what is Sign.FROZEN for _, what in noticed):
-        outcome.outcome = "was seen as frozen, nobody waited for it, and it went on afterwards"
+        outcome.outcome = (
+            "was detected as frozen, no worker waited for it, and it continued afterwards"
+        )
     elif noticed:
-        outcome.outcome = f"noticed by {noticed[0][1].value}; it went on afterwards"
+        outcome.outcome = f"noticed by {noticed[0][1].value}; it continued afterwards"
     elif each.kind == "slow":
         outcome.outcome = "training went on, slower"
     else:
-        outcome.outcome = "the others waited, and it went on afterwards"
+        outcome.outcome = "the other workers waited, and it continued afterwards"
     return outcome
 
 
 def _gone(outcome: FaultOutcome, each: Injected, at: float, code: int, happened: _Happened) -> None:
-    """The victim's process ended."""
+    """Describe the outcome for a victim whose process ended."""
     how = "it left" if code == 0 else "lost"
     kill = happened.kills.get(each.worker)
     if kill is not None and kill[0] <= at:
@@ -173,7 +177,7 @@ def _gone(outcome: FaultOutcome, each: Injected, at: float, code: int, happened:
     if not was_member:
         outcome.outcome = f"{how}; it was in no world yet"
         return
-    # A leaver's world changes before its process ends, a dead one's after.
+    # A leaving worker's world changes before its process ends, a dead one's after.
     since = min(at, each.at)
     worlds = [w for w in happened.worlds if w[0] >= since and each.worker not in w[2]]
     _back(outcome, each, how, worlds[0][1] if worlds else None, happened)
@@ -192,14 +196,14 @@ def _cut(outcome: FaultOutcome, each: Injected, happened: _Happened) -> None:
 def _back(
     outcome: FaultOutcome, each: Injected, how: str, generation: int | None, happened: _Happened
 ) -> None:
-    """Adds when a world of this generation or a later one was at work."""
+    """Record when a world of this generation or a later one was training."""
     if generation is not None:
         for at, done in happened.at_work:
             if done.generation >= generation:
                 outcome.back_ms, outcome.generation = _ms(at - each.at), done.generation
                 more = ", after another fault" if done.generation > generation else ""
                 size = f"{done.size} worker{'s' if done.size > 1 else ''}"
-                outcome.outcome = f"{how}; {size} trained on{more}"
+                outcome.outcome = f"{how}; {size} continued training{more}"
                 return
     ended = f": {happened.ended[1]}" if happened.ended is not None else ""
     outcome.outcome = f"{how}; no world trained afterwards, the job ended{ended}"

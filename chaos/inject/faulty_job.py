@@ -1,7 +1,7 @@
-"""One job under fire: starts it, follows its journal, and has done to its workers what is due.
+"""Run one job under faults: start it, follow its journal, and inject the faults that are due.
 
-The shell around `plan`, which decides, and `injection`, which acts; it looks some fifty times a second. Whatever ends
-it, a Ctrl-C too, what lasts of a fault is undone, and the job is ended if it has not ended by itself.
+`plan` decides and `injection` acts; this loop checks the journal some fifty times a second. On every exit, including
+Ctrl-C, lasting faults are undone, and the job is ended if it still runs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from elastic.checkpoints.options import DIR
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
-LOOK_S = 0.02  # how often the journal is looked at
-HEED_S = 2.0  # for the job to heed a Ctrl-C that was meant for it too
-END_S = 60.0  # for the job to end once it was asked to; its workers have --leave-timeout of it
+LOOK_S = 0.02  # between two checks of the journal
+HEED_S = 2.0  # for the job to react to a Ctrl-C that it received too
+END_S = 60.0  # for the job to end after a request, of which its workers have --leave-timeout
 
 Turn = Callable[[Story, int, float], None]
 
@@ -47,18 +47,19 @@ class Job:
 
 @dataclass(frozen=True)
 class FaultyJob:
-    """A job that is over, and what was done to it."""
+    """A finished job, and the faults injected into it."""
 
     job: Job
     code: int
     injected: list[Injected]
-    spared: int  # faults that chance drew, and that found nobody whom they might hit
-    planned: int = 0  # faults that the plan names
-    missed: list[str] = field(default_factory=list)  # those of them that were done to nobody: why
+    spared: int  # drawn faults without an allowed victim
+    planned: int = 0  # faults in the plan
+    # planned faults that were not injected, with the reason
+    missed: list[str] = field(default_factory=list)
 
 
 def say(text: str) -> None:
-    """A line of our own among those of the job."""
+    """Print a line of this tool among those of the job."""
     print(f"chaos   | {time.strftime('%H:%M:%S')} | {text}", file=sys.stderr, flush=True)
 
 
@@ -71,9 +72,9 @@ def under_fire(
     each_turn: Turn | None = None,
     output: IO[bytes] | None = None,
 ) -> FaultyJob:
-    """Runs the job to its end. ``each_turn`` is told what is known, the driver's process id and the time.
+    """Run the job to its end. ``each_turn`` receives the story so far, the driver's process ID and the time.
 
-    ``env`` is added to the job's environment; ``output`` is where it writes, by default where we do.
+    ``env`` is added to the job's environment; ``output`` is where it writes (default: this process's output).
     """
     mark = secrets.token_hex(8)
     environ = {**os.environ, **(env or {}), MARK: mark}
@@ -86,7 +87,7 @@ def under_fire(
         rules = job.journal.with_suffix(f".{mark}.rules")
         flips = BitFlips(rules, Storage(job.settings.env[DIR]), random.Random(seed))
         environ |= flips.environ
-    job.journal.write_bytes(b"")  # an earlier job's would name processes of others
+    job.journal.write_bytes(b"")  # an earlier job's journal would name other processes
     try:
         process = subprocess.Popen(job.words, env=environ, stdout=output, stderr=output)
     except OSError as error:
@@ -112,19 +113,19 @@ def under_fire(
     code = process.returncode
     never = fire.schedule.left()
     for fault in never:
-        say(f"it did not come to this: {fault}")
+        say(f"not injected: {fault}")
     return FaultyJob(
         job,
         code if code >= 0 else 128 - code,
         fire.injector.done,
         fire.spared,
         len(plan.faults),
-        [*fire.failed, *(f"did not come: {fault}" for fault in never)],
+        [*fire.failed, *(f"not injected: {fault}" for fault in never)],
     )
 
 
 class _Fire:
-    """What is due is done."""
+    """Injects the faults that are due."""
 
     def __init__(self, plan: Plan, injector: Injector) -> None:
         self.injector = injector
@@ -132,11 +133,11 @@ class _Fire:
         self.spared = 0
         self.failed: list[str] = []
         self._spare = plan.chance.spare if plan.chance is not None else ()
-        # Apart from the dice that draw the times: who is there to be hit is not the seed's to say.
+        # Separate from the generator of the times: the set of possible victims does not depend on the seed.
         self._dice = random.Random(plan.chance.seed if plan.chance is not None else None)
 
     def turn(self, story: Story, now: float, *, calm: Callable[[], bool]) -> None:
-        """``calm``: nothing new, and an end to what lasts. Asked before each fault: one may take its time."""
+        """Inject what is due. ``calm()``: start no new faults and end lasting ones; checked before each fault."""
         if calm() or story.ending:
             self.injector.close(now)
             return
@@ -153,7 +154,7 @@ class _Fire:
                 self.schedule.put_off(fault)
 
     def rest_s(self, now: float) -> float:
-        """Until somebody has to look again."""
+        """Return the seconds until the next check."""
         next_at = self.injector.next_at()
         return LOOK_S if next_at is None else min(LOOK_S, max(0.0, next_at - now))
 
@@ -184,7 +185,7 @@ class _Fire:
 
 
 class _Stop:
-    """A request to end, by a signal: from a terminal the job has got it too, otherwise it is passed on."""
+    """A request to end, by a signal. A terminal sends it to the job, too; otherwise it is passed on."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.asked_at: float | None = None
@@ -224,7 +225,7 @@ def _stopping(process: subprocess.Popen[bytes]) -> Iterator[_Stop]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Only where something of ours has failed: the job must not go on unseen."""
+    """End the job if it still runs, after a failure of this tool."""
     if process.poll() is not None:
         return
     process.terminate()

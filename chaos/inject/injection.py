@@ -1,8 +1,8 @@
-"""Does to a job's processes what a plan says, from outside, and undoes what lasts. Decides nothing.
+"""Injects the faults of a plan into a job's processes from outside, and undoes lasting ones.
 
-Only a worker of this job is ever touched. Its process id comes from the job's journal; before anything is done the
-process is held by a pidfd and must carry the job's mark and the worker's name in its environment, so that a number
-that was given to somebody else meanwhile is never hit.
+Only workers of this job are ever touched. Their process IDs come from the job's journal; before anything is done, the
+process is held by a pidfd and must have the job's mark and the worker's name in its environment, so that a reused ID is
+never hit.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from elastic.chaos.inject.resume_guard import Guard
 from elastic.driver.processes.prepared import PREPARED
 from elastic.protocol.messages import Worker
 
-MARK = "ELASTIC_CHAOS"  # environment variable: one value per job
-RUN_S = 0.3  # how long a slowed worker runs at a time: longer than the agent looks away
-FLIPPED_S = 5.0  # for which a worker with a flipped bit counts as struck; it may have left no trace
-REFRESH_S = 0.1  # how often a partition looks for sockets that its victim has opened since
+MARK = "ELASTIC_CHAOS"  # environment variable with a unique value per job
+RUN_S = 0.3  # how long a slowed worker runs at a time: longer than the agent's sampling interval
+# how long a worker with a flipped bit counts as a victim, since the flip may leave no trace
+FLIPPED_S = 5.0
+REFRESH_S = 0.1  # how often a partition looks for its victim's new sockets
 
 
 class NotOurs(Exception):
-    """There is no such process, or it is not a worker of this job. The text says which."""
+    """No such process exists, or it is not a worker of this job."""
 
 
 @dataclass
 class _Process:
-    """A worker that is held, so that its number can't be reused."""
+    """A worker's process, held so that its ID cannot be reused."""
 
     pid: int
     pidfd: int
 
     def signal(self, number: int) -> bool:
-        """False if it is gone."""
+        """Send a signal. Return False if the process is gone."""
         try:
             signal.pidfd_send_signal(self.pidfd, number)
         except ProcessLookupError:
@@ -52,16 +53,16 @@ class _Process:
 
 @dataclass
 class _Lasting:
-    """A fault under way."""
+    """A fault in progress."""
 
     injected: Injected
     process: _Process
     ends_at: float
     next_at: float
     stopped: bool = False
-    pauses_s: float = 0.0  # of a slowed one
+    pauses_s: float = 0.0  # of a slowed worker
     packets: PacketFilter | None = field(default=None, repr=False)
-    guard: Guard | None = field(default=None, repr=False)  # of one that is stopped
+    guard: Guard | None = field(default=None, repr=False)  # of a stopped worker
 
     def close(self) -> None:
         if self.packets is not None:
@@ -71,12 +72,14 @@ class _Lasting:
 
 
 class Injector:
-    """``say`` is told what is done. Call `turn` at `next_at`; `close` undoes everything, and may be called twice."""
+    """Injects faults, and reports each through ``say``. Call `turn` at `next_at`; `close` undoes everything.
+    Idempotent.
+    """
 
     def __init__(
         self, mark: str, say: Callable[[str], None], flips: BitFlips | None = None
     ) -> None:
-        """``flips``: needed by the faults of that name."""
+        """Create an injector. ``flips`` is needed for bit flips."""
         self.done: list[Injected] = []
         self._flips = flips
         self._spoilt: list[tuple[Injected, Spoilt]] = []
@@ -92,7 +95,10 @@ class Injector:
         place: tuple[int, int],
         now: float,
     ) -> None:
-        """Begins at once. ``pids``: of all workers; ``place``: rank and size. Raises NotOurs, and OSError."""
+        """Begin a fault at once. Raises NotOurs and OSError.
+
+        ``pids``: of all workers; ``place``: rank and size of the worker.
+        """
         process = self._hold(worker, pids[worker])
         injected = Injected(
             len(self.done) + 1, fault.kind, worker, *place, at=now, what=fault.what()
@@ -111,7 +117,7 @@ class Injector:
             process.close()
 
     def suffering(self, now: float) -> list[Worker]:
-        """The workers that a fault holds, or that are on their way out because of one."""
+        """Return the workers under a fault, or about to end because of one."""
         going = [
             each.worker
             for each in self.done
@@ -121,11 +127,11 @@ class Injector:
         return [*(each.injected.worker for each in self._lasting), *going]
 
     def next_at(self) -> float | None:
-        """When `turn` has something to do; None: nothing."""
+        """Return when `turn` has something to do; None: never."""
         return min((each.next_at for each in self._lasting), default=None)
 
     def turn(self, now: float) -> None:
-        """Does what is due."""
+        """Do what is due."""
         for each in list(self._lasting):
             alive = each.process.signal(0)  # it may have been fenced
             if alive and now < each.ends_at and now >= each.next_at:
@@ -134,12 +140,12 @@ class Injector:
                 self._end(each, now)
 
     def close(self, now: float) -> None:
-        """Ends every fault that lasts."""
+        """End all lasting faults."""
         for each in list(self._lasting):
             self._end(each, now)
 
     def judge(self) -> None:
-        """Notes of each file that was spoilt whether that is seen by who reads it. Once the job is over."""
+        """Record for each corrupted file whether that is detected. Call after the end of the job."""
         for injected, spoilt in self._spoilt:
             assert self._flips is not None
             try:
@@ -201,14 +207,14 @@ class Injector:
         return True
 
     def _drop(self, process: _Process) -> bool:
-        """The victim was gone before its fault could begin."""
+        """Drop a fault whose victim was gone before it began."""
         for each in [each for each in self._lasting if each.process is process]:
             self._lasting.remove(each)
             each.close()
         return False
 
     def _go_on(self, each: _Lasting, now: float) -> bool:
-        """False if the victim is gone."""
+        """Continue a lasting fault. Return False if the victim is gone."""
         if each.packets is not None:
             each.next_at = min(each.ends_at, now + REFRESH_S)
             try:
@@ -237,8 +243,7 @@ class Injector:
         except OSError:
             raise NotOurs(f"{worker} is gone (process {pid})") from None
         process = _Process(pid, pidfd)
-        # Held first and read afterwards: what is read is of the process that is held, or of nobody.
-        # A prepared process has the environment of the worker that was started when it was kept, and becomes another.
+        # A prefork process keeps the environment of the worker for which it was created, and becomes another one.
         named = carries(pid, [self._mark, f"ELASTIC_WORKER={worker}"])
         if not named and not carries(pid, [self._mark, f"{PREPARED}=1"]):
             process.close()
@@ -247,7 +252,7 @@ class Injector:
 
 
 def carries(pid: int, entries: Iterable[str]) -> bool:
-    """Whether the environment that a process was started with has all of these."""
+    """Return whether a process was started with all of these entries in its environment."""
     environment = _environment(pid)
     return all(entry.encode() in environment for entry in entries)
 

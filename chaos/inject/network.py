@@ -1,7 +1,7 @@
-"""Cuts off single processes of this machine: drops their TCP packets, or closes their connections. Decides nothing.
+"""Isolation of single processes of this machine: drop their TCP packets, or close their connections.
 
-Packets are dropped by a table of nftables of our own that belongs to the `nft` process we feed: the kernel removes it
-when that process is gone, so that it cannot outlive us, whatever ends us. Needs root.
+Packets are dropped by a table of nftables that is owned by the `nft` process fed here: the kernel removes it when that
+process exits, so it cannot outlive this one. Requires root.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ End = tuple[str, int]  # address and port
 
 @dataclass(frozen=True)
 class Socket:
-    """One TCP socket. ``peer`` is None where it listens."""
+    """One TCP socket. ``peer`` is None if it listens."""
 
     own: End
     peer: End | None
 
 
 def check_partition() -> None:
-    """Raises Invalid with a sentence if packets can't be dropped here. Tries it, on no packet."""
+    """Raise Invalid if packets cannot be dropped here. Tries it, without affecting packets."""
     if os.geteuid() != 0:
         raise Invalid(
             "a partition needs root, because it drops packets; run as root, or leave it out"
@@ -49,7 +49,7 @@ def check_partition() -> None:
 
 
 def check_cut() -> None:
-    """Raises Invalid with a sentence if connections can't be closed from outside here."""
+    """Raise Invalid if connections cannot be closed from outside here."""
     if os.geteuid() != 0:
         raise Invalid("a cut needs root; run as root, or leave cut out of the faults")
     if shutil.which("ss") is None:
@@ -57,9 +57,9 @@ def check_cut() -> None:
 
 
 def sockets_of(pid: int) -> list[Socket]:
-    """The TCP sockets of a process. Raises OSError if it is gone, or lives in a network of its own."""
+    """Return the TCP sockets of a process. Raises OSError if it is gone or in another network namespace."""
     if os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"):
-        raise OSError(f"process {pid} has a network of its own")
+        raise OSError(f"process {pid} is in another network namespace")
     inodes = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -74,7 +74,7 @@ def sockets_of(pid: int) -> list[Socket]:
 
 
 def _socket(fields: list[str], inodes: Collection[str]) -> Socket | None:
-    """From a line of /proc/net/tcp, if it is one of these."""
+    """Parse a line of /proc/net/tcp, if it is one of these sockets."""
     if len(fields) < 10 or fields[9] not in inodes:
         return None
     peer = None if fields[3] == LISTEN else _end(fields[2])
@@ -82,7 +82,7 @@ def _socket(fields: list[str], inodes: Collection[str]) -> Socket | None:
 
 
 def _end(text: str) -> End:
-    """``0100007F:1F90`` is 127.0.0.1 and 8080: words of four bytes, each in this machine's order."""
+    """Parse ``0100007F:1F90`` as 127.0.0.1 and 8080: words of four bytes, each in this machine's byte order."""
     words, _, port = text.partition(":")
     data = b"".join(
         int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)
@@ -94,7 +94,7 @@ def _end(text: str) -> End:
 
 
 def close_connections(pid: int, peers: Iterable[int]) -> int:
-    """Closes the connections between a process and others of this machine. Returns how many. Raises OSError."""
+    """Close the connections between a process and others of this machine. Return their number. Raises OSError."""
     theirs = {socket.own for peer in peers for socket in _sockets_or_none(peer)}
     closed = 0
     for socket in sockets_of(pid):
@@ -121,10 +121,10 @@ def _host(end: End) -> str:
 
 
 class PacketFilter:
-    """Drops all TCP packets to and from chosen sockets for as long as it is open. Raises OSError where it can't."""
+    """Drops all TCP packets of chosen sockets while it is open. Raises OSError if that is not possible."""
 
     def __init__(self, number: int) -> None:
-        """``number`` makes the table's name unique on this machine."""
+        """Create the filter. ``number`` makes the table's name unique on this machine."""
         self.table = f"inet elastic_chaos_{number}"
         self._known: set[str] = set()
         self._nft = subprocess.Popen(
@@ -133,7 +133,7 @@ class PacketFilter:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,
-            start_new_session=True,  # Ctrl-C is for us
+            start_new_session=True,  # Ctrl-C is for this process
         )
         try:
             self._tell([f"add table {self.table} {{ flags owner; }}", *self._rules()])
@@ -143,7 +143,7 @@ class PacketFilter:
             raise
 
     def drop(self, sockets: Iterable[Socket]) -> None:
-        """From now on also the packets of these. May be called again and again with the same ones."""
+        """Drop the packets of these sockets, too. May be repeated with the same ones."""
         elements = {text for socket in sockets for text in _elements(socket)}
         new = sorted(elements - self._known)
         self._known |= elements
@@ -151,7 +151,7 @@ class PacketFilter:
             self._tell([f"add element {self.table} {text}" for text in new])
 
     def close(self) -> None:
-        """Packets pass again. Idempotent."""
+        """Stop dropping packets. Idempotent."""
         if self._nft.poll() is None and self._nft.stdin is not None:
             with contextlib.suppress(OSError):
                 self._nft.stdin.close()
@@ -187,7 +187,7 @@ class PacketFilter:
         self._nft.stdin.flush()
 
     def _check(self) -> None:
-        """Waits for the table: nft says nothing of what it did. Raises OSError if there is none soon."""
+        """Wait for the table, since nft reports nothing. Raises OSError if it does not appear."""
         deadline = time.monotonic() + ANSWER_S
         while self._nft.poll() is None and time.monotonic() < deadline:
             listed = subprocess.run(
@@ -202,7 +202,7 @@ class PacketFilter:
 
 
 def _elements(socket: Socket) -> list[str]:
-    """What to add to the sets for a socket: both directions of a connection, or the way in."""
+    """Return the set elements for a socket: both directions of a connection, or a listening address."""
     address, port = socket.own
     family = "ip6" if ":" in address else "ip"
     if socket.peer is not None:

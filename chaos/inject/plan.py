@@ -1,6 +1,6 @@
-"""Decides what goes wrong, when and to whom: by a plan, or drawn from a seed. Pure; touches no process.
+"""Decide which fault happens when and to which worker: by a plan, or drawn from a seed. Pure.
 
-A plan is read by `plan_file`, carried out by `faulty_job`.
+`plan_file` reads a plan, `faulty_job` carries it out.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ KINDS = {
 }
 FLIPPED = {"flip-weights": "weights", "flip-moments": "moments", "flip-gradients": "gradients"}
 SPOILS_FILE = "flip-file"
-LASTING = {"freeze": (0.5, 8.0), "slow": (2.0, 10.0), "partition": (3.0, 10.0)}  # for_s, if drawn
+LASTING = {"freeze": (0.5, 8.0), "slow": (2.0, 10.0), "partition": (3.0, 10.0)}  # for_s if drawn
 FACTOR = 3.0
-MEAN_LEAST_S = 0.05  # between drawn faults; more often there would be more of them than looks
+MEAN_LEAST_S = 0.05  # between drawn faults; more frequent ones would outnumber the checks
 SECONDS_MAX = 1e6
-DRAWN_PER_LOOK = 20  # so that one that comes late does not keep who looks from looking
+DRAWN_PER_LOOK = 20  # limits the time of one check
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong. Exactly one of ``at_s``, ``after_commits``, ``at_generation`` is set."""
+    """One fault. Exactly one of ``at_s``, ``after_commits``, ``at_generation`` is set."""
 
     kind: str
     victim: str = "random"
@@ -43,13 +43,13 @@ class Fault:
     at_generation: int | None = None
     for_s: float = 0.0
     factor: float = 0.0
-    drawn: bool = False  # by chance: it spares the last worker
+    drawn: bool = False  # at random: it spares the last worker
 
     def __str__(self) -> str:
         return f"{self.when()}: {self.what()} {self.victim}"
 
     def what(self) -> str:
-        """``freeze for 8 s``."""
+        """Describe the fault: ``freeze for 8 s``."""
         slower = f" {self.factor:g} times" if self.kind == "slow" else ""
         lasting = f" for {self.for_s:.3g} s" if self.for_s else ""
         return f"{self.kind}{slower}{lasting}"
@@ -62,40 +62,42 @@ class Fault:
         return f"when generation {self.at_generation} begins"
 
     def hurts(self) -> bool:
-        """Whether it may take a worker out of its world."""
+        """Return whether it may remove a worker from its world."""
         return self.kind not in ("slow", "cut", SPOILS_FILE)
 
     def least_members(self) -> int:
-        """Of those that no fault holds, so that chance may do it. Of two replicas nobody knows which one is right."""
+        """Return the number of unaffected members required for a drawn fault. With two replicas the right one is
+        unknown.
+        """
         return 3 if self.kind in FLIPPED else 2 if self.hurts() else 1
 
 
 @dataclass
 class Injected:
-    """A fault that was done to one worker. Times are this machine's monotonic clock, as the journal's."""
+    """A fault injected into one worker. Times are this machine's monotonic clock, as in the journal."""
 
     number: int
     kind: str
     worker: Worker
     rank: int
-    size: int  # of the world then
+    size: int  # of the world at that time
     at: float
-    what: str  # in words: kind, factor, how long
+    what: str  # description: kind, factor, duration
     until: float | None = None  # when it was undone
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Chance:
-    """Faults drawn at random, for ``duration_s`` after training began (None: to its end)."""
+    """Random faults, for ``duration_s`` after training began (None: until the end)."""
 
     mean_s: float
     kinds: tuple[str, ...] = ("kill", "freeze")
     seed: int | None = None
     duration_s: float | None = None
-    for_s: tuple[float, float] | None = None  # None: as LASTING says
+    for_s: tuple[float, float] | None = None  # None: see LASTING
     factor: float = FACTOR
-    spare: tuple[str, ...] = ()  # host:slot, never hit by chance
+    spare: tuple[str, ...] = ()  # host:slot, never hit at random
 
 
 @dataclass(frozen=True)
@@ -107,14 +109,14 @@ class Plan:
         return {fault.kind for fault in self.faults} | set(self.chance.kinds if self.chance else ())
 
     def flips(self) -> bool:
-        """Whether it has bits that change."""
+        """Return whether it contains bit flips."""
         return bool(self.kinds() & {*FLIPPED, SPOILS_FILE})
 
     def counts_commits(self) -> bool:
         return any(fault.after_commits is not None for fault in self.faults)
 
     def seeded(self, seed: int) -> Plan:
-        """The same with a seed where it has none."""
+        """Return the plan with a seed added if it has none."""
         if self.chance is None or self.chance.seed is not None:
             return self
         return replace(self, chance=replace(self.chance, seed=seed))
@@ -124,7 +126,7 @@ class Plan:
 
 
 def draw(chance: Chance) -> Iterator[Fault]:
-    """The faults of a seed, without end unless ``duration_s`` ends it. The same seed gives the same ones."""
+    """Yield the faults of a seed, endlessly unless ``duration_s`` is set. Deterministic for each seed."""
     dice = random.Random(chance.seed)
     at_s = 0.0
     while True:
@@ -138,9 +140,9 @@ def draw(chance: Chance) -> Iterator[Fault]:
 
 
 class Schedule:
-    """Which faults are due. Each is given out once, at its time or as soon as somebody asks afterwards.
+    """Determines which faults are due. Each is returned once, at its time or at the next call.
 
-    Of the drawn ones at most DRAWN_PER_LOOK at once; what is left is due at the next look.
+    At most DRAWN_PER_LOOK drawn faults are returned at once; the rest at the next call.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -149,7 +151,10 @@ class Schedule:
         self._next = next(self._drawn, None)
 
     def due(self, *, since_s: float, commits: int, generation: int) -> list[Fault]:
-        """``since_s``: seconds since training began; ``commits``: seen so far; ``generation``: the present one."""
+        """Return the due faults.
+
+        ``since_s``: seconds since training began; ``commits``: seen so far; ``generation``: the present one.
+        """
         now = [fault for fault in self._waiting if _has_come(fault, since_s, commits, generation)]
         self._waiting = [fault for fault in self._waiting if fault not in now]
         for _ in range(DRAWN_PER_LOOK):
@@ -160,11 +165,11 @@ class Schedule:
         return now
 
     def put_off(self, fault: Fault) -> None:
-        """There was nobody to do it to: it stays due."""
+        """Keep a fault without a victim due."""
         self._waiting.append(fault)
 
     def left(self) -> list[Fault]:
-        """The planned ones that were not given out."""
+        """Return the planned faults that were not returned yet."""
         return list(self._waiting)
 
 
@@ -185,11 +190,10 @@ def choose(
     spare: Sequence[str],
     dice: random.Random,
 ) -> list[Worker]:
-    """The workers that a fault hits; none if there is nobody whom it may hit.
+    """Return the workers that a fault hits; empty if none is allowed.
 
-    ``members``: of the present world and alive, by rank. ``arrived``: the same by age, the oldest first.
-    ``suffering``: those that another fault holds. Faults drawn by chance leave one member alone, so that somebody holds
-    the state, and never hit a slot of ``spare``.
+    ``members``: live ones of the present world, by rank. ``arrived``: the same by age, the oldest first. ``suffering``:
+    under another fault. Drawn faults spare one member, so that one holds the state, and never hit a slot of ``spare``.
     """
     if fault.drawn:
         free = [worker for worker in members if worker not in suffering]

@@ -1,14 +1,10 @@
-"""Reads a plan of faults from TOML. Pure: text in, plan out; a mistake is one sentence that names the line.
+"""Parse a plan of faults from TOML. Pure: text in, plan out; an error is one sentence that names the line.
 
-[random]                        # drawn, at exponentially distributed intervals
-mean_time_between_faults_s = 30
-faults = ["kill", "freeze"]
+[random]                        # drawn, at exponentially distributed intervals mean_time_between_faults_s = 30 faults =
+["kill", "freeze"]
 
-[[fault]]                       # exactly this one
-at_s = 12                       # after training began; or after_commits = 100, or at_generation = 3
-kind = "freeze"
-victim = "rank 0"
-for_s = 8
+[[fault]]                       # exactly this one at_s = 12                       # after training began; or
+after_commits = 100, or at_generation = 3 kind = "freeze" victim = "rank 0" for_s = 8
 """
 
 from __future__ import annotations
@@ -28,26 +24,26 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-FOR_S = 5.0  # of a planned fault that does not say
+FOR_S = 5.0  # default of a planned fault
 FACTOR_MAX = 100.0
-WHOLE_MAX = 2**63 - 1  # the most that TOML promises
+WHOLE_MAX = 2**63 - 1  # the maximum that TOML guarantees
 MOMENTS = ("at_s", "after_commits", "at_generation")
 VICTIMS = (
     '"random", "rank N", "newest", "oldest", "worker HOST:SLOT", "host NAME", "all but one", "all"'
 )
-_NUMBER = "[0-9]{1,6}"  # not \d, which takes the digits of every script
+_NUMBER = "[0-9]{1,6}"  # not \d, which matches the digits of every script
 _VICTIM = re.compile(
     rf"random|newest|oldest|all but one|all|rank {_NUMBER}|worker \S+:{_NUMBER}|host \S+"
 )
 
 
 def read_plan(text: str, name: str) -> plan.Plan:
-    """The plan that a TOML text describes. Raises Invalid with the line of the first mistake."""
+    """Parse a TOML text. Raises Invalid with the line of the first mistake."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise Invalid(f"{name} is not TOML: {error}") from None
-    except (ValueError, RecursionError):  # a number of thousands of digits, brackets without end
+    except (ValueError, RecursionError):  # a number of thousands of digits, or endless brackets
         raise Invalid(f"{name} has a number or a nesting that is too long to be read") from None
     for key in tables:
         if key not in ("random", "fault"):
@@ -74,8 +70,10 @@ def _fault(table: dict[str, Any], where: _Where) -> plan.Fault:
         where.fail("victim", f"{victim!r} is not a victim: pass one of {VICTIMS}")
     given = [key for key in MOMENTS if key in table]
     if len(given) != 1:
-        said = f"has {' and '.join(given)}" if given else "does not say when"
-        where.fail(given[1] if given else "", f"the fault {said}: pass one of {', '.join(MOMENTS)}")
+        problem = f"has {' and '.join(given)}" if given else "does not say when"
+        where.fail(
+            given[1] if given else "", f"the fault {problem}: pass one of {', '.join(MOMENTS)}"
+        )
     fault = plan.Fault(
         kind,
         victim,
@@ -140,7 +138,7 @@ def _chance(table: dict[str, Any], where: _Where) -> plan.Chance:
 
 
 class _Where:
-    """A table of the text: finds the line of a key, and words mistakes."""
+    """A table of the text: finds the line of a key, and formats errors."""
 
     def __init__(self, text: str, name: str, table: str, index: int) -> None:
         self._lines = text.splitlines()
@@ -156,12 +154,14 @@ class _Where:
 
     def kind(self, key: str, value: Any) -> str:
         if not isinstance(value, str) or value not in plan.KINDS:
-            said = "the fault has no kind" if value is None else f"{value!r} is not a kind of fault"
-            self.fail(key, f"{said}: pass one of {', '.join(plan.KINDS)}")
+            problem = (
+                "the fault has no kind" if value is None else f"{value!r} is not a kind of fault"
+            )
+            self.fail(key, f"{problem}: pass one of {', '.join(plan.KINDS)}")
         return str(value)
 
     def number(self, key: str, value: Any, least: float) -> float:
-        """This or more."""
+        """Return a number that is at least ``least``."""
         return self._number(key, value, f"of {least:g} or more", least, plan.SECONDS_MAX)
 
     def positive(self, key: str, value: Any) -> float:
@@ -181,7 +181,7 @@ class _Where:
             self.fail(key, f"{key} is {value!r}: pass a number {which}")
         if value == math.inf:
             self.fail(key, f"{key} is {value!r}: pass a finite number")
-        if value > most:  # not said: it may have any number of digits
+        if value > most:  # not shown: it may have any number of digits
             self.fail(key, f"{key} is too much: pass at most {most:.0f}")
         return float(value)
 
@@ -195,7 +195,7 @@ class _Where:
         return int(value)
 
     def _line(self, key: str) -> int:
-        """Of the key in this table; of the table's head where the key is not there."""
+        """Return the line of the key in this table, or of the table's header."""
         table, head, seen = "", 1, -1
         for number, line in enumerate(self._lines, start=1):
             match = re.match(r"\s*\[+\s*([\w-]+)", line)

@@ -1,12 +1,13 @@
-"""What a job's journal and the faults that were done to it amount to: recoveries, steps lost, goodput. Pure.
+"""Evaluate a job's journal and the faults injected into it: recoveries, lost steps, goodput. Pure.
 
-Words that it uses exactly:
+Terms:
 
-- a commit is *lost* if a world went on from an older one although one of its own members held it. It must never happen.
-- a commit is *gone with its holders* if only workers that died had made it. Nobody could go on from it; it was done
-  again, as was everything since the last commit (*done again*, in seconds).
+- a commit is *lost* if a world continued from an older one although one of its own members held it. This must never
+  happen.
+- a commit is *gone with its holders* if only workers that died had made it. No worker could continue from it; it was
+  repeated, like everything since the last commit (*done again*, in seconds).
 - *training* is the time in which a whole world trained and its work was kept: from the moment when every member had
-  its first collective behind it, to the last commit before the world broke, or to a planned change, or to the end.
+  completed its first collective to the last commit before the world broke, or to a planned change, or to the end.
 - *goodput* is the training time as a share of the time from the first such moment to the end of training.
 """
 
@@ -24,14 +25,14 @@ from elastic.driver.journal.entries import Entry
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Worker
 
-EXAMPLES = 5  # differing commits that are named
-LONG = 3.0  # times the usual: from here on a gap between two commits may be a stall
+EXAMPLES = 5  # how many differing commits are listed
+LONG = 3.0  # times the median: from here on a gap between two commits may be a stall
 STALL_S = 0.25
 
 
 @dataclass
 class Recovery:
-    """A new world of elastic.run, at work. ``at_s``: since training began."""
+    """A new training world of elastic.run. ``at_s``: since training began."""
 
     at_s: float
     generation: int
@@ -44,7 +45,7 @@ class Recovery:
 
 @dataclass
 class Steps:
-    """Numbers of commits, but for ``again_s``: seconds of work that was not committed, and done again."""
+    """Numbers of commits. ``again_s``: seconds of uncommitted work that was repeated."""
 
     kept: int = 0
     lost: int = 0
@@ -55,12 +56,12 @@ class Steps:
 
 @dataclass
 class Goodput:
-    """Seconds. ``full_s``: with at least as many workers as the job was started with."""
+    """Goodput in seconds. ``full_s``: with at least the initial number of workers."""
 
     total_s: float = 0.0
     training_s: float = 0.0
     full_s: float = 0.0
-    worker_s: float = 0.0  # training, times the workers
+    worker_s: float = 0.0  # training time multiplied by the number of workers
     stalled_s: float = 0.0
     workers: int = 0
 
@@ -74,28 +75,29 @@ class Goodput:
 
     @property
     def worker_share(self) -> float:
-        """Of what all workers that the job was started with could have trained."""
+        """Share of the possible training time of all initial workers."""
         whole = self.total_s * self.workers
         return self.worker_s / whole if whole else 0.0
 
 
 @dataclass
 class Digests:
-    """``compared``: commits, and copies of the state, that at least two workers reported. ``single``: only one did."""
+    """``compared``: commits and state copies reported by several workers. ``single``: by one only."""
 
     compared: int = 0
     differing: int = 0
     single: int = 0
     examples: list[str] = field(default_factory=list)
-    of_commits: bool = False  # and not only of copies
+    of_commits: bool = False  # not only of state copies
 
 
 @dataclass
 class Report:
-    """``code``: the job's exit code. ``broken``: invariants that do not hold, in words.
+    """Evaluation of a job.
 
-    ``trained``: some worker of elastic.run had a collective behind it. Where none had, nothing was tested.
-    ``planned``: faults that the plan names. ``missed``: a sentence for each of them that was done to nobody.
+    ``code``: the job's exit code. ``broken``: broken invariants, as sentences. ``trained``: a worker of elastic.run
+    completed a collective; otherwise nothing was tested. ``planned``: number of faults in the plan. ``missed``: a
+    sentence for each one that was not injected.
     """
 
     code: int
@@ -113,7 +115,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """The job's own where it failed; 1 where it succeeded and broke a promise, or was no test at all."""
+        """The job's exit code; 1 if it succeeded but broke a guarantee, or tested nothing."""
         promises = self.broken or self.steps.lost or self.digests.differing
         return self.code or (1 if promises or not self.trained else 0)
 
@@ -129,7 +131,7 @@ def report(
     planned: int = 0,
     missed: Iterable[str] = (),
 ) -> Report:
-    """``spared``: faults that chance drew, and that found nobody whom they might hit."""
+    """Evaluate a journal. ``spared``: drawn faults without an allowed victim."""
     reading = _Reading(settings)
     for entry in entries:
         reading.read(entry)
@@ -137,7 +139,7 @@ def report(
     reading.leave_out_stalls([(each.at, each.until or each.at) for each in injected])
     return Report(
         code,
-        # The process's own code: one that was asked to stop ends with the code of the signal.
+        # The exit code of the process: after a stop request it is that of the signal.
         f"exit code {code}: {reading.ended}" if reading.ended else "",
         outcomes(entries, injected, began_at=reading.began_at or 0.0),
         spared,
@@ -153,7 +155,7 @@ def report(
 
 
 def percentiles(values: Iterable[float], shares: Sequence[float] = (50, 90, 100)) -> list[float]:
-    """By nearest rank: values that were really measured. Empty for none."""
+    """Return percentiles by nearest rank, so that each is a measured value. Empty without values."""
     ordered = sorted(values)
     return [ordered[max(0, math.ceil(p / 100 * len(ordered)) - 1)] for p in shares if ordered]
 
@@ -163,20 +165,20 @@ class _Reading:
 
     def __init__(self, settings: Settings) -> None:
         self.began_at: float | None = None
-        self.ended = ""  # why
+        self.ended = ""  # the reason
         self.trained = False
         self.recoveries: list[Recovery] = []
         self.steps = Steps()
         self.goodput = Goodput(workers=settings.np)
         self._digests: dict[Commit, dict[Worker, int]] = {}
-        self._sees_commits = False  # copies of the state are compared in any case, as commit 0
-        self._history: list[Commit] = []  # committed in it, as of now
-        self._held: dict[Worker, Commit] = {}  # the newest that each has shown to hold
+        self._sees_commits = False  # state copies are always compared, as commit 0
+        self._history: list[Commit] = []  # present committed history
+        self._held: dict[Worker, Commit] = {}  # newest commit that each is known to hold
         self._generation = 0
         self._size = 0
         self._training_since: float | None = None
-        self._committed_at: float | None = None  # the newest commit of this generation
-        # Between two commits of one world; its size.
+        self._committed_at: float | None = None  # time of this generation's newest commit
+        # Times of successive commits in one world, and its size.
         self._gaps: list[tuple[float, float, int]] = []
         self._over_at: float | None = None
         self._at = 0.0
@@ -211,13 +213,13 @@ class _Reading:
                     self._over(entry.at)
 
     def finish(self) -> None:
-        """The journal ends here, whether the job did or not."""
+        """Finish at the end of the journal, whether the job has ended or not."""
         self._training_ends(self._at)
         self._over(self._at)
         self.steps.kept = len(self._history)
 
     def leave_out_stalls(self, faults: Sequence[tuple[float, float]]) -> None:
-        """Takes away from the training time what faults, each from when to when, have held up without breaking it."""
+        """Subtract stalls caused by faults, given as time ranges, from the training time."""
         usual = statistics.median(after - before for before, after, _ in self._gaps or [(0, 0, 0)])
         for before, after, size in self._gaps:
             longer = after - before > max(LONG * usual, STALL_S)
@@ -295,7 +297,7 @@ class _Reading:
         since = self._training_since
         if since is None:
             return
-        # Without digests nothing is known of commits: then the work until now counts as kept.
+        # Without digests commits are unknown, and all work until now counts as kept.
         kept_until = max(since, self._committed_at or since) if self._sees_commits else at
         self._training_ends(kept_until)
         self.steps.again_s += at - kept_until

@@ -1,7 +1,7 @@
-"""Continues a stopped process if we end without having done so, by SIGKILL too. Stops nothing, and decides nothing.
+"""Continues a stopped process if this one exits without doing so, even by SIGKILL.
 
-A small process of its own waits on a pipe that the kernel closes when we are gone. It holds the victim by the pidfd
-that it was given, so that it can never continue somebody else.
+A small separate process waits on a pipe that the kernel closes when this one is gone. It holds the victim by the given
+pidfd, so that it can never continue another process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ except ProcessLookupError:
 
 
 class Guard:
-    """Begins at once, before its victim is stopped. `close` it when that goes on."""
+    """Starts at once, before its victim is stopped. `close` it when the victim continues."""
 
     def __init__(self, pidfd: int) -> None:
         self._process = subprocess.Popen(
@@ -29,12 +29,12 @@ class Guard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C is not for it
+            start_new_session=True,  # not for Ctrl-C
         )
 
     def close(self) -> None:
-        """It has nothing more to do."""
-        self._process.kill()  # first: the end of its pipe would make it act
+        """End the guard, which is no longer needed."""
+        self._process.kill()  # first, because the end of its pipe would make it act
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""Shows a report on a terminal, in words of an operator. Decides nothing, and computes nothing but percentiles."""
+"""Prints a report on a terminal. Computes nothing except percentiles."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.text import Text
 from elastic.chaos.inject.fault_outcomes import FaultOutcome
 from elastic.chaos.inject.report import Recovery, Report, percentiles
 
-WIDTH = 118  # where the output is no terminal
+WIDTH = 118  # if the output is not a terminal
 KINDS = {"recovery": "after a failure", "change": "planned change"}
 FAULTS_SHOWN = 40
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """The whole report."""
+    """Print the whole report."""
     console = console or Console()
     if not console.is_terminal:
         console.width = WIDTH
@@ -55,7 +55,7 @@ def _faults(faults: list[FaultOutcome]) -> Table:
 
 
 def _recoveries(recoveries: list[Recovery]) -> Table:
-    """One line for all of a kind, one for each phase: a recovery is as slow as its slowest worker in each."""
+    """Return one row per kind and one per phase: a recovery is as slow as its slowest worker in each."""
     table = _table("recoveries, in ms")
     for name in ("", "phase", "times", "p50", "p90", "max"):
         table.add_column(name, justify="left" if name in ("", "phase") else "right")
@@ -89,8 +89,8 @@ def _verdicts(report: Report) -> Table:
         table.add_row("training", Text("no training was seen: nothing was tested", style="red"))
     table.add_row("faults", f"{len(report.faults)}{spared}")
     if report.planned and len(report.missed) == report.planned:
-        none = f"no planned fault came ({report.planned} in the plan): they tested nothing"
-        table.add_row("", Text(none, style="red"))
+        text = f"no planned fault came ({report.planned} in the plan): they tested nothing"
+        table.add_row("", Text(text, style="red"))
     for line in report.missed:
         table.add_row("", Text(line))
     kinds = [sum(r.kind == kind for r in report.recoveries) for kind in KINDS]
@@ -114,8 +114,8 @@ def _verdicts(report: Report) -> Table:
         f" {goodput.stalled_s:.1f} s stalled",
     )
     of = "commits" if digests.of_commits else "copies of the state"
-    said = f"{digests.compared} {of} compared between workers, {digests.differing} differ"
-    table.add_row("replicas", Text(said, style="red" if digests.differing else "green"))
+    text = f"{digests.compared} {of} compared between workers, {digests.differing} differ"
+    table.add_row("replicas", Text(text, style="red" if digests.differing else "green"))
     for line in digests.examples:
         table.add_row("", Text(line))
     table.add_row("invariants", _invariants(report.broken))

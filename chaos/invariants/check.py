@@ -1,7 +1,4 @@
-"""`python -m elastic.chaos check JOURNAL`: asks of each journal what must be true of every job. Decides nothing.
-
-What that is, `invariants` says.
-"""
+"""`python -m elastic.chaos check JOURNAL`: check the invariants of every job in journals. See `invariants`."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """0: all holds; 1: something does not, or could not be checked. Raises Invalid."""
+    """Return 0 if all invariants hold, 1 if one is broken or could not be checked. Raises Invalid."""
     if options.samples is not None and options.samples < 1:
         raise Invalid(f"--samples is {options.samples}: pass 1 or more, or leave it out")
     failed = False
@@ -56,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def broken_invariants(path: Path) -> list[str]:
-    """What does not hold, in a sentence; the first one only. Raises Invalid where the file is not a journal."""
+    """Return the first broken invariant as a sentence, in a list. Raises Invalid if the file is not a journal."""
     try:
         check_journal(path)
     except BrokenInvariant as error:

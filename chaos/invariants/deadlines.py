@@ -1,4 +1,4 @@
-"""Waits that must have ended by a time, and those that have not. Pure."""
+"""Waits that must end by a time, and those that have not. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Hashable
 
 
 class Waits:
-    """Each wait has a key and a sentence that says what is awaited. A later ``begin`` of the same key replaces it."""
+    """Open waits, each with a key and a sentence that says what is awaited. `begin` replaces one with the same key."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, tuple[float, str]] = {}
-        self._by: list[tuple[float, int, Hashable]] = []  # a heap; may name waits that have ended
+        # a heap, which may contain waits that have ended
+        self._by: list[tuple[float, int, Hashable]] = []
         self._count = 0
 
     def begin(self, key: Hashable, by: float, what: str) -> None:
@@ -32,7 +33,7 @@ class Waits:
         self._by.clear()
 
     def overdue(self, now: float) -> str:
-        """What should have happened before ``now`` and has not; empty if there is nothing."""
+        """Return what should have happened before ``now`` and has not; empty if nothing."""
         while self._by and self._by[0][0] < now:
             by, _, key = heapq.heappop(self._by)
             found = self._open.get(key)

@@ -1,38 +1,39 @@
-"""What must hold in every job, whatever befell it; checked on what the driver heard and answered. Pure.
+"""Invariants of every job, checked on the events that the driver received and the actions it answered with. Pure.
 
-It knows nothing of how membership decides. It is fed events with the actions that answered them, from a journal or
-from a running simulation, and raises BrokenInvariant at the first line that can't be. Its own state is small, and the
-work for an event is in proportion to the length of the answer.
+The checks are independent of how membership decides. They are fed events and actions from a journal or a running
+simulation, and raise BrokenInvariant at the first impossible entry. The state is small, and the work per event is
+proportional to the length of the answer.
 
-ONE GENERATION     Worlds are numbered without a gap. Whoever trained in the last one is in the next, or was let go,
-                   fenced or lost before. Orders about a world go to its live members and carry its generation.
-                   Not seen: whether a process obeyed before it answered.
-NO OLDER COMMIT    Nobody outside the present world, unless fenced or on its way out, reports a commit that is newer
-                   than the one this world began from. Not seen: a commit that nobody reports.
-NEVER BACK         A world begins from the newest commit that its old members reported, rank 0 holds it, and nobody
-                   who stays reports less than it held before, nor an older commit after a newer one of the same
-                   world, unless its connection was replaced. After a planned change all old members hold the same.
-                   Not seen: what a worker held that was killed before it reported.
-EQUAL DIGESTS      Equal (generation, number) means equal parameters; a world's commit 0 is the one it began from.
-EACH SAMPLE ONCE   See `sample_history`. Only where workers report samples, which they do in tests.
-SIZE               min <= members <= max, one more while somebody leaves; a gathering that takes long says why. No
-                   world of elastic.run has a free place while somebody waits in there for one; and no more than max
-                   and the standbys are started.
-NO MIXING          A worker speaks only of generations that it was given a place in, never of an older one after a
-                   newer, and resumes once in each. Not seen: which bytes a collective moved.
-RANK 0 IS NO OTHER Old members keep their order behind the holders, newcomers come last, ranks count from 0. The job
-                   does not end for want of a holder while one lives.
-EVERY WAIT ENDS    For a start, an exit, an answer, a stop, a gathering and the end, each within its setting; the job
-                   ends. Not seen: what a worker waits for without telling.
-ONE PER SLOT       Nobody is started in a slot whose last worker was not seen to exit; incarnations grow. Who was
-                   never started is not heard of.
-NOTICES            Nobody is started on a machine that has announced its end, before that.
-FENCED STAYS OUT   Who was killed, let go, rejected, lost with its host, or finished is in no later world.
-THE END            After EndJob nothing is started or published, and it comes once; the driver never raises. Its code
-                   and reason are what was seen: of returns, of exits. See `job_end`.
-TIME               It does not go back, not even where another driver goes on.
-ONE DRIVER         Each that goes on with the job has a greater term than the one before, and says first that it was
-                   restarted. Not seen: what one does that was replaced; it can't write.
+    ONE GENERATION     Worlds are numbered without a gap. Each worker that trained in the last world is in the next, or
+                       was let go, fenced or lost before. Orders about a world go to its live members and carry its
+                       generation. Not visible: whether a process obeyed before it answered.
+    NO OLDER COMMIT    No worker outside the present world, unless fenced or leaving, reports a commit that is newer
+                       than the one this world began from. Not visible: unreported commits.
+    NEVER BACK         A world begins from the newest commit that its old members reported, rank 0 holds it, and no
+                       remaining worker reports less than it held before, nor an older commit after a newer one of the
+                       same world, unless its connection was replaced. After a planned change all old members hold the
+                       same. Not visible: commits of a worker that was killed before it reported them.
+    EQUAL DIGESTS      Equal (generation, number) means equal parameters; a world's commit 0 is the one it began from.
+    EACH SAMPLE ONCE   See `sample_history`. Only if workers report samples, which they do in tests.
+    SIZE               min <= members <= max, one more while a worker leaves; a reason is logged for a slow gathering.
+                       No world of elastic.run has a free place while a worker waits for one; and no more than max and
+                       the standbys are started.
+    NO MIXING          A worker reports only on generations in which it has a place, never on an older one after a
+                       newer, and resumes once in each. Not visible: which bytes a collective moved.
+    RANK 0 IS NO OTHER Old members keep their order behind the holders, new ones come last, ranks count from 0. The job
+                       does not end for lack of a holder while one lives.
+    EVERY WAIT ENDS    Starts, exits, answers, stops, gatherings and the end happen within their timeouts; the job
+                       ends. Not visible: waits that a worker does not report.
+    ONE PER SLOT       No worker is started in a slot whose last worker was not seen to exit; incarnations grow. Only
+                       started workers report.
+    NOTICES            No worker is started on a machine that has announced its end, before that time.
+    FENCED STAYS OUT   A worker that was killed, let go, rejected, lost with its host, or that finished is in no later
+                       world.
+    THE END            After EndJob nothing is started or published, and it comes once; the driver never raises. Its
+                       code and reason match the observed returns and exits. See `job_end`.
+    TIME               Time does not go back, not even when another driver continues.
+    ONE DRIVER         Each driver that continues the job has a greater term than the one before, and first reports
+                       that it was restarted. Not visible: what a replaced driver does; it cannot write.
 """
 
 from __future__ import annotations
@@ -81,14 +82,15 @@ from elastic.protocol.messages import Worker
 
 __all__ = ["BrokenInvariant", "Invariants", "Summary", "check_journal"]
 
-EXPLAIN_S = 12.0  # a gathering that takes longer has said why
+EXPLAIN_S = 12.0  # a gathering that takes longer must have been explained
 AFTER_THE_END = (AnswerRequest, LetGo, KillWorker, DumpStacks, Report)
-REPEATS = (WorkerReconnected, HostReported, DriverRestarted)  # answered with what holds already
+# events answered by repeating what already holds
+REPEATS = (WorkerReconnected, HostReported, DriverRestarted)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How much was checked: an empty journal breaks nothing."""
+    """What was checked, since an empty journal breaks nothing."""
 
     worlds: int
     recoveries: int
@@ -97,7 +99,7 @@ class Summary:
 
 
 class Invariants:
-    """``samples``: how many the dataset has, if it is known that the job trains whole epochs."""
+    """The invariants of one job. ``samples``: size of the dataset, if the job is known to train whole epochs."""
 
     def __init__(self, settings: Settings, *, samples: int = 0) -> None:
         self.job = JobSoFar(settings, samples)
@@ -106,8 +108,8 @@ class Invariants:
         self._job_end = JobEnd(self.job)
         self._explained = False
         self._recoveries = 0
-        self._term = 0  # of the driver that writes
-        self._resumed_at = 0  # the line of another driver that has said nothing yet
+        self._term = 0  # of the present driver
+        self._resumed_at = 0  # line at which another driver continued, until its first event
 
     @property
     def summary(self) -> Summary:
@@ -116,11 +118,11 @@ class Invariants:
         )
 
     def begun(self, writer: Writer) -> None:
-        """The first driver of the job; without a word about it any other may follow."""
+        """Record the job's first driver. Without this, any driver may follow."""
         self._term = writer.term
 
     def resumed(self, writer: Writer, line: int | None = None) -> None:
-        """Another driver goes on with the journal. Raises BrokenInvariant."""
+        """Record that another driver continues the journal. Raises BrokenInvariant."""
         self.job.line, self.job.event = line or self.job.line + 1, None
         what = f"a driver of term {writer.term} follows one of term {self._term}"
         self.job.must(writer.term > self._term, "ONE DRIVER", what)
@@ -129,7 +131,7 @@ class Invariants:
     def saw(
         self, at: float, event: Event, actions: Iterable[Action], line: int | None = None
     ) -> None:
-        """One entry of the journal. Raises BrokenInvariant."""
+        """Check one entry of the journal. Raises BrokenInvariant."""
         self.job.line = line or self.job.line + 1
         before, self.job.now, self.job.event = self.job.now, at, event
         if at < before:
@@ -152,13 +154,13 @@ class Invariants:
             self._nobody_waits_too_long()
 
     def raised(self, error: str) -> None:
-        """What handling the last event raised."""
+        """Report that handling the last event raised an exception."""
         self.job.broken(
             "THE END", f"the driver raised {error}, expected it to go on or to end the job"
         )
 
     def finish(self, *, ended: bool = True) -> None:
-        """The journal is over. Raises BrokenInvariant, also if the job should have ``ended`` and has not."""
+        """Check the end of the journal. Raises BrokenInvariant, also if the job should have ``ended`` and has not."""
         self.job.event = None
         if ended and self.job.end is None:
             self.job.broken("EVERY WAIT ENDS", "the job did not end; expected EndJob")
@@ -200,7 +202,7 @@ class Invariants:
             ) if isinstance(self.job.event, WorkerReconnected) and members == [
                 self.job.event.worker
             ]:
-                pass  # what holds already, said again
+                pass  # already holds; repeated
             case BreakWorld(generation, members):
                 self._concerns(action, generation, members)
                 self._recoveries += 1
@@ -248,7 +250,7 @@ class Invariants:
                 self._job_end.ends(action)
 
     def _answered(self) -> None:
-        """What an operator wanted is being done."""
+        """Apply an accepted request of an operator."""
         match self.job.event:
             case ScaleRequested(_, workers):
                 self.job.shrinks = self.job.shrinks or workers < self.job.workers_max
@@ -267,7 +269,7 @@ class Invariants:
         event = self.job.event
         for worker in members:
             if isinstance(event, HostReported) and worker.host == event.host:
-                continue  # several are found to be gone at once, one after the other
+                continue  # several were found lost at once, and are handled one after the other
             if worker not in self.job.members or worker not in self.job.workers:
                 what = f"{type(action).__name__} goes to {worker}, no live member of generation"
                 self.job.broken("ONE GENERATION", f"{what} {generation}")
@@ -280,7 +282,7 @@ class Invariants:
     def _dies_within_s(self, worker: Worker) -> float:
         known = self.job.workers.get(worker)
         if worker in self.job.members and known is not None and not known.going:
-            return self.job.settings.kill_s  # others wait with it
+            return self.job.settings.kill_s  # others wait for it
         return max(self.job.settings.leave_s, self.job.settings.kill_s)
 
     def _starts(self, worker: Worker) -> None:
@@ -318,12 +320,12 @@ class Invariants:
         self.job.must(not overdue, "EVERY WAIT ENDS", overdue)
         since = self.job.broken_at
         if since is not None and self.job.now > since + EXPLAIN_S and not self._explained:
-            self.job.broken("SIZE", f"no world since {since:.3f}, and not a word why")
+            self.job.broken("SIZE", f"no world since {since:.3f}, and no reason was reported")
 
     def _nothing_after_the_end(self, actions: list[Action]) -> None:
         for action in actions:
             again = self.job.repeating and action == self.job.end
-            if isinstance(action, FinishWorld):  # who has connected anew is told so once more
+            if isinstance(action, FinishWorld):  # repeated to a worker that reconnected
                 known = [self.job.workers.get(worker) for worker in action.members]
                 again = all(each is not None and each.finished for each in known)
             what = f"{describe(action)} after EndJob"
@@ -331,9 +333,9 @@ class Invariants:
 
 
 def check_journal(path: Path, *, samples: int = 0, ended: bool = True) -> Summary:
-    """Every line of a journal; ``ended`` is False where the job goes on, or its driver was killed.
+    """Check every line of a journal. ``ended``: False if the job continues or its driver was killed.
 
-    Raises BrokenInvariant, or Invalid where the file is not a journal.
+    Raises BrokenInvariant, or Invalid if the file is not a journal.
     """
     found = recording(path)
     if found.start is not None:

@@ -1,8 +1,8 @@
-"""Whether a job may end as it does: with this code and reason, after what was heard before. Pure. See `invariants`.
+"""Check that a job may end with a code and reason, given the events before. Pure. See `invariants`.
 
-There are two kinds of success. A world ends when each of its live members has returned from elastic.run, and was told
-so. Programs that never enter it end one by one, with exit code 0. Any other end is a failure, and its code is 1 or the
-exit code of the worker whose exit has brought it about.
+There are two kinds of success. A world ends when each of its live members has returned from elastic.run and was
+notified. Programs that never enter it end one by one, with exit code 0. Any other end is a failure, and its code is 1
+or the exit code of the worker whose exit caused it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from elastic.driver.membership.failure_detection.root_cause import exit_code
 from elastic.driver.reasons import Reason, Why
 from elastic.protocol.messages import Worker
 
-VANISHED = exit_code(-9)  # of a worker that its host's agent does not know any more
+VANISHED = exit_code(-9)  # exit code of a worker unknown to its host's agent
 
 
 class JobEnd:
-    """The last lines of one journal."""
+    """Checks on the last lines of one journal."""
 
     def __init__(self, job: JobSoFar) -> None:
         self.job = job
         self.finishes = False  # the answer to this event releases members
 
     def have_returned(self, action: FinishWorld) -> None:
-        """Who is released has said that it returned, in a world that still holds."""
+        """Check that each released member has returned, in a world that was not broken."""
         self.job.finished = True
         broken = f"generation {action.generation} is finished, and was broken before"
         self.job.must(self.job.broken_at is None, "THE END", broken)
@@ -59,7 +59,7 @@ class JobEnd:
             case Reason(Why.ALL_EXITED, {"workers": int(number)}):
                 self._all_ran_to_their_end(number)
             case _:
-                self.job.broken("THE END", f"success, for a reason that is none: {action.reason}")
+                self.job.broken("THE END", f"success, for an invalid reason: {action.reason}")
 
     # ---- success ---------------------------------------------------------------------------------------------------
 
@@ -79,13 +79,13 @@ class JobEnd:
         for worker, known in self.job.workers.items():
             what = f"all have come to their end, and {worker} has not"
             self.job.must(bool(known.going), "THE END", what)
-        # Who was about to leave counts for nothing, and only the driver knows when that was taken back.
+        # Workers about to leave do not count, and only the driver knows when that was withdrawn.
         sure = [s for s, k in self.job.ended_well.items() if self._ran(s, k)]
         what = f"{number} workers are said to have ended with exit code 0, {len(self.job.ended_well)} have"
         self.job.must(max(1, len(sure)) <= number <= len(self.job.ended_well), "THE END", what)
 
     def _ran(self, slot: tuple[str, int], known: Known) -> bool:
-        """Whether it certainly was a program that came to its end outside elastic.run."""
+        """Return whether it certainly ran to its end outside elastic.run."""
         listed = slot[1] < self.job.hosts.get(slot[0], 0)
         placed = known.placed == self.job.generation
         return listed and placed and not (known.running or known.asked_to_leave)
@@ -123,5 +123,5 @@ class JobEnd:
             self.job.broken("RANK 0 IS NO OTHER", what)
 
     def _live_members(self) -> list[tuple[Worker, Known]]:
-        """Of the present world, as the driver counts them: those that run, and were not told to leave."""
+        """Return the live members of the present world that were not told to leave, as the driver counts them."""
         return [(worker, known) for worker, known in self.job.here() if not known.dismissed]

@@ -1,4 +1,4 @@
-"""What a journal has told so far, as all invariants see it. Pure. See `invariants`."""
+"""State of a job after some lines of its journal, shared by all invariants. Pure. See `invariants`."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from elastic.protocol.messages import Commit, Worker
 
 
 class BrokenInvariant(AssertionError):
-    """What does not hold, the line of the journal where that is seen, and what was expected."""
+    """A broken invariant: what does not hold, the line of the journal that shows it, and what was expected."""
 
 
 @dataclass(eq=False)
 class Known:
-    """A live worker, as far as the journal tells."""
+    """A live worker, as known from the journal."""
 
     connected: bool = False
-    first: int = 0  # the first generation that it was given a place in
-    placed: int = 0  # the newest one
+    first: int = 0  # first generation in which it had a place
+    placed: int = 0  # newest such generation
     before: int = 0  # the one before that
-    said: int = 0  # the newest generation it spoke of ...
+    said: int = 0  # newest generation it reported on ...
     said_at_first: int = 0  # ... on its first connection
     resumed: int = 0
-    readies: int = 0  # the number of its latest Ready
-    reconnected: bool = False  # so that it may repeat itself, and its words overtake each other
-    overtaken_in: int = 0  # the newest generation in which they may
+    readies: int = 0  # number of its latest Ready
+    reconnected: bool = False  # so it may repeat messages, in another order
+    overtaken_in: int = 0  # newest generation in which messages may be reordered
     digested: tuple[int, Commit] | None = None  # generation and commit of its newest digest
-    returned: int = 0  # the generation that its function returned in
-    finished: bool = False  # and it was told that all have
-    dismissed: bool = False  # it is a member no more, as the driver sees it
-    running: bool = False  # inside elastic.run, when it was last ready
+    returned: int = 0  # generation in which its function returned
+    finished: bool = False  # and it was notified that all have returned
+    dismissed: bool = False  # no longer a member, for the driver
+    running: bool = False  # inside elastic.run at its last Ready
     ready: bool = False  # since its last world
-    commit: Commit | None = None  # as it said when it was last ready
-    holds: Commit | None = None  # at least
-    going: str = ""  # why it is in no later world
+    commit: Commit | None = None  # of its last Ready
+    holds: Commit | None = None  # at least this commit
+    going: str = ""  # why it is in no later world; empty: it may be
     stranded: bool = False  # its world broke outside elastic.run
     asked_to_leave: bool = False
-    noticed: bool = False  # its machine announced its end while it was there
-    silent: bool = False  # it was asked for a sign of life, and has given none since
+    noticed: bool = False  # its machine announced its end during its life
+    silent: bool = False  # a sign of life was requested, and none has arrived since
 
 
 class JobSoFar:
@@ -52,34 +52,35 @@ class JobSoFar:
     def __init__(self, settings: Settings, samples: int) -> None:
         self.settings = settings
         self.now = 0.0
-        self.line = 1  # the journal's first one has the settings
+        self.line = 1  # the first line has the settings
         self.event: Event | None = None
         self.workers: dict[Worker, Known] = {}
         self.slots: dict[tuple[str, int], Worker] = {}
         self.incarnations: dict[tuple[str, int], int] = {}  # the last one started in each slot
-        self.departed: dict[tuple[str, int], tuple[Worker, Known]] = {}  # the last one gone
-        self.ended_well: dict[tuple[str, int], Known] = {}  # with exit code 0, and unasked
+        # the last one gone in each slot
+        self.departed: dict[tuple[str, int], tuple[Worker, Known]] = {}
+        self.ended_well: dict[tuple[str, int], Known] = {}  # with exit code 0, not requested
         self.hosts: dict[str, int] = {}
-        self.going_hosts: dict[str, float] = {}  # announced: when they end
-        self.drained: set[str] = set()  # hosts that an operator wants empty
-        self.workers_max = settings.workers_max  # as an operator has wanted it last
-        self.shrinks = False  # ... and there may be more yet
+        self.going_hosts: dict[str, float] = {}  # announced ends of hosts
+        self.drained: set[str] = set()  # hosts that an operator has drained
+        self.workers_max = settings.workers_max  # as last set by an operator
+        self.shrinks = False  # ... and there may still be more
         self.generation = 0
-        self.members: dict[Worker, int] = {}  # of the present world: rank
-        self.base: Commit | None = None  # the present world began from it
+        self.members: dict[Worker, int] = {}  # of the present world, with ranks
+        self.base: Commit | None = None  # the commit that the present world began from
         self.trained = False
-        # The newest commit in the storage, as the driver has heard.
+        # The newest commit in the storage, as reported to the driver.
         self.durable: Commit | None = None
         self.broken_at: float | None = None
         self.first_ready_at: float | None = None
-        self.checks: dict[Worker, int] = {}  # answers to the change under way
-        self.stop_at: int | None = None  # the check at which all members are to stop
+        self.checks: dict[Worker, int] = {}  # answers to the change in progress
+        self.stop_at: int | None = None  # the safepoint at which all members are to stop
         self.digests: dict[Commit, tuple[int, str]] = {}
         self.compared = 0
         self.samples = SampleHistory(samples)
         self.waits = Waits()
-        self.finished = False  # some have returned and were released
-        self.repeating = False  # what is answered says again what holds
+        self.finished = False  # some members have returned and were released
+        self.repeating = False  # the present answer repeats what already holds
         self.end: EndJob | None = None
 
     def broken(self, invariant: str, what: str) -> NoReturn:
@@ -91,13 +92,13 @@ class JobSoFar:
             self.broken(invariant, what)
 
     def here(self) -> list[tuple[Worker, Known]]:
-        """The members whose processes run."""
+        """Return the members whose processes run."""
         return [(w, self.workers[w]) for w in self.members if w in self.workers]
 
     def goes(
         self, worker: Worker, known: Known, why: str, *, exit_within: float | None = None
     ) -> None:
-        """It may be part of no later world."""
+        """Record that a worker may not be part of a later world."""
         known.going = known.going or why
         self.waits.end(("link", worker))
         if exit_within is not None:

@@ -1,6 +1,6 @@
-"""`python -m elastic.chaos replay JOURNAL`: decides again what a journal has recorded, and checks it.
+"""`python -m elastic.chaos replay JOURNAL`: repeat the decisions of a journal, and check it.
 
-Three questions: do the same events lead to the same actions, does every invariant hold, and what happened.
+It answers three questions: do the same events lead to the same actions, do all invariants hold, and what happened.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """0: it agrees and every invariant holds. Raises Invalid where the file is not a journal."""
+    """Return 0 if the replay agrees and every invariant holds. Raises Invalid if the file is not a journal."""
     found = recording(options.journal)
     entries = [entry for _, entry in found.entries]
     if options.story:

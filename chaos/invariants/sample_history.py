@@ -1,12 +1,12 @@
-"""Which samples count: of everything that was trained, what the committed history has kept. Pure.
+"""Check which of the trained samples count in the committed history. Pure.
 
-A worker reports under each commit the samples that it trained since the commit before, those of each epoch apart. A
-report counts if its commit is in the chain: the commits that later worlds began from, and those of the same worlds
-before them. What was trained on top of a commit that nobody kept was undone, and is trained again.
+A worker reports under each commit the samples that it trained since the previous commit, separately for each epoch. A
+report counts if its commit is in the chain: the commits that later worlds began from, and the earlier ones of the same
+worlds. Training on top of a commit outside the chain was undone and is repeated.
 
-Within an epoch each sample counts once. Only the last round may be filled with repeats, fewer than the world has
-workers, and exactly as many as its partition lacks. A worker that dies between a commit and its report takes the
-report with it. So a sample that is missing is an error only if the reports that are missing cannot explain it.
+Within an epoch each sample counts once. Only the last round may contain repeats, fewer than the world has workers, and
+exactly as many as its partition lacks. A worker that dies between a commit and its report loses the report. So a
+missing sample is an error only if missing reports cannot explain it.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from elastic.protocol.messages import Commit, Worker
 
 @dataclass
 class Epoch:
-    """What counts so far."""
+    """The counted samples of one epoch."""
 
-    seen: dict[int, Commit] = field(default_factory=dict)  # sample: the first commit it was in
-    repeats: dict[Commit, list[int]] = field(default_factory=dict)  # samples seen before
+    seen: dict[int, Commit] = field(default_factory=dict)  # sample -> the first commit with it
+    repeats: dict[Commit, list[int]] = field(default_factory=dict)  # samples already seen
     last: Commit | None = None  # the latest with samples of this epoch
-    fresh: dict[int, int] = field(default_factory=dict)  # generation: samples not seen before
-    # Where members did not report: how many, and how long such a report is at most.
+    fresh: dict[int, int] = field(default_factory=dict)  # generation -> samples not seen before
+    # Commits with missing reports: their number, and the maximum length of such a report.
     silent: dict[Commit, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def unreported(self) -> int:
-        """At most so many samples were trained, but never reported."""
+        """Maximum number of samples that were trained but never reported."""
         return sum(reports * longest for reports, longest in self.silent.values())
 
 
 class SampleHistory:
-    """Fed with worlds and reports in the order of the journal. Methods return what is wrong, or an empty string."""
+    """Checks worlds and reports in the order of the journal. Methods return what is wrong, or an empty string."""
 
     def __init__(self, samples: int = 0) -> None:
-        self._samples = samples  # in the dataset; 0: as many as were ever seen
+        self._samples = samples  # in the dataset; 0: as many as were seen
         self._sizes: dict[int, int] = {}
-        self._kept: dict[int, int] = {}  # generation: number of its last commit in the chain
-        self._settled = 0  # what is older than this generation can't be undone any more
+        self._kept: dict[int, int] = {}  # generation -> number of its last commit in the chain
+        self._settled = 0  # commits of older generations can no longer be undone
         self._pending: dict[Commit, dict[Worker, dict[int, list[int]]]] = {}  # by epoch
         self._epochs: dict[int, Epoch] = {}
         self.counted = 0
 
     def reported(self, worker: Worker, commit: Commit, epoch: int, samples: list[int]) -> str:
-        """A worker's report. It may come late, when a later world has begun."""
+        """Record a worker's report, which may arrive after a later world has begun."""
         if commit.number > self._kept.get(commit.generation, commit.number):
             return ""  # undone
         if commit.generation < self._settled:
@@ -66,8 +66,9 @@ class SampleHistory:
     def began(
         self, generation: int, size: int, commit: Commit | None, back_to: int | None = None
     ) -> str:
-        """A world. What came after its commit is undone. What that stands on is settled, as far as no later world can
-        go ``back_to`` an older generation.
+        """Record a world. What followed its commit is undone; earlier commits are final.
+
+        ``back_to``: the oldest generation to which a later world may still return.
         """
         self._sizes[generation] = size
         for old in range((commit.generation if commit else 0), generation):
@@ -83,7 +84,9 @@ class SampleHistory:
         return self._settle(before=self._settled)
 
     def finish(self, *, complete: bool) -> str:
-        """The job has ended. ``complete``: with success, so that all of a dataset of known length must be there."""
+        """Check the end of the job. ``complete``: it succeeded, so all samples of a dataset of known size must be
+        there.
+        """
         wrong = self._settle(before=None)
         if wrong or not self._epochs:
             return wrong
@@ -102,15 +105,15 @@ class SampleHistory:
         return self._epochs.setdefault(number, Epoch())
 
     def _settle(self, before: int | None) -> str:
-        """Counts what no later world can undo: commits of generations ``before`` this one, or all."""
+        """Count commits that no later world can undo: of generations before ``before``, or all."""
         for commit in sorted(c for c in self._pending if before is None or c.generation < before):
             reports = self._pending.pop(commit)
-            said = [pair for by_epoch in reports.values() for pair in by_epoch.items()]
+            reported = [pair for by_epoch in reports.values() for pair in by_epoch.items()]
             silent = self._sizes.get(commit.generation, 0) - len(reports)
-            for epoch, samples in said if silent > 0 else ():
+            for epoch, samples in reported if silent > 0 else ():
                 known = self._epoch(epoch).silent
                 known[commit] = (silent, max(len(samples), known.get(commit, (0, 0))[1]))
-            for epoch, samples in said:
+            for epoch, samples in reported:
                 wrong = self._count(commit, epoch, samples)
                 if wrong:
                     return wrong
@@ -144,7 +147,7 @@ class SampleHistory:
             if epoch.last is not None and commit < epoch.last:
                 return f"{twice}, which is not its last round: that was in {epoch.last}"
             if epoch.unreported > 0 or missing > 0:
-                continue  # how long the last partition was can't be known
+                continue  # the length of the last partition is unknown
             size = self._sizes.get(commit.generation, 1)
             left = length - sum(n for g, n in epoch.fresh.items() if g < commit.generation)
             if len(repeats) > -left % size:

@@ -1,4 +1,4 @@
-"""What a journal's events tell of each worker, and which of them can't be true. Pure. See `invariants`."""
+"""Record what events show of each worker, and reject impossible ones. Pure. See `invariants`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from elastic.chaos.invariants.job_so_far import JobSoFar, Known
 from elastic.driver import events
 from elastic.protocol.messages import Commit, Worker
 
-UNKNOWN_S = 600.0  # for a machine that has announced its end, and not when
+UNKNOWN_S = 600.0  # for a machine that has announced its end without a time
 
 
 class WorkerRecords:
-    """The events of one journal, in their order."""
+    """Checks the events of one journal, in order."""
 
     def __init__(self, job: JobSoFar) -> None:
         self.job = job
 
-    # ---- who lives -------------------------------------------------------------------------------------------------
+    # ---- lives -----------------------------------------------------------------------------------------------------
 
     def heard(self, event: events.Event) -> None:
         match event:
@@ -66,7 +66,7 @@ class WorkerRecords:
                     self._heard_late(speaker, event)
 
     def _goes(self, host: str, notice: events.Notice | None) -> None:
-        """Of two announcements the earlier end counts; none: it stays, or is another machine."""
+        """Record a notice. The earlier of two ends counts; None: the machine stays or was replaced."""
         for _, known in self._on(host):
             known.noticed = notice is not None
         if notice is None:
@@ -85,7 +85,7 @@ class WorkerRecords:
         return [(w, known) for w, known in self.job.workers.items() if w.host == host]
 
     def _all_members_are_on(self, host: str) -> bool:
-        """Then nobody is left to go on without it: it is awaited."""
+        """Return whether no other worker could continue, so that the job waits for the host."""
         here = [(w, k) for w, k in self.job.here() if not (k.dismissed or k.finished)]
         return bool(here) and all(w.host == host or k.going for w, k in here)
 
@@ -98,7 +98,7 @@ class WorkerRecords:
         self.job.waits.end(("exit", worker), ("init", worker), ("link", worker))
 
     def _restarted(self) -> None:
-        """Every wait begins anew."""
+        """Restart every wait."""
         self.job.waits.end_all()
         for worker, known in self.job.workers.items():
             if known.connected and not known.going:
@@ -108,10 +108,10 @@ class WorkerRecords:
             self.job.broken_at = self.job.now
             self.job.gathers()
 
-    # ---- what one says ---------------------------------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------------------------------
 
     def _heard_late(self, worker: Worker, event: events.Event) -> None:
-        """It is gone, and the word of its exit was faster than its last words. What they say of commits counts."""
+        """Check a message that arrived after the exit of its sender. What it reports on commits counts."""
         departed, known = self.job.departed.get((worker.host, worker.slot), (None, None))
         if departed != worker or known is None:
             return
@@ -124,7 +124,7 @@ class WorkerRecords:
 
     def _heard_from(self, worker: Worker, known: Known, event: events.Event) -> None:
         if isinstance(event, events.WorkerReady) and 0 < event.number < known.readies:
-            return  # of a wait that is over
+            return  # of an earlier wait
         generation: int | None = getattr(event, "generation", None)
         if isinstance(event, events.WorkerReconnected) and not known.reconnected:
             known.said_at_first = known.said
@@ -161,7 +161,7 @@ class WorkerRecords:
             case events.WorkerQuit(_, generation) if (
                 generation == self.job.generation and not known.going
             ):
-                # Where nobody else is left it may take its time.
+                # Without other members it may take its time.
                 if any(w != worker and not (k.dismissed or k.finished) for w, k in self.job.here()):
                     self.job.goes(worker, known, "has quit", exit_within=self.job.settings.leave_s)
                     known.dismissed = True
@@ -186,7 +186,7 @@ class WorkerRecords:
     def _is_overtaken(
         known: Known, event: events.WorkerReconnected | events.WorkerDisconnected
     ) -> None:
-        """What was under way on its lost connection may come after what it says on another."""
+        """Record that messages of a lost connection may arrive after those of the new one."""
         generation = known.placed
         if isinstance(event, events.WorkerReconnected):
             known.reconnected = True
@@ -195,7 +195,7 @@ class WorkerRecords:
 
     def _speaks_of(self, worker: Worker, known: Known, generation: int) -> None:
         places = sorted({known.before, known.placed})
-        # Of a connection that was lost; 0: from before it had any world. Words of one connection come in their order.
+        # Of a lost connection; 0: from before its first world. Messages of one connection arrive in order.
         was_there = known.first <= generation or not (generation or known.said_at_first)
         late = known.reconnected and was_there and generation < known.placed
         if generation not in places and not late:
@@ -209,7 +209,7 @@ class WorkerRecords:
     def _ready(self, worker: Worker, known: Known, event: events.WorkerReady) -> None:
         known.readies = event.number
         if known.going or (worker in self.job.members and event.generation != self.job.generation):
-            return  # no part of any plan, or it has not seen its new world yet
+            return  # not considered yet, or it has not received its new world yet
         if event.commit is not None and known.holds is not None and event.commit < known.holds:
             what = f"{worker} is ready with commit {event.commit}, expected at least {known.holds}"
             self.job.broken("NEVER BACK", what)
@@ -227,7 +227,7 @@ class WorkerRecords:
 
     def _stopped(self, worker: Worker, known: Known, commit: Commit | None, agreed: Commit) -> None:
         if known.reconnected and commit != agreed:
-            self.job.stop_at = None  # a collective broke at it, and the word of that was lost
+            self.job.stop_at = None  # a collective broke at it, and that message was lost
         elif commit is not None and commit != agreed:
             what = f"{worker} has stopped with commit {commit}, expected {agreed}, like all others"
             self.job.broken("NEVER BACK", what)
@@ -244,7 +244,7 @@ class WorkerRecords:
         known.holds = commit if known.holds is None else max(known.holds, commit)
 
     def _counts_on(self, worker: Worker, known: Known, event: events.WorkerDigested) -> None:
-        """Commits of one worker in one generation do not go back; one may be reported in several parts."""
+        """Check that commits of one worker in one generation do not go back. One may be reported in several parts."""
         generation, commit = event.generation, event.commit
         if commit.generation > generation:
             what = f"{worker} reports commit {commit} while in generation {generation}"

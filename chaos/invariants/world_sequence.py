@@ -1,4 +1,4 @@
-"""Which world may follow the last one, and with whom. Pure. See `invariants`."""
+"""Check which world may follow the previous one, and with which members. Pure. See `invariants`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic.protocol.messages import Commit, Worker
 
 
 class WorldSequence:
-    """The worlds of one journal, one after the other."""
+    """The successive worlds of one journal."""
 
     def __init__(self, job: JobSoFar) -> None:
         self.job = job
@@ -26,7 +26,7 @@ class WorldSequence:
         self._leaves_nobody_behind(set(workers), let_go)
         self._begins_from_the_newest(world, workers, let_go)
         self._keeps_the_order(world, workers)
-        # Where nobody holds a commit any more, they go on from the newest that is durable.
+        # If no worker holds a commit, they continue from the newest durable one.
         durable = self.job.durable
         back_to = None
         if self.job.settings.restarts is not None:
@@ -48,7 +48,7 @@ class WorldSequence:
         self.job.waits.end("gathering", "stop", "end")
 
     def _remember_digests(self, world: PublishWorld) -> None:
-        """Only of what can still be compared: the world begins from its commit, and what is older is over."""
+        """Keep only digests that can still be compared: older ones than the world's commit cannot."""
         base = world.commit
         if base is None:
             self.job.digests.clear()
@@ -97,7 +97,7 @@ class WorldSequence:
             if known is None or worker in chosen or worker in let_go or known.going:
                 continue
             if known.stranded or not known.running:
-                continue  # outside elastic.run: it comes back by itself, as a newcomer
+                continue  # outside elastic.run: it comes back as a new worker
             what = f"{worker} of generation {self.job.generation} was not let go, fenced or lost"
             self.job.broken("ONE GENERATION", f"{what}, and is not in the next world")
 
@@ -118,7 +118,7 @@ class WorldSequence:
         from_storage = isinstance(cause, Reason) and cause.kind is Why.FROM_CHECKPOINT
         if self.job.trained and world.commit is None and not from_storage:
             self.job.broken(
-                "NEVER BACK", f"{began}: all that was trained is lost, and nobody said so"
+                "NEVER BACK", f"{began}: all training is lost, and this was not reported"
             )
         holders = {worker for worker in workers if held.get(worker) == newest}
         if newest is None:
@@ -134,7 +134,7 @@ class WorldSequence:
             self.job.must(old == len(holders), "NEVER BACK", what)
 
     def _keeps_the_order(self, world: PublishWorld, workers: list[Worker]) -> None:
-        end = len(self.job.members)  # that of a newcomer
+        end = len(self.job.members)  # rank for sorting new workers last
         ranks = [self.job.members.get(worker, end) for worker in workers]
         for part in (ranks[: world.holders], ranks[world.holders :]):
             if part != sorted(part):

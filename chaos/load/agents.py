@@ -1,12 +1,12 @@
-"""Very many agents and workers as tasks of one process, for a real driver: the protocol is real, the training is not.
+"""Large numbers of agents and workers as tasks of one process, for a real driver. The protocol is real.
 
 Each agent has the connection, the handshake and the rules of a real one (`Uplink`, `AgentState`); each worker is the
 pure `Recovery` and `Progress` of a real one, without a process: its steps take no time, and it restores at once.
 
-    python -m elastic.chaos.load.agents < orders    one JSON object a line: Begin, then Lose, Count or Finish
+  python -m elastic.chaos.load.agents < orders    one JSON object per line: Begin, then Lose, Count or Finish
 
-Answers are JSON objects, one a line: `Together` whenever all members of a world know their place, `Adopted` whenever
-all agents serve the same driver. It ends when it is told to, or nobody can tell it any more.
+Answers are JSON objects, one per line: `Together` whenever all members of a world have their place, `Adopted` whenever
+all agents serve the same driver. The process ends on Finish or at the end of its input.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from elastic.protocol.framing import TAG_BYTES
 from elastic.protocol.messages import Message, Worker, encoded
 from elastic.runtime.recovery import Phase, Recovery
 
-TICK_S = 1.0  # as the link thread of a worker looks at its progress
+TICK_S = 1.0  # interval of a worker's progress checks
 HEAD = 4 + TAG_BYTES  # bytes of a frame besides its body
 
 
-# ---- what is said to this process, and what it answers -------------------------------------------------------------
+# ---- orders and answers --------------------------------------------------------------------------------------------
 
 
 class Begin(msgspec.Struct, tag=True):
-    """Be these hosts, and call this driver. ``secret`` is hexadecimal."""
+    """Create these hosts, and connect them to this driver. ``secret`` is hexadecimal."""
 
     driver: str
     secret: str
@@ -67,27 +67,27 @@ class Begin(msgspec.Struct, tag=True):
 
 
 class Lose(msgspec.Struct, tag=True):
-    """This host is gone at once, with its agent and its workers."""
+    """Lose a host at once, with its agent and its workers."""
 
     host: str
 
 
 class Count(msgspec.Struct, tag=True):
-    """Say what was received so far."""
+    """Report the number of messages so far."""
 
 
 class Finish(msgspec.Struct, tag=True):
-    """End this process; the driver is told nothing."""
+    """End this process without a message to the driver."""
 
 
 class Together(msgspec.Struct, tag=True):
-    """All members of this generation know their place. Times are CLOCK_MONOTONIC in seconds."""
+    """All members of this generation have their place. Times are CLOCK_MONOTONIC in seconds."""
 
     generation: int
     size: int
-    broken_at: float  # the last one was told that the world before is over
-    last_at: float  # the last one was told its place
-    # Bytes that all hosts together were sent for it: that the one before is over, and all places.
+    broken_at: float  # when the last member received Broken of the previous world
+    last_at: float  # when the last member received its place
+    # bytes that all hosts together received for it: Broken of the previous world, and all places
     bytes_told: int
 
 
@@ -100,7 +100,7 @@ class Adopted(msgspec.Struct, tag=True):
 
 
 class Counted(msgspec.Struct, tag=True):
-    """Messages of all agents, but for `Beat` and `Here`."""
+    """Number of messages of all agents, without `Beat` and `Here`."""
 
     heard: int
     said: int
@@ -116,7 +116,7 @@ answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
 
 class LightAgent:
-    """One host."""
+    """One host: its agent and its workers."""
 
     def __init__(self, host: str, slots: int, fleet: LightAgents) -> None:
         self.host = host
@@ -146,7 +146,7 @@ class LightAgent:
             self._ticking.cancel()
 
     def train(self, generation: int) -> None:
-        """All members of this world have come to its first collective."""
+        """Continue training: all members of this world have reached its first collective."""
         for worker in self.workers.values():
             if worker.trains and worker.recovery.generation == generation:
                 worker.train()
@@ -235,11 +235,11 @@ class LightAgent:
         self._tick_later(TICK_S)
 
 
-# ---- all of them ---------------------------------------------------------------------------------------------------
+# ---- all agents ----------------------------------------------------------------------------------------------------
 
 
 class LightAgents:
-    """``tell`` gets each `Answer`."""
+    """All agents of the process. ``tell`` receives each `Answer`."""
 
     def __init__(self, begin: Begin, tell: Callable[[Answer], None]) -> None:
         self.secret = bytes.fromhex(begin.secret)
@@ -247,7 +247,7 @@ class LightAgents:
         self.heard = self.said = 0  # messages
         self._driver = parse_address(begin.driver)
         self._tell = tell
-        self._bytes = 0  # that were told of the present change
+        self._bytes = 0  # received for the current change
         self._broken_at = 0.0
         self._generation = self._placed = 0
         self._terms: dict[str, int] = {}
@@ -268,7 +268,7 @@ class LightAgents:
             agent.crash()
         await asyncio.sleep(0)
 
-    # ---- told by agents
+    # ---- called by agents
 
     def serves(self, agent: LightAgent, term: int) -> None:
         self._terms[agent.host] = term
@@ -295,7 +295,7 @@ class LightAgents:
 
 
 async def serve(lines: asyncio.StreamReader, tell: Callable[[Answer], None]) -> None:
-    """Until Finish, or the end of ``lines``. Raises Invalid."""
+    """Execute orders until Finish or the end of ``lines``. Raises Invalid."""
     first = orders.decode(await lines.readline() or b"{}")
     if not isinstance(first, Begin):
         raise Invalid("the first order must be Begin")

@@ -1,9 +1,9 @@
-"""A real driver as a process of its own, for agents that come by themselves: see `agents`.
+"""A real driver as a process, for agents that connect by themselves: see `agents`.
 
-    python -m elastic.chaos.load.driver FLAGS OF elasticrun
+  python -m elastic.chaos.load.driver FLAGS OF elasticrun
 
-It is elasticrun, but for two things that thousands of hosts on one machine make necessary: no name of a host is looked
-up, and no agent is started.
+It is elasticrun with two changes that thousands of hosts on one machine require: it resolves no host names and starts
+no agents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic.driver.network.hosts import ThisHost
 
 
 class NobodyStarted:
-    """In place of ssh: whoever is expected is on its way already."""
+    """Replacement of ssh: the expected agents connect by themselves."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -35,7 +35,7 @@ class NobodyStarted:
 
 
 def _elsewhere(name: str) -> list[str]:
-    return ["192.0.2.1"]  # another machine, for whoever asks; nothing is ever sent there
+    return ["192.0.2.1"]  # any other machine; nothing is ever sent there
 
 
 def main(arguments: Sequence[str]) -> int:

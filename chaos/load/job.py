@@ -1,4 +1,4 @@
-"""A real driver process and its light agents, started and watched together: for benchmarks and tests. Acts."""
+"""A real driver process and its light agents, started and observed together, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LightJob:
         (folder / "hosts").write_text("".join(f"{h} slots={n}\n" for h, n in self.hosts.items()))
         (folder / "secret").write_text(self.secret + "\n")
         (folder / "secret").chmod(0o600)
-        self._started: list[subprocess.Popen[bytes]] = []  # the agents, then each driver
+        self._started: list[subprocess.Popen[bytes]] = []  # the agents' process, then each driver
         self._log = open(folder / "log", "ab")  # noqa: SIM115 -- lives as long as the job
         self._errors = open(folder / "agents.log", "ab")  # noqa: SIM115
         command = [sys.executable, "-m", "elastic.chaos.load.agents"]
@@ -84,20 +84,20 @@ class LightJob:
         self._started[-1].wait()
 
     def cpu_s(self) -> float:
-        """That the driver has spent so far, in the system and out of it."""
+        """Return the CPU time of the driver so far, user and system."""
         spent = psutil.Process(self._started[-1].pid).cpu_times()
         return spent.user + spent.system
 
     def waited_s(self) -> float:
-        """Of the driver's first thread, for a core that others had."""
+        """Return the time that the driver's main thread waited for a core."""
         return int(self._proc("schedstat").split()[1]) * 1e-9
 
     def peak_mb(self) -> float:
-        """The most memory that the driver has had so far."""
+        """Return the peak memory of the driver so far."""
         for line in self._proc("status").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024 / MB
-        raise RuntimeError("this kernel does not tell the peak of a process's memory")
+        raise RuntimeError("this kernel does not report the peak memory of a process")
 
     def _proc(self, name: str) -> str:
         return Path(f"/proc/{self._started[-1].pid}/{name}").read_text()
@@ -107,13 +107,13 @@ class LightJob:
         self._agents.stdin.write(msgspec.json.encode(order) + b"\n")
         self._agents.stdin.flush()
 
-    def wait(self, kind: type[Found], wanted: Callable[[Found], bool] = lambda it: True) -> Found:
-        """The next answer of this kind that is wanted; those before it are dropped."""
+    def wait(self, kind: type[Found], accepted: Callable[[Found], bool] = lambda it: True) -> Found:
+        """Return the next answer of this kind that is accepted; earlier answers are dropped."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             while self._answers:
                 answer = self._answers.pop(0)
-                if isinstance(answer, kind) and wanted(answer):
+                if isinstance(answer, kind) and accepted(answer):
                     return answer
             self._answers += self._read(deadline, kind.__name__)
 
@@ -123,11 +123,11 @@ class LightJob:
             selector.register(self._agents.stdout, selectors.EVENT_READ)
             if not selector.select(max(0.0, deadline - time.monotonic())):
                 raise RuntimeError(
-                    f"no {what} within {PATIENCE_S:g} s; the driver said:\n{self._tail('log')}"
+                    f"no {what} within {PATIENCE_S:g} s; output of the driver:\n{self._tail('log')}"
                 )
         data = os.read(self._agents.stdout.fileno(), 1 << 16)
         if not data:
-            raise RuntimeError(f"the agents have ended; they said:\n{self._tail('agents.log')}")
+            raise RuntimeError(f"the agents have ended; their output:\n{self._tail('agents.log')}")
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [answers.decode(line) for line in lines]
 
@@ -135,20 +135,20 @@ class LightJob:
         return "\n".join((self.folder / name).read_text().splitlines()[-30:])
 
     def page_link(self) -> str:
-        """Of the live page, with its token: what the driver's log says of it."""
+        """Return the link of the live page with its token, from the driver's log."""
         found = re.findall(r"page of this job: (\S+)", (self.folder / "log").read_text())
         if not found:
-            raise RuntimeError(f"there is no page; the driver said:\n{self._tail('log')}")
+            raise RuntimeError(f"there is no page; output of the driver:\n{self._tail('log')}")
         return str(found[-1])
 
     def lost_at(self, host: str) -> float:
-        """When the driver knew: what its journal says of it."""
+        """Return when the driver noticed the loss of a host, from its journal."""
         begin, end = b'"event":{"type":"HostLost","host":"%b"' % host.encode(), 0.0
         for line in self.journal.read_bytes().splitlines():
             if begin in line[:200]:
                 end = float(json.loads(line)["at"])
         if not end:
-            raise RuntimeError(f"the journal does not tell of the loss of {host}")
+            raise RuntimeError(f"the journal has no loss of {host}")
         return end
 
 

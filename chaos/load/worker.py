@@ -1,7 +1,7 @@
-"""A worker without a process: the pure machines of a real one, and a script that only trains. See `agents`. Pure.
+"""A worker without a process: the pure state machines of a real one, and a script that only trains. See `agents`. Pure.
 
-Its steps take no time, and it restores at once. Other than a real one it makes a step a second, and commits where it is
-told to stop.
+Its steps take no time, and it restores at once. Unlike a real worker, it makes one step per second, and commits when it
+must stop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STORE = Address("127.0.0.1", 29500)
 
 
 class LightWorker:
-    """One script that calls ``init()``, enters ``elastic.run`` and trains until it is told to end."""
+    """A script that calls ``init()``, enters ``elastic.run`` and trains until a message ends it."""
 
     def __init__(self, worker: Worker, say: Callable[[Worker, Message], None]) -> None:
         self.worker = worker
@@ -36,7 +36,7 @@ class LightWorker:
         self._say(self.worker, messages.Hello(self.worker, 1000 + self.worker.slot))
 
     def hear(self, message: Message) -> None:
-        """What its link thread hears, and what its training thread does about it."""
+        """Process a message as the link thread does, and then as the training thread reacts to it."""
         recovery = self.recovery
         before = recovery.generation
         self._do(recovery.receive(message))
@@ -60,7 +60,7 @@ class LightWorker:
                 pass
 
     def tick(self, now: float) -> None:
-        """Once a second; it has made a step since."""
+        """Report one step of the last second."""
         recovery, progress = self.recovery, self.progress
         if not self.trains:
             return
@@ -79,12 +79,12 @@ class LightWorker:
         self._do(self.recovery.wait_for_world(STORE, LAYOUT.digest if running else ""))
 
     def train(self) -> None:
-        """All have come to the first collective."""
+        """Resume after the first collective of the world."""
         self._do(self.recovery.resumed({"told": 1.0, "cut": 1.0, "group": 20.0, "step": 5.0}))
         self._step()
 
     def _step(self) -> None:
-        """One step and its commit."""
+        """Make one step and commit it."""
         self.recovery.committed()
         self.recovery.arrive()
 

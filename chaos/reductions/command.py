@@ -1,9 +1,9 @@
 """`python -m elastic.chaos reductions`: ranks that share memory reduce tensors while others are killed or frozen.
 
-A few processes form one group after another. In some of them a rank is killed or frozen at any moment; a frozen one is
-killed after the others were told to abort, as the driver does it. Every result that a rank was given is compared, bit
-by bit, with what must come out. A finding is a wrong number, a rank that was given no error, one that was given it
-late, a tensor that somebody wrote into after it was said to be safe, or anything that a process still holds at the end.
+A few processes form one group after another. In some groups a rank is killed or frozen at a random moment; a frozen
+rank is killed after the others were asked to abort, as the driver does it. Every result is compared bit by bit with the
+expected one. Findings are a wrong result, a missing or late error, a tensor that is written after its drain, and
+anything that a process still holds at the end.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main(options: argparse.Namespace) -> int:
     if native_library.load() is None:
         raise Invalid(native_library.missing())
     began = time.monotonic()
-    # Of the whole machine: others may use some too.
+    # Of the whole machine: other processes may use shared memory, too.
     before, segments = psutil.virtual_memory().shared, resources.segments()
     fire = Fire(options.workers, options.seed)
     try:
@@ -91,18 +91,18 @@ def main(options: argparse.Namespace) -> int:
 
 
 class Fire:
-    """Directs the processes, and sets fire to them."""
+    """Directs the processes, and injects the faults."""
 
     def __init__(self, workers: int, seed: int) -> None:
-        torch.set_num_threads(1)  # no thread of this process may hold anything when it forks
+        torch.set_num_threads(1)  # no thread of this process may hold a lock when it forks
         self._pick = random.Random(seed)
         self._numbers = Numbers(seed)
         gc.collect()
-        gc.freeze()  # or each process would look through all of torch again and again
+        gc.freeze()  # otherwise, each process would scan all objects of torch repeatedly
         self._members = [self._fork() for _ in range(workers)]
 
     def run(self, count: int) -> ReductionTally:
-        """All of it, or what was done until a Ctrl-C."""
+        """Run all rounds, or those until a Ctrl-C."""
         tally = ReductionTally()
         with contextlib.suppress(KeyboardInterrupt):
             for number in range(1, count + 1):
@@ -161,10 +161,10 @@ class Fire:
         ]
 
     def _rested(self, member: _Member, tally: ReductionTally) -> CallOutcome:
-        """What it tells; it must hold no more than it ever did in peace."""
+        """Wait for a worker's outcome, and check that it holds nothing more than before."""
         outcome: CallOutcome = _expect(member, CallOutcome)
         held = outcome.rested.held
-        # Of its own arena and of those of the other workers that live, or have just been killed.
+        # Own arena and those of the other workers that live or have just been killed.
         limits = {
             "descriptors": member.rested.held["descriptors"] + len(self._members),
             "mappings": len(self._members) + 1,
@@ -178,7 +178,7 @@ class Fire:
 
 
 class _Member:
-    rested: Rested  # as it told last where it listens, and first what it held
+    rested: Rested  # address of the last report, and what it held at first
 
     def __init__(self, process: BaseProcess, pipe: Connection) -> None:
         self.process = process
@@ -189,11 +189,11 @@ def _expect(member: _Member, kind: type[Any]) -> Any:
     if not member.pipe.poll(ANSWER_S):
         raise SystemExit(f"process {member.process.pid} did not answer for {ANSWER_S:g} s")
     try:
-        said = member.pipe.recv()
+        answer = member.pipe.recv()
     except EOFError:
         raise SystemExit(f"process {member.process.pid} exited; see its output") from None
-    assert isinstance(said, kind), said
-    return said
+    assert isinstance(answer, kind), answer
+    return answer
 
 
 def summary(tally: ReductionTally, seconds: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the ranks of a round put into their tensors, and what must come out, to the last bit."""
+"""Inputs of the ranks of a round, and the expected results, exact to the last bit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _COMBINE: dict[Op, Callable[[Any, Any], Any]] = {
     Op.MIN: torch.minimum,
     Op.MAX: torch.maximum,
 }
-_SPREAD = 1 << 17  # elements between the beginnings of calls and ranks
+_SPREAD = 1 << 17  # elements between the offsets of calls and ranks
 
 ELEMENT_BYTES = {name: getattr(torch, name).itemsize for name in DTYPES}
 
 
 class Numbers:
-    """Of every dtype as many random ones as any call takes. Made once, before processes are forked from this one."""
+    """Random numbers of every dtype, enough for any call. Made once, before the worker processes are forked."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -40,14 +40,14 @@ class Numbers:
             self._of[name] = made.to(dtype)
 
     def put_in(self, call: Call, rank: int) -> torch.Tensor:
-        """A view; for an alltoall of one part for each rank."""
+        """Return a rank's input as a view; for an alltoall with one part per rank."""
         begin = (call.at + rank * 7919) % _SPREAD
         size = len(call.inside)
         elements = call.elements * (size if call.kind is Kind.SCATTER else 1)
         return self._of[call.dtype][begin : begin + elements]
 
     def come_out(self, call: Call, rank: int) -> torch.Tensor:
-        """On this rank."""
+        """Return the expected result on this rank."""
         ranks = range(len(call.inside))
         inputs = [self.put_in(call, each) for each in ranks]
         if call.kind is Kind.BROADCAST:
@@ -60,7 +60,7 @@ class Numbers:
 
 
 def reduced(inputs: list[torch.Tensor], op: Op, scale: float, divisor: int) -> torch.Tensor:
-    """In the order of the ranks; halves are combined in float32 and rounded once."""
+    """Reduce in the order of the ranks; halves are combined in float32 and rounded once."""
     dtype = inputs[0].dtype
     if dtype in (torch.float16, torch.bfloat16):
         inputs = [each.float() for each in inputs]
@@ -69,7 +69,7 @@ def reduced(inputs: list[torch.Tensor], op: Op, scale: float, divisor: int) -> t
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """The same bits, but for which NaN it is."""
+    """Return whether two tensors have the same bits, except for the kind of NaN."""
     if torch.equal(one, other):
         return True
     return one.is_floating_point() and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)

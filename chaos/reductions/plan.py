@@ -1,5 +1,6 @@
-"""Draws what the ranks of one group do and what happens to them, and judges what they tell of it. Deterministic: no
-clock, no process, no tensor. See `command`.
+"""Random rounds of calls and faults for one group, and the check of the ranks' reports. Deterministic.
+
+It uses no clock, process or tensor. See `command`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "fl
 OPS = ("SUM", "MIN", "MAX", "PRODUCT")
 MOST_BYTES = 4 << 20  # of one tensor
 LATE_S = 0.1  # an error that takes longer than this is a finding
-FINDINGS = 20  # more of them say nothing new
+FINDINGS = 20  # the most findings that are kept
 
 
 class Kind(enum.Enum):
@@ -27,12 +28,12 @@ class Kind(enum.Enum):
 class ReductionFault(enum.Enum):
     NONE = "none"
     KILL = "kill"
-    FREEZE = "freeze"  # then the group is aborted, then the frozen one is killed
+    FREEZE = "freeze"  # then the group is aborted, and the frozen rank is killed
 
 
 @dataclass(frozen=True)
 class Call:
-    """``at``: which numbers it takes. ``inside``: for each rank, whether its tensor lies in its arena."""
+    """One collective. ``at`` selects its inputs, ``inside`` says for each rank whether its tensor lies in its arena."""
 
     kind: Kind
     dtype: str
@@ -47,14 +48,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Round:
-    """What one group does: all calls are started before the first is waited for. With a fault they are repeated until
-    they fail; it comes ``after_s`` from when all ranks are in the group, and an abort ``held_s`` later.
+    """Calls of one group; all are started before the first one is waited for.
+
+    With a fault they are repeated until they fail. The fault is injected ``after_s`` after all ranks are in the group,
+    an abort ``held_s`` later.
     """
 
-    ranks: tuple[int, ...]  # which of the workers, by rank
+    ranks: tuple[int, ...]  # workers by rank
     calls: tuple[Call, ...]
     fault: ReductionFault = ReductionFault.NONE
-    victim: int = 0  # a rank
+    victim: int = 0  # rank
     after_s: float = 0.0
     held_s: float = 0.0
 
@@ -80,7 +83,7 @@ def draw(pick: random.Random, workers: int, element_bytes: dict[str, int]) -> Ro
 def _call(pick: random.Random, size: int, element_bytes: dict[str, int]) -> Call:
     dtype = pick.choice(DTYPES)
     kind = pick.choice((Kind.REDUCE,) * 5 + (Kind.BROADCAST, Kind.GATHER, Kind.SCATTER))
-    # As many sizes of every order of magnitude, and now and then one that ends where a chunk or a window does.
+    # Sizes of every order of magnitude are equally likely; some end at a chunk or window border.
     most = MOST_BYTES // element_bytes[dtype] // (size if kind is Kind.SCATTER else 1)
     elements = min(most, int(2 ** (pick.random() * most.bit_length())))
     if pick.random() < 0.1:
@@ -104,17 +107,19 @@ def _call(pick: random.Random, size: int, element_bytes: dict[str, int]) -> Call
 
 @dataclass(frozen=True)
 class Told:
-    """By one rank that lives, of one round. ``late_s``: to the error, from the kill or the abort, or from its own call
-    where that came later. ``ended``: the rank that the error says has died.
+    """Report of one surviving rank of one round.
+
+    ``late_s`` is the time to the error from the kill or the abort, or from its own call if that was later. ``ended`` is
+    the rank that died according to the error.
     """
 
     right: int = 0
-    wrong: tuple[str, ...] = ()  # which calls, and what was wrong
+    wrong: tuple[str, ...] = ()  # the calls, and their errors
     error: str = ""
     ended: int | None = None
     late_s: float = 0.0
-    undrained: bool = False  # it was told at first that another rank may still write
-    written: bool = False  # into its tensor, after it was told that nobody does
+    undrained: bool = False  # at first, another rank might still write
+    written: bool = False  # into its tensor, after the drain
 
 
 @dataclass
@@ -131,7 +136,7 @@ class ReductionTally:
     findings: list[str] = field(default_factory=list)
 
     def note(self, number: int, done: Round, told: Sequence[Told]) -> None:
-        """``told``: by all ranks, but the victim of a fault."""
+        """Add a round. ``told`` has the reports of all ranks except the victim."""
         self.rounds[done.fault] += 1
         for call in done.calls:
             self.calls[call.kind] += 1
@@ -146,17 +151,19 @@ class ReductionTally:
                 self.found(f"round {number}: a tensor was written into after the drain")
             if done.fault is ReductionFault.NONE:
                 if each.error:
-                    self.found(f"round {number}: nothing was done to it, and yet: {each.error}")
+                    self.found(f"round {number}: error without a fault: {each.error}")
                 continue
             if not each.error:
                 self.found(f"round {number}: {done.fault.value}, and no error")
                 continue
             self.errors_s[done.fault].append(each.late_s)
             if done.fault is ReductionFault.KILL and each.ended != done.victim:
-                self.found(f"round {number}: rank {done.victim} was killed, and: {each.error}")
+                self.found(
+                    f"round {number}: rank {done.victim} was killed, but the error is: {each.error}"
+                )
             if each.late_s > LATE_S:
                 self.late += 1
-                if self.late > 1:  # one line for all: they leave no room for other findings
+                if self.late > 1:  # only one finding for all, so that there is room for others
                     continue
                 self.found(f"round {number}: the error came {each.late_s * 1e3:.0f} ms late")
 
@@ -166,7 +173,7 @@ class ReductionTally:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest of the values that at least this share of them does not exceed; 0 where there is none."""
+    """Return the smallest value that at least this share of the values does not exceed; 0 if there are none."""
     ordered = sorted(values)
     if not ordered:
         return 0.0

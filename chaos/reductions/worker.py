@@ -1,4 +1,4 @@
-"""A process that joins one group after another, as it is told, and says what came out of each. See `command`."""
+"""A process that joins one group after another by order, and reports the outcome of each. See `command`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from elastic.protocol.messages import Address
 
 TIMEOUT_S = 20.0
 _PR_SET_PDEATHSIG = 1
-_MARK = 77  # what survivors write into their tensors once nobody else does
+_MARK = 77  # value that survivors write into their tensors after the drain
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class Formed:
-    """Ready for its fault."""
+    """The group is formed, and the fault may be injected."""
 
 
 @dataclass(frozen=True)
 class Rested:
-    """Nothing is under way. Where the worker would serve the next store, and what it holds."""
+    """Nothing is in progress. ``listening`` is the address of the next store, ``held`` what the worker holds."""
 
     listening: Address
     held: dict[str, int]
@@ -60,14 +60,14 @@ class Rested:
 @dataclass(frozen=True)
 class CallOutcome:
     told: Told
-    failed_at: float  # on the clock that all processes share; 0: it did not fail
-    began_at: float  # the wait that failed
-    cut_at: float  # the abort by this process; 0: none
+    failed_at: float  # on the clock that all processes share; 0: no failure
+    began_at: float  # begin of the wait that failed
+    cut_at: float  # abort by this process; 0: none
     rested: Rested
 
 
 class ReductionWorker:
-    """``run`` in a process that was forked for it, until the pipe says None."""
+    """Worker of a forked process: `run` executes tasks until it receives None."""
 
     def __init__(self, pipe: Connection, numbers: Numbers) -> None:
         self._pipe = pipe
@@ -79,7 +79,7 @@ class ReductionWorker:
 
     def run(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the one who directs
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
         torch.set_num_threads(1)
         threading.Thread(target=self._listen, daemon=True).start()
         self._pipe.send(self._rest())
@@ -90,15 +90,15 @@ class ReductionWorker:
     def _listen(self) -> None:
         while True:
             try:
-                said = self._pipe.recv()
+                order = self._pipe.recv()
             except EOFError:
                 os._exit(1)
-            if isinstance(said, Cut):
-                if self._connecting is not None and self._connecting[0] == said.number:
+            if isinstance(order, Cut):
+                if self._connecting is not None and self._connecting[0] == order.number:
                     self._cut_at = time.monotonic()
                     self._connecting[1].abort()
             else:
-                self._tasks.put(said)
+                self._tasks.put(order)
 
     def _rest(self) -> Rested:
         if self._listener is None:
@@ -145,7 +145,7 @@ class ReductionWorker:
 
 
 class _Attempt:
-    """A round on one rank. What must come out is known before it begins, so that an error is noticed at once."""
+    """A round on one rank. The expected results are computed before it begins, so that errors are noticed at once."""
 
     def __init__(self, numbers: Numbers, told: Round, rank: int) -> None:
         self._round = told
@@ -186,7 +186,7 @@ class _Attempt:
             error, ended = str(failed), failed.ended
         group.abort()
         undrained = not group.drain(0.0)
-        written = not group.drain(TIMEOUT_S)  # the frozen one is killed meanwhile
+        written = not group.drain(TIMEOUT_S)  # the frozen rank is killed meanwhile
         for tensor in tensors:
             tensor.fill_(_MARK)
         time.sleep(0.001)
@@ -196,7 +196,7 @@ class _Attempt:
     def _start(
         self, group: Collectives, call: Call, put_in: torch.Tensor
     ) -> tuple[Work, torch.Tensor]:
-        """What is under way, and where its result will be."""
+        """Start a call; return its work and the tensor of its result."""
 
         def placed(elements: int) -> torch.Tensor:
             if call.inside[self._rank]:

@@ -1,7 +1,7 @@
-"""`python -m elastic.chaos simulate`: seeds, one after the other, each a whole job. Prints what a failing one needs.
+"""`python -m elastic.chaos simulate`: simulate a whole job for each of several seeds, and print how to repeat failures.
 
-A run is a function of the seed and of the code, so a violation prints both, writes the driver's journal, and says how
-to see it again.
+A run depends only on the seed and the code, so a violation prints both, writes the driver's journal, and shows the
+command that repeats it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ examples:
   python -m elastic.chaos simulate --seeds 1000                 seeds 0 to 999; prints those that fail
   python -m elastic.chaos simulate --workers 10000 --seed 7     one large job: 300 virtual seconds, failing hosts
   python -m elastic.chaos replay simulated-seed-7.jsonl         check a recorded run by deciding it again"""
-LARGE = 200  # workers: from here on a step of a world is one event
+LARGE = 200  # workers: from here on all members make a step in one event
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """0: nothing false was seen; 1: a violation."""
+    """Return 0 if no violation was seen, else 1."""
     _refuse_what_cannot_run(options)
     if options.workers >= LARGE:
         return _large(options)
@@ -94,7 +94,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _refuse_what_cannot_run(options: argparse.Namespace) -> None:
-    """Raises Invalid before anything runs."""
+    """Raise Invalid, before anything runs, for options that cannot be combined."""
     for name in ("seeds", "workers", "steps"):
         if getattr(options, name) < 1:
             raise Invalid(f"--{name} is {getattr(options, name)}: pass 1 or more")
@@ -147,7 +147,7 @@ def _failed(simulation: Simulation, wrong: str, options: argparse.Namespace) -> 
 
 
 def _commit() -> str:
-    """Of the code that ran."""
+    """Return the commit of this code."""
     here = Path(__file__).resolve().parent
     try:
         found = subprocess.run(

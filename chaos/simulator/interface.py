@@ -1,4 +1,4 @@
-"""What the parts of a simulation know of the whole, and of each other: so that each can be read, and tested, alone."""
+"""Interfaces between the parts of a simulation, so that each can be read and tested on its own."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from elastic.protocol.messages import Worker
 
 
 class Agent(Protocol):
-    """An agent, as its workers see it."""
+    """An agent, as seen by its workers."""
 
     host: str
     frozen: bool
 
     def reaped(self, process: Any, code: int) -> None:
-        """A process has ended."""
+        """Handle the end of a process."""
 
     def watch(self) -> None:
-        """A process may be frozen: take samples."""
+        """Start sampling, because a process may be frozen."""
 
 
 class SimulatedJob(Protocol):
-    """One job. What is `Any` here is a class of the file of that name."""
+    """One job. `Any` stands for a class of the file named in the comment."""
 
     clock: Clock
     network: SimulatedNetwork
@@ -35,22 +35,22 @@ class SimulatedJob(Protocol):
     driver: Any  # simulated_driver
     agents: dict[str, Any]  # simulated_agent, by host
     workers: int
-    processes: dict[Worker, Any]  # simulated_worker: those that live
-    hosts: dict[str, int]  # and their slots
-    listed: dict[str, int]  # as discovery has them now
+    processes: dict[Worker, Any]  # simulated_worker: live ones
+    hosts: dict[str, int]  # with their slots
+    listed: dict[str, int]  # as in the present host list
     steps: int
-    step_s: float  # more than 0: all members make a step in one event, that far apart
-    mild: bool  # faults never take the last holder of the state
-    aimed: int  # kills that wait for a commit
+    step_s: float  # if positive, all members make a step in one event, at this interval
+    mild: bool  # faults spare the last holder of the state
+    aimed: int  # kills to carry out at the next commits
     going_on: bool
     keep_journal: bool
     reports_samples: bool
 
     def note(self, fault: str) -> None:
-        """A fault was injected."""
+        """Record an injected fault."""
 
     def list_hosts(self, hosts: dict[str, int]) -> None:
-        """Discovery has found these, with their slots."""
+        """Set the host list found by discovery, with slots."""
 
     def heal(self, host: str) -> None: ...
 
@@ -65,7 +65,7 @@ class SimulatedJob(Protocol):
     def commits(self, process: Any) -> None: ...
 
     def ordered(self, action: StartWorker | KillWorker | DumpStacks) -> None:
-        """The driver has told an agent. Raises AssertionError where it should not have."""
+        """Check an order of the driver to an agent. Raises AssertionError if it is wrong."""
 
     def decided(self, event: Event, actions: list[Action]) -> None:
-        """The driver has decided; nothing was done about it yet. Raises AssertionError where it is wrong."""
+        """Check a decision of the driver before it is carried out. Raises AssertionError if it is wrong."""

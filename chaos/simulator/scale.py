@@ -1,8 +1,8 @@
-"""Large jobs on the virtual clock, and what a regroup costs as they grow. The machines are the same, the model coarser.
+"""Large jobs on the virtual clock, and the cost of a regroup by their size. The state machines are the real ones.
 
-A step of a world is one event, a heartbeat one per host. Faults are what befalls large jobs most: whole hosts that
-die, in the middle of training, and come back. When its time is up no host fails any more, and the job may finish the
-regroup that it is in: only then it is judged. `python -m elastic.chaos.simulator.scale` prints the table.
+A step of a world is one event, a heartbeat one per host. Faults are the most common ones of large jobs: whole hosts
+that die during training and come back. When the time is up no more hosts fail, and the job may finish a regroup in
+progress before it is judged. `python -m elastic.chaos.simulator.scale` prints the table.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ SIZES = (10, 100, 1_000, 10_000)
 
 
 class Scale:
-    """One large job that trains for a given virtual time while hosts fail, and for as long after it as it takes until
-    all are together again.
-    """
+    """A large job: trains for a given virtual time while hosts fail, and then until all workers are back."""
 
     def __init__(
         self, seed: int, *, workers: int, virtual_s: float = 300.0, host_failures: int = 4
@@ -46,7 +44,7 @@ class Scale:
             sim.clock.at(at, self._lose_a_host)
 
     def run(self) -> Outcome:
-        """Raises Violation, also if training does not go on with everybody LIVENESS_S after the last fault."""
+        """Run the job. Raises Violation, also if not all workers train LIVENESS_S after the last fault."""
         sim = self.simulation
         membership = sim.driver.membership
         try:
@@ -70,7 +68,7 @@ class Scale:
         )
 
     def _settled(self) -> bool:
-        """All train together, and no fault is left that has not been noticed yet."""
+        """Return whether all train together, and every fault has been noticed."""
         sim, membership = self.simulation, self.simulation.driver.membership
         if sim.driver.end is not None:
             return True
@@ -94,12 +92,12 @@ class Scale:
 
 @dataclass
 class Cost:
-    """Of the regroup that follows the loss of one worker."""
+    """Cost of the regroup after the loss of one worker."""
 
     workers: int
-    decide_ms: float  # of the driver's processor time, over all its events
-    events: int  # that the driver heard
-    messages: int  # both ways
+    decide_ms: float  # processor time of the driver, over all its events
+    events: int  # events that the driver received
+    messages: int  # in both directions
     virtual_s: float  # until the new world was published
 
     @property
@@ -108,7 +106,7 @@ class Cost:
 
 
 def regroup(workers: int) -> Cost:
-    """One worker of a training world is killed; what it takes until all others train again."""
+    """Kill one worker of a training world, and measure the cost until all others train again."""
     sim = Scale(1, workers=workers, virtual_s=1e6, host_failures=0).simulation
     driver = sim.driver
     sim.clock.run(1e6, over=lambda: _trains(sim, workers))
@@ -159,7 +157,7 @@ def _trains(sim: Simulation, workers: int) -> bool:
 
 def main() -> int:
     print(
-        "Cost of a regroup after the loss of one worker: all survivors are told, come back, and are placed."
+        "Cost of a regroup after the loss of one worker: all survivors are notified, report ready, and are placed."
     )
     print(
         f"{'workers':>8} {'driver ms':>10} {'us/worker':>10} {'events':>8} {'messages':>9} {'virtual s':>10}"

@@ -1,8 +1,8 @@
-"""An agent on the virtual clock: starts, watches, samples, probes and kills the workers of its host. Decides nothing.
+"""An agent on the virtual clock: starts, watches, samples, probes and kills the workers of its host.
 
-One per host. It speaks as a real one does (`elastic.driver.agents.messages`): attached by a driver, it says which
-workers run and which have ended, because nothing that was said on a lost one can be relied on; then it tells of every
-exit, and says now and then that it is here. When it dies its workers die with it; started again, it finds none.
+There is one per host. It sends the messages of a real one (`elastic.driver.agents.messages`): when a driver attaches,
+it reports which workers run and which have ended, because messages of an earlier connection may be lost; then it
+reports every exit, and sends heartbeats. When it dies its workers die with it; restarted, it has none.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ SAMPLE_S = 0.25
 
 
 class SimulatedAgent:
-    """One host's."""
+    """Agent of one host."""
 
     def __init__(self, sim: SimulatedJob, host: str) -> None:
         self.sim = sim
         self.host = host
         self.identity = messages.HostAgent(host, 1)
-        self.alive = not sim.weather.starts_agents  # else it is started when workers are
+        self.alive = not sim.weather.starts_agents  # otherwise started when workers are
         self.frozen = False
         self.lost = False  # the machine is gone for good
-        # It was cut off or frozen for a short time, which is harmless if it comes once.
+        # End of a short freeze or cut, one of which is harmless.
         self.quiet_until = float("-inf")
         self.processes: dict[Worker, SimulatedWorker] = {}
-        self._notice: Notice | None = None  # of the end of its machine, and when that is
+        self._notice: Notice | None = None  # of the end of its machine, with the time
         self._ends_at = 0.0
         self.link = self._new_link()
         self._exits: dict[Worker, WorkerExited] = {}
         self._leases: Leases[Worker] = Leases(sim.settings.lease_s)
         self._watching = False
-        self._mail: list[messages.AgentMessage] = []  # while it is frozen
+        self._mail: list[messages.AgentMessage] = []  # received while frozen
         self._told_frozen: set[Worker] = set()
 
     def _new_link(self) -> SimulatedLink:
@@ -53,7 +53,7 @@ class SimulatedAgent:
         self.sim.driver.agent_called(connection, self.identity)
 
     def _attached(self) -> None:
-        """Who runs, and what became of the others."""
+        """Report running workers, and the exits of others."""
         exits = [*self._exits.values()]
         self.say(messages.Registered(0, "", [], [*self.processes], exits, notice=self.notice))
         for worker in self._told_frozen:
@@ -63,16 +63,16 @@ class SimulatedAgent:
         self.link.send(self.sim.driver.agent_said, self.identity, message)
 
     def beat(self) -> None:
-        """It runs, and so does its network."""
+        """Send a heartbeat."""
         connection = self.link.connection
         if connection is not None and self.alive and not self.frozen:
             connection.beat(self.sim.driver.agent_said, self.identity, messages.Here())
 
-    # ---- what it is told -------------------------------------------------------------------------------------------
+    # ---- orders ----------------------------------------------------------------------------------------------------
 
     def receive(self, connection: Connection, message: messages.AgentMessage) -> None:
         if connection is not self.link.connection or not self.alive:
-            return  # from a driver, or a time, that is over
+            return  # from an earlier driver or incarnation
         if self.frozen:
             self._mail.append(message)
         else:
@@ -109,14 +109,14 @@ class SimulatedAgent:
                 pass
 
     def kill(self, worker: Worker) -> None:
-        """SIGKILL: frozen processes die too."""
+        """Kill with SIGKILL, which also ends frozen processes."""
         if worker in self.processes:
             self.processes[worker].die(-9)
 
-    # ---- what it sees ----------------------------------------------------------------------------------------------
+    # ---- observations ----------------------------------------------------------------------------------------------
 
     def reaped(self, process: SimulatedWorker, code: int) -> None:
-        """A process has ended."""
+        """Handle the end of a process."""
         worker = process.worker
         self.processes.pop(worker, None)
         self.sim.processes.pop(worker, None)
@@ -134,7 +134,7 @@ class SimulatedAgent:
             self.say(messages.Seen(event))
 
     def watch(self) -> None:
-        """Samples are taken all the time; where every worker runs they only renew leases, and are left out."""
+        """Start sampling. While every worker runs, samples would only renew leases, and are omitted."""
         if not self._watching:
             self._watching = True
             now = self.sim.clock.now
@@ -163,24 +163,24 @@ class SimulatedAgent:
 
     @property
     def notice(self) -> Notice | None:
-        """With the time that is left."""
+        """The notice, with the remaining time."""
         if self._notice is None or self._notice.within_s is None:
             return self._notice
         left_s = max(0.0, self._ends_at - self.sim.clock.now)
         return Notice(self._notice.text, left_s)
 
     def announce(self, notice: Notice | None) -> None:
-        """The machine says that it goes, or, None, that it stays after all."""
+        """Announce the end of the machine, or, with None, that it stays."""
         self._notice = notice
         if notice is not None and notice.within_s is not None:
             self._ends_at = self.sim.clock.now + notice.within_s
         if self.alive:
             self.say(messages.Announced(notice))
 
-    # ---- what befalls it -------------------------------------------------------------------------------------------
+    # ---- faults ----------------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """With its workers."""
+        """Crash, with its workers."""
         if not self.alive:
             return
         self.alive = self.frozen = False
@@ -190,13 +190,14 @@ class SimulatedAgent:
             process.die(-9)
         self._leases = Leases(self.sim.settings.lease_s)
         self._told_frozen.clear()
-        if self.link.connection is not None and not self.lost:  # its machine has closed nothing
+        # a lost machine closes no connection
+        if self.link.connection is not None and not self.lost:
             self.link.connection.break_off()
         self.link.closed = True
 
     def restart(self) -> None:
         if not self.alive and not self.lost:
-            if self.link.connection is not None:  # its machine came back, and knows nothing of it
+            if self.link.connection is not None:  # the machine came back without it
                 self.link.connection.break_off()
             self.alive = True
             self.identity = messages.HostAgent(self.host, self.identity.incarnation + 1)

@@ -1,9 +1,9 @@
 """A driver on the virtual clock: the real JobDecisions and AgentPool under a model of their loop, server and journal.
 
-Every event is written to the journal, with the actions that it led to, before anything is done about it. The driver
-can crash wherever it gives up control: before an event is written, or between any two actions. Restarted, it feeds its
-journal to a new Membership and goes on from there: it knows what it decided, and not what was done of it. Agents speak
-to its AgentPool; workers have connections of their own, as on one machine.
+Every event is written to the journal, with the resulting actions, before these are carried out. The driver can crash
+wherever it yields control: before an event is written, or between any two actions. Restarted, it replays its journal
+into a new Membership and continues: it knows its decisions, but not which actions were carried out. Agents talk to its
+AgentPool; workers have their own connections, as on a single machine.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from elastic.driver.membership.worker_messages import event_of
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Worker
 
-BEAT_S = 0.9  # between two answers of an agent to the beats of the driver
+BEAT_S = 0.9  # between two heartbeats of an agent
 ARM_S = 0.001
 LAST_S = 2.0  # from the last exit to the end of the driver's process
 AGENT_STARTS_S = (0.05, 0.5)  # how long it takes to start an agent
 
 
 class SimulatedDriver:
-    """One job's."""
+    """Driver of one job."""
 
     def __init__(self, sim: SimulatedJob) -> None:
         self.sim = sim
@@ -51,12 +51,12 @@ class SimulatedDriver:
         self.membership = Membership(sim.settings)
         self.entries: list[Entry] = []
         self.up = True
-        self.leaves = False  # nobody is left, and it is about to end
+        self.leaves = False  # no worker is left, and it is about to end
         self.gone = False  # it has ended, with the job
         self.paused = False
         self.end: events.EndJob | None = None
         self.ended_at = 0.0
-        # Crashes at the n-th place from here where it gives up control.
+        # Crash at the n-th place from here at which it yields control.
         self.doom: int | None = None
         self.down_s = 1.0
         self.crashes = 0
@@ -66,7 +66,7 @@ class SimulatedDriver:
         self._term = 0
         self.pool = self._new_pool()
         self._pool_alarm: float | None = None
-        self._backlog: list[Callable[[], None]] = []  # while it is frozen
+        self._backlog: list[Callable[[], None]] = []  # events while frozen
         self._alarm: float | None = None
         self._arming = False
         sim.clock.at(0.0, self._meet, pool_events.DriverReady())
@@ -96,7 +96,7 @@ class SimulatedDriver:
         if not self.sim.step_s:
             self._arm()
         elif not self._arming:
-            # As the real loop: once for all that has come together.
+            # Like the real loop: once for all events that arrive together.
             self._arming = True
             self.sim.clock.after(ARM_S, self._arm)
 
@@ -111,7 +111,7 @@ class SimulatedDriver:
         )
 
     def _dies(self) -> bool:
-        """One place where it gives up control."""
+        """Pass a place at which it yields control. Return whether it is down."""
         if self.doom is not None and self.up:
             self.doom -= 1
             if self.doom <= 0:
@@ -155,7 +155,7 @@ class SimulatedDriver:
                     hosts.setdefault(worker.host, []).append(worker)
                 for host, there in hosts.items():
                     self._tell_agent(self.pool.agent_of(host), Probe(there))
-                # The answer of any other worker only names a line of its script.
+                # Other workers would only report a line of the script.
                 asked = self.membership.worlds.signs.asked
                 self._send([each for each in workers if each in asked], messages.Locate())
             case events.GiveUpHost(host, reason):
@@ -209,7 +209,7 @@ class SimulatedDriver:
         self._workers[worker] = connection
 
     def heard(self, connection: Connection, worker: Worker, message: Message) -> None:
-        """What a worker said, on its present connection or on one that was lost."""
+        """Handle a worker's message, from its present or a lost connection."""
         self.hear(event_of(worker, message))
 
     def lost(self, connection: Connection, silent: bool) -> None:
@@ -218,7 +218,7 @@ class SimulatedDriver:
         worker = connection.worker
         if worker is not None:
             if self._workers.get(worker) is not connection:
-                return  # it has another one already
+                return  # already replaced
             del self._workers[worker]
             self.hear(events.WorkerDisconnected(worker, silent))
             return
@@ -244,17 +244,17 @@ class SimulatedDriver:
         return AgentPool(attach, starts_agents=starts_agents, adopted=[*self.membership.roster])
 
     def listed(self, hosts: dict[str, int]) -> None:
-        """Discovery has found these."""
+        """Handle a new host list."""
         self._meet(events.HostsChanged(dict(hosts)))
         self.hear(events.HostsChanged(dict(hosts)))
 
     def agent_called(self, connection: Connection, agent: HostAgent) -> None:
-        """On a new connection, which stands in for an open one."""
+        """Accept a connection of an agent, which replaces an open one."""
         self._agents[agent] = connection
         self._meet(pool_events.AgentCalled(agent))
 
     def agent_said(self, connection: Connection, agent: HostAgent, message: AgentMessage) -> None:
-        """Also what was under way on a connection that was lost; but who runs is believed on the present one only."""
+        """Handle an agent's message, also from a lost connection, except reports of running workers."""
         if not self.up or (isinstance(message, Registered) and connection.over):
             return
         match message:
@@ -266,7 +266,7 @@ class SimulatedDriver:
         self._meet(pool_events.AgentSaid(agent, message))
 
     def _last_words(self, event: events.WorkerExited) -> None:
-        """Usually everything that a process has said is heard before its exit."""
+        """Usually deliver all messages of a process before its exit."""
         mine = self._workers.pop(event.worker, None)
         if mine is not None and not self.sim.clock.chance(self.sim.weather.early_exits):
             mine.flush(INWARD)
@@ -280,7 +280,7 @@ class SimulatedDriver:
         pool = self.pool
         for action in pool.handle(event, self.sim.clock.now):
             if not self.up or pool is not self.pool:
-                return  # it has crashed over the one before
+                return  # crashed during the previous action
             self._carry_out(action)
         self._arm_pool()
 
@@ -303,7 +303,7 @@ class SimulatedDriver:
 
     def _tell_agent(self, agent: HostAgent | None, message: AgentMessage) -> None:
         if agent is None or isinstance(message, Beat):
-            return  # the network knows by itself who acknowledges nothing
+            return  # the simulated network detects missing acknowledgements itself
         connection = self._agents.get(agent)
         if connection is not None:
             connection.send(OUTWARD, self.sim.agents[agent.host].receive, message)
@@ -328,7 +328,7 @@ class SimulatedDriver:
             self._pool_alarm = None
             self._meet(events.TimePassed())
 
-    # ---- what befalls it -------------------------------------------------------------------------------------------
+    # ---- faults ----------------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
         if not self.up:
@@ -342,7 +342,7 @@ class SimulatedDriver:
         self.sim.clock.after(self.down_s, self.restart)
 
     def restart(self) -> None:
-        """From the journal."""
+        """Restart from the journal."""
         if self.gone:
             return
         self.up = True

@@ -1,8 +1,8 @@
-"""What can go wrong in a simulation. Each fault is one call that chooses its victims by the run's own random numbers.
+"""Faults of a simulation. Each is a function that chooses its victims with the run's own random numbers.
 
-``MILD`` ones always leave somebody who holds the newest commit and can go on, so that the job has to succeed. A run
-does not have all of them: its seed draws which, how often, and how good the network is (a swarm finds more than a
-uniform mixture does, in which one frequent fault hides what another leads to).
+``MILD`` faults always leave workers that hold the newest commit and can continue, so the job must succeed. A run does
+not use all kinds: its seed draws which, how often, and the quality of the network (a swarm finds more than a uniform
+mixture, in which one frequent fault hides the consequences of another).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Fault = Callable[[SimulatedJob], None]
 
 
 def _sound(sim: SimulatedJob) -> list[SimulatedWorker]:
-    """Those that will go on if nothing is done to them."""
+    """Return the workers that will continue if nothing is done to them."""
     return [
         p
         for p in sim.processes.values()
@@ -36,7 +36,7 @@ def _sound(sim: SimulatedJob) -> list[SimulatedWorker]:
 
 
 def _spared(sim: SimulatedJob, victims: list[SimulatedWorker]) -> bool:
-    """Whether two sound holders are left without these; a mild run sees to it, any other does not care."""
+    """Return whether a mild run may lose these victims: two sound holders must remain. Other runs may always."""
     if not sim.mild:
         return True
     left = [p for p in _sound(sim) if p not in victims]
@@ -46,13 +46,13 @@ def _spared(sim: SimulatedJob, victims: list[SimulatedWorker]) -> bool:
 
 
 def _one(sim: SimulatedJob) -> SimulatedWorker | None:
-    """A worker that may be lost."""
+    """Return a worker that may be lost."""
     candidates = [p for p in _sound(sim) if _spared(sim, [p])]
     return sim.clock.random.choice(candidates) if candidates else None
 
 
 def _agent(sim: SimulatedJob) -> SimulatedAgent | None:
-    """An agent that may be lost, with its workers."""
+    """Return an agent that may be lost, with its workers."""
     agents = [
         a
         for a in sim.agents.values()
@@ -65,7 +65,7 @@ def _agent(sim: SimulatedJob) -> SimulatedAgent | None:
 
 
 def kill_one(sim: SimulatedJob) -> None:
-    """SIGKILL, but not of the last members that hold the state."""
+    """Kill a worker, but not one of the last members that hold the state."""
     holders = [p for p in sim.processes.values() if newest(p) is not None]
     spare = [p for p in sim.processes.values() if newest(p) is None]
     victims = [p for p in [*(holders if len(holders) > 2 else []), *spare] if _spared(sim, [p])]
@@ -83,12 +83,12 @@ def kill_rank_0(sim: SimulatedJob) -> None:
 
 
 def kill_at_a_commit(sim: SimulatedJob) -> None:
-    """When the next worker has committed."""
+    """Kill the next worker that commits."""
     sim.aimed += 1
 
 
 def strike(sim: SimulatedJob) -> None:
-    """Kill or freeze a process at one of the next places where it gives up control."""
+    """Kill or freeze a process at one of the next places at which it yields control."""
     process = _one(sim)
     if process is not None:
         frozen_s = sim.clock.random.choice((0.0, 0.0, 0.7, 5.0))
@@ -97,7 +97,7 @@ def strike(sim: SimulatedJob) -> None:
 
 
 def kill_many(sim: SimulatedJob) -> None:
-    """Any number at once, all of them too."""
+    """Kill any number of workers at once, possibly all."""
     victims = list(sim.processes.values())
     for process in sim.clock.random.sample(victims, sim.clock.random.randint(0, len(victims))):
         sim.note(f"kill {process.worker}")
@@ -105,7 +105,7 @@ def kill_many(sim: SimulatedJob) -> None:
 
 
 def freeze(sim: SimulatedJob) -> None:
-    """SIGSTOP, and SIGCONT after a while."""
+    """Send SIGSTOP, and SIGCONT after a while."""
     process = _one(sim)
     if process is not None:
         seconds = sim.clock.random.choice((0.5, 1.5, 8.0, 90.0))
@@ -116,7 +116,7 @@ def freeze(sim: SimulatedJob) -> None:
 
 
 def leave(sim: SimulatedJob) -> None:
-    """SIGTERM."""
+    """Send SIGTERM."""
     process = _one(sim)
     if process is not None:
         sim.note(f"leave {process.worker}")
@@ -124,7 +124,7 @@ def leave(sim: SimulatedJob) -> None:
 
 
 def raise_in_user_code(sim: SimulatedJob) -> None:
-    """In one worker, or the same in several: an exception, or sys.exit."""
+    """Raise an exception, or call sys.exit, in one worker, or the same in several."""
     random = sim.clock.random
     number = random.choice((1, 1, 2))
     text = random.choice("abcdefghij")
@@ -135,19 +135,19 @@ def raise_in_user_code(sim: SimulatedJob) -> None:
 
 
 def stick(sim: SimulatedJob) -> None:
-    """User code blocks, or spins, for ever."""
+    """Make user code block or spin forever."""
     process = _one(sim)
     if process is not None:
         others = (p for p in sim.processes.values() if p is not process)
         if all(p.trouble or p.point in ("stuck", "spinning") for p in others):
-            return  # nobody would wait for it, so nobody could tell
+            return  # no other worker would wait for it, so it could not be detected
         process.trouble = sim.clock.random.choice(("stuck", "spinning"))
         process.doomed = True
         sim.note(f"{process.trouble} {process.worker}")
 
 
 def slow_down(sim: SimulatedJob) -> None:
-    """A step that takes long, or a phase that is marked as long: nobody may be killed for either."""
+    """Make a step take long, or mark a phase as long. No worker may be killed for either."""
     sound = [p for p in _sound(sim) if not p.trouble]
     if sound:
         process = sim.clock.random.choice(sound)
@@ -158,7 +158,7 @@ def slow_down(sim: SimulatedJob) -> None:
 
 
 def hang_a_gpu(sim: SimulatedJob) -> None:
-    """Its host goes on, launches, and waits."""
+    """Hang a GPU. Its host continues, launches, and waits."""
     process = _one(sim)
     if process is not None:
         sim.note(f"the GPU of {process.worker} hangs")
@@ -166,7 +166,7 @@ def hang_a_gpu(sim: SimulatedJob) -> None:
 
 
 def hang_the_network(sim: SimulatedJob) -> None:
-    """Of GPUs: no collective of this world ends any more, and no worker is to blame."""
+    """Hang the network of GPUs: no collective of this world ends any more, and no worker is to blame."""
     sim.training.on_gpus = True
     if sim.training.worlds:
         generation = max(sim.training.worlds)
@@ -175,7 +175,7 @@ def hang_the_network(sim: SimulatedJob) -> None:
 
 
 def spoil_all(sim: SimulatedJob) -> None:
-    """A bit has flipped in the memory of one, its gradients were NaN for all, and a checkpoint has found that."""
+    """Corrupt the state of all workers by a bit flip in one, as a checkpoint detects."""
     driver = sim.driver
     if not driver.up or driver.paused:
         return
@@ -189,7 +189,7 @@ def spoil_all(sim: SimulatedJob) -> None:
     commit = process.recovery.newest
     spoilt = ReplicasSpoilt(generation, commit, [process.worker], 2)
     driver.hear(spoilt)
-    if driver.entries[-1].event == spoilt:  # it did not die before
+    if driver.entries[-1].event == spoilt:  # the driver did not crash before
         for each in members:
             sim.training.spoils(each)
 
@@ -198,7 +198,7 @@ def spoil_all(sim: SimulatedJob) -> None:
 
 
 def change_hosts(sim: SimulatedJob) -> None:
-    """Any part of the list, none of it too; often back again at once."""
+    """List any part of the hosts, possibly none; often all again shortly after."""
     hosts = {h: n for h, n in sim.hosts.items() if sim.clock.random.random() < 0.7}
     if not _spared(sim, [p for p in sim.processes.values() if p.worker.host not in hosts]):
         return
@@ -208,7 +208,7 @@ def change_hosts(sim: SimulatedJob) -> None:
 
 
 def crash_agent(sim: SimulatedJob) -> None:
-    """And its workers with it."""
+    """Crash an agent, with its workers."""
     agent = _agent(sim)
     if agent is not None:
         down_s = sim.clock.random.choice((0.1, 1.0, 6.0))
@@ -219,7 +219,7 @@ def crash_agent(sim: SimulatedJob) -> None:
 
 
 def lose_host(sim: SimulatedJob) -> None:
-    """The machine dies without a word and does not come back while there are faults."""
+    """Lose a machine, which sends nothing and comes back only after the faults."""
     agent = _agent(sim)
     if agent is not None and len(sim.agents) > 1:
         sim.note(f"lose {agent.host}")
@@ -227,16 +227,16 @@ def lose_host(sim: SimulatedJob) -> None:
 
 
 def announce_an_end(sim: SimulatedJob) -> None:
-    """The machine says that it will be gone; then it is, or it says that it stays, or nothing at all happens."""
+    """Announce the end of a machine, which then goes, withdraws the notice, or does nothing."""
     random = sim.clock.random
     agent = _agent(sim)
     if agent is None or len(sim.agents) < 2 or agent.notice is not None:
         return
     within_s = random.choice((0.0, 0.1, 2.0, 5.0, 15.0))
-    told = random.random() < 0.8
+    timed = random.random() < 0.8
     then = random.choice(("it goes", "it goes", "it stays", "nothing"))
-    sim.note(f"{agent.host} announces its end in {within_s} s, told {told}; {then}")
-    agent.announce(Notice("taken back", within_s if told else None))
+    sim.note(f"{agent.host} announces its end in {within_s} s, with time {timed}; {then}")
+    agent.announce(Notice("taken back", within_s if timed else None))
     if then == "it goes":
         for process in agent.processes.values():
             process.doomed = True
@@ -246,14 +246,16 @@ def announce_an_end(sim: SimulatedJob) -> None:
 
 
 def _too_soon(sim: SimulatedJob, agent: SimulatedAgent, seconds: float) -> bool:
-    """Two short silences with no beat between are a long one: a mild run must not take a host by that."""
+    """Return whether a mild run must skip this: two short silences without a heartbeat between them add up to a long
+    one.
+    """
     now, before = sim.clock.now, agent.quiet_until
     agent.quiet_until = now + seconds
     return sim.mild and now - before < sim.settings.lease_s
 
 
 def freeze_agent(sim: SimulatedJob) -> None:
-    """Its workers go on."""
+    """Freeze an agent, whose workers continue."""
     agent = _agent(sim)
     if agent is not None:
         seconds = sim.clock.random.choice((0.5, 1.2, 6.0))
@@ -268,7 +270,7 @@ def freeze_agent(sim: SimulatedJob) -> None:
 
 
 def freeze_machine(sim: SimulatedJob) -> None:
-    """All of it, but its kernel, which acknowledges what comes: an agent and its workers."""
+    """Freeze a whole machine except its kernel, which acknowledges packets: an agent and its workers."""
     agent = _agent(sim)
     if agent is None or len(sim.agents) < 2:
         return
@@ -298,7 +300,7 @@ def break_connection(sim: SimulatedJob) -> None:
 
 
 def break_connections(sim: SimulatedJob) -> None:
-    """All of one host, or of all hosts."""
+    """Break all connections of one host, or of all hosts."""
     hosts = list(sim.agents)
     if sim.clock.chance(0.7):
         hosts = [sim.clock.random.choice(hosts)]
@@ -309,7 +311,7 @@ def break_connections(sim: SimulatedJob) -> None:
 
 
 def cut_host(sim: SimulatedJob) -> None:
-    """In one direction or both, with or without what its workers send each other."""
+    """Cut a host off in one direction or both, with or without its connections to other workers."""
     random = sim.clock.random
     seconds = random.choice((0.3, 0.8, 3.0, 15.0))
     agent = _agent(sim) if seconds > 1 else random.choice(list(sim.agents.values()))
@@ -332,7 +334,7 @@ def cut_host(sim: SimulatedJob) -> None:
 
 
 def slow_network(sim: SimulatedJob) -> None:
-    """To and from one host."""
+    """Slow down the network of one host."""
     host = sim.clock.random.choice(list(sim.agents))
     sim.note(f"slow network at {host}")
     sim.network.slow[host] = sim.clock.random.choice((3.0, 10.0))
@@ -342,14 +344,14 @@ def slow_network(sim: SimulatedJob) -> None:
 
 
 def scale(sim: SimulatedJob) -> None:
-    """To any size that the job may have, or to one that it may not."""
+    """Scale to any size, also an invalid one."""
     workers = sim.clock.random.randint(1, sim.workers + 2)
     sim.note(f"scale to {workers}")
     sim.driver.hear(ScaleRequested(0, workers))
 
 
 def drain(sim: SimulatedJob) -> None:
-    """Or have workers there again."""
+    """Drain a host, or undo that."""
     host, off = sim.clock.random.choice([*sim.hosts, "unknown"]), sim.clock.chance(0.3)
     sim.note(f"drain {host}{' no more' if off else ''}")
     sim.driver.hear(DrainRequested(0, host, off))
@@ -366,7 +368,7 @@ def remove(sim: SimulatedJob) -> None:
 
 
 def crash_driver(sim: SimulatedJob) -> None:
-    """At one of the next places where it gives up control."""
+    """Crash the driver at one of the next places at which it yields control."""
     driver = sim.driver
     if driver.up and driver.doom is None:
         driver.doom = sim.clock.random.randint(1, 60)
@@ -412,19 +414,19 @@ ON_GPUS: list[Fault] = [hang_a_gpu, hang_the_network, slow_down]  # in jobs that
 
 @dataclass
 class Weather:
-    """What a seed draws before its run begins."""
+    """Conditions of a run, drawn from its seed."""
 
     faults: list[Fault] = field(default_factory=list)
     step_s: tuple[float, float] = (0.002, 0.03)
     network: Conditions = field(default_factory=Conditions)
-    early_exits: float = 0.0  # share of exits that are heard before the last words of the process
-    struck: float = 0.0  # share of new processes that are killed or frozen on their way
-    # The driver does, where it needs one; else they run from the beginning.
+    early_exits: float = 0.0  # share of exits that arrive before the last messages of the process
+    struck: float = 0.0  # share of new processes that are killed or frozen during start-up
+    # Whether the driver starts agents on demand; otherwise they run from the beginning.
     starts_agents: bool = False
 
     @property
     def loses_messages(self) -> bool:
-        """Whether connections of living processes break."""
+        """Whether connections of live processes break."""
         breaking = (
             break_connection,
             break_connections,
@@ -437,7 +439,7 @@ class Weather:
 
     @classmethod
     def drawn(cls, seed: int, *, mild: bool) -> Weather:
-        """The seed alone says which kinds of faults there are."""
+        """Draw the conditions of a seed."""
         source = random.Random(f"weather {seed}")
         kinds = MILD if mild else EVERY
         some = source.sample(kinds, source.randint(2, len(kinds)))

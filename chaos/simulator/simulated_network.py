@@ -1,9 +1,9 @@
-"""Connections between the driver and processes on hosts, as TCP makes them. On the virtual clock.
+"""Connections between the driver and processes on hosts, with the properties of TCP. On the virtual clock.
 
-What is sent on one connection arrives in order, after random times. A connection that breaks loses the end of what was
-under way, each direction its own, and the two sides learn of it at different times. A host can be cut off in one
-direction or in both: then what is sent waits, as TCP repeats it, until the cut ends or the lease on the connection
-runs out. Pieces of a lost connection may still turn up later ("ghosts"), as a driver that mistook them would hear them.
+Messages of one connection arrive in order, after random delays. A connection that breaks loses the end of what was in
+flight, separately for each direction, and the two sides detect it at different times. A host can be cut off in one
+direction or both: messages then wait, as TCP retransmits them, until the cut ends or the connection's lease expires.
+Messages of a lost connection may still arrive later ("ghosts"), as a faulty driver would receive them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from elastic.chaos.simulator.virtual_clock import Clock
 from elastic.protocol.messages import Worker
 
 INWARD, OUTWARD = 0, 1  # towards the driver, and away from it
-GHOST_S = 6.0  # a piece of a lost connection may come so late
+GHOST_S = 6.0  # maximum delay of a message of a lost connection
 
 Deliver = Callable[..., None]
 
 
 class DriverEnd(Protocol):
-    """What the network asks of the driver."""
+    """The part of the driver that the network uses."""
 
     def can_accept(self) -> bool: ...
 
@@ -32,11 +32,11 @@ class DriverEnd(Protocol):
 
 @dataclass
 class Conditions:
-    """How good the network is."""
+    """Quality of the network."""
 
-    delays_s: tuple[float, ...] = (0.0005, 0.001, 0.02)  # the longest, one drawn per message
-    ghosts: float = 0.0  # share of lost messages that come late after all
-    lease_s: float = 2.0  # what is not acknowledged for so long breaks the connection
+    delays_s: tuple[float, ...] = (0.0005, 0.001, 0.02)  # maximum delays, one drawn per message
+    ghosts: float = 0.0  # share of lost messages that arrive late
+    lease_s: float = 2.0  # a connection breaks if messages are not acknowledged for this long
 
 
 class SimulatedNetwork:
@@ -48,11 +48,11 @@ class SimulatedNetwork:
         self.messages = 0
         self.driver: DriverEnd
         self.cuts: set[tuple[str, int]] = set()
-        self.slow: dict[str, float] = {}  # host: how many times slower
+        self.slow: dict[str, float] = {}  # host -> slowdown factor
         self._of: dict[str, list[Connection]] = {}  # by host
 
     def open(self, host: str, lost: Callable[[Connection], None]) -> Connection | None:
-        """A new connection from a process on ``host``; None if the driver can't be reached now."""
+        """Open a connection from a process on ``host``; None if the driver cannot be reached now."""
         blocked = (host, INWARD) in self.cuts or (host, OUTWARD) in self.cuts
         if blocked or not self.driver.can_accept():
             return None
@@ -69,7 +69,7 @@ class SimulatedNetwork:
         return list(self._of.get(host, ()))
 
     def driver_gone(self) -> None:
-        """Its process has ended: so have all connections, also those that it had not heard of yet."""
+        """End all connections with the driver's process, including those that it had not accepted yet."""
         for connections in list(self._of.values()):
             for connection in list(connections):
                 connection.break_off(tell_driver=False)
@@ -98,7 +98,7 @@ class SimulatedNetwork:
 
 
 class Connection:
-    """One of them. ``lost`` tells the process, the driver is told by its own name for it."""
+    """One connection. ``lost`` notifies the process; the driver is notified by its own method."""
 
     __slots__ = (
         "_ahead",
@@ -119,21 +119,22 @@ class Connection:
         self.network = network
         self.host = host
         self.over = False
-        self.worker: Worker | None = None  # whose it is, once the driver knows
+        self.worker: Worker | None = None  # its process, once the driver knows it
         self._lost = lost
-        # Per direction: how many were sent and have arrived, how many will at most, and when the last one does.
+        # Per direction: numbers of messages sent, arrived and to be delivered at most, and the time of the last
+        # arrival.
         self._sent = [0, 0]
         self._arrived = [0, 0]
         self._limit: list[float] = [float("inf"), float("inf")]
         self._ahead = [0.0, 0.0]
-        self._held: tuple[deque[Any], deque[Any]] = (deque(), deque())  # under way, or cut off
+        self._held: tuple[deque[Any], deque[Any]] = (deque(), deque())  # in flight, or cut off
 
     def send(self, way: int, deliver: Deliver, *args: Any) -> None:
-        """``deliver`` is called with the connection and ``args`` when it arrives, if it does."""
+        """Send a message. ``deliver`` is called with the connection and ``args`` when it arrives, if it does."""
         network = self.network
         network.messages += 1
         if self.over:
-            return  # the sender does not know it yet
+            return  # the sender has not detected it yet
         self._sent[way] += 1
         self._held[way].append((self._sent[way], deliver, args))
         if network.cuts and (self.host, way) in network.cuts:
@@ -141,7 +142,7 @@ class Connection:
         self._carry(way, self._sent[way])
 
     def beat(self, deliver: Deliver, *args: Any) -> None:
-        """Inwards, for what the next one replaces: it is not repeated and holds nothing up."""
+        """Send a heartbeat inwards, which is not retransmitted and delays nothing."""
         network = self.network
         network.messages += 1
         if not self.over and (self.host, INWARD) not in network.cuts:
@@ -162,18 +163,18 @@ class Connection:
                 deliver(self, *args)
 
     def flush(self, way: int) -> None:
-        """What was sent so far arrives now."""
+        """Deliver everything sent so far."""
         if (self.host, way) not in self.network.cuts:
             self._arrive(way, self._sent[way])
 
     def resume(self) -> None:
-        """A cut has ended."""
+        """Continue after a cut."""
         for way in (INWARD, OUTWARD):
             if self._held[way]:
                 self._carry(way, self._sent[way])
 
     def close(self) -> None:
-        """The process has ended: what it said arrives, then the driver sees the end."""
+        """Close at the end of the process: its messages arrive, then the driver sees the end."""
         if not self.over:
             self.send(INWARD, self._closed)
             self.over = True
@@ -183,7 +184,7 @@ class Connection:
         self.network.driver.lost(self, False)
 
     def break_off(self, *, silent: bool = False, tell_driver: bool = True) -> None:
-        """The end of what was under way is lost."""
+        """Break the connection, losing the end of what is in flight."""
         self.network.drop(self)
         if self.over and not silent:
             return
@@ -207,7 +208,7 @@ class Connection:
 
 
 class SimulatedLink:
-    """A process's way to the driver: one connection after the other."""
+    """A process's connections to the driver, one after the other."""
 
     def __init__(
         self,
@@ -267,7 +268,7 @@ class SimulatedLink:
             self.connection.send(INWARD, deliver, *args)
 
     def close(self) -> None:
-        """The process has ended."""
+        """Close at the end of the process."""
         self.closed = True
         if self.connection is not None:
             self.connection.close()

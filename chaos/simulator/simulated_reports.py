@@ -1,4 +1,4 @@
-"""What a worker tells the driver of itself, while it trains: that it waits, how fast it is, what it has trained on."""
+"""A worker's reports to the driver during training: waits, pace and trained samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACE_S, LARGE_PACE_S = 5.0, 30.0
 
 
 class Reporter(Protocol):
-    """The worker."""
+    """The part of a worker that reports use."""
 
     recovery: Recovery
     alive: bool
@@ -28,21 +28,21 @@ class Reporter(Protocol):
 
 
 class SimulatedReports:
-    """Of one worker."""
+    """Reports of one worker."""
 
     def __init__(self, sim: SimulatedJob, worker: Reporter) -> None:
         self.samples: list[int] = []  # since the last commit
-        self.idle = False  # it waits outside of a collective, and uses no processor
-        self.phase = ""  # what it has marked as long
+        self.idle = False  # waits outside collectives, and uses no processor
+        self.phase = ""  # the marked long phase
         self._sim = sim
         self._worker = worker
-        self._said_at = 0.0  # that it waits
+        self._said_at = 0.0  # time of the last report of a wait
         self._cpu_s = 0.0
         self._looked_at = sim.clock.now
-        self._paced = (0.0, 0, 0.0)  # since when, collectives, seconds in them
+        self._paced = (0.0, 0, 0.0)  # start, collectives, and seconds spent in them
 
     def cpu_s(self) -> float:
-        """Processor time so far, as its host counts it."""
+        """Return the processor time so far, as measured by its host."""
         now, worker = self._sim.clock.now, self._worker
         if not (self.idle or worker.frozen or worker.inside is not None):
             self._cpu_s += now - self._looked_at
@@ -50,12 +50,12 @@ class SimulatedReports:
         return self._cpu_s
 
     def waits(self, collective: Collective) -> None:
-        """It has waited in there for a while."""
+        """Report that it has waited in a collective for a while."""
         worker, now = self._worker, self._sim.clock.now
         if not worker.alive or worker.frozen:
             return
         rank = worker.recovery.place.rank
-        # Again and again only on GPUs, whose state may change while it waits.
+        # Repeated only on GPUs, whose state may change meanwhile.
         due = self._sim.training.on_gpus and now - self._said_at >= REPEAT_S
         if rank not in collective.told or due:
             collective.told.add(rank)
@@ -72,7 +72,7 @@ class SimulatedReports:
         worker.say(messages.Progress(*where, waited_s, self.phase, gpu))
 
     def reconnected(self) -> None:
-        """What it said last may be lost."""
+        """Repeat the last report, which may be lost."""
         inside = self._worker.inside
         if inside is not None and self._worker.recovery.place.rank in inside.told:
             self.progress(inside)
@@ -80,7 +80,7 @@ class SimulatedReports:
             self.progress(None)
 
     def digest(self, commit: Commit) -> None:
-        """Of the state that it has committed, and of the samples since the commit before."""
+        """Report the digest of a commit, and the samples since the previous one."""
         samples, self.samples = self.samples, []
         generation, state = self._worker.recovery.generation, self._worker.state
         if not self._sim.reports_samples:
@@ -95,14 +95,14 @@ class SimulatedReports:
         self._paced = (self._sim.clock.now, 0, 0.0)
 
     def left(self, collective: Collective, began: float) -> None:
-        """A collective that it came to at this time is over for it."""
+        """Record the end of a collective that was entered at ``began``."""
         since, collectives, waited_s = self._paced
         self._paced = (since, collectives + 1, waited_s + self._sim.clock.now - began)
         if self._worker.recovery.place.rank in collective.told:
             self.progress(None)
 
     def pace(self) -> None:
-        """Now and then."""
+        """Report the pace periodically."""
         since, collectives, waited_s = self._paced
         over_s = self._sim.clock.now - since
         if over_s >= (LARGE_PACE_S if self._sim.step_s else PACE_S):

@@ -1,9 +1,9 @@
-"""What simulated workers train, and what must hold about it whoever dies: only a simulator can see all of it at once.
+"""The training of simulated workers, and its invariants, which only a simulator can check globally.
 
-A state is a number of steps, a cursor into the samples, and a hash of how both came about, so that two states are
-equal only if the same worlds made them. A collective belongs to one generation, needs every rank of it, and brings
-equal states together; each of its ranks brings the sample that it trained. Whoever finishes must have trained every
-sample of every epoch exactly once, but for the repeats that fill the last round.
+A state is a number of steps, a cursor into the samples, and a hash of their history, so that two states are equal only
+if the same worlds produced them. A collective belongs to one generation, needs every rank of it, and requires equal
+states; each rank contributes the sample that it trained. Each worker that finishes must have trained every sample of
+every epoch exactly once, except for the repeats that fill the last round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic.driver.events import PublishWorld
 from elastic.protocol.messages import GRADIENTS, Commit, Launches, Worker
 from elastic.runtime.recovery import Recovery
 
-LOOK_S = 1.0  # who has waited for so long in a collective says so
+LOOK_S = 1.0  # wait in a collective after which it is reported
 
 
 class State(NamedTuple):
@@ -25,7 +25,9 @@ class State(NamedTuple):
     cursor: int = 0  # samples trained, over all epochs
 
     def sample(self, rank: int, epoch: int) -> int:
-        """The sample that this rank trains next, counted over all epochs. The last round of an epoch is filled up."""
+        """Return the sample that this rank trains next, counted over all epochs. The last round of an epoch is
+        filled up.
+        """
         before = self.cursor % epoch
         left = epoch - before
         return self.cursor + rank if rank < left else self.cursor - before + rank - left
@@ -37,7 +39,7 @@ class State(NamedTuple):
 
 
 class Collective:
-    """One collective of one generation: done when all ranks have come, each hearing of it at its own time."""
+    """One collective of one generation. Complete when all ranks have come, which each detects at its own time."""
 
     __slots__ = ("brought", "came", "done", "key", "ranks", "samples", "sent", "since", "told")
 
@@ -46,11 +48,11 @@ class Collective:
         self.ranks = ranks
         self.came: dict[int, Process] = {}
         self.samples: dict[int, int] = {}
-        self.brought: State | None = None  # by the first that came
-        self.sent = State(0, 0)  # by the first of the ranks
+        self.brought: State | None = None  # state of the first to arrive
+        self.sent = State(0, 0)  # state of the first of the ranks
         self.done: set[int] = set()
         self.since: dict[int, float] = {}
-        self.told: set[int] = set()  # ranks that have said that they wait
+        self.told: set[int] = set()  # ranks that have reported their wait
 
     @property
     def complete(self) -> bool:
@@ -59,11 +61,11 @@ class Collective:
 
 class WaitReports(Protocol):
     def waits(self, collective: Collective) -> None:
-        """Tells the driver for what, and for how long."""
+        """Report to the driver what it waits for, and how long."""
 
 
 class Process(Protocol):
-    """A worker, as training sees it: see `elastic.chaos.simulator.simulated_worker`."""
+    """A worker, as seen by training: see `elastic.chaos.simulator.simulated_worker`."""
 
     worker: Worker
     recovery: Recovery
@@ -77,40 +79,41 @@ class Process(Protocol):
     def alive(self) -> bool: ...
 
     def poke(self) -> None:
-        """Something that it waits for may have happened."""
+        """Recheck what it waits for."""
 
     @property
     def reports(self) -> WaitReports: ...
 
 
 class Training:
-    """Of one job: its worlds, its collectives, every state that was ever committed."""
+    """Training of one job: its worlds, collectives, and every state that was ever committed."""
 
     def __init__(self, sim: SimulatedJob) -> None:
         self.sim = sim
-        # Samples; no world's size divides it.
+        # Samples; not divisible by any world's size.
         self.epoch = 61 if sim.workers < 30 else 8 * sim.workers + 1
         self.worlds: dict[int, PublishWorld] = {}
         self.ranks: dict[int, dict[Worker, int]] = {}
         self._runs: dict[int, WorldRun] = {}
-        self.cut_off: set[str] = set()  # hosts whose workers can't reach those of others
+        self.cut_off: set[str] = set()  # hosts whose workers cannot reach other hosts' workers
         self._collectives: dict[tuple[int, str, int], Collective] = {}
         self._stalled: list[Collective] = []
         self._copying: dict[tuple[int, int], tuple[int, ...]] = {}
         self._states: dict[Commit, State] = {}
-        # History: the one before, and its samples.
+        # History -> its predecessor and its samples.
         self._made: dict[int, tuple[int, list[int]]] = {}
         self.on_gpus = False
         self.hung: set[int] = set()  # generations in which NCCL hangs
-        self._spoilt: set[int] = set()  # histories that nobody may go on from
-        self._losing: dict[int, set[Worker]] = {}  # by generation: who hears of a closed socket
+        self._spoilt: set[int] = set()  # histories that must not be continued
+        # by generation: workers that detect closed sockets
+        self._losing: dict[int, set[Worker]] = {}
 
     def published(self, world: PublishWorld) -> None:
         self.worlds[world.generation] = world
         self.ranks[world.generation] = {m.worker: n for n, m in enumerate(world.members)}
 
     def copying(self, holders: int, size: int) -> tuple[int, ...]:
-        """The ranks among which the state is copied: the source, and all that lack it."""
+        """Return the ranks that take part in copying the state: the source, and all that lack it."""
         if (holders, size) not in self._copying:
             self._copying[holders, size] = (0, *range(max(1, holders), size))
         return self._copying[holders, size]
@@ -179,7 +182,7 @@ class Training:
         peer.poke()
 
     def _count(self, collective: Collective) -> None:
-        """One step, made by all: which samples it trained."""
+        """Record one step, made by all, with the samples it trained."""
         generation, size = collective.key[0], len(collective.ranks)
         before = collective.brought
         assert before is not None
@@ -194,7 +197,7 @@ class Training:
         self._made.setdefault(after.history, (before.history, fresh))
 
     def _look(self, collective: Collective) -> None:
-        """What the link threads of those who wait look at once a second."""
+        """Report long waits, as link threads do once a second."""
         waits = False
         for rank, peer in collective.came.items():
             if peer.inside is collective and rank not in collective.done:
@@ -206,7 +209,7 @@ class Training:
     # ---- GPUs ------------------------------------------------------------------------------------------------------
 
     def launches(self, process: Process, collective: Collective) -> list[Launches]:
-        """How far the GPU of one that waits is: each step launches one collective."""
+        """Return the progress of a waiting worker's GPU: each step launches one collective."""
         if not self.on_gpus or collective.key[1] != "gradients" or len(collective.ranks) < 2:
             return []
         launched = collective.key[2] + 1
@@ -214,10 +217,10 @@ class Training:
         done = launched - (process.recovery.place.rank not in collective.done)
         return [Launches(GRADIENTS, len(collective.ranks), launched, arrived, done)]
 
-    # ---- memory that is damaged ------------------------------------------------------------------------------------
+    # ---- corrupted memory ------------------------------------------------------------------------------------------
 
     def spoils(self, process: Process) -> None:
-        """Its gradients were NaN: whatever comes of what it holds is worthless."""
+        """Mark the worker's states as corrupted: its gradients were NaN."""
         self._spoilt |= {process.state.history, process.saved.history}
 
     def _is_spoilt(self, history: int) -> bool:
@@ -225,24 +228,24 @@ class Training:
             history = self._made[history][0]
         return history in self._spoilt
 
-    # ---- peers that are gone ---------------------------------------------------------------------------------------
+    # ---- lost peers ------------------------------------------------------------------------------------------------
 
     def peers_lose(self, process: Process, generation: int) -> None:
-        """Its sockets of this generation are closed: blocked collectives fail at the others, each in its time."""
+        """Close a worker's sockets of a generation: blocked collectives fail at the other ranks, at different times."""
         world = self.worlds.get(generation)
         if world is None:
             return
-        told = self._losing.setdefault(generation, set())
-        if len(told) == len(world.members):
+        notified = self._losing.setdefault(generation, set())
+        if len(notified) == len(world.members):
             return
         clock = self.sim.clock
         for member in world.members:
             worker = member.worker
-            if worker not in told and worker != process.worker:
+            if worker not in notified and worker != process.worker:
                 apart = worker.host in self.cut_off or process.worker.host in self.cut_off
                 if apart and worker.host != process.worker.host:
-                    continue  # it hears nothing of it: the driver has to say it
-                told.add(worker)
+                    continue  # unreachable, so only the driver can notify it
+                notified.add(worker)
                 peer = self.sim.processes.get(worker)
                 if peer is not None:
                     clock.after(clock.between(0.0, 0.04), peer.peer_gone, generation)
@@ -256,17 +259,17 @@ class Training:
         for collective in stalled:
             self._try_to_complete(collective)
 
-    # ---- what must hold --------------------------------------------------------------------------------------------
+    # ---- invariants ------------------------------------------------------------------------------------------------
 
     def labelled(self, process: Process) -> None:
-        """Equal commits are equal states."""
+        """Check that equal commits are equal states."""
         commit = process.recovery.newest
         assert commit is not None
         known = self._states.setdefault(commit, process.saved)
         assert known == process.saved, f"{process.worker} holds another state as {commit}"
 
     def completed(self, process: Process, steps: int) -> None:
-        """It has returned: its history has every sample once."""
+        """Check a worker that has returned: its history has every sample once."""
         assert process.state.steps == steps, f"{process.worker} finished after {process.state}"
         history = process.state.history
         assert not self._is_spoilt(history), f"{process.worker} has finished with what was spoilt"
@@ -280,7 +283,7 @@ class Training:
 
 
 class WorldRun:
-    """All members of one generation in step: one event for a step of the whole world, whatever its size."""
+    """All members of one generation in lockstep: one event for a step of the whole world, whatever its size."""
 
     def __init__(self, training: Training, generation: int, size: int, step_s: float) -> None:
         self.training = training
@@ -291,7 +294,7 @@ class WorldRun:
         self._due = False
 
     def join(self, process: Process, commits: Callable[[], bool]) -> None:
-        """``commits`` makes a step at this worker; False: it has something else to do now."""
+        """Add a process. ``commits`` makes a step of this worker; False: it has other work first."""
         self.joined[process] = commits
         if not self._due and len(self.joined) == self.size:
             self._due = True
@@ -310,7 +313,7 @@ class WorldRun:
         before = first.state
         for process in self.joined:
             if process.frozen or not process.alive:
-                # Nobody gets on. The others will hear that the world is over.
+                # The world makes no progress; the others will be notified that it is over.
                 self._due = True
                 clock.after(self.step_s, self._step)
                 return

@@ -1,8 +1,8 @@
 """A worker on the virtual clock: a real Recovery machine under a model of the run loop, its link and its collectives.
 
-The training thread is a generator. Wherever it gives up control it yields the name of the place and what it waits for:
-seconds, or a condition that is looked at again whenever something happens to this worker. At each of these places the
-process can be killed or frozen.
+The training thread is a generator. Wherever it yields control, it yields the name of the place and what it waits for:
+seconds, or a condition that is rechecked whenever something happens to this worker. At each of these places the process
+can be killed or frozen.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from elastic.runtime.recovery import Cut, Phase, Recovery, Send, Verdict
 
 HOLD_S = 60.0
 DEVICE_S = 10.0
-GIVE_UP_S = 40.0  # without any connection to the driver
+GIVE_UP_S = 40.0  # without a connection to the driver
 Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 
-QUITS = {"a": 0, "b": 3}  # user code calls sys.exit instead, with this code
-QUITTING_S = 8.0  # at most, for an interpreter to end
+QUITS = {"a": 0, "b": 3}  # user code calls sys.exit with this code
+QUITTING_S = 8.0  # maximum time for an interpreter to exit
 
 
 class UserError(Exception):
-    """What user code raises."""
+    """Raised by simulated user code."""
 
 
 class SimulatedWorker:
@@ -42,25 +42,25 @@ class SimulatedWorker:
         self.worker = worker
         self.recovery = Recovery()
         self.alive = True
-        # Everybody starts with weights of its own.
+        # Each starts with different weights.
         self.state = State(0, sim.clock.random.getrandbits(32))
         self.saved = self.state
         self.frozen = False
-        self.doomed = False  # something was done to it that it may be killed for
-        self.point = "start"  # where its training thread has given up control
-        self.will_raise = ""  # one of few, so that several raise the same
-        self.trouble = ""  # at its next step: stuck, spinning, slow, long
+        self.doomed = False  # it may be killed for something that was done to it
+        self.point = "start"  # where its training thread has yielded control
+        self.will_raise = ""  # one of few texts, so that several workers raise the same
+        self.trouble = ""  # for its next step: stuck, spinning, slow, long
         self.trouble_s = 0.0
-        self.gpu_hangs = False  # it comes to no collective any more
-        self.innocent = False  # slow, or in a long phase: it must not be killed for that
-        # At the n-th such place, or at the one of that name: killed, or frozen for so long.
+        self.gpu_hangs = False  # it reaches no more collectives
+        self.innocent = False  # slow, or in a long phase, for which it must not be killed
+        # To be killed, or frozen for a time, at the n-th such place or the one of that name.
         self.strike: tuple[int | str, float] | None = None
         self.inside: Collective | None = None
         self.entered = 0  # collectives of this generation
         self._said_hello = False
         self._welcomed = False
-        self._unread: list[tuple[Connection, Message]] = []  # while it is frozen
-        self._failed: set[int] = set()  # generations of which a peer is gone
+        self._unread: list[tuple[Connection, Message]] = []  # received while frozen
+        self._failed: set[int] = set()  # generations that have lost a peer
         self._verdict = Verdict.PASS
         self._waits_for: Callable[[], bool] = lambda: False
         self.reports = SimulatedReports(sim, self)
@@ -76,7 +76,7 @@ class SimulatedWorker:
     # ---- the process -----------------------------------------------------------------------------------------------
 
     def poke(self) -> None:
-        """Something happened: go on if that is what the training thread waits for."""
+        """Continue if what the training thread waits for has happened."""
         while self.alive and not self.frozen and self._waits_for():
             try:
                 self.point, awaited = next(self._thread)
@@ -119,13 +119,13 @@ class SimulatedWorker:
             self.agent.reaped(self, code)
 
     def freeze(self) -> None:
-        """SIGSTOP."""
+        """Simulate SIGSTOP."""
         if self.alive and not self.frozen:
             self.frozen = self.link.asleep = True
             self.agent.watch()
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Simulate SIGCONT."""
         if not self.alive or not self.frozen:
             return
         self.frozen = False
@@ -137,12 +137,12 @@ class SimulatedWorker:
 
     @property
     def leaves(self) -> bool:
-        """Whether it will go by itself, sooner or later."""
+        """Whether it will leave by itself at some time."""
         listed = self.worker.slot < self.sim.listed.get(self.worker.host, 0)
         return not listed or self.recovery.leaving or self.recovery.phase is Phase.OVER
 
     def trains(self, generation: int) -> bool:
-        """Whether it could take part in a step of this generation now."""
+        """Return whether it could take part in a step of this generation now."""
         recovery = self.recovery
         return (
             self.alive
@@ -172,7 +172,7 @@ class SimulatedWorker:
         self.link.send(self.sim.driver.heard, self.worker, message)
 
     def receive(self, connection: Connection, message: Message) -> None:
-        """The link thread."""
+        """Handle a message in the link thread."""
         if self.frozen:
             self._unread.append((connection, message))
         elif self.alive and isinstance(message, messages.Locate):
@@ -194,7 +194,7 @@ class SimulatedWorker:
                 case Cut(generation):
                     self.sim.training.peers_lose(self, generation)
 
-    # ---- what a script does ----------------------------------------------------------------------------------------
+    # ---- script ----------------------------------------------------------------------------------------------------
 
     def _life(self) -> Thread:
         between = self.sim.clock.between
@@ -384,10 +384,10 @@ class SimulatedWorker:
         self.perform(self.recovery.fail(generation, "connection closed by peer"))
         raise_if_broken(self.recovery)
 
-    # ---- many workers in step --------------------------------------------------------------------------------------
+    # ---- many workers in lockstep ----------------------------------------------------------------------------------
 
     def _train_in_step(self) -> Thread:
-        """As `_train`, where one event makes the steps of all members."""
+        """Like `_train`, but one event makes the steps of all members."""
         generation, size = self.recovery.generation, self.recovery.place.size
         run = self.sim.training.run_of(generation, size, self.sim.step_s)
         began = self.state.steps
@@ -407,7 +407,7 @@ class SimulatedWorker:
             yield from self._at_check()
 
     def _one_step(self) -> bool:
-        """In the world's one event. False: this worker has to see to something."""
+        """Make a step in the world's event. Return False if this worker has other work."""
         self.entered += 1
         if self.entered == 1:
             self.perform(self.recovery.resumed({}))
@@ -421,7 +421,7 @@ class SimulatedWorker:
 
 
 def raise_if_broken(recovery: Recovery) -> None:
-    """What unwinds user code."""
+    """Raise the exception that unwinds user code, if the world is over."""
     if recovery.phase is Phase.BROKEN:
         raise PeerLost(recovery.reason)
     if recovery.phase is Phase.OVER:
@@ -429,6 +429,6 @@ def raise_if_broken(recovery: Recovery) -> None:
 
 
 def newest(worker: SimulatedWorker) -> Commit | None:
-    """What it could bring into the next world."""
+    """Return the commit that it could bring into the next world."""
     here = worker.alive and worker.recovery.running and worker.recovery.phase is not Phase.OVER
     return worker.recovery.newest if here else None

@@ -1,9 +1,9 @@
-"""Runs the real Membership, AgentPool and Recovery of a whole job on a virtual clock. A run is a function of its seed.
+"""Runs the real Membership, AgentPool and Recovery of a whole job on a virtual clock. Deterministic for each seed.
 
-One driver, an agent on each host, workers; between them a network that delays, loses, repeats and cuts. First come
-faults, in which only safety is asked for: after every event the invariants hold, and nothing false is trained. Then
-they stop: what is cut is healed, what is frozen wakes, who crashed is started, and within LIVENESS_S the job has
-trained to its end or has ended with a reason. No real clock, process, socket or thread.
+There is one driver, an agent on each host, and workers; between them is a network that delays, loses, duplicates and
+partitions. In the first phase faults happen, and only safety is checked: after every event the invariants hold, and
+nothing wrong is trained. Then faults stop: cuts are healed, frozen processes resume, crashed ones are restarted, and
+within LIVENESS_S the job must train to its end or end with a reason. No real clock, process, socket or thread.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
 FAULTS_S = 12.0  # virtual seconds in which faults happen
-LIVENESS_S = 400.0  # virtual seconds after them in which the job must end, and all of its processes
+LIVENESS_S = 400.0  # virtual seconds after them in which the job and all of its processes must end
 SLOTS = 2  # per host
 
 
 @dataclass
 class Outcome:
-    """How a run ended."""
+    """Outcome of a run."""
 
     code: int
     reason: Reason
@@ -49,7 +49,7 @@ class Outcome:
 
 
 class Violation(AssertionError):
-    """An invariant does not hold. Carries the seed and the latest events."""
+    """A broken invariant, with the seed and the latest events."""
 
 
 def settings_for(
@@ -60,7 +60,7 @@ def settings_for(
     starting_max: int | None = None,
     restarts: int | None = None,
 ) -> Settings:
-    """Short enough for what is stuck to be found while a run lasts."""
+    """Return settings short enough for stuck workers to be detected during a run."""
     return Settings(
         np=workers,
         workers_min=min(2, workers),
@@ -84,7 +84,7 @@ def settings_for(
 
 
 class Simulation:
-    """One job. ``faults`` is how many are injected; ``mild`` ones never take the last holder of the state."""
+    """One job. ``faults``: how many are injected; ``mild`` ones spare the last holder of the state."""
 
     def __init__(
         self,
@@ -108,11 +108,11 @@ class Simulation:
         self.workers = workers
         self.steps = steps
         self.mild = mild
-        self.step_s = step_s  # more than 0: all members make a step in one event, that far apart
+        self.step_s = step_s  # if positive, all members make a step in one event, at this interval
         self.keep_journal = keep_journal
         self.faults_s = faults_s
         self.weather = weather or Weather.drawn(seed, mild=mild)
-        # The one report that is not repeated on a new connection.
+        # This report is not repeated on a new connection.
         self.reports_samples = not self.weather.loses_messages
         self.settings = settings_for(
             workers, standbys, silence_s=silence_s, starting_max=starting_max, restarts=restarts
@@ -122,16 +122,16 @@ class Simulation:
         self.network.conditions.lease_s = self.settings.lease_s
         wanted = workers + standbys
         self.hosts = {f"h{n}": slots for n in range((wanted + slots - 1) // slots)}
-        self.listed = self.hosts  # as discovery has it now
+        self.listed = self.hosts  # as in the present host list
         self.processes: dict[Worker, SimulatedWorker] = {}  # live ones
         self.training = Training(self)
         self.driver = SimulatedDriver(self)
         self.network.driver = self.driver
         self.agents = {host: SimulatedAgent(self, host) for host in self.hosts}
         self.invariants: Invariants | None = Invariants(self.settings)
-        self.faults: list[str] = []  # those that were injected
+        self.faults: list[str] = []  # injected ones
         self.places: Counter[str] = Counter()
-        self.aimed = 0  # kills that wait for a commit
+        self.aimed = 0  # kills to carry out at the next commits
         self.going_on = True
         at = self.clock.at
         for agent in self.agents.values():
@@ -139,7 +139,7 @@ class Simulation:
                 at(0.0, agent.link.open)
         at(0.5, self.list_hosts, self.hosts)
         at(0.3, self._beat)
-        # Who steps with all others reports no collective, so nobody could tell who is stuck.
+        # Workers in lockstep report no collectives, so a stuck one could not be detected.
         kinds = [
             kind for kind in self.weather.faults if not (step_s and kind is simulated_faults.stick)
         ]
@@ -151,7 +151,7 @@ class Simulation:
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """To the end of the job and of its processes. Raises Violation."""
+        """Run to the end of the job and of its processes. Raises Violation."""
         try:
             self.clock.run(self.faults_s + LIVENESS_S, over=self._over)
             end = self.driver.end
@@ -187,20 +187,20 @@ class Simulation:
         return not self.going_on
 
     def story(self, last: int | None = None) -> str:
-        """What the driver heard and did, readable, and what was done to it all."""
+        """Return a readable list of the driver's events and actions, and of the faults."""
         entries = self.driver.entries[-last if last else 0 :]
         since = entries[0].at if entries else 0.0
         faults = [f"fault: {fault}" for fault in self.faults]
         return "\n".join([*faults, f"from {since:.3f} s:", *tell(entries, since=0.0)])
 
     def write_journal(self, path: Path) -> None:
-        """As a real driver writes it."""
+        """Write the journal as a real driver does."""
         journal = FileJournal.begin(path, self.settings)
         for entry in self.driver.entries:
             journal.record(entry.at, entry.event, entry.actions, error=entry.error)
         journal.close()
 
-    # ---- the world around ------------------------------------------------------------------------------------------
+    # ---- environment -----------------------------------------------------------------------------------------------
 
     def note(self, fault: str) -> None:
         self.faults.append(f"{self.clock.now:.3f} {fault}")
@@ -223,7 +223,7 @@ class Simulation:
         self.training.heal(host)
 
     def lose_host(self, host: str) -> None:
-        """It dies as it stands: no connection is closed, nobody hears anything."""
+        """Lose a host: no connection is closed, and no process is notified."""
         agent = self.agents[host]
         agent.lost = True
         self.network.cut(host, 0, 1)
@@ -231,7 +231,7 @@ class Simulation:
         agent.crash()
 
     def calm(self) -> None:
-        """Faults are over; what they did to processes that were fenced for it is not."""
+        """End the faults. Their consequences for fenced processes remain."""
         self.weather.struck = 0.0
         self.aimed = 0
         self.network.slow.clear()
@@ -243,14 +243,14 @@ class Simulation:
         for agent in self.agents.values():
             self.heal(agent.host)
             if agent.lost:
-                agent.announce(None)  # it is another machine
+                agent.announce(None)  # a replacement machine
             agent.lost = False
             agent.thaw()
             if not self.weather.starts_agents:
                 agent.restart()
         self.list_hosts(self.hosts)
 
-    # ---- told by the others ----------------------------------------------------------------------------------------
+    # ---- notifications ---------------------------------------------------------------------------------------------
 
     def born(self, process: SimulatedWorker) -> None:
         if self.clock.chance(self.weather.struck) and not self.mild:
@@ -265,13 +265,13 @@ class Simulation:
         self.training.labelled(process)
 
     def commits(self, process: SimulatedWorker) -> None:
-        """Where the state is at its most delicate: some have committed, and others have not."""
+        """Aim kills at the moment when some workers have committed and others have not."""
         if self.aimed:
             self.aimed -= 1
             self.clock.after(self.clock.between(0.0, 0.02), simulated_faults.kill_one, self)
 
     def ordered(self, action: StartWorker | KillWorker | DumpStacks) -> None:
-        """Nobody is killed for being slow, for a phase that was marked as long, or for another's GPU."""
+        """Check that no worker is killed for being slow, for a phase marked as long, or for another's GPU."""
         if isinstance(action, KillWorker):
             process = self.processes.get(action.worker)
             why = action.reason.kind
@@ -285,11 +285,11 @@ class Simulation:
             )
 
     def decided(self, event: Event, actions: list[Action]) -> None:
-        """After each of the driver's decisions, before anything is done about it."""
+        """Check each of the driver's decisions before it is carried out."""
         if self.invariants is not None:
             self.invariants.saw(self.clock.now, event, actions)
         if not self.step_s:
-            self.driver.membership.check()  # looks at every worker
+            self.driver.membership.check()  # checks every worker
         for action in actions:
             if isinstance(action, PublishWorld):
                 self.training.published(action)

@@ -1,4 +1,4 @@
-"""A clock that is moved by what happens next. Everything random in a run comes from its one seeded source."""
+"""A clock that advances to the next event. All randomness of a run comes from its one seeded source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Happening = tuple[float, int, Callable[..., None], tuple[Any, ...]]
 
 
 class Clock:
-    """Times are virtual seconds. What happens at one time happens in the order in which it was asked for."""
+    """Virtual clock, in seconds. Events at the same time happen in the order in which they were scheduled."""
 
     def __init__(self, seed: int) -> None:
         self.now = 0.0
@@ -31,11 +31,11 @@ class Clock:
         return low + (high - low) * self.random.random()
 
     def chance(self, share: float) -> bool:
-        """True for this share of all calls."""
+        """Return True for this share of all calls."""
         return share > 0 and self.random.random() < share
 
     def run(self, until: float, over: Callable[[], bool] = lambda: False) -> None:
-        """Lets happen what is due before ``until``, or until it is ``over``."""
+        """Process events that are due before ``until``, or until ``over()``."""
         coming, pop = self._coming, heapq.heappop
         while coming and coming[0][0] <= until and not over():
             self.now, _, happen, args = pop(coming)

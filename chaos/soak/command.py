@@ -1,7 +1,7 @@
-"""`python -m elastic.chaos soak`: trains a small model under fire for long, and measures what must not grow.
+"""`python -m elastic.chaos soak`: trains a small model under faults for long, and measures resource growth.
 
-Samples the driver, with its agent, and one worker that no fault hits; `growth` decides what is flat,
-`faulty_job` does the rest. After the last fault the job is left alone until all its workers are back, and ended.
+It samples the driver with its agent, and one worker that is spared from faults; `growth` decides whether a curve is
+flat, `faulty_job` does the rest. After the last fault the job continues until all its workers are back, and is ended.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ examples:
   python -m elastic.chaos soak --minutes 20 --json soak.json --write-doc docs/soak.md"""
 
 FAULTS = "kill,leave,freeze,cut"
-# Slots to have for each fault: a worker that leaves on request leaves its slot empty.
+# Slots per fault: a worker that leaves on request leaves its slot empty.
 SLOTS_PER_FAULT = 0.5
 SPARED = "localhost:0"
 WIDTH = 128  # of the model
-STEP_S = 0.02  # besides the work of a step, so that there is room for imports
+STEP_S = 0.02  # in addition to the work of a step, so that there is time for imports
 FREEZE_S = (0.2, 4.0)  # shorter and longer than the lease
-SETTLED_S = 0.5  # since the world has changed: until then the old one's sockets are still there
-TOLD_S = 30.0  # how often a line says how it goes
+SETTLED_S = 0.5  # after a change of the world: until then the old one's sockets still exist
+TOLD_S = 30.0  # interval of progress lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -154,7 +154,7 @@ def _job(options: argparse.Namespace, plan: Plan, folder: Path) -> Job:
 
 
 def _again(options: argparse.Namespace, plan: Plan) -> str:
-    """The command that runs this soak again."""
+    """Return the command that repeats this soak."""
     assert plan.chance is not None
     flags = [
         f"--minutes={options.minutes:g}",
@@ -170,7 +170,7 @@ def _again(options: argparse.Namespace, plan: Plan) -> str:
 
 
 class Watch:
-    """Looks at the processes while the job runs, and ends it when its time has come."""
+    """Samples the processes while the job runs, and ends it when its time is over."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._every_s = options.sample_every
@@ -185,7 +185,7 @@ class Watch:
         self._over = False
 
     def look(self, story: Story, driver: int, now: float) -> None:
-        """Called all the time; see `faulty_job.under_fire`."""
+        """Sample if it is time; called in every turn of `faulty_job.under_fire`."""
         if story.began_at is None or story.ending:
             return
         since = now - story.began_at
@@ -221,5 +221,5 @@ class Watch:
         return Found(curves, self._back_s)
 
     def _sample(self, who: str, pid: int, since: float, size: int) -> None:
-        with contextlib.suppress(OSError):  # it ends
+        with contextlib.suppress(OSError):  # the process ends
             self._samples.setdefault(who, []).append((since, size, resources.measure(pid)))

@@ -1,10 +1,10 @@
-"""Decides whether a measured quantity is flat: whether it would go on growing. Pure: samples in, a verdict out.
+"""Decides whether a measured quantity is flat. Pure.
 
-The first half of a run is not judged: caches fill, allocators find their size. In the second half each sample is taken
-relative to the median of those with a world of the same size, because a larger world has more sockets. The slope is
-that of Theil and Sen, the median of the slopes between all pairs of samples, so that no single peak decides. Growth is
-slope times the length of that half; flat is growth within the larger of two allowances, one absolute and one in
-proportion to the quantity.
+The first half of a run is ignored: caches fill, allocators find their size. In the second half each sample is taken
+relative to the median of the samples with a world of the same size, because a larger world has more sockets. The slope
+is the Theil-Sen estimator, the median of the slopes between all pairs of samples, so that a single peak has little
+influence. Growth is the slope times the length of that half; a curve is flat if its growth is within the larger of two
+allowances, one absolute and one proportional to the quantity.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PAIRS_LIMIT = 300  # samples that slopes are taken from; of more, every n-th
+PAIRS_LIMIT = 300  # most samples for slopes; of more, every n-th is taken
 BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What is measured of a process. ``allowed``: absolute growth over the second half; ``share``: of its size."""
+    """A measured quantity. ``allowed`` is its absolute growth over the second half, ``share`` the one relative to
+    its size.
+    """
 
     key: str
     called: str
@@ -40,7 +42,7 @@ QUANTITIES = (
 
 @dataclass(frozen=True)
 class Curve:
-    """One quantity of one process. ``at``: seconds, ascending. ``sizes``: of the world then."""
+    """One quantity of one process. ``at`` has seconds in ascending order, ``sizes`` the sizes of the world."""
 
     who: str
     quantity: Quantity
@@ -50,7 +52,7 @@ class Curve:
 
     @property
     def growth(self) -> float:
-        """Over the second half."""
+        """Growth over the second half."""
         half = len(self.at) // 2
         at, values, sizes = self.at[half:], self.values[half:], self.sizes[half:]
         usual = {
@@ -71,20 +73,20 @@ class Curve:
         return self.growth <= self.allowed
 
     def sparkline(self, width: int = 24) -> str:
-        """From its least to its greatest value; a column is the mean of the samples in it."""
+        """Return a sparkline from the least to the greatest value; a column is the mean of its samples."""
         if not self.values:
             return ""
         width = min(width, len(self.values))
         edges = [len(self.values) * n // width for n in range(width + 1)]
         means = [statistics.fmean(self.values[a:b]) for a, b in itertools.pairwise(edges)]
         least, span = min(means), max(means) - min(means)
-        # A curve that hardly moves is drawn as one that hardly moves.
+        # A nearly constant curve must not look like a strongly varying one.
         span = max(span, 0.01 * max(abs(least), 1.0))
         return "".join(BARS[min(7, int(8 * (mean - least) / span))] for mean in means)
 
 
 def slope(at: Sequence[float], values: Sequence[float]) -> float:
-    """Theil and Sen's, per second. 0 for fewer than two samples."""
+    """Return the Theil-Sen slope per second; 0 for fewer than two samples."""
     step = max(1, len(at) // PAIRS_LIMIT)
     points = list(zip(at, values, strict=True))[::step]
     slopes = [

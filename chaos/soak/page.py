@@ -1,4 +1,4 @@
-"""What a soak has found, shown on a terminal and as a page of the documentation. Measures nothing."""
+"""Results of a soak, shown on a terminal and as a page of the documentation."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from elastic.chaos.inject.report import Report, percentiles
 from elastic.chaos.soak.growth import Curve
 
 DRIVER = "driver"
-BACK_S = 60.0  # for all workers to be back after the last fault
+BACK_S = 60.0  # time for all workers to be back after the last fault
 
 
 @dataclass
 class Found:
-    """What the soak has measured besides the job's report. ``left``: what outlived the job."""
+    """Measurements of the soak besides the job's report. ``left``: processes and segments that outlived the job."""
 
     curves: list[Curve]
-    back_s: float | None = None  # after the last fault, until all workers trained again
+    back_s: float | None = None  # from the last fault until all workers trained again
     left: list[str] = field(default_factory=list)
 
     @property
     def troubles(self) -> list[str]:
-        """What must not be, in words."""
-        said = [
+        """Failed checks, as sentences."""
+        failed = [
             f"{curve.quantity.called} of {curve.who} grew by {curve.growth:.1f}"
             f" {curve.quantity.unit} in the second half; allowed are {curve.allowed:.1f}"
             for curve in self.curves
@@ -40,14 +40,16 @@ class Found:
         ]
         spared = {curve.who for curve in self.curves} - {DRIVER}
         if len(spared) != 1:
-            said.append(f"the spared worker was lost: it was {', '.join(sorted(spared)) or 'none'}")
+            failed.append(
+                f"the spared worker was lost: it was {', '.join(sorted(spared)) or 'none'}"
+            )
         if self.back_s is None:
-            said.append(f"not all workers were back {BACK_S:g} s after the last fault")
-        return said + [f"left behind: {each}" for each in self.left]
+            failed.append(f"not all workers were back {BACK_S:g} s after the last fault")
+        return failed + [f"left behind: {each}" for each in self.left]
 
 
 def show(found: Found, console: Console) -> None:
-    """The curves, and what is wrong."""
+    """Print the curves and the failed checks."""
     if not console.is_terminal:
         console.width = tables.WIDTH
     console.print(_curves(found.curves))
@@ -74,7 +76,7 @@ def _curves(curves: list[Curve]) -> Table:
 
 
 def rows(curves: list[Curve]) -> list[list[str]]:
-    """Cells of a table, a curve in each row."""
+    """Return the cells of a table with one row per curve."""
     found = []
     for curve in curves:
         values = curve.values
@@ -96,7 +98,7 @@ def rows(curves: list[Curve]) -> list[list[str]]:
 
 
 def page(command: str, report: Report, found: Found, *, passed: bool) -> str:
-    """This run as a page of the documentation. ``command`` would run it again."""
+    """Return a page of the documentation about this run. ``command`` repeats it."""
     steps, goodput = report.steps, report.goodput
     kinds = {kind: sum(fate.what.startswith(kind) for fate in report.faults) for kind in KINDS}
     faults = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)

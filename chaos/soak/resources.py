@@ -1,4 +1,4 @@
-"""Measures from outside what a process holds, and what nobody holds any more. Decides nothing."""
+"""Resources that a process holds, measured from outside, and leaked ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEGMENTS = Path("/dev/shm")
 
 
 def measure(pid: int) -> dict[str, float]:
-    """What a process has now, by the keys of `growth.QUANTITIES`. Raises OSError if it is gone."""
+    """Return the current resources of a process, by the keys of `growth.QUANTITIES`. Raises OSError if it is gone."""
     descriptors = _descriptors(pid)
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return {
@@ -25,16 +25,16 @@ def measure(pid: int) -> dict[str, float]:
 
 
 def _descriptors(pid: int) -> list[str]:
-    """What each open descriptor refers to."""
+    """Return the target of each open descriptor."""
     targets = []
     for entry in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # closed in the meantime
             targets.append(os.readlink(f"/proc/{pid}/fd/{entry}"))
     return targets
 
 
 def _segments_of(pid: int, descriptors: list[str]) -> set[str]:
-    """The shared-memory segments that a process has mapped or open, by their paths."""
+    """Return the paths of the shared-memory segments that a process has mapped or open."""
     within = f"{SEGMENTS}/"
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     mapped = {line.split(maxsplit=5)[-1] for line in lines if within in line}
@@ -46,7 +46,7 @@ def segments() -> set[str]:
 
 
 def unused_segments() -> set[str]:
-    """Those of ours that no process has mapped or open: nobody will ever free them."""
+    """Return the segments of this user that no process has mapped or open, and that are therefore never freed."""
     unused = segments()
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ def unused_segments() -> set[str]:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Those that still run the soak's training."""
+    """Return the processes that still run the soak's training."""
     return [
         process.pid
         for process in psutil.process_iter(["cmdline"])

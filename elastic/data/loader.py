@@ -61,8 +61,8 @@ class DataLoader:
         sample_seeds: load each sample under its own seeds (see `SeededDataset`); False: under none.
             By default each batch of exact ``shards`` has its own seeds, and each sample of a stream in them.
         shards: ``elastic.Shards(8)``, with ``global_batch_size``: divide a step into 8 shards in any world;
-            ``for step in loader: for batch in shards.over(step): ...`` iterates over this rank's. A plain number assigns
-            shards to ranks in blocks.
+            ``for step in loader: for batch in shards.over(step): ...`` iterates over this rank's. A plain number
+            assigns shards to ranks in blocks.
         options: all other arguments of torch's DataLoader.
 
     Iterating continues where the last iteration was left, by a recovery or by ``break``; after the end of an epoch the

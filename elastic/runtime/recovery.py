@@ -4,7 +4,7 @@
                                    ^                  | all stopped at the safepoint               |
                                    +------------------+------------------ wait_for_world ----------+
     TRAINING --returned--> RETURNED --Finish--> FINISHED (--init() again--> WAITING)       any phase --> OVER
-| a collective failed in a second training: no world follows
+                                                   | a collective failed in a second training: no world follows
                                                    +--> BROKEN
 
 Two threads call it, one at a time (the runtime holds a lock): the link thread with the driver's messages, the training

@@ -1,5 +1,7 @@
-"""Keeps torch's compiler out of scripts that compile nothing: the first optimizer would import it, which takes as long
-as the rest of torch. For what is started very often; call it before anything makes an optimizer.
+"""Keeps torch's compiler out of scripts that compile nothing.
+
+The first optimizer would import it, which takes as long as the rest of torch. For scripts that are started very often;
+call it before an optimizer is created.
 """
 
 from __future__ import annotations
@@ -12,9 +14,7 @@ import torch
 
 
 def without_compiler() -> None:
-    """Puts a module with torch.compile's two decorators, which do nothing, where the compiler would be; and with what
-    ``torch.distributed`` asks it for.
-    """
+    """Replace the compiler's module by one with what torch uses of it: two no-op decorators and a few functions."""
 
     def same(function: Any, *_: Any, **__: Any) -> Any:
         return function
@@ -23,7 +23,7 @@ def without_compiler() -> None:
         compiler = ModuleType("torch._dynamo")
         compiler.disable = same  # type: ignore[attr-defined]
         compiler.graph_break = lambda *_: None  # type: ignore[attr-defined]
-        # init_process_group() has the compiler forget what it knew; DDP asks how it is to be compiled.
+        # init_process_group() clears the compiler's cache; DDP queries its compile mode.
         compiler.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # type: ignore[attr-defined]
         compiler.utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "no_optimization")  # type: ignore[attr-defined]
         sys.modules["torch._dynamo"] = compiler
