@@ -1,14 +1,14 @@
-"""How long is an allreduce among workers of one host? Beside Gloo, and beside copying as much memory. In one run.
+"""Time of an allreduce among workers of one host, compared with Gloo and with copying as much memory, in one run.
 
-    python benchmarks/allreduce.py [--workers 2 4] [--rounds 30] [--sizes-mb 0.0625 1 10 100 256] [--json FILE]
+  python benchmarks/allreduce.py [--workers 2 4] [--rounds 30] [--sizes-mb 0.0625 1 10 100 256] [--json FILE]
 
-Four ways take turns in the same processes: our group, in place, on memory that the workers share; our group on a
-tensor from anywhere, which has to be carried there and back; torch's ProcessGroupGloo with its defaults; and no
-reduction at all, but its least traffic: every rank copies a private buffer of the same size to another, all at once.
-To reduce, every rank must at the least read what it has once, and write what comes out once.
+Four variants take turns in the same processes: our group, in place, on memory that the workers share; our group on an
+ordinary tensor, which must be copied there and back; torch's ProcessGroupGloo with its defaults; and the minimum
+traffic without a reduction: every rank copies a private buffer of the same size, all at once. To reduce, every rank
+must at least read its input once and write the result once.
 
-Small ones are done many times in a row, of which the mean counts. Before anything is timed, every way has to prove on
-every rank that it sums. The share of plain copies is that of their time in ours: 1.0 is as fast as memory allows.
+Small tensors are reduced many times in a row, and the mean is taken. Before the measurement, every variant must prove
+on every rank that it sums. The share of plain copies is their time divided by ours: 1.0 is the limit of the memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from figures import Mark, Spread, ratio, size_text, spread
 
 KB, MB = 1 << 10, 1 << 20
 SIZES_MB = (0.0625, 1.0, 10.0, 100.0, 256.0)
-IN_A_ROW_BYTES = 8 * MB  # small ones are repeated until so much was reduced
+IN_A_ROW_BYTES = 8 * MB  # small tensors are repeated until this many bytes are reduced
 MOST_IN_A_ROW = 50
-TIMES_GLOO = {64 * KB: 2.0, 10 * MB: 8.0, 100 * MB: 6.0}  # the marks
+TIMES_GLOO = {64 * KB: 2.0, 10 * MB: 8.0, 100 * MB: 6.0}  # limits
 SHARE, SHARE_FROM = 0.5, 10 * MB
 
 
@@ -40,7 +40,7 @@ class Answer:
     workers: int
     size: int
     carried_by: str  # our group's backend
-    shared: bool  # whether the first way's memory is shared
+    shared: bool  # the first variant's memory is shared
     ms: dict[str, Spread]
     times_gloo: Spread  # Gloo's time / ours, by rounds
     share: Spread  # of plain copies
@@ -66,7 +66,7 @@ def measure(sizes: list[int], rounds: int) -> list[Answer]:
         repeats = max(1, min(MOST_IN_A_ROW, IN_A_ROW_BYTES // size))
         times = groups.take_turns(ways, rounds, repeats=repeats)
         for way, tensor in (reduce, shared), (reduce, elsewhere):
-            groups.prove(way, tensor)  # they still do
+            groups.prove(way, tensor)  # still correct afterwards
         answer = Answer(
             distributed.get_world_size(),
             size,
@@ -88,15 +88,15 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
 
 
 def arena_zeros(elements: int) -> tuple[torch.Tensor, bool]:
-    """Where the workers share memory, a tensor in it; and whether it is."""
+    """Return zeros, in memory that the workers share if there is any, and whether they are there."""
     tensor, mine = arena.zeros(elements, torch.float32), arena.mine()
     lies_there = mine is not None and mine.offset_of(tensor.data_ptr(), tensor.nbytes) is not None
     return tensor, lies_there
 
 
 def torchs() -> Any:
-    """ProcessGroupGloo itself, as torch makes it if nobody says anything."""
-    c10d: Any = distributed  # its stubs leave out what is used here
+    """Create a ProcessGroupGloo with torch's defaults."""
+    c10d: Any = distributed  # its stubs lack what is used here
     rank, size = distributed.get_rank(), distributed.get_world_size()
     store = c10d.PrefixStore("plainly", c10d.distributed_c10d._get_default_store())
     return c10d.ProcessGroupGloo(store, rank, size, timedelta(minutes=5))

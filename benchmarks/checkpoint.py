@@ -1,10 +1,10 @@
-"""What does a durable commit cost the training? An MLP with Adam that commits each step, in blocks that take turns.
+"""Cost of durable commits to the training: an MLP with Adam that commits each step, in alternating blocks.
 
-    plain      commits in memory alone
-    durable    each tenth commit also goes to the disk: ELASTIC_CHECKPOINT_DIR
-    async      plain, and torch.distributed.checkpoint.async_save of the same state each tenth step
+  plain      commits in memory only
+  durable    each tenth commit is also written to disk: ELASTIC_CHECKPOINT_DIR
+  async      plain, and torch.distributed.checkpoint.async_save of the same state each tenth step
 
-The stall is the longest step of a block, less its median. One process; the disk is that of --folder.
+The stall is the longest step of a block minus its median. One process; the disk is that of --folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import shown
 from models import linear_layers
 
 KINDS = ("plain", "durable", "async")
-WRITTEN_S = 2.0  # for the first checkpoint to be written
+WRITTEN_S = 2.0  # time to write the first checkpoint
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     @elastic.run
     def plain(state: Any) -> list[float]:
-        step()  # the first commit of a training is made durable at once, whatever is said of the others
+        step()  # the first commit of a training is always made durable
         time.sleep(WRITTEN_S)
         return [step() for _ in range(options.steps)]
 
@@ -112,10 +112,11 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     stalls: dict[str, list[float]] = {kind: [] for kind in KINDS}
     ratios: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    plain(state)  # buffers, threads
+    plain(state)  # allocates buffers, starts threads
     for number in range(options.rounds):
         means: dict[str, float] = {}
-        for kind in (KINDS * 2)[number % len(KINDS) :][: len(KINDS)]:  # each comes first in turn
+        # each kind is the first one in turn
+        for kind in (KINDS * 2)[number % len(KINDS) :][: len(KINDS)]:
             if kind == "durable":
                 os.environ["ELASTIC_CHECKPOINT_DIR"] = str(folder / f"durable-{number}")
             block = beside(state, str(number)) if kind == "async" else plain(state)

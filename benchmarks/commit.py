@@ -1,7 +1,7 @@
-"""What does a commit cost? State.commit() of an MLP with momentum beside a plain copy of the same bytes, in pairs.
+"""Cost of a commit: State.commit() of an MLP with momentum compared with a plain copy of the same bytes, in pairs.
 
-The plain copy is ``copy_`` into buffers made once, tensor by tensor. Between two measured commits a training step runs,
-so that everything has changed; then a second commit with no work in between is measured.
+The plain copy is ``copy_`` into existing buffers, tensor by tensor. A training step runs between two measured commits,
+so that everything has changed; then a second commit without work in between is measured.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
     commits, plains, again = [], [], []
     for number in range(options.rounds):
         step()
-        # In turn, so that neither always finds the caches warm.
+        # In turn, so that the caches are equally warm for both.
         if number % 2:
             plains.append(ms(plain))
             commits.append(ms(state.commit))

@@ -1,13 +1,12 @@
-"""What does it cost to commit after every step? The GPT example's step with and without, in one run, block by block.
+"""Cost of a commit after every step: the GPT example's step with and without it, in one run, in alternating blocks.
 
-    python benchmarks/commit_every_step.py [--ranks 2 4] [--rounds 30] [--block 5] [--json FILE]
+  python benchmarks/commit_every_step.py [--ranks 2 4] [--rounds 30] [--block 5] [--json FILE]
 
-One job trains one model throughout: a block of steps with a commit after each, a block of as many without, in turn.
-The ratio of the two blocks of a round counts, with the slowest rank's times. Beside it, what the call itself takes
-after a step, and what one copy takes of as many bytes, from a buffer that was made once into another: least work for
-anybody who keeps what the step is about to change.
+One job trains one model: a block of steps with a commit after each, a block of as many without, in turn. The result is
+the ratio of the two blocks of a round, with the slowest rank's times. For comparison: the time of the call after a
+step, and of one copy of as many bytes between existing buffers, which is the minimum for any snapshot of changing data.
 
-Before it is timed, a restore has to bring back what was committed.
+Before the measurement, a restore must reproduce the commit.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import shown
 from figures import Mark, Spread, ratio, spread
 
 WARMUP = 5
-WANTED = 1.02  # times as long a step
+WANTED = 1.02  # limit: factor of the step time
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Answer:
     ranks: int
     snapshot: int  # bytes
     step_ms: Spread  # without a commit
-    committed_ms: Spread  # with one
+    committed_ms: Spread  # with a commit
     ratio: Spread
     call_ms: Spread
     copy_ms: Spread
@@ -75,7 +74,7 @@ def measure(model: str, rounds: int, block: int) -> Answer:
 
 
 def prove(state: elastic.TorchState, steps: models.Steps) -> None:
-    """Raises WrongResult unless a restore brings back what was committed, and what came after is gone."""
+    """Raise WrongResult unless a restore reproduces the commit and discards later changes."""
     state.commit()
     kept = [parameter.detach().clone() for parameter in steps.model.parameters()]
     steps()
@@ -84,14 +83,16 @@ def prove(state: elastic.TorchState, steps: models.Steps) -> None:
     state.restore()
     now = list(steps.model.parameters())
     equal = all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
-    groups.agree("step changes the model", changed, "nothing was there to commit")
+    groups.agree("step changes the model", changed, "there was nothing to commit")
     groups.agree("restores what was committed", equal, "the parameters differ")
 
 
 def calls_and_copies(
     state: elastic.TorchState, steps: models.Steps, size: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of a commit after a step, and of a plain copy of as many bytes after another; the slowest rank's."""
+    """Return the times of a commit after a step, and of a plain copy of as many bytes after another; the slowest
+    rank's.
+    """
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
 
     def call() -> None:

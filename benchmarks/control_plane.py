@@ -1,14 +1,14 @@
-"""What does it cost to lead very many workers? One real driver, and light agents that speak its protocol, on loopback.
+"""Cost of leading very many workers: one real driver, and light agents that use its protocol, on loopback.
 
-    python benchmarks/control_plane.py [--workers 8000] [--slots 8] [--losses 3] [--idle-s 40] [--json FILE]
+  python benchmarks/control_plane.py [--workers 8000] [--slots 8] [--losses 3] [--idle-s 40] [--json FILE]
 
-The driver is a process of its own: elasticrun with a journal, snapshots and --resume. All agents and workers are tasks
-of a second process (`elastic.chaos.load.agents`): real connections, real messages, no training. Measured are the time
-to the first world, hosts that are lost one after the other (from the moment that the driver knows it until the last
-survivor is told its new place), the load while all train, the driver's memory, and a driver that is killed with
-SIGKILL and started again. Small worlds beside it show that what a worker is sent does not grow.
+The driver is a separate process: elasticrun with a journal, snapshots and --resume. All agents and workers are tasks of
+a second process (`elastic.chaos.load.agents`): real connections, real messages, no training. It measures the time to
+the first world, the losses of hosts one after the other (from when the driver notices until the last survivor has its
+new place), the load during training, the driver's memory, and a driver that is killed with SIGKILL and restarted. Small
+worlds for comparison show that the bytes per worker do not grow.
 
-Wanted of 8,000 workers on 1,000 hosts, on two cores: a lost host within 1 s, 300 MB, 10 % of a core while all train.
+Limits for 8,000 workers on 1,000 hosts, on two cores: a lost host within 1 s, 300 MB, 10 % of a core during training.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from elastic.chaos.load.agents import Adopted, Count, Counted, Lose, Together
 from elastic.chaos.load.job import LightJob
 from figures import Mark
 
-SMALL = (10, 80, 800)  # workers of the worlds beside it
-TOLD_S, MEMORY_MB, IDLE = 1.0, 300.0, 0.10  # the marks
+SMALL = (10, 80, 800)  # workers of the small worlds
+TOLD_S, MEMORY_MB, IDLE = 1.0, 300.0, 0.10  # limits
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Of one host. Times are seconds since the driver knew it."""
+    """Loss of one host. Times are seconds since the driver noticed it."""
 
     survivors: int
-    broken_s: float  # the last one knew that the world is over
-    told_s: float  # the last one had its place in the new one
-    driver_cpu_s: float  # that the driver spent, from the loss to when all trained again
-    driver_waited_s: float  # for a core, which others had
+    broken_s: float  # last worker knows that the world is broken
+    told_s: float  # last worker has its place in the new world
+    driver_cpu_s: float  # CPU time of the driver, from the loss until all trained again
+    driver_waited_s: float  # driver's time without a core
     bytes_per_worker: float
 
 
 @dataclass
 class Figures:
-    """Of one size."""
+    """Results of one size."""
 
     workers: int
     hosts: int
@@ -53,14 +53,14 @@ class Figures:
     formed_cpu_s: float = 0.0
     losses: list[Loss] = field(default_factory=list)
     idle: float = 0.0  # of one core
-    idle_messages_per_s: float = 0.0  # beside signs of life
+    idle_messages_per_s: float = 0.0  # without signs of life
     resumed_s: float = 0.0  # from the start of another driver until it leads all agents
     resumed_cpu_s: float = 0.0
-    peak_mb: float = 0.0  # of any of the two drivers
+    peak_mb: float = 0.0  # maximum of both drivers
 
 
 def measure(workers: int, slots: int, losses: int, idle_s: float) -> Figures:
-    """``idle_s`` 0: neither the load nor a second driver is looked at."""
+    """Measure one size; with ``idle_s`` 0, neither the load nor a second driver is measured."""
     with (
         tempfile.TemporaryDirectory(prefix="control-plane-") as folder,
         LightJob(workers, slots, Path(folder)) as job,
@@ -80,19 +80,19 @@ def measure(workers: int, slots: int, losses: int, idle_s: float) -> Figures:
             adopted = job.wait(Adopted, lambda it: it.term == 2)
             figures.resumed_s = adopted.at - job.began_at
             figures.resumed_cpu_s = job.cpu_s()
-            # It leads in deed: it notices a loss, and forms a world.
+            # It really leads: it notices a loss, and forms a world.
             figures.losses.append(lose(job, hosts.pop()))
         figures.peak_mb = max(figures.peak_mb, job.peak_mb())
         return figures
 
 
 def lose(job: LightJob, host: str) -> Loss:
-    time.sleep(1.0)  # what came before is over
+    time.sleep(1.0)  # until earlier events are over
     spent, waited = job.cpu_s(), job.waited_s()
     job.order(Lose(host))
     together = job.wait(Together)
     waited = job.waited_s() - waited
-    time.sleep(1.0)  # for all to have said that they train
+    time.sleep(1.0)  # until all have reported that they train
     spent = job.cpu_s() - spent
     at = job.lost_at(host)
     return Loss(
@@ -106,7 +106,7 @@ def lose(job: LightJob, host: str) -> Loss:
 
 
 def idle(job: LightJob, idle_s: float) -> tuple[float, float]:
-    """The driver's share of a core, and messages that it is sent in a second."""
+    """Return the driver's share of a core, and the messages per second that it receives."""
     time.sleep(2.0)
     job.order(Count())
     before, spent, began = job.wait(Counted), job.cpu_s(), time.monotonic()
@@ -128,12 +128,12 @@ def marks_of(figures: Figures) -> list[Mark]:
 ROWS: dict[str, Callable[[Figures], str]] = {
     "hosts": lambda it: str(it.hosts),
     "first world, s": lambda it: f"{it.formed_s:.2f}",
-    "host lost: all know, s": lambda it: f"{_median(it, 'broken_s'):.3f}",
+    "host lost: all notified, s": lambda it: f"{_median(it, 'broken_s'):.3f}",
     "... all have a new place, s": lambda it: f"{_median(it, 'told_s'):.3f}",
     "... the slowest time, s": lambda it: f"{max(loss.told_s for loss in it.losses):.3f}",
     "... driver's processor time, s": lambda it: f"{_median(it, 'driver_cpu_s'):.2f}",
     "... it waited for a core, s": lambda it: f"{_median(it, 'driver_waited_s'):.2f}",
-    "... bytes told, for each worker": lambda it: f"{_median(it, 'bytes_per_worker'):.0f}",
+    "... bytes sent to each worker": lambda it: f"{_median(it, 'bytes_per_worker'):.0f}",
     "while all train, of a core": lambda it: f"{it.idle:.1%}" if it.idle else "",
     "killed and resumed, s": lambda it: f"{it.resumed_s:.2f}" if it.resumed_s else "",
     "driver's memory, MB": lambda it: f"{it.peak_mb:.0f}",

@@ -1,12 +1,12 @@
-"""What does the live page cost the driver? One real driver, light agents, and viewers that read all they are sent.
+"""Cost of the live page to the driver: one real driver, light agents, and viewers that read everything.
 
-    python benchmarks/dashboard.py [--workers 1000] [--viewers 10] [--idle-s 20] [--losses 3] [--json FILE]
+  python benchmarks/dashboard.py [--workers 1000] [--viewers 10] [--idle-s 20] [--losses 3] [--json FILE]
 
-The same job runs twice: without a page, and with it and its viewers. Measured are the driver's processor time while all
-train, its memory, and, for hosts that are lost one after the other, the time from the decision, by the journal,
-until each viewer has it.
+The same job runs twice: without a page, and with it and its viewers. It measures the driver's CPU time during training,
+its memory, and, for hosts that are lost one after the other, the time from the decision in the journal until each
+viewer has it.
 
-Wanted of 1,000 workers and 10 viewers: 1 % of a core and 20 MB more than without; a change is there within 200 ms.
+Limits for 1,000 workers and 10 viewers: 1 % of a core and 20 MB more than without; a change is shown within 200 ms.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from elastic.chaos.load.agents import Lose, Together
 from elastic.chaos.load.job import LightJob
 from figures import Mark
 
-CORE, MEMORY_MB, SHOWN_S = 0.01, 20.0, 0.2  # the marks
+CORE, MEMORY_MB, SHOWN_S = 0.01, 20.0, 0.2  # limits
 
 
 @dataclass
 class PageFigures:
-    """Of one job. ``shown_s``: of each loss, until the last viewer had it."""
+    """Results of one job. ``shown_s`` has the time of each loss until the last viewer had it."""
 
-    core: float = 0.0  # of one, while all train
+    core: float = 0.0  # share of one core during training
     peak_mb: float = 0.0
     shown_s: list[float] = field(default_factory=list)
     sent_kb_per_s: float = 0.0  # to one viewer
@@ -44,7 +44,7 @@ class Viewers:
 
     def __init__(self, link: str, count: int) -> None:
         self.bytes = 0
-        self._heard: dict[bytes, dict[int, float]] = {}  # by viewer: the first time
+        self._heard: dict[bytes, dict[int, float]] = {}  # time of the first receipt, by viewer
         self._selector = selectors.DefaultSelector()
         self._over = False
         for _ in range(count):
@@ -59,11 +59,11 @@ class Viewers:
         threading.Thread(target=self._read, daemon=True).start()
 
     def expect(self, text: bytes) -> None:
-        """From here on it is noted who is sent this."""
+        """Record the receipt of this text from now on."""
         self._heard[text] = {}
 
     def until(self, text: bytes, timeout_s: float = 20.0) -> float:
-        """When the last of them was sent what was expected, by the machine's monotonic clock."""
+        """Wait until all viewers have received an expected text; return the time on the machine's monotonic clock."""
         deadline = time.monotonic() + timeout_s
         while len(self._heard[text]) < self.count:
             if time.monotonic() > deadline:
@@ -87,14 +87,14 @@ class Viewers:
                 now = time.monotonic()
                 self.bytes += len(data)
                 text = rests.get(viewer.fileno(), b"") + data
-                for wanted, heard in [*self._heard.items()]:
+                for wanted, received in [*self._heard.items()]:
                     if wanted in text:
-                        heard.setdefault(viewer.fileno(), now)
+                        received.setdefault(viewer.fileno(), now)
                 rests[viewer.fileno()] = text[text.rfind(b"\n") + 1 :]
 
 
 def measure(workers: int, viewers: int, losses: int, idle_s: float) -> PageFigures:
-    """``viewers`` 0: without a page."""
+    """Measure one job; with ``viewers`` 0 it has no page."""
     figures = PageFigures()
     if viewers:
         os.environ["ELASTIC_DASHBOARD"] = ":0"
@@ -113,7 +113,7 @@ def measure(workers: int, viewers: int, losses: int, idle_s: float) -> PageFigur
             if viewers:
                 figures.sent_kb_per_s = (watching.bytes - sent) / over_s / viewers / 1e3
             for host in [*job.hosts][-losses:] if losses else []:
-                # The decision that follows from its loss is told with the host's name.
+                # The decision that follows from the loss contains the host's name.
                 text = f"lost host {host}".encode()
                 watching.expect(text)
                 job.order(Lose(host))

@@ -1,10 +1,10 @@
-"""How fast is `elastic.data.DataLoader` beside torch's own, and what does it add to a commit?
+"""Speed of `elastic.data.DataLoader` compared with torch's, and its cost for a commit.
 
-An epoch of the same dataset, samples and batch size through either loader, in turn, with 0 and more loader workers. A
-round's ratio is samples per second through ours by those through torch's. With ``--shards 8`` ours hands out steps of 8
-micro-batches of that size, each loaded under a seed of its own, as exact training has it. Then a commit of a
-state with the loader beside one without it, and the bytes that it commits, for a small and a large dataset. At the end
-torchdata's StatefulDataLoader is asked to go on with another number of ranks, if it is installed.
+An epoch of the same dataset, samples and batch size through either loader, in turn, without and with loader workers. A
+round's ratio is samples per second of our loader divided by those of torch's. With ``--shards 8`` ours returns steps of
+8 micro-batches of that size, each loaded with its own seed, as for exact training. Then a commit of a state with the
+loader is compared with one without it, and the committed bytes are shown, for a small and a large dataset. Finally
+torchdata's StatefulDataLoader must continue with another number of ranks, if it is installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCH = 32
 
 
 class Images(torch.utils.data.Dataset[Any]):
-    """What one is loaded from takes ``us`` microseconds of work; 3 x 32 x 32 floats."""
+    """A dataset of 3 x 32 x 32 floats, where each sample takes ``us`` microseconds of work."""
 
     def __init__(self, length: int, us: float) -> None:
         self.length = length
@@ -76,7 +76,7 @@ def rates(options: argparse.Namespace, table: Table) -> dict[str, Any]:
                 )
             sides: dict[str, Any] = {"ours": (ours, shards), "torch": (plain, None)}
             for loader, cut in sides.values():
-                samples_per_s(loader, len(dataset), cut)  # workers start, caches warm
+                samples_per_s(loader, len(dataset), cut)  # starts workers, warms the caches
             rounds: dict[str, list[float]] = {name: [] for name in sides}
             for number in range(options.rounds):
                 for name in sorted(sides, reverse=number % 2 == 1):
@@ -113,7 +113,7 @@ def commits(table: Table) -> dict[str, Any]:
 
 
 def stateful(console: Console) -> dict[str, Any]:
-    """Two ranks read half an epoch, and three go on: how often has each sample been read?"""
+    """Read half an epoch with two ranks and the rest with three, and count how often each sample is read."""
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError:
@@ -135,7 +135,7 @@ def stateful(console: Console) -> dict[str, Any]:
         states.append(loader.state_dict())
     for rank in range(3):
         loader = make(rank, 3)
-        loader.load_state_dict(states[min(rank, 1)])  # nobody has a state for the third
+        loader.load_state_dict(states[min(rank, 1)])  # there is no state for the third rank
         for samples in loader:
             seen.update(samples.tolist())
     missed = sum(seen[number] == 0 for number in range(length))

@@ -1,6 +1,6 @@
-"""Runs the stepper job under elasticrun, strikes its workers and watches it: its steps, its journal, its processes.
+"""Runs the stepper job under elasticrun, sends signals to its workers and observes its steps, journal and processes.
 
-Also what the benchmarks that do so share: their options, and the table in which they tell what they have found.
+It also has the options and the table that these benchmarks share.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from elastic.chaos.harness.step_lines import Step, read
 
 Found = TypeVar("Found")
 HERE = Path(__file__).parent
-MARGIN_S = 2.0  # of steps, in which all see that the end was decided
-START_S = 120.0  # for all to be there, imports included, on a busy machine
-TAIL = 32768  # bytes at the end of a file of steps: some 900 of them
+MARGIN_S = 2.0  # of steps, so that all see that the end was decided
+START_S = 120.0  # start of all workers, imports included, on a busy machine
+TAIL = 32768  # bytes at the end of a file of steps: about 900 of them
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A signal to one worker of a full world. Times are CLOCK_MONOTONIC in seconds, as the journal's are."""
+    """A signal to one worker of a full world. Times are CLOCK_MONOTONIC in seconds, as in the journal."""
 
-    victim: Step  # the last one that it was seen to make
+    victim: Step  # its last observed step
     at: float
     resumed_at: float  # the slowest survivor's next step in a new world
 
@@ -50,8 +50,8 @@ class Strike:
 class Disturbed:
     """A running job. Use as a context manager; it leaves no process behind.
 
-    It trains an MLP of this width, by ``script``, in the ``way`` of ddp, fsdp or zero, if one is given; or ``example``
-    says which one of `stepped_example` it is.
+    It trains an MLP of this width, by ``script``, optionally with ``way`` ddp, fsdp or zero; or ``example`` names one
+    of `stepped_example`.
     """
 
     def __init__(
@@ -96,25 +96,25 @@ class Disturbed:
         self.log.close()
 
     def steps(self, kind: str = "steps") -> list[Step]:
-        """All steps so far, by time. ``entries``: all calls of the training function."""
+        """Return all steps so far, by time; ``entries``: all calls of the training function."""
         found = []
         for path in self.directory.glob(f"*.{kind}"):
             found += read(path)[0]
         return sorted(found, key=lambda s: s.at)
 
     def replicas(self) -> str:
-        """Of a job that has ended: whether all workers of its last world have the same weights."""
+        """Compare the weights of all workers of the last world; for a job that has ended."""
         digests = [path.read_text() for path in self.directory.glob("*.weights")]
         if len(digests) != self.workers:
-            return f"only {len(digests)} of {self.workers} workers came to their end"
+            return f"only {len(digests)} of {self.workers} workers ended normally"
         return "replicas equal" if len(set(digests)) == 1 else "replicas DIFFER"
 
     def costs(self) -> list[dict[str, Any]]:
-        """Of a fully sharded state's commits, by worker."""
+        """Return the costs of a fully sharded state's commits, by worker."""
         return [json.loads(path.read_text()) for path in self.directory.glob("*.costs")]
 
     def records(self) -> list[dict[str, Any]]:
-        """The journal so far."""
+        """Return the entries of the journal so far."""
         if not self.journal.exists():
             return []
         lines = self.journal.read_text().splitlines()
@@ -124,7 +124,7 @@ class Disturbed:
         return [a for r in self.records() for a in r.get("actions", []) if a["type"] == kind]
 
     def wait(self, what: str, condition: Callable[[], Found | None], timeout_s: float) -> Found:
-        """Polls a condition; ends the benchmark with the job's log if it does not come true."""
+        """Poll a condition; end the benchmark with the job's log if it does not become true."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             found = condition()
@@ -134,10 +134,10 @@ class Disturbed:
                 break
             time.sleep(0.02)
         tail = (self.directory / "log").read_text()[-3000:]
-        raise SystemExit(f"waited {timeout_s:g} s in vain for {what}; the job's log ends:\n{tail}")
+        raise SystemExit(f"no {what} within {timeout_s:g} s; the job's log ends:\n{tail}")
 
     def strike(self, number: signal.Signals, rng: random.Random) -> Strike:
-        """Sends a signal to a random worker once all have trained for a while, and waits until all others train
+        """Send a signal to a random worker of a world that has trained for a while, and wait until all others train
         without it.
         """
         last = self.wait("a full world", lambda: self.full(20), START_S)
@@ -157,22 +157,21 @@ class Disturbed:
         return Strike(victim, at, max(first.values()))
 
     def finish(self) -> int | None:
-        """Lets a full world come to its end. Returns the exit code; None where workers are done, and have not exited a
-        minute later: what was measured counts all the same.
+        """Let a full world finish, and return the exit code.
+
+        None: workers have finished training, but not exited within a minute; the measurements are valid anyway.
         """
         last = self.wait("a full world", lambda: self.full(20), START_S)
-        told = self.directory / "stop.new"
-        told.write_text(str(max(step.step for step in last) + self._steps_of(MARGIN_S)))
-        told.rename(self.directory / "stop")
+        request = self.directory / "stop.new"
+        request.write_text(str(max(step.step for step in last) + self._steps_of(MARGIN_S)))
+        request.rename(self.directory / "stop")
         try:
             return self.driver.wait(60)
         except subprocess.TimeoutExpired:
             return None
 
     def full(self, steps: int) -> list[Step] | None:
-        """The last step of each worker, once all of the newest world, in which nobody is missing, have made ``steps``
-        in it.
-        """
+        """Return the last step of each worker once all members of a complete newest world have made ``steps`` in it."""
         recent = self._recent()
         newest = max((s.generation for s in recent), default=0)
         counts: dict[int, list[Step]] = {}
@@ -184,22 +183,24 @@ class Disturbed:
         return [s[-1] for s in counts.values()]
 
     def _steps_of(self, seconds: float) -> int:
-        """As many as a worker makes in this time, by what it has made last."""
+        """Estimate how many steps a worker makes in this time, from its last steps."""
         made = self._recent()
         last = max(made, key=lambda s: s.at)
         its = [s.at for s in made if (s.pid, s.generation) == (last.pid, last.generation)]
         return math.ceil(seconds * (len(its) - 1) / (max(its) - min(its))) + 1
 
     def _recent(self) -> list[Step]:
-        """The ends of all files: enough for the newest world."""
+        """Read the ends of all files: enough for the newest world."""
         found = []
         for path in self.directory.glob("*.steps"):
-            found += read(path, max(0, path.stat().st_size - TAIL))[0][1:]  # the first may be cut
+            found += read(path, max(0, path.stat().st_size - TAIL))[0][
+                1:
+            ]  # the first line may be incomplete
         return found
 
 
 def longest_gap(steps: list[Step], pids: set[int], begin: float, end: float) -> float:
-    """Milliseconds between two steps of one of these workers, from ``begin`` to ``end``."""
+    """Return the most milliseconds between two steps of one of these workers, from ``begin`` to ``end``."""
     longest = 0.0
     for pid in pids:
         times = [s.at for s in steps if s.pid == pid and begin <= s.at <= end]
@@ -208,13 +209,13 @@ def longest_gap(steps: list[Step], pids: set[int], begin: float, end: float) -> 
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Nearest rank."""
+    """Return a percentile by the nearest-rank method."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def options_of(doc: str | None) -> argparse.ArgumentParser:
-    """What each of these benchmarks can be told."""
+    """Create a parser with the options of these benchmarks."""
     parser = shown.options_of(doc)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
@@ -230,7 +231,7 @@ def options_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def table_of(title: str, counted: str, rows: dict[str, list[float]]) -> Table:
-    """Milliseconds by what was measured. ``counted``: what there is one of for each value."""
+    """Format milliseconds by measurement. ``counted`` names what each value stands for."""
     table = shown.table(title, "", counted, "p50 ms", "p90 ms", "max ms")
     for name, values in rows.items():
         table.add_row(

@@ -1,14 +1,14 @@
-"""What does it cost that a job is elastic, while nothing happens? Beside the same job without a driver, block by block.
+"""Cost of an elastic job without faults, compared with the same job without a driver, in alternating blocks.
 
-    python benchmarks/elasticity.py [--models tiny gpt] [--workers 2] [--rounds 20] [--json FILE]
+  python benchmarks/elasticity.py [--models tiny gpt] [--workers 2] [--rounds 20] [--json FILE]
 
-Two jobs of one script: elasticrun leads one; the other's world is fixed, and it has no driver. Both commit after every
-step. They stand side by side, and train in turn, a block of steps each, while the other waits for a word of this
-program. The ratio of the two blocks of a round counts, with the slowest worker's times. Before and after each block the
-kernel says how many segments with data have passed each worker's connection to the driver; so it does of as long a time
-in which nobody trains, because a connection that is alive is not silent. What is left is what a step costs.
+Two jobs of one script: one is led by elasticrun; the other has a fixed world and no driver. Both commit after every
+step. They train in turn, a block of steps each, while the other one waits for an order of this program. The result is
+the ratio of the two blocks of a round, with the slowest worker's times.
 
-At the end, the workers of a job must hold the same bits.
+Before and after each block the kernel's count of segments with data on each worker's connection to the driver is read;
+also for an equally long time without training, because an idle connection has traffic, too. The difference is the cost
+of a step. At the end, the workers of a job must have identical weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import shown
 from elastic.chaos.harness.ports import free_port
 from figures import Mark, Spread, ratio, spread
 
-RATIO, MESSAGES = 1.02, 0.01  # the marks; messages are for each step
+RATIO, MESSAGES = 1.02, 0.01  # limits; messages are per step
 WARMUP = 3  # rounds
 START_S, BLOCK_S = 120.0, 300.0  # deadlines
 TCP_INFO_BYTES = 256
@@ -46,7 +46,7 @@ JOBS = ("elastic", "static")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Over one worker's connection to the driver, or over several workers'. Messages are segments with data."""
+    """Traffic of one or more workers' connections to the driver. Messages are segments with data."""
 
     messages_out: int = 0
     bytes_out: int = 0
@@ -75,18 +75,18 @@ class Answer:
     carried_by: dict[str, str]  # the group's backend, by job
     ms: dict[str, Spread]  # of a step, by job
     ratio: Spread
-    steps: int  # in which traffic was counted; of each worker
+    steps: int  # number of steps with counted traffic, per worker
     training: Traffic  # of all workers, in these steps
-    idle: Traffic  # in as long a time
+    idle: Traffic  # in an equally long time
 
     @property
     def messages_per_step(self) -> float:
-        """For one worker, beyond those of a connection whose worker does nothing."""
+        """Messages of one worker per step, without those of an idle connection."""
         return (self.training.messages - self.idle.messages) / (self.steps * self.workers)
 
 
 def traffic_of(info: bytes) -> Traffic:
-    """Of the kernel's `struct tcp_info`."""
+    """Parse the kernel's `struct tcp_info`."""
     bytes_out, bytes_in = struct.unpack_from("=QQ", info, 120)
     messages_in, messages_out = struct.unpack_from("=II", info, 152)
     return Traffic(messages_out, bytes_out, messages_in, bytes_in)
@@ -125,15 +125,17 @@ def work(path: str, job: str, model: str) -> None:
 
 
 def traffic() -> Traffic:
-    """This process's, with the driver so far; none if it has none. Raises WrongResult if it can't be counted."""
+    """Return this process's traffic with the driver so far; zero without a driver. Raises WrongResult if it is not
+    counted.
+    """
     driver = os.environ.get("ELASTIC_DRIVER")
     if driver is None:
         return Traffic()
     total = Traffic()
     for info in _connections(driver):
         total = total.plus(traffic_of(info))
-    if not all(_numbers(total)):  # it has said who it is, and was told its place
-        raise groups.WrongResult(f"the kernel does not count what passes to {driver}: {total}")
+    if not all(_numbers(total)):  # the handshake has traffic in both directions
+        raise groups.WrongResult(f"the kernel does not count the traffic to {driver}: {total}")
     return total
 
 
@@ -149,7 +151,7 @@ def _connections(to: str) -> list[bytes]:
                 if peer[:2] == (host.strip("[]"), int(port)):
                     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
                     found.append(info)
-        except OSError:  # it is closed by now, or not connected
+        except OSError:  # closed meanwhile, or not connected
             continue
     return found
 
@@ -168,15 +170,15 @@ def _say(stream: Any, what: Mapping[str, Any]) -> None:
 
 def _hear(stream: Any) -> dict[str, Any]:
     line = stream.readline()
-    heard: dict[str, Any] = json.loads(line) if line else {}
-    return heard
+    order: dict[str, Any] = json.loads(line) if line else {}
+    return order
 
 
 # ---- the jobs ------------------------------------------------------------------------------------
 
 
 class Jobs:
-    """Both, and a line to each worker. Use as a context manager; it leaves no process behind."""
+    """Both jobs, and a connection to each worker. Use as a context manager; it leaves no process behind."""
 
     def __init__(self, model: str, workers: int) -> None:
         self._workers = workers
@@ -201,7 +203,7 @@ class Jobs:
 
     def _start(self, words: list[str], environ: dict[str, str]) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-        # Each worker in a session of its own, as those of elasticrun are: the scheduler shares cores among sessions.
+        # Each worker has its own session, as with elasticrun: the scheduler shares cores among sessions.
         self._started.append(
             subprocess.Popen(
                 words, env=env, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
@@ -223,7 +225,7 @@ class Jobs:
             try:
                 sock, _ = self._listener.accept()
             except TimeoutError:
-                self._give_up(f"not all workers were there within {START_S:g} s")
+                self._give_up(f"not all workers connected within {START_S:g} s")
             sock.settimeout(BLOCK_S)
             stream = sock.makefile("rw")
             hello = self._heard(stream)
@@ -234,29 +236,29 @@ class Jobs:
 
     def _heard(self, stream: Any) -> dict[str, Any]:
         try:
-            heard = _hear(stream)
+            answer = _hear(stream)
         except TimeoutError:
             self._give_up(f"a worker did not answer within {BLOCK_S:g} s")
-        if not heard:
-            self._give_up("a worker has gone")
-        return heard
+        if not answer:
+            self._give_up("a worker exited")
+        return answer
 
     def _give_up(self, why: str) -> NoReturn:
         self._log.seek(0)
         raise SystemExit(f"{why}; the jobs' log ends:\n{self._log.read()[-3000:]}")
 
     def do(self, job: str, **order: Any) -> tuple[float, Traffic]:
-        """The slowest worker's seconds, and what passed between all of them and the driver."""
+        """Send an order; return the slowest worker's seconds, and the traffic of all of them with the driver."""
         for stream in self._lines[job]:
             _say(stream, order)
-        heard = [self._heard(stream) for stream in self._lines[job]]
+        answers = [self._heard(stream) for stream in self._lines[job]]
         total = Traffic()
-        for each in heard:
+        for each in answers:
             total = total.plus(Traffic(**each["passed"]))
-        return max(each["took"] for each in heard), total
+        return max(each["took"] for each in answers), total
 
     def finish(self) -> None:
-        """Raises WrongResult unless the workers of each job hold the same model."""
+        """End the jobs. Raises WrongResult unless the workers of each job have the same model."""
         for job in JOBS:
             for stream in self._lines[job]:
                 _say(stream, {})

@@ -1,29 +1,29 @@
-"""What does a step in shards cost? Beside an ordinary one of as many workers, and beside its computation alone.
+"""Cost of a step in shards, compared with an ordinary one of as many workers, and with its computation alone.
 
-    python benchmarks/exact_step.py [--models mlp gpt] [--ranks 2 4] [--shards 8] [--rounds 30] [--json FILE]
-    python benchmarks/exact_step.py --memory [--models mlp] [--ranks 1 2 4 8] [--shards 8] [--rounds 3]
+  python benchmarks/exact_step.py [--models mlp gpt] [--ranks 2 4] [--shards 8] [--rounds 30] [--json FILE]
+  python benchmarks/exact_step.py --memory [--models mlp] [--ranks 1 2 4 8] [--shards 8] [--rounds 3]
 
-Two questions, each answered by steps that take turns; the ratio of two steps of a round is what counts.
+There are two measurements with alternating steps; the result is the ratio of two steps of a round.
 
-Without --shards, W = S: every worker has one shard, as many samples as an ordinary step has, and the sum along the
-tree takes the place of the one in the order of ranks.
+Without --shards, W = S: every worker has one shard with as many samples as an ordinary step, and the sum along the tree
+replaces the sum in the order of ranks.
 
-S shards on W workers: beside workers that compute as many shards, have the bytes of the partials added up by a plain
-allreduce, and step their optimizers. The slowest counts, so with a core for each that is the time of the most shards
-that one has; where workers share cores, both ways have the same work in all. An allreduce of n bytes on W ranks reads
-W n and writes W n; all partials together are read, and every rank gets a result. `alone` is the same without the
-allreduce: what the bytes cost shows between the two. Each way takes 20 steps first: until then ranks meet pages of each
-other's memory that they have not mapped, which takes up to a second in all for 100 MB on 8 workers.
+S shards on W workers are compared with workers that compute as many shards, add the bytes of the partials with a plain
+allreduce, and step their optimizers. The slowest counts, so with a core per worker that is the time of the worker with
+the most shards; if workers share cores, both variants have the same total work. An allreduce of n bytes on W ranks
+reads W n and writes W n; here all partials are read, and every rank gets a result. `alone` is the same without the
+allreduce, so the difference is the cost of the bytes. Each variant takes 20 steps first: until then ranks access pages
+of each other's memory that are not mapped yet, which takes up to a second in total for 100 MB on 8 workers.
 
-A gradient that is a partial by itself, as all are of 8 workers, lies where backward has made it, and no other rank
-reaches it there. `copied` is `beside`, with each of these copied once to where they do, as an ordinary step of this
-package does, and DDP. A sum of several gradients is written there in any case.
+A gradient that is a partial by itself, as all are with 8 workers, stays where backward has created it, and no other
+rank can access it there. `copied` is `beside` with one copy of each of these to shared memory, as in an ordinary step
+of this package and in DDP. A sum of several gradients is written there in any case.
 
-Every rank computes in one thread. That losses and weights are the same bits everywhere is what the tests show; here the
-ranks' models are compared at the end.
+Every rank computes in one thread. The tests show that losses and weights are identical everywhere; here the ranks'
+models are compared at the end.
 
---memory: PSS (see memory.py) of the worker that has most, each time that backward has made a gradient, at its highest;
-beside that of an ordinary step, in processes of their own. Wanted: at most log2(S) + 1 gradients more.
+--memory: the peak PSS (see memory.py) of the largest worker, read each time that backward has created a gradient;
+compared with that of an ordinary step, in separate processes. Limit: log2(S) + 1 additional gradients.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from figures import Mark, Spread, ratio, spread
 from memory import pss
 
 EVEN_MARK, MANY_MARK = 1.05, 1.08
-WARMUP = 20  # steps of each way, of many shards
+WARMUP = 20  # steps of each variant, with many shards
 
 
 @dataclass(frozen=True)
 class ShardQuestion:
-    """``shards``: 0 for as many as workers, beside an ordinary step."""
+    """One measurement. ``shards``: 0 for as many as workers, compared with an ordinary step."""
 
     model: str
     shards: int
@@ -71,12 +71,14 @@ class ShardAnswer:
     mark: float
     ms: dict[str, Spread]
     ratio: Spread
-    copied: Spread | None  # the ratio to what copies, too
+    copied: Spread | None  # ratio to the variant that also copies
 
 
 class ShardSteps:
-    """Training steps of so many shards, one for each call. Without ``reduced`` the same computation; ``moved``: and an
-    allreduce of as many bytes as partials have. ``copied``: and a copy of each partial that is one shard's gradient.
+    """Training steps of ``count`` shards, one per call.
+
+    Without ``reduced``, only the computation. ``moved`` adds an allreduce of as many bytes as the partials have;
+    ``copied`` adds a copy of each partial that is one shard's gradient.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class ShardSteps:
         if self._moved is not None:
             self._sum(self._moved)
         self.optimizer.step()
-        # Not in the next step: the gradients of all ways would lie side by side, and be found in ever new places.
+        # Not in the next step: the gradients of all variants would exist together, at changing addresses.
         self.optimizer.zero_grad()
 
 
@@ -153,9 +155,9 @@ def measure(question: ShardQuestion) -> ShardAnswer:
 
 @dataclass(frozen=True)
 class Peak:
-    """In bytes."""
+    """Peak memory in bytes."""
 
-    highest: float  # of a worker
+    highest: float  # largest worker
     gradient: int
 
 
@@ -192,7 +194,7 @@ class MemoryAnswer:
 
     @property
     def more(self) -> float:
-        """In gradients."""
+        """Additional memory in gradients."""
         return (self.in_shards.highest - self.ordinary.highest) / self.ordinary.gradient
 
     def mark(self) -> Mark:

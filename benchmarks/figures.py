@@ -1,4 +1,4 @@
-"""What benchmarks say of what they measured: medians with quartiles, ratios by round, marks met or missed. Pure."""
+"""Results of benchmarks: medians with quartiles, ratios by round, limits met or missed. Pure."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
-    """Round by round, because what else the machine does in a round disturbs both."""
+    """Return the ratio round by round, because other load in a round disturbs both."""
     return spread([a / b for a, b in zip(above, below, strict=True)])
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:
-    """In which they take this turn: each comes first as often as last, and before its neighbours as often as after
-    them, because one that leaves the machine busy must not always disturb the same other one.
+    """Return the order of a turn.
+
+    Each name is first as often as last, and before its neighbours as often as after them, because a variant that leaves
+    the machine busy must not always disturb the same other one.
     """
     first = turn // 2 % len(names)
     rotated = [*names[first:], *names[:first]]
@@ -45,7 +47,7 @@ def order(names: Sequence[str], turn: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Mark:
-    """What is wanted of a figure: at most so much, or at least. ``value`` is what was measured."""
+    """Limit of a result: an upper one, or a lower one with ``at_least``. ``value`` is the measured result."""
 
     what: str
     wanted: float
@@ -63,7 +65,7 @@ class Mark:
 
 
 def shown(mark: Mark) -> str:
-    """With as many digits as it takes to see on which side of the mark it lies."""
+    """Format the value with enough digits to show on which side of the limit it is."""
     for digits in range(2, 6):
         text = f"{mark.value:.{digits}f}"
         if float(text) != mark.wanted:
@@ -72,5 +74,5 @@ def shown(mark: Mark) -> str:
 
 
 def size_text(size: int) -> str:
-    """Of bytes: 64 KB, 10 MB."""
+    """Format a number of bytes as 64 KB, 10 MB."""
     return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"

@@ -1,15 +1,14 @@
-"""Which share of the time trains a job whose machines come and go as a trace says, or as drawn from a seed?
+"""Share of the time that a job trains while machines join and leave, by a trace or at random from a seed.
 
 A trace has lines ``milliseconds,add|remove,node``. It is compressed, and its nodes are scaled to slots of this machine:
-of 32 nodes alive with --slots 8, each 4 are a slot. When a node is removed, its worker gets SIGKILL and its slot leaves
-the list of hosts; with --ahead the slot leaves the list first, as with a machine that announces its end, and whoever is
-left after so many seconds is killed.
+with 32 live nodes and --slots 8, 4 nodes are a slot. When a node is removed, its worker is killed with SIGKILL, and its
+slot is removed from the list of hosts; with --ahead the slot is removed first, like a machine that announces its end,
+and remaining workers are killed after that many seconds.
 
-Goodput is the time in which steps were made for the first time, over the time in which a slot was there: a gap between
-two steps counts up to five times the usual one, what is above it was lost. Moments without any slot are counted apart:
-how long after a slot was back came the next step, from the newest checkpoint.
-
-Slots filled is the share of the time of all slots in which a worker of the world was in them: what joining takes.
+Goodput is the time in which steps were made for the first time, divided by the time with at least one slot: a gap
+between two steps counts up to five times the usual one, the rest is lost. Times without any slot are reported
+separately: the time from the return of a slot to the next step, from the newest checkpoint. Slots filled is the share
+of the time of all slots in which they had a worker of the world: the cost of joining.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ import psutil
 import shown
 from disturbed import Disturbed, options_of
 
-USUAL = 5.0  # times the median gap between two steps: still training
+USUAL = 5.0  # factor of the median gap between two steps that still counts as training
 LEAST_S = 0.05  # a gap below this is no loss, however short the steps are
 
 
 @dataclass(frozen=True)
 class Moment:
-    """From ``at`` on, in seconds, there are so many slots."""
+    """Number of slots from ``at`` on, in seconds."""
 
     at: float
     slots: int
 
 
 def of_trace(lines: Iterable[str], compress: float, slots: int) -> list[Moment]:
-    """How many slots there are when. The largest number of nodes is all slots; one node left is one slot."""
+    """Convert a trace to numbers of slots. The largest number of nodes is all slots; one node is one slot."""
     alive: set[str] = set()
     counts: list[tuple[float, int]] = []
     for ms, what, node in csv.reader(lines):
@@ -55,7 +54,7 @@ def of_trace(lines: Iterable[str], compress: float, slots: int) -> list[Moment]:
 
 
 def drawn(seed: int, seconds: float, slots: int, all_gone: int) -> list[Moment]:
-    """Slots come and go one or two at a time; at ``all_gone`` moments all go, and are back after 2 to 6 seconds."""
+    """Draw random changes of one or two slots; ``all_gone`` times all slots go, and return after 2 to 6 seconds."""
     rng = random.Random(seed)
     gone = sorted(rng.uniform(0.15, 0.8) * seconds for _ in range(all_gone))
     found, at, count = [(0.0, slots)], 0.0, slots
@@ -72,7 +71,7 @@ def drawn(seed: int, seconds: float, slots: int, all_gone: int) -> list[Moment]:
 
 
 def changes(counts: Iterable[tuple[float, int]]) -> list[Moment]:
-    """The last count of each moment, where it differs from the one before."""
+    """Return the last count of each moment if it differs from the previous one."""
     found: list[Moment] = []
     for at, group in itertools.groupby(counts, key=lambda each: each[0]):
         count = list(group)[-1][1]
@@ -82,7 +81,7 @@ def changes(counts: Iterable[tuple[float, int]]) -> list[Moment]:
 
 
 def first_times(steps: Iterable[tuple[float, int]]) -> list[float]:
-    """When each step was made for the first time: (time, number) of all, in the order of time."""
+    """Return when each step was made for the first time, from (time, number) of all, in the order of time."""
     newest, found = 0, []
     for at, number in steps:
         if number > newest:
@@ -92,7 +91,7 @@ def first_times(steps: Iterable[tuple[float, int]]) -> list[float]:
 
 
 def trained_s(times: Sequence[float], begin: float, end: float) -> float:
-    """Seconds of [begin, end] in which steps followed each other as usual."""
+    """Return the seconds of [begin, end] in which steps followed each other as usual."""
     gaps = [b - a for a, b in itertools.pairwise(times)]
     most = max(LEAST_S, USUAL * statistics.median(gaps))
     return sum(
@@ -103,8 +102,9 @@ def trained_s(times: Sequence[float], begin: float, end: float) -> float:
 
 
 def filled(slots: Sequence[tuple[float, int]], worlds: Sequence[tuple[float, int]]) -> float:
-    """The share of the time of all slots in which the world had a worker in them. Both: from when on how many, up to
-    the last time of ``slots``.
+    """Return the share of the time of all slots in which they had a worker of the world.
+
+    Both arguments are (begin, number), up to the last time of ``slots``.
     """
     there = used = 0.0
     times = sorted({at for at, _ in slots} | {at for at, _ in worlds if at < slots[-1][0]})
@@ -118,7 +118,7 @@ def filled(slots: Sequence[tuple[float, int]], worlds: Sequence[tuple[float, int
 
 
 class Machines:
-    """The slots of a job under test: which there are, and the processes in them."""
+    """The slots of a job under test, and the processes in them."""
 
     def __init__(self, job: Disturbed, hosts: Path) -> None:
         self.job = job
@@ -132,7 +132,7 @@ class Machines:
         self.slots = slots
 
     def processes(self, first: int) -> list[int]:
-        """Process ids of all workers that were ever started in a slot from ``first`` on, and are there."""
+        """Return the process ids of all live workers that were started in a slot from ``first`` on."""
         started = [
             (event["worker"][1], event["pid"])
             for record in self.job.records()
@@ -147,13 +147,13 @@ class Machines:
 
 
 def play(machines: Machines, moments: Sequence[Moment], ahead_s: float) -> list[tuple[float, int]]:
-    """Does what the trace says. Returns when, by CLOCK_MONOTONIC, there were how many slots."""
+    """Replay the trace. Returns (time by CLOCK_MONOTONIC, number of slots) of each change."""
     begin = time.monotonic()
-    told: list[tuple[float, int]] = []
+    played: list[tuple[float, int]] = []
     for moment in moments:
         while (left := begin + moment.at - time.monotonic()) > 0:
-            if told and not machines.slots:
-                machines.kill(0)  # an empty list stops nothing by itself: no machine is there
+            if played and not machines.slots:
+                machines.kill(0)  # an empty list stops no worker by itself: here no machine exists
             time.sleep(min(left, 0.2))
         fewer = moment.slots < machines.slots
         if fewer and not ahead_s:
@@ -162,8 +162,8 @@ def play(machines: Machines, moments: Sequence[Moment], ahead_s: float) -> list[
         if fewer and ahead_s:
             time.sleep(ahead_s)
             machines.kill(moment.slots)
-        told.append((time.monotonic(), moment.slots))
-    return told
+        played.append((time.monotonic(), moment.slots))
+    return played
 
 
 def main() -> None:
@@ -198,7 +198,7 @@ def main() -> None:
         machines = Machines(job, hosts)
         machines.have(options.slots)
         job.wait("a full world", lambda: job.full(20), 180)
-        told = play(machines, moments, options.ahead)
+        played = play(machines, moments, options.ahead)
         time.sleep(2.0)
         over = time.monotonic()
         steps = [(step.at, step.step) for step in job.steps() if step.at <= over]
@@ -213,24 +213,25 @@ def main() -> None:
     times = first_times(steps)
     there = trained = 0.0
     back_s: list[float] = []
-    for (begin, slots), (end, _) in itertools.pairwise([*told, (over, 0)]):
+    for (begin, slots), (end, _) in itertools.pairwise([*played, (over, 0)]):
         if not slots:
             back_s += [at - end for at in times if at > end][:1]
             continue
-        after_all_gone = [at for at, n in told if n == 0 and at < begin]
+        after_all_gone = [at for at, n in played if n == 0 and at < begin]
         if after_all_gone and not any(after_all_gone[-1] < at <= begin for at in times):
-            begin = next((at for at in times if at > after_all_gone[-1]), end)  # counted apart
+            # reported separately
+            begin = next((at for at in times if at > after_all_gone[-1]), end)
         if begin < end:
             there += end - begin
             trained += trained_s(times, begin, end)
     goodput = trained / there
     table = shown.table(
-        f"{len(moments)} changes in {told[-1][0] - told[0][0]:.0f} s, {options.slots} slots",
+        f"{len(moments)} changes in {played[-1][0] - played[0][0]:.0f} s, {options.slots} slots",
         *("worlds broke", "steps", "goodput", "slots filled"),
         *("all gone", "a slot is back -> next step, s"),
     )
     waits = ", ".join(f"{each:.1f}" for each in back_s)
-    share = filled([*told, (over, 0)], worlds)
+    share = filled([*played, (over, 0)], worlds)
     figures = (str(killed), str(len(times)), f"{goodput:.4f}", f"{share:.3f}")
     table.add_row(*figures, str(len(back_s)), waits)
     shown.console().print(table)

@@ -1,14 +1,14 @@
-"""What does a step ask of a GPU? Beside torch's DistributedDataParallel, counted on the made-up CUDA runtime.
+"""GPU work of a step, compared with torch's DistributedDataParallel, counted on the fake CUDA runtime.
 
-    python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py [--parameters 100] [--json FILE]
-    python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py --fsdp 4 [--json FILE]
+  python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py [--parameters 100] [--json FILE]
+  python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py --fsdp 4 [--json FILE]
 
 With --fsdp the whole step of a model of so many layers, each sharded by FSDP2, is counted over the process group of
 this package and over torch's NCCL.
 
-A count is that of a step with reduction less that of one without, of one rank of two. The counts are those that a GPU
-would see; launches of operators on many tensors are counted as torch's multi_tensor_apply would split them. The host's
-time is not a GPU machine's: a launch costs another amount there.
+A count is that of a step with reduction minus that of one without, of one rank of two. The counts are those of a real
+GPU; launches of operators on many tensors are counted as torch's multi_tensor_apply would split them. The host's time
+is not that of a GPU machine, where a launch has another cost.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def fully_sharded(layers: int, elements: int, backend: str) -> Callable[[], None
 
 
 def counted(parameters: int, elements: int) -> dict[str, dict[str, float]]:
-    """By way and count, of a step."""
+    """Return the counts of a step, by variant and count."""
     torch.cuda.set_device(distributed.get_rank())
     return counts_of(
         {
@@ -93,7 +93,7 @@ def counted(parameters: int, elements: int) -> dict[str, dict[str, float]]:
 
 
 def counted_sharded(layers: int, elements: int) -> dict[str, dict[str, float]]:
-    """By backend and count, of a whole step."""
+    """Return the counts of a whole step, by backend and count."""
     torch.cuda.set_device(distributed.get_rank())
     return counts_of(
         {
@@ -104,7 +104,7 @@ def counted_sharded(layers: int, elements: int) -> dict[str, dict[str, float]]:
 
 
 def counts_of(ways: dict[str, Callable[[], Callable[[], None]]]) -> dict[str, dict[str, float]]:
-    import fake_cuda  # type: ignore[import-not-found]  # on the path of a process that start.py starts
+    import fake_cuda  # on the path of a process that start.py starts
 
     found = {}
     for name, way in ways.items():

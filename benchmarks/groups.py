@@ -1,8 +1,8 @@
-"""What the benchmarks of reduction share: ranks as processes, a world and a Gloo group in each, turns, and proof.
+"""Shared code of the reduction benchmarks: ranks as processes, a world and a Gloo group in each, turns, checks.
 
-Every rank is in a world of `elastic` without a driver, and in torch's default process group over Gloo, which is what is
-compared with, and by which the ranks meet before each turn. Ways to do a thing take turns in the same processes, in
-alternating order, so that whatever else the machine does disturbs all of them. The slowest rank's time counts.
+Every rank is in a world of `elastic` without a driver, and in torch's default process group over Gloo, which is the
+reference and synchronizes the ranks before each turn. Variants take turns in the same processes, in alternating order,
+so that other load on the machine disturbs all of them. The slowest rank's time counts.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Found = TypeVar("Found")
 
 
 class WrongResult(Exception):
-    """What was to be measured does not do what it should: its time means nothing."""
+    """The measured code has a wrong result: its time means nothing."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks find each other: the world's store, and torch's."""
+    """Addresses by which the ranks find each other: the world's store, and torch's."""
 
     host: str
     ours: int
@@ -44,8 +44,8 @@ class Meeting:
 
 
 def ask(work: Callable[..., Found], ranks: int, *arguments: Any) -> Found:
-    """Runs ``work(*arguments)`` in so many ranks. Returns what rank 0's has returned, by way of JSON."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of what torchft asks it for
+    """Run ``work(*arguments)`` in this many ranks. Returns the result of rank 0, as JSON."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns about settings of torchft
     meeting = Meeting("127.0.0.1", *free_ports(2))
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         out = Path(folder) / "answer.json"
@@ -73,7 +73,7 @@ def _rank(
 def enter(
     rank: int, ranks: int, meeting: Meeting, environ: Mapping[str, str] | None = None
 ) -> None:
-    """One thread for each rank, as where each has a core. ``environ``: what the world is to find in its environment."""
+    """Enter the world with one thread per rank. ``environ`` is the environment of the world."""
     torch.set_num_threads(1)
     lifecycle.init_static(rank, ranks, Address(meeting.host, meeting.ours), environ)
     where = f"tcp://{meeting.host}:{meeting.torchs}"
@@ -86,22 +86,22 @@ def leave() -> None:
 
 
 def ours() -> Collectives:
-    """A group of all ranks, as an optimizer would get it."""
+    """Return a group of all ranks, as an optimizer would get it."""
     return lifecycle.current().group("benchmark", CPU)
 
 
 def named(group: Collectives) -> str:
-    """What carries it, for the table: a figure must say whose it is."""
+    """Return the name of a group's backend for the table."""
     return type(group).__name__.removesuffix("Collectives").lower()
 
 
-# ---- proof ---------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 
 def prove(reduce: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> None:
-    """Raises WrongResult unless this sums the ranks' tensors, each element of them, on every rank.
+    """Raise WrongResult unless this sums all elements of the ranks' tensors on every rank.
 
-    The numbers are small and whole, so that any order of summation gives the same bits. ``tensor`` is left at zeros.
+    The numbers are small and whole, so that any order of summation gives the same bits. ``tensor`` is set to zeros.
     """
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     flat = tensor.view(-1)
@@ -116,16 +116,16 @@ def prove(reduce: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> None:
 
 
 def agree(claim: str, holds: bool, otherwise: str) -> None:
-    """Collective: raises WrongResult on every rank if a claim does not hold on any."""
+    """Raise WrongResult on every rank if a claim is false on any rank. Collective."""
     failed = torch.tensor([0.0 if holds else 1.0])
     distributed.all_reduce(failed)
     if failed.item():
         here = otherwise if not holds else "not on another rank"
-        raise WrongResult(f"it is not so that this {claim}: {here}")
+        raise WrongResult(f"false: this {claim}: {here}")
 
 
 def same_everywhere(what: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises WrongResult unless every rank holds the same bits."""
+    """Raise WrongResult unless every rank has the same bits."""
     mine = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     zeroth = mine.clone()
     distributed.broadcast(zeroth, 0)
@@ -145,7 +145,7 @@ def sum_with(group: Collectives) -> Callable[[torch.Tensor], None]:
 def take_turns(
     ways: Mapping[str, Callable[[], None]], rounds: int, *, warmup: int = 3, repeats: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of each round, by way: those of the slowest rank. ``repeats``: in a row, of which the mean is taken."""
+    """Return the seconds of each round of the slowest rank, by variant; with ``repeats``, the mean of several calls."""
     names = list(ways)
     times = torch.zeros(rounds, len(names), dtype=torch.float64)
     for turn in range(-warmup, rounds):

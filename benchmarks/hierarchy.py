@@ -1,20 +1,22 @@
-"""What does it save to reduce on each host first? Beside Gloo over all ranks at once, between hosts with slow links.
+"""Gain of reducing on each host first, compared with Gloo over all ranks at once, between hosts with slow links.
 
-    python benchmarks/hierarchy.py [--hosts 4] [--workers 2] [--rate 1gbit] [--sizes-mb 1 10 100] [--orders hosts dealt]
-        [--congestion reno]
+  python benchmarks/hierarchy.py [--hosts 4] [--workers 2] [--rate 1gbit] [--sizes-mb 1 10 100] [--orders hosts dealt]
+    [--congestion reno]
 
-Hosts are network namespaces on one switch, and each link passes so many bits in a second, in either direction. Needs
-root. Our group and torch's ProcessGroupGloo with its defaults take turns in the same processes. Ranks are numbered host
-by host, as in a fresh job; or dealt out to the hosts like cards, as it comes to be where workers have come and gone.
+Hosts are network namespaces on one switch, and each link has a limited rate in either direction. Needs root. Our group
+and torch's ProcessGroupGloo with its defaults take turns in the same processes. Ranks are numbered host by host, as in
+a new job; or round-robin over the hosts, as happens after workers have joined and left.
 
-What the links allow is a bound by bytes alone. In a ring of n each sends 2 (n-1)/n times the size of the tensor. Of our
-group, only hosts are in the ring, so that is what leaves each host. Gloo's ring has all ranks in it: host by host, one
-rank of each host sends to another host, so it too fills every link once, and 4 hosts of 2 ranks can gain no more than
-1.17 by bytes; dealt out, all ranks do, and they can gain 2.33. What is gained beside that are fewer messages, and fewer
-bytes that this machine's few cores have to push through sockets. A link passes what it takes 4 ms for at once, so that
-short messages can be faster than its rate. TCP's congestion control is reno, which every kernel allows here, whatever
-this machine has: bbr takes the short bursts of two lanes on one link for a slow link, and sends every fifth 1 MB so
-slowly that it takes 50 to 100 ms. Both ways have to prove first that they sum.
+The bound of the links counts bytes only. In a ring of n each rank sends 2 (n-1)/n times the size of the tensor. In our
+group only hosts are in the ring, so that much leaves each host. Gloo's ring has all ranks in it: numbered host by host,
+one rank of each host sends to another host, so it also fills every link once, and 4 hosts of 2 ranks can gain at most
+1.17 by bytes; round-robin, all ranks do, and the gain can be 2.33. Further gains are fewer messages, and fewer bytes
+that this machine's few cores must push through sockets. A link passes at once what it would send in 4 ms, so that short
+messages can be faster than its rate.
+
+TCP's congestion control is reno, which every kernel allows here, whatever this machine uses: bbr takes the short bursts
+of two lanes on one link for a slow link, and sends every fifth 1 MB so slowly that it takes 50 to 100 ms. Both variants
+must prove first that they sum.
 """
 
 from __future__ import annotations
@@ -46,11 +48,12 @@ from figures import Mark, Spread, ratio, size_text, spread
 
 MB = 1 << 20
 ORDERS = {"hosts": "host by host", "dealt": "dealt out"}
-WANTED = 1.5  # times as fast as over all ranks at once
-OURS_PORT, TORCHS_PORT = 29610, 29611  # of the first host, which has all of them to itself
+WANTED = 1.5  # limit: factor compared with all ranks at once
+OURS_PORT, TORCHS_PORT = 29610, 29611  # of the first host, where all ports are free
 LONGEST_S = 900.0
-CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of the namespace of who opens it
-# Torch would say of every connection that the address has no name.
+# of the network namespace of the process that opens it
+CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+# Otherwise, torch warns for every connection that the address has no name.
 QUIET = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
@@ -68,7 +71,7 @@ class Answer:
 
 
 def bound_s(parts: int, size: int, bits_per_s: float) -> float:
-    """The least time, by bytes, of a ring of so many parts, each of which has a link to itself."""
+    """Return the minimum time, by bytes, of a ring of ``parts`` members with a separate link each."""
     return 2 * (parts - 1) / parts * size * 8 / bits_per_s
 
 
@@ -77,7 +80,7 @@ def host_of(rank: int, order: str, hosts: int, workers: int) -> int:
 
 
 def leaving(hosts_of_ranks: Sequence[int]) -> int:
-    """How many ranks of a host send to another host if all are in one ring; of the host with the most."""
+    """Return the number of ranks of the host with the most that send to another host if all are in one ring."""
     following = [*hosts_of_ranks[1:], hosts_of_ranks[0]]
     pairs = zip(hosts_of_ranks, following, strict=True)
     counts = Counter(host for host, after in pairs if host != after)
@@ -101,7 +104,7 @@ def measure(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
         groups.prove(flat, theirs)
         ways = {"ours": _call(reduce, mine), "flat": _call(flat, theirs)}
         times = groups.take_turns(ways, rounds, warmup=1, repeats=5 if size <= MB else 1)
-        groups.prove(reduce, mine)  # it still does
+        groups.prove(reduce, mine)  # still correct afterwards
         answers.append(
             {
                 "size": size,
@@ -118,7 +121,7 @@ def _call(reduce: Any, tensor: torch.Tensor) -> Any:
 
 
 def work(given: dict[str, Any]) -> None:
-    """What a process on one of the hosts does."""
+    """Run one process on one of the hosts."""
     CONGESTION.write_text(given["congestion"])
     meeting = groups.Meeting(given["first"], OURS_PORT, TORCHS_PORT)
     groups.enter(given["rank"], given["ranks"], meeting, {"ELASTIC_BIND": given["address"]})
@@ -151,8 +154,8 @@ def ask(
             processes = []
             for rank in range(hosts * workers):
                 host = network.hosts[names[host_of(rank, order, hosts, workers)]]
-                told = json.dumps({**given, "rank": rank, "address": host.address})
-                words = [sys.executable, __file__, "--work", told]
+                arguments = json.dumps({**given, "rank": rank, "address": host.address})
+                words = [sys.executable, __file__, "--work", arguments]
                 processes.append(host.popen(words, env=QUIET))
             wait(processes)
             found: list[dict[str, Any]] = json.loads((folder / "answer.json").read_text())
@@ -160,15 +163,15 @@ def ask(
 
 
 def wait(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended. Ends the benchmark if one fails, or at the deadline; the network ends the others."""
+    """Wait until all have ended. Ends the benchmark if one fails, or at the deadline; the network ends the others."""
     deadline = time.monotonic() + LONGEST_S
     while any(process.poll() is None for process in processes):
         failed = [rank for rank, process in enumerate(processes) if process.poll()]
         if failed:
-            time.sleep(1.0)  # for the others to say what they know
+            time.sleep(1.0)  # for the errors of the others
             raise SystemExit(f"rank {failed[0]} failed: see above")
         if time.monotonic() > deadline:
-            raise SystemExit(f"it has not ended within {LONGEST_S:g} s")
+            raise SystemExit(f"the ranks have not ended within {LONGEST_S:g} s")
         time.sleep(0.1)
     if any(process.returncode for process in processes):
         raise SystemExit("a rank failed: see above")

@@ -1,11 +1,11 @@
-"""What does a parameter cost the host in a step? Beside torch's DistributedDataParallel, in one run, turn by turn.
+"""Host time per parameter in a step, compared with torch's DistributedDataParallel, in one run, in alternating turns.
 
-    python benchmarks/hooks.py [--parameters 1000] [--elements 16] [--rounds 60]
+  python benchmarks/hooks.py [--parameters 1000] [--elements 16] [--rounds 60]
 
-One process, in a world of two whose other rank is made up and whose collectives end at once, and DDP with one rank:
-what is left is the host's work for each parameter in backward and after it. Counted is the time for which the training
-thread had a core, without that of a step without any reduction. "A hook alone" is a Python function that does nothing,
-called for every parameter: less can't be had with hooks for each.
+One process, in a world of two whose other rank is simulated and whose collectives end at once, and DDP with one rank:
+what remains is the host's work per parameter in backward and after it. It measures the training thread's CPU time,
+minus that of a step without any reduction. "A hook alone" is an empty Python function that is called for every
+parameter: the minimum with hooks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from harness.small_worlds import World
 
 
 class Many(torch.nn.Module):
-    """Nothing but parameters: each gets its gradient in one small step of backward."""
+    """A model of parameters only: each gets its gradient in one small step of backward."""
 
     def __init__(self, parameters: int, elements: int) -> None:
         super().__init__()
@@ -87,29 +87,31 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=1000)
     parser.add_argument("--elements", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=60)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     world = World(2)
     lifecycle.current = lambda: world  # type: ignore[assignment, return-value]
     distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    steps = {name: way(Many(asked.parameters, asked.elements)) for name, way in WAYS.items()}
+    steps = {name: way(Many(options.parameters, options.elements)) for name, way in WAYS.items()}
     took: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(asked.rounds + 10):
+    for turn in range(options.rounds + 10):
         for name in order(list(steps), turn):
             began = time.thread_time()
             steps[name]()
             if turn >= 10:
                 took[name].append(time.thread_time() - began)
-    title = f"{asked.parameters} parameters of {asked.elements} elements"
+    title = f"{options.parameters} parameters of {options.elements} elements"
     headings = ("", "us for each parameter", "least", "a step, beside DDP's")
     table, found = shown.table(title, *headings), {}
     for name, times in took.items():
-        more = [(a - b) / asked.parameters * 1e6 for a, b in zip(times, took["alone"], strict=True)]
-        least = (min(times) - min(took["alone"])) / asked.parameters * 1e6
+        more = [
+            (a - b) / options.parameters * 1e6 for a, b in zip(times, took["alone"], strict=True)
+        ]
+        least = (min(times) - min(took["alone"])) / options.parameters * 1e6
         found[name] = (spread(more), least, ratio(times, took["torch DDP"]))
         table.add_row(name, spread(more).text(), f"{least:.2f}", found[name][2].text())
     shown.console().print(table)
-    shown.write_json(asked.json, found)
+    shown.write_json(options.json, found)
     distributed.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
-"""What `stepper` is, with Keras: a small model under ``fit``, with Horovod's callbacks, a commit after each batch.
+"""The `stepper` job with Keras: a small model under ``fit``, with Horovod's callbacks, a commit after each batch.
 
-One epoch, without an end: at that of an ordinary one TensorFlow may take seconds to destroy an iterator.
+One endless epoch: at the end of a normal one TensorFlow may take seconds to destroy an iterator.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import tensorflow as tf
 import horovod.keras as hvd
 from stepper import StepLog
 
-BATCH, BATCHES = 16, 1000  # samples; batches, over and over
+BATCH, BATCHES = 16, 1000  # samples; batches, repeated
 
 
 class Steps(keras.callbacks.Callback):  # type: ignore[misc]
-    """Writes down each step, and ends the training at the one whose number stands in ``stop``."""
+    """Logs each step, and ends the training at the step whose number is in ``stop``."""
 
     def __init__(self, directory: str, state: Any, log: StepLog) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""How much memory does a worker take? With a committed TorchState, beside DDP, in processes of their own.
+"""Memory of a worker with a committed TorchState, compared with DDP, in separate processes.
 
-    python benchmarks/memory.py [--models mlp gpt] [--ranks 2] [--steps 10] [--rounds 3] [--json FILE]
+  python benchmarks/memory.py [--models mlp gpt] [--ranks 2] [--steps 10] [--rounds 3] [--json FILE]
 
-Counted is what the kernel calls PSS: a page that several processes share counts a share of it in each, so that the sum
-over the workers has every page once. What is shared with other workers is thereby in it, and so is what peers map of
-each other. It is read when all workers have trained for some steps and hold their last gradients. Jobs with ours and
-with DDP take turns; both kinds import the same modules, and what that took is shown beside it.
+It measures PSS: a page that several processes share counts with a share of it in each, so that the sum over the workers
+has every page once. Memory that is shared with other workers is therefore included, and so is what peers map of each
+other. It is read when all workers have trained for some steps and hold their last gradients. Jobs with our optimizer
+and with DDP take turns; both import the same modules, whose memory is also shown.
 
-Wanted: no more on top of DDP than the snapshot itself, and a twentieth of it.
+Limit: 1.05 times the snapshot more than DDP.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOM = 1.05  # of the snapshot
 
 @dataclass(frozen=True)
 class Taken:
-    """Means over the workers of one job, in bytes."""
+    """Mean memory of the workers of one job, in bytes."""
 
     before: float  # with all modules, the world and torch's group, without a model
     trained: float
@@ -54,7 +54,7 @@ class Answer:
 
     @property
     def more(self) -> float:
-        """What ours takes on top of DDP: the median job of each."""
+        """Additional memory compared with DDP: the median job of each."""
         return _median(self.ours) - _median(self.ddp)
 
     def mark(self) -> Mark:
@@ -67,12 +67,12 @@ def _median(jobs: list[Taken]) -> float:
 
 
 def pss(rollup: str) -> int:
-    """Bytes, of what /proc says of a process."""
+    """Parse the PSS in bytes from /proc/PID/smaps_rollup."""
     for line in rollup.splitlines():
         name, _, rest = line.partition(":")
         if name == "Pss":
             return int(rest.split()[0]) << 10
-    raise ValueError(f"there is no line of Pss in {rollup[:200]!r}")
+    raise ValueError(f"no line with Pss in {rollup[:200]!r}")
 
 
 def measure(model: str, kind: str, steps: int) -> Taken:
@@ -100,7 +100,7 @@ def measure(model: str, kind: str, steps: int) -> Taken:
 
 
 def taken() -> float:
-    """Mean over the workers, while none of them does anything else."""
+    """Return the mean PSS of the workers while all of them are idle."""
     gc.collect()
     distributed.barrier()
     here = torch.tensor([float(pss(Path("/proc/self/smaps_rollup").read_text()))]).double()

@@ -1,9 +1,9 @@
-"""The models that are trained in benchmarks, each with its data and its optimizer. Nothing here is about workers.
+"""Models of the benchmarks, each with its data and its optimizer.
 
-    mlp      25 M parameters in 5 linear layers, 8 samples, SGD: hardly any work for its gradients
-    gpt      the GPT of examples/gpt.py as it is there: 0.85 M parameters, 4 windows of 128 bytes, AdamW
-    convnet  residual, 2.8 M parameters, 8 pictures of 3 x 32 x 32, SGD with momentum: much work for its gradients
-    tiny     two layers of 64, SGD: a step of a millisecond, in which anything that is done for each step shows
+  mlp      25 M parameters in 5 linear layers, 8 samples, SGD: little work for its gradients
+  gpt      the GPT of examples/gpt.py: 0.85 M parameters, 4 windows of 128 bytes, AdamW
+  convnet  residual, 2.8 M parameters, 8 pictures of 3 x 32 x 32, SGD with momentum: much work for its gradients
+  tiny     two layers of 64, SGD: a step of a millisecond, so that any cost per step is visible
 
 The convnet normalizes groups of channels and so keeps no running statistics, which DDP would send before each step.
 """
@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BATCHES = 8  # of each rank; they are taken in turn
+BATCHES = 8  # per rank; used in turn
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @dataclass(frozen=True)
 class Training:
-    """``loss`` takes what predicts (the model, or what it is wrapped in) and one batch: inputs and targets."""
+    """One training. ``loss`` takes the model or its wrapper, and one batch: inputs and targets."""
 
     model: nn.Module
     optimizer: Callable[[], torch.optim.Optimizer]
@@ -76,7 +76,7 @@ def gpt(rank: int) -> Training:
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a way around them. (B, from, H, W) -> (B, to, H / stride, W / stride)."""
+    """Two convolutions with a shortcut. (B, from, H, W) -> (B, to, H / stride, W / stride)."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ MODELS: dict[str, Callable[[int], Training]] = {
 
 
 def make(name: str, rank: int) -> Training:
-    """Models are equal on all ranks and each time, the data is this rank's."""
+    """Create a training. Models are equal on all ranks and each time, the data differs between ranks."""
     torch.manual_seed(0)
     return MODELS[name](rank)
 
@@ -145,7 +145,7 @@ def parameters(model: nn.Module) -> int:
 
 
 def bytes_of_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What a snapshot holds: parameters, buffers, and what the optimizer remembers."""
+    """Return the size of a snapshot: parameters, buffers, and the optimizer's state."""
     tensors = [*model.parameters(), *model.buffers()]
     for entry in optimizer.state.values():
         tensors += [value for value in entry.values() if isinstance(value, Tensor)]
@@ -153,7 +153,7 @@ def bytes_of_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 class Steps:
-    """Training steps, one for each call, over the batches in turn."""
+    """Training steps, one per call, over the batches in turn."""
 
     def __init__(
         self, training: Training, predict: nn.Module, optimizer: torch.optim.Optimizer

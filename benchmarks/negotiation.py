@@ -1,15 +1,16 @@
-"""What does it cost that collectives match by name? Small allreduces beside plain torch.distributed, in one run.
+"""Cost of matching collectives by name: small allreduces compared with plain torch.distributed, in one run.
 
-    python benchmarks/negotiation.py [--workers 2] [--rounds 30] [--json FILE]
+  python benchmarks/negotiation.py [--workers 2] [--rounds 30] [--json FILE]
 
 A round submits N tensors and waits for all of them, once with names (``hvd.allreduce_async_`` of each, then
-``hvd.synchronize``) and once plainly (``torch.distributed.all_reduce(async_op=True)`` of each, then ``wait``). Both use
+``hvd.synchronize``) and once without (``torch.distributed.all_reduce(async_op=True)`` of each, then ``wait``). Both use
 Gloo in the same processes and take turns in alternating order, a barrier before each; the slowest rank's time counts.
-The ratio of the two of a round is far steadier on a shared machine than either time. Names stay the same, as in
-training, so that after the first round only the cached negotiation is paid for.
+The ratio of the two of a round is much more stable on a shared machine than either time. Names stay the same, as in
+training, so that after the first round only the cached negotiation is measured.
 
-Wanted: 1,024 of 1 KB at least 3 times faster than plainly, because they travel fused; one of 1 MB at most 1.2 times
-slower. 1,024 of 1 MB are left out: a gigabyte for each kind in each worker, of which bandwidth alone decides.
+Limits: 1,024 tensors of 1 KB at least 3 times faster than without names, because they are fused; one of 1 MB at most
+1.2 times slower. 1,024 of 1 MB are left out: they need a gigabyte for each kind in each worker, and measure bandwidth
+only.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from figures import Mark, Spread, ratio, size_text, spread
 
 KB, MB = 1 << 10, 1 << 20
 CASES = [(1, KB), (64, KB), (1024, KB), (1, MB), (64, MB)]
-SINGLE_SHARE = 5  # rounds of one tensor are so many times more: a millisecond is easily disturbed
-LARGE_SHARE = 4  # rounds of 64 MB are so many times fewer
-FASTER, SLOWER = 3.0, 1.2  # the marks
+SINGLE_SHARE = 5  # factor of rounds with one tensor: a millisecond is easily disturbed
+LARGE_SHARE = 4  # divisor of rounds with 64 MB
+FASTER, SLOWER = 3.0, 1.2  # limits
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Answer:
     bytes_each: int
     plain_ms: Spread
     named_ms: Spread
-    ratio: Spread  # of named to plain
+    ratio: Spread  # with names / plain
 
 
 def named(tensors: list[torch.Tensor], case: str) -> Callable[[], None]:
@@ -80,7 +81,7 @@ def measured(count: int, each: int, rounds: int) -> Answer:
 
 
 def check(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """Both ways reduce: otherwise the figures mean nothing."""
+    """Check that both variants reduce: otherwise the results mean nothing."""
     for tensors in (ours, theirs):
         for number, tensor in enumerate(tensors):
             tensor.fill_(number + distributed.get_rank())

@@ -1,8 +1,8 @@
-"""What does it cost the others when a machine announces its end and goes?
+"""Cost to the other workers when a machine announces its end.
 
-Two hosts with two workers each. One announces its end two seconds ahead, its workers leave, and whoever of them is left
-after these two seconds is killed. Then it is another machine, and its workers come back. Counted: steps that a survivor
-had to make again, worlds that broke, workers that had not left in time, and the longest gap between two steps of a
+Two hosts with two workers each. One announces its end two seconds ahead, its workers leave, and remaining ones are
+killed after these two seconds. Then it counts as another machine, and its workers return. Results: steps that a
+survivor had to repeat, broken worlds, workers that had not left in time, and the longest gap between two steps of a
 survivor.
 """
 
@@ -29,11 +29,11 @@ moment = attrgetter("at")
 
 
 def told(job: Disturbed, since: int) -> float | None:
-    """When the driver has heard of the notice."""
-    heard = [
+    """Return when the driver received the notice."""
+    notices = [
         r for r in job.records()[since:] if (r.get("event") or {}).get("type") == "HostLeaving"
     ]
-    return float(heard[0]["at"]) if heard else None
+    return float(notices[0]["at"]) if notices else None
 
 
 def passed(moment: float) -> bool:
@@ -45,7 +45,8 @@ def main() -> None:
     parser.add_argument("--notices", type=int, default=20)
     options = parser.parse_args()
     left_ms: list[float] = []
-    told_at: list[tuple[float, set[int]]] = []  # when the driver heard of it, and who stayed
+    # when the driver received a notice, and the workers that stayed
+    told_at: list[tuple[float, set[int]]] = []
     late = 0
     with tempfile.TemporaryDirectory() as folder:
         goes = Path(folder, "goes")
@@ -74,7 +75,8 @@ def main() -> None:
                 told_at.append((heard_at, others))
                 goes.unlink()
             job.finish()
-        broke, steps = len(job.actions("BreakWorld")), job.steps()  # once: there may be millions
+        # only once: there may be millions
+        broke, steps = len(job.actions("BreakWorld")), job.steps()
     stayed = set().union(*(others for _, others in told_at))
     again = repeated(step for step in steps if step.pid in stayed)
     gaps, steady = [], []

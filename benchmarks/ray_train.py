@@ -1,13 +1,12 @@
-"""A node dies under a job on a Ray cluster: hvd-elastic beside Ray Train, on the same cluster, at the same step.
+"""Loss of a node of a Ray cluster: hvd-elastic compared with Ray Train, on the same cluster, at the same step.
 
-Both train the same small model with three workers on three nodes. One node is killed: its raylet and all that runs on
-it. Ray Train starts its workers again from the last checkpoint, one every 10 steps; hvd-elastic goes on with the other
-two.
+Both train the same small model with three workers on three nodes. One node is killed: its raylet and all its processes.
+Ray Train restarts its workers from the last checkpoint, one every 10 steps; hvd-elastic continues with the other two.
 
-    python benchmarks/ray_train.py --rounds 3 --kills 50
-    python benchmarks/ray_train.py --rounds 3 --kills 0       # the comparison alone, some three minutes
+  python benchmarks/ray_train.py --rounds 3 --kills 50
+  python benchmarks/ray_train.py --rounds 3 --kills 0       # the comparison alone, about three minutes
 
-Then, of hvd-elastic alone: what a node more and a drained node cost, N kills, and what all of that has left behind.
+Then, for hvd-elastic alone: the cost of an added and of a drained node, N kills, and leaked resources.
 """
 
 from __future__ import annotations
@@ -35,9 +34,10 @@ from harness.ray_stepping import Stepping
 
 HERE = Path(__file__).parent
 WORKERS = 3
-AT_STEP = 207  # seven after a checkpoint of the other
+AT_STEP = 207  # seven after a checkpoint of Ray Train
 STEP_S = 0.02
-SPARE = 5  # places that wait, so that a new node is used before Ray has noticed the end of another
+# additional actors that wait, so that a new node is used before Ray has noticed the end of another
+SPARE = 5
 OURS, THEIRS = "hvd-elastic", "Ray Train"
 CONSOLE = shown.console()
 
@@ -54,7 +54,7 @@ def trainer_job(cluster: RayCluster, folder: Path) -> Stepping:
 
 @contextmanager
 def running(start: Start, cluster: RayCluster) -> Iterator[Stepping]:
-    """A job in a full world; ended properly, if all goes well."""
+    """Run a job in a full world; end it normally if there is no error."""
     with tempfile.TemporaryDirectory(prefix="bench-ray-") as folder:
         job = start(cluster, Path(folder))
         try:
@@ -65,11 +65,11 @@ def running(start: Start, cluster: RayCluster) -> Iterator[Stepping]:
             job.job.end()
 
 
-# ---- side by side --------------------------------------------------------------------------------
+# ---- comparison ----------------------------------------------------------------------------------
 
 
 def completed(steps: list[Step]) -> dict[tuple[int, int], float]:
-    """When each step of each world was completed: by all of its members."""
+    """Return when each step of each world was completed by all of its members."""
     lines: dict[tuple[int, int], list[Step]] = defaultdict(list)
     for step in steps:
         lines[step.generation, step.step].append(step)
@@ -77,7 +77,7 @@ def completed(steps: list[Step]) -> dict[tuple[int, int], float]:
 
 
 def one_fault(cluster: RayCluster, start: Start) -> dict[str, float]:
-    """Seconds without progress, steps done twice, seconds until all three workers train again."""
+    """Measure the seconds without progress, repeated steps, and the seconds until all three workers train again."""
     with running(start, cluster) as job:
         world = job.world(WORKERS)
         places = defaultdict(list)
@@ -88,11 +88,11 @@ def one_fault(cluster: RayCluster, start: Start) -> dict[str, float]:
         killed_at, generation = time.monotonic(), world[0].generation
         cluster.kill(node)
 
-        def again() -> float | None:
+        def resumed() -> float | None:
             after = [s.at for s in job.steps() if s.generation > generation and s.size == WORKERS]
             return after[0] if after else None
 
-        full_at = job.wait(again, "three workers again", 180.0)
+        full_at = job.wait(resumed, "three workers resumed", 180.0)
         job.wait(lambda: job.steps()[-1].step >= 2 * AT_STEP, f"step {2 * AT_STEP}", 180.0)
         steps = job.steps()
     cluster.add(num_cpus=2)
@@ -116,7 +116,8 @@ def further(best: tuple[float, int], new: tuple[float, int]) -> tuple[float, int
 def compare(rounds: int) -> dict[str, list[dict[str, float]]]:
     found: dict[str, list[dict[str, float]]] = {OURS: [], THEIRS: []}
     jobs: dict[str, Start] = {OURS: elastic_job, THEIRS: trainer_job}
-    # Two places on a node: what is left has room for all three workers, so that Ray Train need not wait for a node.
+    # Two slots per node: the remaining nodes have room for all three workers, so that Ray Train need not wait for a
+    # node.
     with a_cluster(cpus=2) as cluster:
         for round_ in range(rounds):
             for name in (OURS, THEIRS) if round_ % 2 == 0 else (THEIRS, OURS):
@@ -129,7 +130,7 @@ def compare(rounds: int) -> dict[str, list[dict[str, float]]]:
 
 
 def changes(cluster: RayCluster, job: Stepping, count: int) -> dict[str, list[float]]:
-    """A node comes and is drained again: the longest gap between steps of an old worker, and steps done twice."""
+    """Add and drain a node: the longest gap between steps of an old worker, and repeated steps."""
     found: dict[str, list[float]] = {"join_gap_ms": [], "drain_gap_ms": [], "drain_repeated": []}
     for _ in range(count):
         old = {member.pid for member in job.world(WORKERS)}
@@ -156,8 +157,9 @@ def longest_gap_ms(steps: list[Step], pids: set[int], since: float) -> float:
 
 
 def kills(cluster: RayCluster, job: Stepping, count: int) -> dict[str, list[float]]:
-    """Milliseconds from the kill to the slowest survivor's next step in a new world. Every other time the raylet dies
-    alone, and its workers with it.
+    """Return the milliseconds from each kill to the slowest survivor's next step in a new world.
+
+    Every other time only the raylet is killed; its workers end with it.
     """
     found: dict[str, list[float]] = {"machine_ms": [], "raylet_ms": []}
     for number in range(count):
@@ -187,7 +189,7 @@ def kills(cluster: RayCluster, job: Stepping, count: int) -> dict[str, list[floa
 
 
 def inventory(cluster: RayCluster) -> dict[str, int]:
-    """What there is of ours in the cluster."""
+    """Return the number of our actors, placement groups and processes in the cluster."""
     ours = (
         "elastic.driver.agents.agent_process",
         "elastic.launcher.run_function",
@@ -221,7 +223,7 @@ def alone(count: int) -> dict[str, Any]:
     }
 
 
-# ---- told ----------------------------------------------------------------------------------------
+# ---- reports -------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -275,9 +277,7 @@ def main() -> None:
     options = parser.parse_args()
     check = [sys.executable, "-c", "import ray.train.torch"]
     if subprocess.run(check, capture_output=True).returncode:
-        raise SystemExit(
-            "this measures beside Ray Train, which is missing: pip install 'ray[train]'"
-        )
+        raise SystemExit("this compares with Ray Train, which is missing: pip install 'ray[train]'")
 
     figures: dict[str, Any] = {}
     if options.rounds:

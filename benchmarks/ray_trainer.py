@@ -1,9 +1,9 @@
-"""The job of Ray Train that `ray_train.py` measures beside ours: the same model, the same steps, the same lines.
+"""The job of Ray Train that `ray_train.py` compares with ours: the same model, the same steps, the same lines.
 
-    ray_trainer.py FOLDER WORKERS STEP_S
+  ray_trainer.py FOLDER WORKERS STEP_S
 
-Each worker appends ``time attempt size rank step`` to ``FOLDER/PID.steps``. After a failure all of them are started
-again, from the last checkpoint. It ends once ``FOLDER/stop`` exists.
+Each worker appends ``time attempt size rank step`` to ``FOLDER/PID.steps``. After a failure all workers are restarted
+from the last checkpoint. It ends once ``FOLDER/stop`` exists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def train(config: dict[str, Any]) -> None:
     import tempfile
     import time
 
-    gc.disable()  # as our own job does, to import torch sooner
+    gc.disable()  # to import torch faster, as our job does
     import torch
 
     gc.freeze()

@@ -1,7 +1,7 @@
-"""How long does a killed worker cost? SIGKILL of a random worker -> the slowest survivor's next step in the new world.
+"""Time lost by a killed worker: from SIGKILL of a random worker to the slowest survivor's next step in the new world.
 
-Beside it, in the same run, the same loss survived by bare Gloo: processes that do nothing but
-allreduce, are told by their parent at once, destroy the group, make a new one and allreduce again.
+For comparison, the same loss with bare Gloo in the same run: processes that only allreduce, get an order from their
+parent immediately, destroy the group, create a new one and allreduce again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _bare_worker(orders: Connection) -> None:
     import torch
     from torch import distributed
 
-    c10d: Any = distributed  # its stubs leave out what is used here
+    c10d: Any = distributed  # its stubs lack what is used here
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     torch.set_num_threads(1)
     group: Any = None
@@ -58,7 +58,9 @@ def _bare_worker(orders: Connection) -> None:
 
 
 def bare_gloo(workers: int, kills: int, rng: random.Random) -> list[float]:
-    """Milliseconds from the kill to the slowest survivor's next allreduce; a fresh set of processes for each kill."""
+    """Return the milliseconds from the kill to the slowest survivor's next allreduce; with new processes for each
+    kill.
+    """
     context = multiprocessing.get_context("spawn")
     times = []
 
@@ -67,7 +69,7 @@ def bare_gloo(workers: int, kills: int, rng: random.Random) -> list[float]:
     c10d: Any = distributed
 
     def serve() -> Any:
-        """A store that is up before anybody comes for it: the floor, not a race of clients and server."""
+        """Start a store before the clients connect, so that there is no race of clients and server."""
         return c10d.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
     for _ in range(kills):
@@ -113,7 +115,7 @@ def main() -> None:
 
     bare = bare_gloo(options.workers, options.reference_kills, rng)
     times, ranks = [], []
-    flags = BACK_SOON if options.example else ()  # it imports for seconds
+    flags = BACK_SOON if options.example else ()  # the example imports for seconds
     ways = ("ddp", "fsdp", "zero")
     way = next((each for each in ways if getattr(options, each)), "")
     training = {"way": way, "script": options.script, "example": options.example}

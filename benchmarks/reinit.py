@@ -1,4 +1,4 @@
-"""How long does shutdown() + init() take in one process? All workers of a job do it together, again and again."""
+"""Time of shutdown() + init() in one process, together in all workers of a job, repeatedly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shown
 
 
 def rounds(number: int) -> list[float]:
-    """Milliseconds of each shutdown() + init() at this worker, with a collective between two of them."""
+    """Return the milliseconds of each shutdown() + init() of this worker, with a collective between two of them."""
     import torch
 
     torch.set_num_threads(1)

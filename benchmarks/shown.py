@@ -1,4 +1,4 @@
-"""What benchmarks are asked, and how they tell what they have found: options, tables, marks, a file of JSON."""
+"""Options and output of benchmarks: tables, limits, a JSON file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rich.table import Table
 
 from figures import Mark
 
-WIDTH = 160  # of a table in a file
+WIDTH = 160  # width of a table in a file
 
 
 def options_of(doc: str | None) -> argparse.ArgumentParser:
-    """Each takes ``--json``; what else, is for the benchmark to add."""
+    """Create a parser with ``--json``; the benchmark adds the other options."""
     description = (doc or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -29,12 +29,12 @@ def options_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def console() -> Console:
-    """As wide as the tables, where nobody looks at a terminal."""
+    """Create a console that is as wide as the tables if it is not a terminal."""
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
 def table(title: str, *headings: str) -> Table:
-    """Columns to the right, as figures stand, but for one without a heading, which has names."""
+    """Create a table with right-aligned columns; a column without a heading has names and is left-aligned."""
     shown = Table(title=title)
     for heading in headings:
         shown.add_column(heading, justify="right" if heading else "left")
@@ -44,7 +44,7 @@ def table(title: str, *headings: str) -> Table:
 def conclude(
     console: Console, path: Path | None, figures: Mapping[str, Any], marks: Sequence[Mark]
 ) -> None:
-    """Says whether the marks are met, and keeps the figures."""
+    """Print whether the limits are met, and write the results."""
     say_marks(console, marks)
     write_json(path, figures, marks)
 
@@ -56,7 +56,7 @@ def say_marks(console: Console, marks: Sequence[Mark]) -> None:
 
 
 def write_json(path: Path | None, figures: Mapping[str, Any], marks: Sequence[Mark] = ()) -> None:
-    """Dataclasses become objects."""
+    """Write the results with the machine's description; dataclasses become objects."""
     if path is not None:
         machine = {
             "cpus": os.cpu_count(),
@@ -64,7 +64,7 @@ def write_json(path: Path | None, figures: Mapping[str, Any], marks: Sequence[Ma
             "python": platform.python_version(),
             "torch": version("torch"),
         }
-        said = [mark.sentence() for mark in marks]
-        encoded = msgspec.json.encode({**figures, "marks": said, "machine": machine})
+        sentences = [mark.sentence() for mark in marks]
+        encoded = msgspec.json.encode({**figures, "marks": sentences, "machine": machine})
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")

@@ -1,9 +1,9 @@
-"""What does a standby bring, what does it cost while it waits, and how long does the next one take to start?
+"""Benefit of a standby, its cost while it waits, and the start time of the next one.
 
-A job of two workers and one standby, without and with a preloaded process. A random worker is killed, again and again.
-The world is full again when every member of a world of two has the state and is in its training function; the step that
-it makes then is reported apart, beside the usual one. Between the kills the standby is stopped for a second and let run
-for a second, by turns: the ratio of the medians of a member's steps says what its presence costs.
+A job of two workers and one standby, without and with a preloaded process. A random worker is killed repeatedly. The
+world is full again when every member of a world of two has the state and is in its training function; the next step is
+reported separately, together with the usual one. Between the kills the standby is alternately stopped and continued for
+a second: the ratio of the medians of a member's steps is the cost of its presence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TURN_S = 1.0  # shorter than a lease
 
 
 def stands_by(job: Disturbed) -> int | None:
-    """The process of the one that does now."""
+    """Return the process id of the current standby."""
     members = {tuple(m["worker"]) for w in job.actions("PublishWorld")[-1:] for m in w["members"]}
     exited, pids, waiting = set(), {}, []
     for record in job.records():
@@ -44,8 +44,9 @@ def stands_by(job: Disturbed) -> int | None:
 
 
 def full_after(job: Disturbed, generation: int) -> tuple[float, float] | None:
-    """In the first full world after this one: when the last member was in its training function, and when the last one
-    had made its first step.
+    """Return two times of the first full world after this one.
+
+    These are the time when the last member was in its training function, and when the last one had made its first step.
     """
     made: dict[tuple[int, int], float] = {}
     for step in job.steps():
@@ -60,8 +61,10 @@ def full_after(job: Disturbed, generation: int) -> tuple[float, float] | None:
 
 
 def spent(job: Disturbed, at: float) -> dict[str, float]:
-    """Milliseconds of the recovery from a kill at ``at``: until the driver knew, and each phase of its slowest worker,
-    the last of which, until its first collective, has most of a step in it.
+    """Return the milliseconds of the recovery from a kill at ``at``.
+
+    They are the time until the driver noticed, and each phase of its slowest worker; the last phase, until its first
+    collective, contains most of a step.
     """
     records = [r for r in job.records() if r.get("at", 0.0) >= at]
     kinds = [(r["at"], a) for r in records for a in r.get("actions") or []]
@@ -71,7 +74,7 @@ def spent(job: Disturbed, at: float) -> dict[str, float]:
 
 
 def turns(job: Disturbed, standby: int, number: int) -> list[tuple[float, float, bool]]:
-    """Begin and end of each turn, and whether the standby was stopped."""
+    """Return begin and end of each turn, and whether the standby was stopped."""
     found = []
     for _ in range(number):
         for stopped in (True, False):
@@ -83,13 +86,13 @@ def turns(job: Disturbed, standby: int, number: int) -> list[tuple[float, float,
 
 
 def intervals(steps: list[Step], begin: float, end: float) -> list[float]:
-    """Milliseconds between the steps of rank 0."""
+    """Return the milliseconds between the steps of rank 0."""
     times = [s.at for s in steps if s.rank == 0 and begin <= s.at <= end]
     return [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
 
 
 def started(job: Disturbed) -> list[float]:
-    """Milliseconds from the start until ready to join, of each worker that replaced a lost one."""
+    """Return the milliseconds from start until ready to join, of each worker that replaced a lost one."""
     began: dict[tuple[Any, ...], float] = {}
     took: dict[tuple[Any, ...], float] = {}
     for record in job.records():
@@ -104,7 +107,7 @@ def started(job: Disturbed) -> list[float]:
 
 
 def measured(options: argparse.Namespace, preload: str) -> dict[str, Any]:
-    """Of one job: milliseconds, and the ratio of a step with the standby waiting to one with it stopped."""
+    """Measure one job: milliseconds, and the ratio of a step with a waiting standby to one with a stopped standby."""
     rng = random.Random(options.seed)
     lasted, stepped, watched = [], [], []
     parts: dict[str, list[float]] = {}

@@ -1,10 +1,11 @@
-"""How soon is an operator's command in effect, and is a step lost? On one machine, with agents and etcd, on Ray.
+"""Time until an operator's command is in effect, and lost steps: on one machine, with agents and etcd, on Ray.
 
-    python benchmarks/steering.py [--launchers machine etcd ray] [--json FILE]
+  python benchmarks/steering.py [--launchers machine etcd ray] [--json FILE]
 
-A job of four workers is told to have 8, then 3; one worker is removed; it is told to have 5, and a host of some of them
-is drained. Counted is the time until each member of the first world that is as told has made a step in it: from when
-the last newcomer was ready to train, or from the command, where nobody comes. Newcomers' imports are not in it.
+A job of four workers is scaled to 8, then to 3; one worker is removed; it is scaled to 5, and a host of some workers is
+drained. It measures the time until each member of the first world with the requested members has made a step in it,
+from when the last newcomer was ready to train, or from the command without newcomers. Newcomers' imports are not
+included.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from harness.etcd import one_etcd
 from harness.ray_cluster import ray_nodes
 from harness.ray_stepping import Stepping
 
-WITHIN_S = 1.0  # the mark
+WITHIN_S = 1.0  # limit
 START_S, CHANGE_S = 90.0, 120.0  # deadlines; a newcomer imports torch beside others
-SETTLED = 5  # steps of each member, before the next command
+SETTLED = 5  # steps of each member before the next command
 ONE_MACHINE, ETCD, RAY = "one machine", "agents and etcd", "Ray"
 CONSOLE = shown.console()
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Of one command. ``newcomers``: in the world that it led to."""
+    """Effect of one command. ``newcomers``: number of new members in the resulting world."""
 
     launcher: str
     command: str
@@ -50,7 +51,7 @@ class Effect:
 
 
 class Steered:
-    """A job that trains, and what commands do to it."""
+    """A job that trains, and the effects of commands."""
 
     def __init__(self, launcher: str, folder: Path, job: elastic.Job) -> None:
         self.launcher = launcher
@@ -58,18 +59,18 @@ class Steered:
         self.job = job
         self.effects: list[Effect] = []
 
-    def world(self, true: Callable[[list[Step]], bool], awaited: str) -> list[Step]:
-        """The last step of each member, once all of them have stepped and this is true of them."""
+    def world(self, condition: Callable[[list[Step]], bool], expected: str) -> list[Step]:
+        """Return the last step of each member once all of them have made a step and the condition is condition."""
         deadline = time.monotonic() + CHANGE_S
         while time.monotonic() < deadline:
             world = self.files.newest_world()
-            if world and true(world):
+            if world and condition(world):
                 return world
             time.sleep(0.02)
-        raise SystemExit(f"{self.launcher}: waited {CHANGE_S:g} s in vain for {awaited}")
+        raise SystemExit(f"{self.launcher}: no {expected} within {CHANGE_S:g} s")
 
     def settled(self, size: int) -> list[Step]:
-        """A world of this size that has trained for a while."""
+        """Wait for a world of this size that has trained for a while."""
         begun = self.world(lambda world: len(world) == size, f"{size} workers")
         after = {step.pid: step.step + SETTLED for step in begun}
         return self.world(
@@ -77,18 +78,18 @@ class Steered:
         )
 
     def hosts(self) -> dict[int, str]:
-        """Of the workers, by process."""
+        """Return the host of each worker, by process id."""
         rows = self.job.status()["rows"]["workers"].values()
         return {row["pid"]: row["host"] for row in rows if row["pid"]}
 
     def told(
-        self, command: str, ask: Callable[[], str], true: Callable[[list[Step]], bool]
+        self, command: str, send: Callable[[], str], condition: Callable[[list[Step]], bool]
     ) -> list[Step]:
-        """Measures until it is true of a world that is newer than the command."""
+        """Send a command, and measure until the condition is condition of a newer world."""
         before = self.files.newest_world()[0].generation
         asked_at = time.monotonic()
-        ask()
-        world = self.world(lambda now: now[0].generation > before and true(now), command)
+        send()
+        world = self.world(lambda now: now[0].generation > before and condition(now), command)
         steps = self.files.steps()
         old = {step.pid for step in steps if step.generation <= before}
         first: dict[int, float] = {}
@@ -126,7 +127,7 @@ def pids(world: list[Step]) -> set[int]:
     return {step.pid for step in world}
 
 
-# ---- under each launcher -------------------------------------------------------------------------
+# ---- launchers -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -139,7 +140,7 @@ def one_machine(folder: Path) -> Iterator[Steered]:
 
 @contextlib.contextmanager
 def agents_and_etcd(folder: Path) -> Iterator[Steered]:
-    """Two agents; commands find the job through etcd."""
+    """Run two agents; commands find the job through etcd."""
     secret = folder / "secret"
     make_secret_file(str(secret))
     with contextlib.ExitStack() as stack:
@@ -167,7 +168,7 @@ def agent(folder: Path, flags: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_ray(folder: Path) -> Iterator[Steered]:
-    """Three nodes, and room for twice the workers."""
+    """Run on three nodes with room for twice the workers."""
     nodes = [{"num_cpus": 4}] * 3
     job_folder = folder / "job"
     job_folder.mkdir()

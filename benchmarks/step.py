@@ -1,26 +1,27 @@
-"""How long is a training step? Beside torch's DistributedDataParallel and torchft, in one run, round by round.
+"""Time of a training step, compared with torch's DistributedDataParallel and torchft, in one run, round by round.
 
-    python benchmarks/step.py [--models mlp gpt convnet] [--ranks 1 2 4] [--rounds 40] [--json FILE]
+  python benchmarks/step.py [--models mlp gpt convnet] [--ranks 1 2 4] [--rounds 40] [--json FILE]
 
-Every rank holds equal models, each trained in its own way: with DistributedOptimizer; with DDP at its defaults; with
-torchft's, where it is installed; and alone, with no reduction at all. They take turns, a step each, in changing order.
-The ratio of two steps of a round is what counts; on a shared machine it is far steadier than either time. The slowest
+Every rank has equal models, each trained by another variant: with DistributedOptimizer; with DDP at its defaults; with
+torchft's, if it is installed; and alone, without any reduction. They take turns, a step each, in changing order. The
+result is the ratio of two steps of a round; on a shared machine it is much more stable than either time. The slowest
 rank's times are taken. Each rank computes in one thread.
 
 Scaling efficiency is the time of a step without reduction divided by that of ours: both with as many ranks, which
-compete for the same cores, so that 1.0 says that reducing costs nothing. Before anything is timed, every way has to
-prove that its gradients are the mean over the ranks; at the end, that the ranks hold the same bits.
+compete for the same cores, so that 1.0 means that reducing has no cost. Before the measurement, every variant must
+prove that its gradients are the mean over the ranks; at the end, that the ranks have identical weights.
 
-What this decided earlier, when every bucket went over Gloo (2 ranks on 2 busy cores, ratio to DDP in the same run):
+Decided with earlier results, when every bucket was reduced over Gloo (2 ranks on 2 busy cores, ratio to DDP in the same
+run):
 
-    bucket is full at, MB       1     4     8    16    25
-    5 layers of 20 MB           -   0.81     -  0.79  0.89    (4 and 16 make the same buckets: one per layer)
-    20 layers of 4 MB         0.98  0.95  0.87  0.94  0.93
+  bucket is full at, MB       1     4     8    16    25
+  5 layers of 20 MB           -   0.81     -  0.79  0.89    (4 and 16 make the same buckets: one per layer)
+  20 layers of 4 MB         0.98  0.95  0.87  0.94  0.93
 
-    collectives at a time       1     2     4
-    5 layers of 20 MB         1.00  0.89  1.00                (at 25 MB)
+  collectives at a time       1     2     4
+  5 layers of 20 MB         1.00  0.89  1.00                (at 25 MB)
 
-So buckets are full at 8 MB, and two of them travel at a time over Gloo. Nothing of this was measured over NCCL.
+So buckets are full at 8 MB, and two of them are reduced at a time over Gloo. None of this was measured over NCCL.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ WARMUP = 5
 MODELS = ("mlp", "gpt", "convnet")
 PEERS = ("ddp", "torchft")
 NAMES = {"ours": "DistributedOptimizer", "ddp": "torch DDP", "torchft": "torchft"}
-# Of our step to DDP's.
+# Ratio of our step to DDP's.
 MARKS = {("mlp", 2): 0.6, **{(name, ranks): 0.9 for name in ("gpt", "convnet") for ranks in (2, 4)}}
 
 
@@ -53,7 +54,7 @@ MARKS = {("mlp", 2): 0.6, **{(name, ranks): 0.9 for name in ("gpt", "convnet") f
 class Question:
     model: str
     rounds: int
-    peers: tuple[str, ...]  # that can be used here
+    peers: tuple[str, ...]  # that are available
     first_mb: float
     full_mb: float
 
@@ -123,8 +124,9 @@ def ddp(question: Question, rank: int) -> models.Steps:
 
 
 def prove(ways: Mapping[str, models.Steps]) -> None:
-    """Raises WrongResult unless every way's gradients are the mean over the ranks. All take one step from equal
-    weights; what it should be is summed from what those alone have, in float64.
+    """Raise WrongResult unless every variant's gradients are the mean over the ranks.
+
+    All take one step from equal weights; the expected mean is computed in float64 from the gradients without reduction.
     """
     start = [parameter.detach().clone() for parameter in ways["ours"].model.parameters()]
     for each in start:
@@ -152,7 +154,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.grad
 
 
-# ---- what is said --------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def marks_of(answers: list[Answer]) -> list[Mark]:

@@ -1,8 +1,8 @@
-"""Runs one of the examples as it stands, and writes down its steps as `stepper` does.
+"""Runs one of the examples, and logs its steps as `stepper` does.
 
-stepped_example.py DIR gpt STEPS            until so many
-stepped_example.py DIR lightning            or another of `ENDLESS`: to the step whose number is in DIR/stop, or
-                                            to the end of its epoch
+    stepped_example.py DIR gpt STEPS            for this number of steps
+    stepped_example.py DIR lightning            or another of `ENDLESS`: to the step whose number is in DIR/stop, or
+                                                to the end of its epoch
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ latest: list[TorchState] = []
 
 
 def trainer_of(state: TorchState) -> Any:
-    """Lightning's or Hugging Face's; None: the example has a loop of its own."""
+    """Return the trainer of Lightning or Hugging Face; None: the example has its own loop."""
     return getattr(vars(state).get("progress"), "_trainer", None)
 
 
@@ -54,7 +54,7 @@ def end_soon(state: TorchState) -> None:
         vars(sys.modules["__main__"])["options"].epochs = state.epoch + 1
     elif name == "lightning":
         loop = trainer.fit_loop
-        loop.max_epochs = min(loop.max_epochs, trainer.current_epoch + 1)  # asked again
+        loop.max_epochs = min(loop.max_epochs, trainer.current_epoch + 1)  # the loop reads it again
     else:
         trainer.control.should_training_stop = True
 
@@ -86,7 +86,7 @@ if name == "gpt":
     sys.argv = ["gpt.py", "--out", directory, "--steps", *steps]
     runpy.run_path(str(EXAMPLES / "gpt.py"), run_name="__main__")
 else:
-    os.chdir(directory)  # a trainer makes folders
+    os.chdir(directory)  # a trainer creates folders
     sys.argv = [ENDLESS[name], "--epochs", "100000", "--samples", "960", "--pause", "0"]
     runpy.run_path(str(EXAMPLES / ENDLESS[name]), run_name="__main__")
     log.ended(latest[0].model.parameters())

@@ -1,11 +1,12 @@
-"""The job that the recovery and join benchmarks disturb: small steps, a commit after each, one line
-per step. It ends at the step whose number stands in ``DIR/stop``, which all ranks have to see before they come to it.
+"""The job of the recovery and join benchmarks: small steps, a commit after each, one line per step.
 
-Each worker appends ``time generation size rank step`` to ``DIR/<pid>.steps``, and to ``DIR/<pid>.entries`` when its
-training function is called; the time is CLOCK_MONOTONIC in seconds, which is one clock for all processes of a machine.
-``DIR/<pid>.ready`` has the time when it was ready to train.
-At the end it writes a digest of its weights to ``DIR/<pid>.weights``; with fsdp or zero also what its commits have
-cost, beside a plain copy of its shard, to ``DIR/<pid>.costs``.
+It ends at the step whose number is in ``DIR/stop``, which all ranks must read before they reach it. Each worker appends
+``time generation size rank step`` to ``DIR/<pid>.steps``, and to ``DIR/<pid>.entries`` when its training function is
+called; the time is CLOCK_MONOTONIC in seconds, which is one clock for all processes of a machine. ``DIR/<pid>.ready``
+has the time when it was ready to train.
+
+At the end it writes a digest of its weights to ``DIR/<pid>.weights``; with fsdp or zero also the cost of its commits,
+and of a plain copy of its shard, to ``DIR/<pid>.costs``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from elastic.state.snapshots.digest import digest
 
 
 class StepLog:
-    """Of this process."""
+    """Step log of this process."""
 
     def __init__(self, directory: str) -> None:
         self._weights, self._ready = (
@@ -48,7 +49,7 @@ class StepLog:
         self._write(self._steps, step)
 
     def ended(self, weights: Iterable[Any]) -> None:
-        """``weights``: tensors, or arrays of NumPy."""
+        """Write the digest of the weights: tensors, or arrays of NumPy."""
         tensors = (torch.as_tensor(each).detach() for each in weights)
         self._weights.write_text(str(digest((str(n), each) for n, each in enumerate(tensors))))
 

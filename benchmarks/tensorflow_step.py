@@ -1,17 +1,17 @@
-"""What does it cost to come from TensorFlow? A reduction of gradients, through torch's door and through TensorFlow's.
+"""Cost of a gradient reduction in a step, through the APIs of torch and of TensorFlow.
 
-Two workers, an MLP of 25M parameters. A step of TensorFlow's and the same step of torch's, each with the reduction and
-on its rank alone, take turns in one job: what the reduction costs is the difference of the two. The slower rank counts.
-A step of TensorFlow's own ``MultiWorkerMirroredStrategy``, in a job of its own, stands beside them.
+Two workers, an MLP of 25M parameters. A step of TensorFlow and the same step of torch, each with the reduction and on
+its rank alone, take turns in one job: the cost of the reduction is the difference of the two. The slower rank counts. A
+step of TensorFlow's own ``MultiWorkerMirroredStrategy`` in a separate job is shown for comparison.
 
 Then the reduction by itself, of those gradients and of 1,000 small ones: torch's in place, in memory that the ranks
-share, where no step has its gradients unless it copies them there; torch's into new tensors; and TensorFlow's, which
-can't be written to, so that their results go there.
+share, where gradients of a step must be copied first; torch's into new tensors; and TensorFlow's, whose tensors are
+read-only, so that the results are new tensors.
 
-Wanted: the reduction adds at most 1.1 times as much to TensorFlow's step as to torch's, 1,000 small gradients take at
+Limits: the reduction adds at most 1.1 times as much to TensorFlow's step as to torch's, 1,000 small gradients take at
 most 2 ms more, and a step is faster than with the strategy.
 
-    python benchmarks/tensorflow_step.py --steps 40
+  python benchmarks/tensorflow_step.py --steps 40
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ def model_of(tf: Any) -> Any:
 
 
 def steps_of(tf: Any, hvd: Any, variables: list[Any]) -> tuple[Any, Any]:
-    """One on this rank alone, and one with a reduction. Gradients are made in the graph, and used there: 1,000 tensors
-    that are handed to a function and returned by it cost more than the reduction.
+    """Return a step on this rank alone, and one with a reduction.
+
+    Gradients are created and used in the graph: passing 1,000 tensors to a function and returning them costs more than
+    the reduction.
     """
 
     @tf.function
@@ -75,7 +77,7 @@ def steps_of(tf: Any, hvd: Any, variables: list[Any]) -> tuple[Any, Any]:
 
 
 def step_of(tf: Any, hvd: Any) -> Any:
-    """A training step of the MLP; without ``hvd`` on this rank alone."""
+    """Return a training step of the MLP; without ``hvd``, on this rank alone."""
     model, optimizer = model_of(tf), tf.keras.optimizers.SGD(0.01)
     data = tf.random.uniform([BATCH, WIDTH])
 
@@ -93,7 +95,7 @@ def step_of(tf: Any, hvd: Any) -> Any:
 
 
 def step_of_torch(torch: Any, hvd: Any) -> Any:
-    """The same, with torch."""
+    """Return the same step with torch."""
     layers = [
         each
         for _ in range(LAYERS)
@@ -116,7 +118,7 @@ def step_of_torch(torch: Any, hvd: Any) -> Any:
 
 
 def take_turns(hvd: Any, calls: dict[str, Any], steps: int) -> dict[str, list[float]]:
-    """Milliseconds of each step of each, that of the slower rank; the ranks meet before each."""
+    """Return the milliseconds of each step of each variant, of the slower rank, with a barrier before each step."""
     took: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-WARMUP, steps):
         for name in order(list(calls), turn):
@@ -132,7 +134,7 @@ def take_turns(hvd: Any, calls: dict[str, Any], steps: int) -> dict[str, list[fl
 
 
 def doors(steps: int) -> dict[str, float]:
-    """In a worker."""
+    """Measure in a worker."""
     import tensorflow as tf
     import torch
 
@@ -180,7 +182,7 @@ def doors(steps: int) -> dict[str, float]:
 
 
 def strategy(steps: int) -> dict[str, float]:
-    """In a process that TF_CONFIG describes."""
+    """Measure in a process that TF_CONFIG describes."""
     import tensorflow as tf
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -213,7 +215,7 @@ def answers(command: list[str], environ: dict[str, str]) -> dict[str, float]:
         if "FOUND " in line:
             found: dict[str, float] = json.loads(line.partition("FOUND ")[2])
             return found
-    raise SystemExit(f"{command} said nothing: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    raise SystemExit(f"{command} has no result: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def beside(steps: int, environ: dict[str, str]) -> dict[str, float]:

@@ -1,20 +1,20 @@
-"""What does a timeline cost a training step? The same processes train with and without one, in turns, paired.
+"""Cost of a timeline to a training step: the same processes train with and without one, in turns, paired.
 
-    python benchmarks/timeline.py [--workers 2] [--pairs 40] [--steps 100] [--tensors 1] [--json FILE]
+  python benchmarks/timeline.py [--workers 2] [--pairs 40] [--steps 100] [--tensors 1] [--json FILE]
 
 The model is small (784 - 128 - 10, a batch of 64), so that a step takes milliseconds; each step also averages
-``--tensors`` numbers by name, as scripts do with their metrics. A block is ``--steps`` steps; of each pair of blocks
-one is recorded, in alternating order. What counts is the ratio within a pair, of the slowest worker's times: on a
-shared machine it is far steadier than either time. Steadier still, where others use the cores too, is the ratio of the
-processor time of all workers. That includes their threads that send, and not the driver, which writes. The
-quickest blocks of each kind are those in which nobody else wanted the cores.
+``--tensors`` numbers by name, as scripts do with their metrics. A block is ``--steps`` steps; one of each pair of
+blocks is recorded, in alternating order. The result is the ratio within a pair, of the slowest worker's times: on a
+shared machine it is much more stable than either time. Even more stable, if other processes use the cores, is the ratio
+of the CPU time of all workers. It includes their sending threads, but not the driver, which writes. The quickest blocks
+of each kind are those without other load.
 
-Starting and ending a timeline is outside the measured time, while sending and writing, which go on beside the training
-and on the same cores, are inside.
+Starting and ending a timeline is not measured; sending and writing, which run during the training on the same cores,
+are included.
 
-Found with 2 workers on 2 cores that others used too, 120 pairs of 80 steps: steps of 4.9 ms, ratio of pairs 0.989
-(quartiles 0.848 .. 1.157), of processor time 1.000 (0.925 .. 1.093), of the quickest tenth 1.010; 18 records of 89
-bytes a step. Blocks of 40 steps gave 1.019, 1.047 and 1.036 while the comparison of clocks was still inside.
+Results with 2 workers on 2 cores with other load, 120 pairs of 80 steps: steps of 4.9 ms, ratio of pairs 0.989
+(quartiles 0.848 .. 1.157), of CPU time 1.000 (0.925 .. 1.093), of the quickest tenth 1.010; 18 records of 89 bytes a
+step. Blocks of 40 steps gave 1.019, 1.047 and 1.036 when the comparison of clocks was still included.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Answer:
     low: float  # its quartiles
     high: float
     quiet_ratio: float  # on / off of the quickest tenth of the blocks of each kind
-    cpu_ratio: float  # the median over the pairs of the workers' processor time
+    cpu_ratio: float  # median over the pairs of the workers' CPU time
     cpu_low: float
     cpu_high: float
     records_per_step: float  # of all workers
@@ -52,7 +52,7 @@ class Answer:
 
 
 def train(pairs: int, steps: int, tensors: int, path: str) -> dict[str, list[Any]]:
-    """(seconds, seconds of processor time) of each block, by pair; size and number of records of each file."""
+    """Return (seconds, CPU seconds) of each block, by pair; and size and number of records of each file."""
     import torch
 
     torch.set_num_threads(1)
@@ -133,14 +133,14 @@ def measure(workers: int, pairs: int, steps: int, tensors: int) -> Answer:
 
 
 def _blocks(of_workers: list[list[tuple[float, float]]]) -> tuple[list[float], list[float]]:
-    """Of each block: the slowest worker's seconds, and all workers' seconds of processor time."""
+    """Return the slowest worker's seconds and all workers' CPU seconds of each block."""
     blocks = list(zip(*of_workers, strict=True))
     slowest = [max(seconds for seconds, _ in block) for block in blocks]
     return slowest, [sum(cpu for _, cpu in block) for block in blocks]
 
 
 def _quickest(blocks: list[float]) -> float:
-    """The mean of a tenth of them: those in which nobody else wanted the cores."""
+    """Return the mean of the quickest tenth: the blocks without other load."""
     return statistics.fmean(sorted(blocks)[: max(1, len(blocks) // 10)])
 
 

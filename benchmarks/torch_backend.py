@@ -1,14 +1,14 @@
-"""How long are torch.distributed's collectives, and a step of DDP, over our backend? Beside Gloo, in one run.
+"""Time of torch.distributed's collectives, and of a step of DDP, over our backend compared with Gloo, in one run.
 
-    python benchmarks/torch_backend.py [--ranks 2 4] [--rounds 20] [--sizes-kb 1 64 1024 10240 102400] [--json FILE]
-    python benchmarks/torch_backend.py --models mlp gpt convnet --sizes-kb
-    python benchmarks/torch_backend.py --zero mlp gpt --sizes-kb
+  python benchmarks/torch_backend.py [--ranks 2 4] [--rounds 20] [--sizes-kb 1 64 1024 10240 102400] [--json FILE]
+  python benchmarks/torch_backend.py --models mlp gpt convnet --sizes-kb
+  python benchmarks/torch_backend.py --zero mlp gpt --sizes-kb
 
 Both process groups have the same ranks, in the same processes, and take turns on equal tensors, through torch's own
-functions. The ratio of two calls of a round is what counts: below 1, ours is faster. A size is what a rank gives to an
-allreduce, and what a rank gets of the others together where it gets a part from each. ``--zero``: a step of DDP with
-ZeroRedundancyOptimizer over both, one of DistributedOptimizer with zero=1 beside that over Gloo, and the optimizer's
-bytes of the rank that has most.
+functions. The result is the ratio of two calls of a round: below 1, ours is faster. A size is that of a rank's input of
+an allreduce, and the total that a rank receives from the others if it gets a part from each. ``--zero``: a step of DDP
+with ZeroRedundancyOptimizer over both, one of DistributedOptimizer with zero=1 compared with that over Gloo, and the
+optimizer's bytes of the rank that has most.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Answer:
     ranks: int
     ms: dict[str, Spread]  # "ours", "gloo"
     to_gloo: Spread
-    share: float | None = None  # the most that a rank has of the optimizer's bytes, of all of them
+    share: float | None = None  # largest share of the optimizer's bytes that a rank has
 
 
 # ---- in each rank --------------------------------------------------------------------------------
 
 
 def calls(group: Any, size: int, rank: int, ranks: int) -> dict[str, Callable[[], Any]]:
-    """Each on tensors of its own."""
+    """Return the calls, each with its own tensors."""
     count = size // 4
     share = max(count // ranks, 1)
     whole, part = torch.zeros(share * ranks), torch.zeros(share)
@@ -135,7 +135,7 @@ def measure_zero(model: str, rounds: int) -> list[Answer]:
 
 
 def largest_share(optimizer: Any) -> float:
-    """The most that a rank has of the bytes of all entries."""
+    """Return the largest share of the bytes of all entries that a rank has."""
     state = getattr(optimizer, "optim", optimizer).state
     mine = torch.tensor(sum(each.nbytes for kept in state.values() for each in kept.values()))
     each_has = [torch.zeros_like(mine) for _ in range(distributed.get_world_size())]
@@ -160,7 +160,10 @@ def zero_steps(name: str, group: Any) -> models.Steps:
 
 
 def prove_gradients(ways: dict[str, models.Steps]) -> None:
-    """After the first step: later, what was rounded in another order has moved a ReLU of the convnet across zero."""
+    """Check the gradients after the first step.
+
+    Later, rounding in another order moves a ReLU of the convnet across zero.
+    """
     for way in ways.values():
         way()
     gloos = list(ways["gloo"].model.parameters())
@@ -189,7 +192,7 @@ def _answer(what: str, size: int, ranks: int, times: dict[str, list[float]]) -> 
     return Answer(what, size, ranks, ms, ratio(times["ours"], times["gloo"]))
 
 
-# ---- what is said --------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def table(answers: list[Answer], rounds: int) -> Table:

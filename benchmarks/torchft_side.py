@@ -1,8 +1,7 @@
-"""Torchft as a peer of the training step: its lighthouse, a manager in each rank, and its DistributedDataParallel.
+"""Torchft for the step benchmark: its lighthouse, a manager in each rank, and its DistributedDataParallel.
 
-Optional. ``pip install torchft`` puts it there; without it a benchmark says so. Every rank is a replica group of its
-own, as torchft has it where workers may come and go, and keeps its defaults: a quorum and a vote for each step, over
-its own Gloo group.
+Optional: install it with ``pip install torchft``; without it, the benchmark says so. Every rank is a separate replica
+group, as in torchft's elastic mode, and uses the defaults: a quorum and a vote for each step, over its own Gloo group.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from torch import distributed
 
 import models
 
-START_S = 60  # for all ranks to be in the first quorum
-JOIN_MS = 60_000  # the lighthouse waits so long for all, so that the first quorum is whole
+START_S = 60  # time for all ranks to be in the first quorum
+JOIN_MS = 60_000  # time that the lighthouse waits for all, so that the first quorum is complete
 
 
 def why_not() -> str:
-    """Why it can't be used; empty: it can."""
+    """Return why torchft can't be used; empty if it can."""
     if importlib.util.find_spec("torchft") is None:
         return "not installed"
     try:
@@ -36,10 +35,10 @@ def why_not() -> str:
 
 
 class Torchft:
-    """One rank's. Collective: all ranks of torch's default group make it, and close it."""
+    """Torchft of one rank. Collective: all ranks of torch's default group create and close it."""
 
     def __init__(self) -> None:
-        os.environ.setdefault("RUST_LOG", "error")  # it would say a page for each step
+        os.environ.setdefault("RUST_LOG", "error")  # otherwise, it logs a page for each step
         logging.getLogger("torchft.manager").setLevel(logging.ERROR)
         coordination: Any = importlib.import_module("torchft.coordination")
         torchft: Any = importlib.import_module("torchft")
@@ -53,7 +52,7 @@ class Torchft:
             )
             address = [_by_number(self._lighthouse.address())]
         distributed.broadcast_object_list(address, 0)
-        c10d: Any = distributed  # its stubs leave out what is used here
+        c10d: Any = distributed  # its stubs lack what is used here
         self._store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.manager: Any = torchft.Manager(
             pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=START_S)),
@@ -78,7 +77,7 @@ class Torchft:
         )
 
     def close(self) -> None:
-        """Nobody ends its manager while another is in a step."""
+        """Close at the same time on all ranks, because a manager must not end while another is in a step."""
         distributed.barrier()
         self.manager.shutdown(wait=False)
         distributed.barrier()
@@ -88,5 +87,5 @@ class Torchft:
 
 
 def _by_number(address: str) -> str:
-    """It gives this machine's name, which need not lead anywhere."""
+    """Replace this machine's name, which may not be resolvable, by loopback."""
     return address.replace(socket.gethostname(), "127.0.0.1")

@@ -1,7 +1,7 @@
-"""The door for scripts written for Horovod: its names and its quirks, and nothing else. The work is done in `elastic`.
+"""Horovod's API for scripts that were written for it, including its quirks. The implementation is in `elastic`.
 
-``__version__`` names the version of Horovod whose API this is; after the ``+`` stands who provides it, so that a
-script which compares versions finds what it expects and a reader of a log sees the difference.
+``__version__`` names the version of Horovod whose API this is, so that scripts that compare versions work; the part
+after the ``+`` names the implementation.
 """
 
 from __future__ import annotations

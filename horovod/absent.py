@@ -1,4 +1,4 @@
-"""What importing a door says that is not there: not provided at all, or not without another package."""
+"""Errors of imports that are not provided, or not without another package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Series of releases that the tests were run with.
+# Series of releases with which the tests were run.
 TESTED = {"tensorflow": ("2.21",), "keras": ("3.15",), "tf_keras": ("2.21",), "mxnet": ("1.9",)}
 
 
@@ -19,7 +19,7 @@ _NATIVE = "no extension is compiled; its functions are those of horovod.torch, h
 _PRIVATE = (
     "this is private to Horovod; use what horovod.tensorflow, horovod.keras or horovod.ray exports"
 )
-# Modules of Horovod 0.28.1 without a counterpart, and what to do instead. Those below them are refused with them.
+# Modules of Horovod 0.28.1 without a counterpart, and what to use instead. Their submodules are refused, too.
 INTERNALS = {
     **dict.fromkeys(
         [
@@ -54,7 +54,7 @@ INTERNALS = {
 
 
 def refuse(front_end: str, instead: str) -> ImportError:
-    """The error to raise: an ImportError, which scripts that try several front ends expect."""
+    """Return the error for a missing front end: an ImportError, as scripts that try several front ends expect."""
     return ImportError(
         f"horovod.{front_end} is not provided by hvd-elastic, which trains models of PyTorch, TensorFlow,"
         f" Keras and MXNet; {instead}",
@@ -73,29 +73,29 @@ class Refusals(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if known else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Raises ImportError."""
+        """Raise ImportError."""
         name = spec.name.partition(".")[2]
         raise refuse(name, INTERNALS[name])
 
     def exec_module(self, module: ModuleType) -> None:
-        """Not reached: there is no module to execute."""
+        """Never called: `create_module` raises."""
 
 
 def refuse_internals() -> None:
-    """Have imports of INTERNALS say what to do instead. Other finders are asked before."""
+    """Add a finder that refuses INTERNALS with advice. Other finders are asked first."""
     if not any(isinstance(finder, Refusals) for finder in sys.meta_path):
         sys.meta_path.append(Refusals())
 
 
 def need_keras(front_end: str) -> None:
-    """As `need`, of the Keras that this process has."""
+    """Import the Keras that this process uses; otherwise as `need`."""
     from elastic.rendezvous import environment
 
     need("tf_keras" if environment.legacy_keras() else "keras", front_end)
 
 
 def need(package: str, front_end: str) -> None:
-    """Imports a framework. Raises ImportError that says which extra to install; warns of an unknown release."""
+    """Import a framework. Raises ImportError that names the extra to install; warns about an untested release."""
     try:
         module = importlib.import_module(package)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Not provided: says so at import."""
+"""Not provided: the import raises ImportError."""
 
 from horovod.absent import refuse
 

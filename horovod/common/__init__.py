@@ -1,1 +1,1 @@
-"""What Horovod keeps apart from any framework: exceptions, and State without tensors."""
+"""Horovod's names that do not depend on a framework: exceptions, and State without tensors."""

@@ -1,6 +1,6 @@
-"""Horovod's questions about how it was built. There is no MPI here; Gloo and NCCL are the ones in torch.
+"""Horovod's functions about its build options. There is no MPI; Gloo and NCCL are those of torch.
 
-``verbose`` made Horovod print why a library could not be loaded; here there is none to load, and it changes nothing.
+``verbose`` has no effect: in Horovod it prints why a library could not be loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def gloo_built(verbose: bool = False) -> bool:
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """NCCL's version as one number, 2.21.5 being 22105; 0 without NCCL."""
+    """Return NCCL's version as one number, such as 22105 for 2.21.5; 0 without NCCL."""
     if not torch.distributed.is_nccl_available():
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]

@@ -1,4 +1,4 @@
-"""What every door of Horovod's has under the same names: the world, process sets, reductions, what is built in."""
+"""Names that all of Horovod's front ends have: the world, process sets, reductions, build options."""
 
 from elastic.api.ops import Adasum, Average, Max, Min, Product, Sum
 from elastic.monitoring.tracing import start_timeline, stop_timeline

@@ -1,4 +1,4 @@
-"""State for scripts that write their own, and the run loop without a framework, under Horovod's path."""
+"""State for scripts that implement their own, and the run loop without a framework, under Horovod's path."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ notification_manager = WorkerNotificationManager()
 
 
 def run_fn(func: Callable[..., Value], reset: Callable[[], None]) -> Callable[..., Value]:
-    """`elastic.run`, in the form that Horovod's front ends build theirs with.
+    """Wrap a function in `elastic.run`, for front ends that use Horovod's form of it.
 
-    ``reset`` is Horovod's ``shutdown()`` and ``init()`` between two worlds. Here the loop forms the next world by
-    itself, with the processes' connections kept, and ``reset`` is not called: what else it does belongs into
-    ``state.register_reset_callbacks``. Raises Invalid if it is not a function.
+    ``reset`` is Horovod's ``shutdown()`` and ``init()`` between two worlds. It is not called here, because the run loop
+    forms the next world itself and keeps the connections; use ``state.register_reset_callbacks`` for anything else in
+    it. Raises Invalid if ``reset`` is not a function.
     """
     if not callable(reset):
         raise Invalid(f"run_fn needs a reset function, not a {type(reset).__name__}")

@@ -1,4 +1,4 @@
-"""What is built in, under the path that names no framework, and small functions of Horovod that scripts import."""
+"""Build options under the path without a framework, and small functions of Horovod that scripts import."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Value = TypeVar("Value")
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether there is a Horovod for this framework: for "torch" there is."""
+    """Return whether Horovod is available for a framework; True for "torch"."""
     return ext_base_name == "torch"
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether this framework finds a GPU here."""
+    """Return whether a framework finds a GPU here."""
     return extension_available(ext_base_name) and check_has_gpu()
 
 
 @contextlib.contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Set variables of the environment for the block; those given as None are left as they are."""
+    """Set environment variables for the block; those given as None are not changed."""
     given = {name: value for name, value in kwargs.items() if value is not None}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
@@ -49,12 +49,12 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether so many ranks can use Adasum."""
+    """Return whether this number of ranks can use Adasum."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def split_list(l: Sequence[Value], n: int) -> list[Sequence[Value]]:  # noqa: E741, as in Horovod
-    """``n`` parts in order, which differ in length by 1 at most."""
+    """Split a list into ``n`` parts in order, whose lengths differ by 1 at most."""
     least, more = divmod(len(l), n)
     ends = [part * least + min(part, more) for part in range(n + 1)]
     return [l[begin:end] for begin, end in itertools.pairwise(ends)]

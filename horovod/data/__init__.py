@@ -1,4 +1,4 @@
-"""Loaders that read ahead in a thread, for scripts that write their own loader."""
+"""Loaders with a prefetch thread, for scripts that implement their own loader."""
 
 from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 

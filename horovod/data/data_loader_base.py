@@ -1,7 +1,6 @@
-"""A loader of batches, and a mixin that reads them ahead in a thread. Neither knows of tensors or of other workers.
+"""A loader of batches, and a mixin that prefetches them in a thread.
 
-Each pass over the loader has a thread and a queue of its own, so that nothing of an epoch that was left early, or of an
-epoch that was not begun, is ever seen in the next.
+Each pass over the loader has its own thread and queue, so that no batch of an abandoned epoch appears in the next one.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-CLOSE_S = 10.0  # for a read under way to end
+CLOSE_S = 10.0  # time for the current read to end
 
 
 class BaseDataLoader:
-    """Subclasses give ``_iterate`` and ``__len__``, and may change each batch in ``_process_batch``."""
+    """Base of loaders. Subclasses define ``_iterate`` and ``__len__``; ``_process_batch`` may change each batch."""
 
     def __len__(self) -> int:
-        """Number of batches in one pass."""
+        """Return the number of batches in one pass."""
         raise NotImplementedError
 
     def _iterate(self) -> Iterator[Any]:
-        """The batches of one pass."""
+        """Iterate over the batches of one pass."""
         raise NotImplementedError
 
     def _process_batch(self, batch: Any) -> Any:
-        """Called in the thread that reads the batch."""
+        """Process a batch before it is returned."""
         return batch
 
     def __iter__(self) -> Iterator[Any]:
@@ -36,10 +35,10 @@ class BaseDataLoader:
 
 
 class AsyncDataLoaderMixin:
-    """Reads ahead: ``class MyAsyncLoader(AsyncDataLoaderMixin, MyLoader)``, the mixin first.
+    """Prefetching: ``class MyAsyncLoader(AsyncDataLoaderMixin, MyLoader)``, the mixin first.
 
-    ``async_loader_queue_size``: how many batches may wait to be taken; 0 reads in the caller's thread. An exception of
-    ``_iterate`` is raised where the batch would have come. A pass that is left early stops its thread.
+    ``async_loader_queue_size`` is the number of batches to prefetch; 0 reads in the caller's thread. An exception of
+    ``_iterate`` is raised in place of its batch. The thread of an abandoned pass is stopped.
     """
 
     def __init__(self, async_loader_queue_size: int = 64, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +52,7 @@ class AsyncDataLoaderMixin:
         self._ahead: list[_Ahead] = []
 
     def close_async_loader(self) -> None:
-        """Ends every thread that reads ahead. Passes under way end after the batches that they have. Idempotent."""
+        """Stop all prefetch threads. Current passes end after the batches that are already read. Idempotent."""
         for ahead in list(self._ahead):
             ahead.close()
         self._ahead.clear()
@@ -70,19 +69,19 @@ class AsyncDataLoaderMixin:
                 yield loader._process_batch(batch)
         finally:
             ahead.close()
-            with contextlib.suppress(ValueError):  # by close_async_loader
+            with contextlib.suppress(ValueError):  # removed by close_async_loader
                 self._ahead.remove(ahead)
 
 
 class _Ahead:
-    """One pass: a thread that reads, and the batches that nobody has taken yet."""
+    """One pass: a prefetch thread and its queue of batches."""
 
     def __init__(self, batches: Iterator[Any], size: int) -> None:
         self._batches = batches
         self._size = size
         self._changed = threading.Condition()
         self._waiting: deque[Any] = deque()
-        self._over = False  # read to the end, or by an error
+        self._over = False  # read completely, or failed
         self._error: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._read, name="async data loader", daemon=True)
@@ -121,7 +120,7 @@ class _Ahead:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
-            # It may be inside the user's read, which nobody can interrupt.
+            # The thread may be inside the user's read, which can't be interrupted.
             self._thread.join(CLOSE_S)
 
 

@@ -1,4 +1,4 @@
-"""``import horovod.keras as hvd``: for Keras 3, on TensorFlow, torch or JAX. The work is done in `elastic.keras`."""
+"""``import horovod.keras as hvd``: for Keras 3 on TensorFlow, torch or JAX. The implementation is `elastic.keras`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from horovod.keras import callbacks, elastic
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """In a graph of TensorFlow 1: an operation that makes all global variables those of rank ``root_rank``. Raises
-    RuntimeError elsewhere: Keras 3 has no global variables; use the callback.
+    """Return an operation that broadcasts all global variables from rank ``root_rank``, in a graph of TensorFlow 1.
+
+    Raises RuntimeError otherwise: Keras 3 has no global variables; use the callback.
     """
     if _tensors.backend() != "tensorflow":
         raise RuntimeError(

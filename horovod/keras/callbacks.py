@@ -1,4 +1,4 @@
-"""``hvd.callbacks``."""
+"""Keras callbacks: ``hvd.callbacks``."""
 
 from elastic.keras.callbacks import (
     BestModelCheckpoint,

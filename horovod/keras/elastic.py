@@ -1,4 +1,4 @@
-"""``hvd.elastic`` for Keras: the run loop, the state of a model, and the callbacks that keep it."""
+"""``hvd.elastic`` for Keras: the run loop, the state of a model, and callbacks that maintain it."""
 
 from elastic.keras.callbacks import (
     CommitStateCallback,

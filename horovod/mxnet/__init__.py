@@ -1,4 +1,4 @@
-"""``import horovod.mxnet as hvd``: Horovod's names for what `elastic.mxnet` does."""
+"""``import horovod.mxnet as hvd``: Horovod's names for the functions of `elastic.mxnet`."""
 
 from horovod.absent import need as _need
 
@@ -27,7 +27,7 @@ __all__ = [
     "broadcast_parameters",
     "elastic",
 ]
-# mpi_ops has all of these names; type checkers don't look that far.
+# mpi_ops has all of these names; type checkers do not see that.
 __all__ += mpi_ops.__all__
 __all__ += _ops.__all__
 __all__ += _door.__all__

@@ -1,4 +1,4 @@
-"""``hvd.elastic`` for MXNet, which Horovod has not: the run loop and states."""
+"""``hvd.elastic`` for MXNet, which Horovod does not have: the run loop and states."""
 
 from elastic.mxnet.state import MXNetState
 from elastic.run_loop import run

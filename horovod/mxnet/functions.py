@@ -1,4 +1,4 @@
-"""Broadcasts of objects, under the path that some scripts import them from."""
+"""Broadcasts of objects, under a path from which some scripts import them."""
 
 from elastic.api.broadcasting import allgather_object, broadcast_object
 

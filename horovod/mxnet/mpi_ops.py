@@ -1,4 +1,4 @@
-"""The operations and queries, under the path that some scripts import them from. There is no MPI behind it."""
+"""Operations and queries, under a path from which some scripts import them. MPI is not used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For workers that somebody else places and starts, such as Ray Train's: the variables by which they meet."""
+"""Environment of workers that are placed and started by other software, such as Ray Train."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from elastic.errors import Invalid, JobFailed
 
-ANSWER_S = 60.0  # for a task without a CPU to begin on a node that has workers
+ANSWER_S = 60.0  # time for a task without a CPU to start on a node that has workers
 
 
 class Coordinator:
-    """Workers are registered one by one, with ranks from 0 on; then follow the two other calls."""
+    """Registration of workers one by one, with ranks from 0 on; then call the two other methods."""
 
     def __init__(self, settings: Any) -> None:
-        """Of ``settings`` only ``timeout_s`` counts: for all workers to call ``hvd.init()``."""
+        """Only ``timeout_s`` of ``settings`` is used: the time for all workers to call ``hvd.init()``."""
         self.settings = settings
         self.hostnames: set[str] = set()
         self._nodes: dict[int, str] = {}  # by rank
@@ -25,15 +25,15 @@ class Coordinator:
         return len(self._nodes)
 
     def register(self, hostname: str, node_id: str, world_rank: int) -> None:
-        """``node_id`` is Ray's, in hexadecimal."""
+        """Register a worker. ``node_id`` is Ray's, in hexadecimal."""
         self.hostnames.add(hostname)
         self._nodes[world_rank] = node_id
 
     def finalize_registration(self) -> dict[int, dict[str, int]]:
-        """By rank, its place in variables of Horovod's names. `hvd.init` counts for itself and comes to the same."""
+        """Return the local and cross place of each rank in Horovod's variables; `hvd.init` computes the same values."""
         found: dict[int, dict[str, int]] = {}
-        before: dict[str, int] = {}  # node -> ranks with a place
-        alike: dict[int, int] = {}  # local rank -> the same
+        before: dict[str, int] = {}  # number of ranks per node so far
+        alike: dict[int, int] = {}  # number of ranks per local rank so far
         for rank, node in sorted(self._nodes.items()):
             local = before.get(node, 0)
             found[rank] = {
@@ -48,7 +48,7 @@ class Coordinator:
         return found
 
     def establish_rendezvous(self) -> dict[str, str]:
-        """For all workers: where rank 0 will listen, and a secret of this world. Raises Invalid or JobFailed."""
+        """Return the variables for all workers: address of rank 0, and a secret. Raises Invalid or JobFailed."""
         import ray
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -57,25 +57,25 @@ class Coordinator:
             raise Invalid(f"ranks {sorted(self._nodes)} are registered; register each from 0 on")
         first = self._nodes[0]
         there = NodeAffinitySchedulingStrategy(first, soft=False)
-        asked = ray.remote(num_cpus=0)(_address).options(scheduling_strategy=there).remote()
+        found = ray.remote(num_cpus=0)(_address).options(scheduling_strategy=there).remote()
         try:
-            host, port = ray.get(asked, timeout=ANSWER_S)
+            host, port = ray.get(found, timeout=ANSWER_S)
         except RayError as error:
             raise JobFailed(f"the node of rank 0, {first}, does not answer: {error}") from error
         return {
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
-            "ELASTIC_MASTER_PORT": str(port),  # this one, not another one
+            "ELASTIC_MASTER_PORT": str(port),  # use exactly this port
             "ELASTIC_SECRET": secrets.token_hex(32),
             "HOROVOD_START_TIMEOUT": str(self.settings.timeout_s),
         }
 
 
 def _address() -> tuple[str, int]:
-    """On the node of rank 0: its address, and a port that is free there now."""
+    """Return this node's address and a free port, on the node of rank 0."""
     import ray
 
-    node: Any = ray.util  # without types
+    node: Any = ray.util  # untyped
     with socket.socket() as free:
         free.bind(("", 0))
         port: int = free.getsockname()[1]

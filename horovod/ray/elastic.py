@@ -1,4 +1,4 @@
-"""``ElasticRayExecutor``: Horovod's first elastic executor on Ray, which it has deprecated in favour of RayExecutor."""
+"""``ElasticRayExecutor``: Horovod's first elastic executor on Ray, deprecated in Horovod in favour of RayExecutor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from horovod.ray.settings import ElasticSettings, limits, renamed, verbosity
 
 
 class ElasticRayExecutor:
-    """Deprecated: ``RayExecutor(settings, min_workers=...)`` does the same."""
+    """Deprecated; use ``RayExecutor(settings, min_workers=...)``."""
 
     @staticmethod
     def create_settings(
@@ -28,7 +28,9 @@ class ElasticRayExecutor:
         max_np: int | None = None,
         **kwargs: Any,
     ) -> ElasticSettings:
-        """``min_np`` and ``max_np`` are old names. ``cooldown_range`` and the fields of MiniSettings are taken too."""
+        """Create settings; also accepts ``cooldown_range``, fields of MiniSettings, and the old names ``min_np`` and
+        ``max_np``.
+        """
         what = "create_settings"
         least = renamed(what, "min_num_proc", min_num_proc, "min_np", min_np, 1)
         most = renamed(what, "max_num_proc", max_num_proc, "max_np", max_np, None)
@@ -49,7 +51,7 @@ class ElasticRayExecutor:
             known = ElasticSettings.__dataclass_fields__
             strange = ", ".join(name for name in kwargs if name not in known)
             raise Invalid(f"create_settings() knows no {strange}; leave it out") from None
-        limits(settings)  # warns of what has no meaning
+        limits(settings)  # warns about fields without effect
         return settings
 
     def __init__(
@@ -61,7 +63,7 @@ class ElasticRayExecutor:
         env_vars: Mapping[str, Any] | None = None,
         override_discovery: bool = True,
     ) -> None:
-        """Raises ValueError."""
+        """Check the arguments. Raises ValueError."""
         warnings.warn(
             "ElasticRayExecutor is deprecated; use RayExecutor(settings, min_workers=...)",
             DeprecationWarning,
@@ -87,22 +89,22 @@ class ElasticRayExecutor:
         )
 
     def start(self) -> None:
-        """Reserves resources. Raises PlacementTimeout."""
+        """Reserve resources. Raises PlacementTimeout."""
         self._executor.start(extra_env_vars=self._env_vars)
 
     def run(
         self, worker_fn: Callable[[], Any], callbacks: Sequence[Callable[[Any], None]] | None = None
     ) -> list[Any]:
-        """See `RayExecutor.run`."""
+        """Call a function on all workers; see `RayExecutor.run`."""
         return self._executor.run(worker_fn, callbacks=callbacks)
 
     def shutdown(self) -> None:
-        """Not in Horovod, whose executor gives back what it has when it is collected."""
+        """Release the resources. Not in Horovod, whose executor releases them when it is garbage-collected."""
         self._executor.shutdown()
 
 
 class RayHostDiscovery(elastic_v2.RayHostDiscovery):
-    """With the older names of its arguments."""
+    """Discovery with the older argument names."""
 
     def __init__(
         self, use_gpu: bool = False, cpus_per_slot: float = 1, gpus_per_slot: float | None = 1
@@ -111,7 +113,7 @@ class RayHostDiscovery(elastic_v2.RayHostDiscovery):
 
 
 class TestDiscovery(elastic_v2.TestDiscovery):
-    """With the older names of its arguments."""
+    """Discovery for trials with the older argument names."""
 
     def __init__(
         self,

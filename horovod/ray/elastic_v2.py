@@ -1,4 +1,4 @@
-"""Which hosts a Ray cluster has room on now. Executors look by themselves; this is for scripts that want to know."""
+"""Discovery of the hosts of a Ray cluster with free resources, for scripts; executors do it themselves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from elastic.errors import Invalid
 
 
 class RayHostDiscovery:
-    """Counts what is free, or what the placement group has that this process runs in; never what others use."""
+    """Counts free resources, of the cluster or of the placement group in which this process runs."""
 
     def __init__(
         self, use_gpu: bool = False, cpus_per_worker: float = 1, gpus_per_worker: float | None = 1
     ) -> None:
-        """Raises Invalid (a ValueError)."""
+        """Check the arguments. Raises Invalid (a ValueError)."""
         self.use_gpu = use_gpu
         self.cpus_per_worker = cpus_per_worker
         self.gpus_per_worker = gpus_per_worker or 1
@@ -26,7 +26,7 @@ class RayHostDiscovery:
             raise Invalid(f"a worker needs {needed}: pass at least a part of a CPU or a GPU")
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Slots by address. Joins the cluster of RAY_ADDRESS, unless this process has joined one."""
+        """Return the slots by address. Joins the cluster of RAY_ADDRESS, unless this process has joined one."""
         import ray
 
         if not ray.is_initialized():
@@ -39,19 +39,19 @@ class RayHostDiscovery:
         return found
 
     def slots(self, resources: Mapping[str, float]) -> int:
-        """How many workers have room in this."""
-        # Ray counts in ten-thousandths; the sum of many may be a little less than it should.
+        """Return how many workers fit into these resources."""
+        # Ray counts in ten-thousandths; a sum of many may be slightly too small.
         return min(int(resources.get(name, 0) / each + 1e-6) for name, each in self._needed.items())
 
 
 def rooms() -> list[tuple[str, dict[str, float]]]:
-    """Addresses and what is free there: of each living node, or of each bundle of the caller's placement group."""
+    """Return addresses and free resources: of each live node, or of each bundle of the caller's placement group."""
     import ray
     from ray.util.placement_group import placement_group_table
 
     from elastic.ray.following import held_of
 
-    nodes: Any = ray.nodes  # without types
+    nodes: Any = ray.nodes  # untyped
     found: list[Mapping[str, Any]] = list(nodes())
     group = ray.util.get_current_placement_group()
     if group is None:
@@ -72,7 +72,9 @@ def rooms() -> list[tuple[str, dict[str, float]]]:
 def rooms_of(
     nodes: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
 ) -> list[tuple[str, dict[str, float]]]:
-    """``nodes`` as ``ray.nodes()`` tells them, ``free`` by their ids; where it has none, all of a node is free."""
+    """Return the free resources of ``nodes`` (as of ``ray.nodes()``); ``free`` is by node id, a missing node is all
+    free.
+    """
     return [
         (
             node["NodeManagerAddress"],
@@ -84,7 +86,7 @@ def rooms_of(
 
 
 def is_alive(node: Mapping[str, Any]) -> bool:
-    """And can be told where. Ray's older releases have "alive"."""
+    """Return whether a node is alive and has an address. Older releases of Ray have "alive"."""
     return bool(node.get("Alive", node.get("alive"))) and "NodeManagerAddress" in node
 
 
@@ -93,17 +95,17 @@ def less(bundle: Mapping[str, float], taken: Mapping[str, float]) -> dict[str, f
 
 
 def _free_by_node() -> dict[str, dict[str, float]]:
-    """In a task, because a Ray client can't ask for it."""
+    """Return the free resources by node. Runs in a task, because a Ray client can't query it."""
     from ray._private import state
 
-    free_by_node: Any = state.available_resources_per_node  # without types
+    free_by_node: Any = state.available_resources_per_node  # untyped
     return {str(node): dict(free) for node, free in free_by_node().items()}
 
 
 class TestDiscovery(RayHostDiscovery):
-    """For trials: takes hosts out of the list and puts them back, one each ``change_frequency_s``, at random."""
+    """Discovery for trials: hides and shows hosts at random, one change each ``change_frequency_s``."""
 
-    __test__ = False  # not one of pytest's
+    __test__ = False  # not a test class of pytest
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class TestDiscovery(RayHostDiscovery):
         verbose: bool = True,
         _graceful: bool = True,
     ) -> None:
-        """``_graceful`` has no meaning: no host is harmed."""
+        """``_graceful`` has no effect."""
         super().__init__(use_gpu, cpus_per_worker, gpus_per_worker)
         if not 0 <= min_hosts <= max_hosts:
             raise Invalid(f"min_hosts {min_hosts}, max_hosts {max_hosts}: pass 0 <= min <= max")
@@ -143,7 +145,7 @@ class TestDiscovery(RayHostDiscovery):
         return left
 
     def change(self, hosts: Mapping[str, int], chance: random.Random) -> None:
-        """Hides one, or shows one that was hidden; between ``min_hosts`` and ``max_hosts`` by chance."""
+        """Hide a random host, or show a hidden one, between ``min_hosts`` and ``max_hosts``."""
         self._hidden &= hosts.keys()
         shown = sorted(hosts.keys() - self._hidden)
         hide = len(shown) > self._min_hosts and (

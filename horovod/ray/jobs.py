@@ -1,4 +1,4 @@
-"""The two kinds of job behind Horovod's executors, with one face. They differ in who keeps the workers' objects."""
+"""The two kinds of job behind Horovod's executors, static and elastic, with the same interface."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Callbacks = Sequence[Callable[[Any], None]]
 
 
 class PlacementTimeout(Invalid, TimeoutError):
-    """The cluster had no room for the workers in time; the message says what was free."""
+    """The cluster had no room for the workers in time; the message has the free resources."""
 
 
 class _Job:
-    """What both have: an executor of ours, checked when this is made, and the callbacks of the present call."""
+    """Base of both kinds: an executor, which checks its arguments, and the callbacks of the current call."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        """Raises Invalid."""
+        """Create the executor. Raises Invalid."""
         self._arguments = arguments
         self._callbacks: Callbacks = ()
         self._executor = self._made(arguments)
@@ -57,7 +57,7 @@ class _Job:
     def _called(
         self, callbacks: Callbacks | None, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """The values of a function, while the callbacks get what its workers log."""
+        """Call a function on the workers and return its values; the callbacks receive what the workers log."""
         self._need(fn, callbacks)
         with self._calling_back(callbacks):
             return self._executor.run(fn, *args, **kwargs)
@@ -94,7 +94,7 @@ class _Job:
 
 
 class StaticJob(_Job):
-    """Its workers keep their objects."""
+    """A job whose workers keep their objects between calls."""
 
     def _start(self, variables: Mapping[str, str]) -> None:
         cls, args, kwargs = self._makes or (None, (), {})
@@ -120,7 +120,7 @@ class StaticJob(_Job):
 
 
 class ElasticJob(_Job):
-    """Each call has workers of its own, which make their objects themselves."""
+    """A job with new workers for each call, which create their objects themselves."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._most = arguments["max_workers"]
@@ -137,7 +137,7 @@ class ElasticJob(_Job):
             raise PlacementTimeout(str(error)) from None
 
     def _room(self) -> int:
-        """For how many workers the cluster has room now."""
+        """Return the number of workers that the cluster has room for."""
         from horovod.ray.elastic_v2 import RayHostDiscovery
 
         needed = self._arguments["resources_per_worker"]
@@ -161,7 +161,7 @@ class ElasticJob(_Job):
 
 
 class _Kept:
-    """The object of a static worker, or None where there is no class of it."""
+    """Holder of the object of a static worker, or of None without a class."""
 
     def __init__(
         self, cls: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -180,7 +180,7 @@ class _OnObject:
 def _with_object(
     makes: tuple[type, tuple[Any, ...], dict[str, Any]] | None, fn: Callable[[Any], Any]
 ) -> Any:
-    """In an elastic worker."""
+    """Call a function with a new object, in an elastic worker."""
     if makes is None:
         return fn(None)
     cls, args, kwargs = makes
@@ -190,7 +190,7 @@ def _with_object(
 def _on_rank_0(
     makes: tuple[type, tuple[Any, ...], dict[str, Any]] | None, fn: Callable[[Any], Any]
 ) -> Any:
-    """In an elastic worker. Which one that is, it knows only once there is a world."""
+    """Call a function with a new object on rank 0, which is known only after ``init()``."""
     import horovod.torch as hvd
 
     hvd.init()

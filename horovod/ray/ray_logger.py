@@ -1,4 +1,4 @@
-"""``ray_logger.log({...})`` in a worker: the callbacks that ``run`` was given are called with it, where ``run`` was."""
+"""``ray_logger.log({...})`` in a worker calls the callbacks that were passed to ``run``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ _queue: Any = None
 
 
 def configure(queue: Any) -> None:
-    """What is logged in this process goes there, by ``put``; None: to whoever has started the job, as by default."""
+    """Set the queue that receives the records of this process by ``put``; None (default): the caller of ``run``."""
     global _queue
     _queue = queue
 
 
 def log(info_dict: Mapping[str, Any]) -> None:
-    """What `elastic.report` takes: None, bool, int, float, str, tensors of one element, lists and dicts of them.
-
-    Raises NotInitialized (a ValueError) before ``hvd.init()``, and TypeError for any other value.
-    """
+    """Log values of `elastic.report`: None, bool, int, float, str, tensors of one element, lists and dicts of them."""
     if _queue is not None:
         _queue.put(info_dict)
         return

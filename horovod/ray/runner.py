@@ -13,12 +13,12 @@ from horovod.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 
 
 class RayExecutor:
-    """Starts workers on a Ray cluster and has them call functions.
+    """Starts workers on a Ray cluster and calls functions on them.
 
-    Static: ``num_workers``, or ``num_hosts`` with ``num_workers_per_host`` on each of exactly so many hosts. They are
-    started once and keep an object of ``executable_cls``. Elastic: ``min_workers`` up to ``max_workers``, by default as
-    many as the cluster has room for when the executor is started; each call is a job of its own, which goes on when
-    workers come and go.
+    Static: ``num_workers``, or ``num_hosts`` with ``num_workers_per_host`` on exactly that many hosts. The workers are
+    started once and keep an object of ``executable_cls``. Elastic: ``min_workers`` to ``max_workers``, by default as
+    many as the cluster has room for at the start; each call is a separate job that continues when workers join or
+    leave.
     """
 
     @classmethod
@@ -31,7 +31,9 @@ class RayExecutor:
         nics: Collection[str] | None = None,
         verbose: bool | int | None = None,
     ) -> MiniSettings:
-        """Times are seconds: for workers to call ``hvd.init()`` once the first has, and to be placed."""
+        """Create settings. Times are seconds: for all workers to call ``hvd.init()`` after the first one, and to be
+        placed.
+        """
         settings = MiniSettings(
             nics=nics,
             verbose=verbosity(verbose),
@@ -41,7 +43,7 @@ class RayExecutor:
         )
         if ssh_str is not None:
             settings.ssh_identity_file = ssh_identity_file or "ssh_str"
-        limits(settings)  # warns of what has no meaning
+        limits(settings)  # warns about fields without effect
         return settings
 
     def __init__(
@@ -63,10 +65,10 @@ class RayExecutor:
         cpus_per_slot: float | None = None,
         gpus_per_slot: float | None = None,
     ) -> None:
-        """Checks the arguments; `start` starts. Raises ValueError.
+        """Check the arguments; `start` starts the workers. Raises ValueError.
 
-        ``use_current_placement_group``: workers stay in the placement group that the caller runs in, if it does, as in
-        a trial of Ray Tune. The last two are old names of ``cpus_per_worker`` and ``gpus_per_worker``.
+        ``use_current_placement_group``: place the workers in the caller's placement group, if it runs in one, as in a
+        trial of Ray Tune. The last two arguments are old names of ``cpus_per_worker`` and ``gpus_per_worker``.
         """
         cpus_per_worker = renamed(
             "RayExecutor", "cpus_per_worker", cpus_per_worker, "cpus_per_slot", cpus_per_slot, 1
@@ -90,7 +92,7 @@ class RayExecutor:
                     num_hosts=num_hosts, num_workers_per_host=num_workers_per_host, **resources
                 )
             else:
-                assert num_workers is not None, "checked"
+                assert num_workers is not None, "checked above"
                 strategy = PGStrategy(
                     num_workers=num_workers,
                     force_create_placement_group=not use_current_placement_group,
@@ -127,10 +129,10 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, Any] | None = None,
     ) -> None:
-        """Reserves resources, and starts a static job's workers, each with an object of ``executable_cls``.
+        """Reserve resources, and start a static job's workers, each with an object of ``executable_cls``.
 
-        An elastic job's workers make theirs at the beginning of each `execute`. Raises PlacementTimeout (a ValueError
-        and a TimeoutError) where the cluster has no room, and what making the object raises.
+        An elastic job's workers create their objects at the beginning of each `execute`. Raises PlacementTimeout (a
+        ValueError and a TimeoutError) if the cluster has no room, and exceptions of the object's constructor.
         """
         self._job.start(executable_cls, executable_args, executable_kwargs, extra_env_vars)
 
@@ -141,10 +143,10 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[[Any], None]] | None = None,
     ) -> list[Any]:
-        """Calls ``fn(*args, **kwargs)`` on every worker; the values by rank.
+        """Call ``fn(*args, **kwargs)`` on every worker, and return the values by rank.
 
-        ``callbacks`` are called here, in this thread, with what workers log by ``ray_logger.log``. Raises what ``fn``
-        has raised on a worker of a static job, and JobFailed (a RuntimeError).
+        ``callbacks`` are called in this thread with what workers log with ``ray_logger.log``. Raises the exception of
+        ``fn`` on a worker of a static job, and JobFailed (a RuntimeError).
         """
         return self._job.run(fn, args, kwargs, callbacks)
 
@@ -154,30 +156,31 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """As `run`, but returns references of Ray's to the values, by rank. Static jobs only: elsewhere nobody knows
-        yet how many there will be.
+        """Call as `run`, but return Ray's references to the values, by rank.
+
+        For static jobs only: the size of an elastic job is not known yet.
         """
         return self._job.run_remote(fn, args, kwargs)
 
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], None]] | None = None
     ) -> list[Any]:
-        """Calls ``fn(object)`` on every worker, with None where there is no ``executable_cls``; the values by rank."""
+        """Call ``fn(object)`` on every worker, with None without an ``executable_cls``; return the values by rank."""
         return self._job.execute(fn, callbacks)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Calls ``fn(object)`` on the worker of rank 0, and returns its value."""
+        """Call ``fn(object)`` on the worker of rank 0, and return its value."""
         return self._job.execute_single(fn)
 
     def shutdown(self) -> None:
-        """Ends the workers and gives back what was reserved. Of no effect a second time, or before `start`."""
+        """End the workers and release the resources. Idempotent; no effect before `start`."""
         self._job.shutdown()
 
 
 def _check_kind(
     num_workers: int | None, num_hosts: int | None, min_workers: int | None, max_workers: int | None
 ) -> None:
-    """Static or elastic, and said once. Raises Invalid."""
+    """Check that the arguments are those of exactly one kind of job. Raises Invalid."""
     if max_workers is not None and (min_workers is None or min_workers <= 0):
         raise Invalid(
             "`max_workers` provided without any positive `min_workers`: pass min_workers too, the smallest number"

@@ -1,4 +1,4 @@
-"""What Horovod's executors are told besides the number of workers, and what of it has a meaning here."""
+"""Settings of Horovod's executors besides the number of workers, and their meaning here."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-HOROVODS_TIMEOUT_S = 30  # its default, which is too short for workers that import torch all at once
-VERBOSE = 2  # from here on the log has everything
+# Horovod's default; too short for workers that import torch at the same time
+HOROVODS_TIMEOUT_S = 30
+VERBOSE = 2  # minimum for the complete log
 
 
 @dataclass
 class MiniSettings:
-    """Times are seconds. ``nics``: names of interfaces, on each host the first that it has is used. ``key`` and the
-    fields about ssh change nothing: each job has a secret of its own, and Ray reaches the hosts.
+    """Settings of an executor; times are seconds.
+
+    ``nics`` has names of interfaces; each host uses the first one that it has. ``key`` and the fields about ssh have no
+    effect: each job has its own secret, and Ray reaches the hosts.
     """
 
     nics: Collection[str] | None = None
@@ -30,7 +33,7 @@ class MiniSettings:
 
 @dataclass
 class ElasticSettings(MiniSettings):
-    """Of `ElasticRayExecutor`."""
+    """Settings of `ElasticRayExecutor`."""
 
     timeout_s: float = HOROVODS_TIMEOUT_S
     elastic: bool = True
@@ -42,9 +45,9 @@ class ElasticSettings(MiniSettings):
 
 
 def limits(settings: Any) -> dict[str, Any]:
-    """What `elastic.ray.Executor` is given of settings: of ours, of Horovod's own, or of whatever has such fields.
+    """Return arguments of `elastic.ray.Executor` from our settings, Horovod's own, or any object with such fields.
 
-    A ``timeout_s`` of 30 is taken for Horovod's default and not for a wish: then workers have ours, of 120 s.
+    A ``timeout_s`` of 30 is Horovod's default; workers then have our default of 120 s.
     """
     warn_of_ssh(settings)
     found: dict[str, Any] = {"verbose": int(getattr(settings, "verbose", 1) or 0) >= VERBOSE}
@@ -61,7 +64,7 @@ def limits(settings: Any) -> dict[str, Any]:
 
 
 def interfaces(nics: Collection[str]) -> str:
-    """As a flag has them. A set has no order: its names are sorted."""
+    """Format interfaces for a flag. The names of a set are sorted, because it has no order."""
     if isinstance(nics, str):
         return nics
     return ",".join(sorted(nics) if isinstance(nics, set | frozenset) else nics)
@@ -83,7 +86,7 @@ def warn_of_ssh(settings: Any) -> None:
 
 
 def verbosity(verbose: bool | int | None) -> int:
-    """``verbose`` of ``create_settings``, which only Horovod's documentation gives it."""
+    """Convert the deprecated argument ``verbose`` of ``create_settings``, which only Horovod's documentation has."""
     if verbose is None:
         return 1
     warnings.warn(
@@ -95,7 +98,7 @@ def verbosity(verbose: bool | int | None) -> int:
 
 
 def renamed(what: str, new: str, value: Any, old: str, old_value: Any, default: Any) -> Any:
-    """The value of an argument that had another name. Raises ValueError where both are given."""
+    """Return the value of an argument that was renamed. Raises ValueError if both names are given."""
     if old_value is None:
         return value
     if value != default:
@@ -105,7 +108,7 @@ def renamed(what: str, new: str, value: Any, old: str, old_value: Any, default: 
 
 
 def checked_environment(given: Any) -> dict[str, str]:
-    """Names and values as strings, which Horovod makes of them too; what is None is left out. Raises ValueError."""
+    """Convert names and values to strings, as Horovod does; None values are left out. Raises ValueError."""
     try:
         items = dict(given or {}).items()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Where the workers of a static job go. Decides what is asked of `elastic.ray.Executor`; Ray is not imported here."""
+"""Placement of the workers of a static job: arguments of `elastic.ray.Executor`. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic.ray.arguments import CURRENT
 
 
 class BaseStrategy:
-    """``arguments`` are those of `elastic.ray.Executor`."""
+    """Base of placements. ``arguments`` are those of `elastic.ray.Executor`."""
 
     def __init__(
         self,
@@ -18,7 +18,7 @@ class BaseStrategy:
         cpus_per_worker: float = 1,
         gpus_per_worker: float | None = None,
     ) -> None:
-        """Raises ValueError."""
+        """Check the arguments. Raises ValueError."""
         if gpus_per_worker and not use_gpu:
             raise ValueError(
                 "gpus_per_worker is set, but use_gpu is False. Give use_gpu=True too, or leave it out"
@@ -52,7 +52,7 @@ class BaseStrategy:
 
 
 class PGStrategy(BaseStrategy):
-    """So many workers, wherever there is room: in the placement group given or the caller's own, if there is one."""
+    """Workers anywhere with free resources: in the given placement group, or in the caller's own if there is one."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class PGStrategy(BaseStrategy):
 
 
 class ColocatedStrategy(BaseStrategy):
-    """On exactly so many hosts, with the same number of workers on each."""
+    """Exactly that many hosts with the same number of workers on each."""
 
     def __init__(self, *, num_hosts: int, num_workers_per_host: int, **resources: Any) -> None:
-        """Raises ValueError."""
+        """Check the arguments. Raises ValueError."""
         super().__init__(**resources)
         for name, value in (
             ("num_hosts", num_hosts),

@@ -1,4 +1,4 @@
-"""Small things that scripts take from Horovod's module of this name."""
+"""Small functions of Horovod's module of this name that scripts use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from horovod.ray.settings import interfaces
 
 
 def map_blocking(fn: Callable[[Any], Any], collection: Iterable[Any]) -> list[Any]:
-    """The values of the references that ``fn`` returns for each, in order."""
+    """Return the values of the references that ``fn`` returns for each element, in order."""
     import ray
 
     return list(ray.get([fn(each) for each in collection]))
@@ -20,12 +20,14 @@ def detect_nics(
     all_host_names: Collection[str] | None = None,
     node_workers: Collection[Any] | None = None,
 ) -> Collection[str]:
-    """Those of the settings. None have to be found: each worker listens on the address that leads to rank 0."""
+    """Return the interfaces of the settings. No search is needed: each worker listens on the address that reaches
+    rank 0.
+    """
     return settings.nics or []
 
 
 def nics_to_env_var(nics: Collection[str]) -> dict[str, str]:
-    """The variables by which a worker that is started by hand is told its network interfaces."""
+    """Return the variables that set the network interfaces of a worker that is started manually."""
     if not nics:
         return {}
     names = interfaces(nics)

@@ -1,4 +1,4 @@
-"""A plain actor for scripts that place workers themselves: ``ray.remote(BaseHorovodWorker)``. Executors need none."""
+"""A simple actor for scripts that place workers themselves: ``ray.remote(BaseHorovodWorker)``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horovod.ray.settings import checked_environment
 
 
 class BaseHorovodWorker:
-    """``executable`` is the object that `start_executable` has made, or None."""
+    """Actor with an environment and an object. ``executable`` is the object of `start_executable`, or None."""
 
     executable: Any = None
 
@@ -22,7 +22,7 @@ class BaseHorovodWorker:
         os.environ["HOROVOD_SIZE"] = str(world_size)
 
     def node_id(self) -> str:
-        """Of Ray's node, in hexadecimal."""
+        """Return the id of Ray's node, in hexadecimal."""
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
@@ -36,11 +36,11 @@ class BaseHorovodWorker:
         return list(ray.get_gpu_ids())
 
     def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
-        """Those that are None are left as they are."""
+        """Set environment variables; those that are None are not changed."""
         os.environ.update(checked_environment(env_vars))
 
     def env_vars(self) -> dict[str, str]:
-        """This process's whole environment."""
+        """Return the whole environment of this process."""
         return dict(os.environ)
 
     def start_executable(
@@ -56,7 +56,7 @@ class BaseHorovodWorker:
         return func(self.executable)
 
     def set_queue(self, queue: Any) -> None:
-        """Where what `ray_logger` logs in this process goes."""
+        """Set the queue of `ray_logger` in this process."""
         ray_logger.configure(queue)
 
 

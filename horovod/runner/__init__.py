@@ -1,4 +1,4 @@
-"""``horovod.run``: Horovod's way to call a function on many workers."""
+"""``horovod.run``: Horovod's function to call a function on many workers."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Calls ``func(*args, **kwargs)`` on ``num_proc`` workers; returns the values by rank.
+    """Call ``func(*args, **kwargs)`` on ``num_proc`` workers, and return the values by rank.
 
-    ``num_proc`` is 1 by default, and ``min_num_proc`` where that is given: giving that, ``max_num_proc`` or
-    ``host_discovery_script`` makes the job elastic, and then the values are those of the last world, all of them.
-    Times are seconds. The other arguments are Horovod's; ``disable_cache`` and ``use_gloo`` change nothing, because
-    there is no such cache and nothing but Gloo. ``np``, ``min_np`` and ``max_np`` are old names of ``num_proc`` and its
-    limits. HOROVOD_* variables count as for ``horovodrun``, such as HOROVOD_LOG_LEVEL.
+    ``num_proc`` is 1 by default, or ``min_num_proc`` if that is given. ``min_num_proc``, ``max_num_proc`` or
+    ``host_discovery_script`` make the job elastic; it then returns all values of the last world.
 
-    Raises Invalid (a ValueError) for arguments that have no meaning here, JobFailed (a RuntimeError) if the job does
-    not succeed.
+    Times are seconds. The other arguments are Horovod's; ``disable_cache`` and ``use_gloo`` have no effect, because
+    there is no such cache and no alternative to Gloo. ``np``, ``min_np`` and ``max_np`` are old names of ``num_proc``
+    and its limits. HOROVOD_* variables apply as for ``horovodrun``, such as HOROVOD_LOG_LEVEL.
+
+    Raises Invalid (a ValueError) for arguments without a meaning here, JobFailed (a RuntimeError) if the job does not
+    succeed.
     """
     for name, value in {"use_mpi": use_mpi, "mpi_args": mpi_args}.items():
         if value:

@@ -1,10 +1,10 @@
-"""``horovodrun``, under the path that programs start it by."""
+"""``horovodrun``, under the path by which programs start it."""
 
 from __future__ import annotations
 
 
 def run_commandline() -> int:
-    """Runs a job by this process's command line, and returns the exit code."""
+    """Run a job with this process's command line, and return the exit code."""
     from elastic.driver.commandline.cli import main
 
     return main()

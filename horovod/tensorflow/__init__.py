@@ -1,4 +1,4 @@
-"""``import horovod.tensorflow as hvd``: Horovod's names for what `elastic.tensorflow` and `elastic.keras` do."""
+"""``import horovod.tensorflow as hvd``: Horovod's names for `elastic.tensorflow` and `elastic.keras`."""
 
 from horovod.absent import need as _need
 from horovod.absent import need_keras as _need_keras
@@ -46,7 +46,7 @@ __all__ = [
     "check_num_rank_power_of_2",
     "elastic",
 ]
-# mpi_ops has all of these names; type checkers don't look that far.
+# mpi_ops has all of these names; type checkers do not see that.
 __all__ += mpi_ops.__all__
 __all__ += _ops.__all__
 __all__ += _door.__all__

@@ -1,4 +1,4 @@
-"""Compression, under the path that some scripts import it from."""
+"""Compression, under a path from which some scripts import it."""
 
 from elastic.api.compression import NoneCompressor
 from elastic.tensorflow.compression import Compression

@@ -7,7 +7,7 @@ from elastic.tensorflow.state import TensorFlowState
 
 
 class TensorFlowKerasState(KerasState):
-    """`elastic.keras.state.KerasState`, under the name that scripts for TensorFlow know."""
+    """`elastic.keras.state.KerasState`, under its name for TensorFlow."""
 
 
 __all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]

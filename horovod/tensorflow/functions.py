@@ -1,4 +1,4 @@
-"""Broadcasts of variables and objects, under the path that some scripts import them from."""
+"""Broadcasts of variables and objects, under a path from which some scripts import them."""
 
 from elastic.tensorflow.variables import (
     allgather_object,

@@ -1,4 +1,4 @@
-"""The sum of gradients of several passes, under the path that some scripts import it from."""
+"""Sum of the gradients of several passes, under a path from which some scripts import it."""
 
 from elastic.tensorflow.aggregation import LocalGradientAggregationHelper
 

@@ -1,4 +1,4 @@
-"""``SyncBatchNormalization``, under the path that some scripts import it from."""
+"""``SyncBatchNormalization``, under a path from which some scripts import it."""
 
 from elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 

@@ -1,4 +1,4 @@
-"""``import horovod.torch as hvd``: Horovod's names for what `elastic` does, and the quirks that only scripts know."""
+"""``import horovod.torch as hvd``: Horovod's names for the functions of `elastic`, including Horovod's quirks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from horovod.torch.mpi_ops import *  # noqa: F403
 
 
 def _warn_of_another_horovod() -> None:
-    """Two distributions with one import name: which one a script gets depends on the order of installation."""
+    """Warn if two distributions have this import name: the order of installation decides which one a script gets."""
     try:
         version = metadata.version("horovod")
     except metadata.PackageNotFoundError:
@@ -43,7 +43,7 @@ __all__ = [
     "_check_has_gpu",
     "elastic",
 ]
-# mpi_ops has all of these names; type checkers don't look that far.
+# mpi_ops has all of these names; type checkers do not see that.
 __all__ += mpi_ops.__all__
 __all__ += _broadcasting.__all__
 __all__ += _ops.__all__

@@ -1,4 +1,4 @@
-"""Compression, under the path that some scripts import it from, and the class that they derive their own from."""
+"""Compression, under a path from which some scripts import it, and the base class of their own compressors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from elastic.api.compression import Compression, FP16Compressor, NoneCompressor
 
 
 class Compressor:
-    """Base of compressors that scripts write. It need not be one: any class with the two methods will do."""
+    """Base of compressors of scripts. Optional: any class with the two methods can be used."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor that travels, and whatever `decompress` needs to know."""
+        """Return the tensor to send, and a context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The reduced tensor, as the caller wants it."""
+        """Return the reduced tensor in the caller's form."""
         raise NotImplementedError
 
 

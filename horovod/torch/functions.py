@@ -1,4 +1,4 @@
-"""Broadcasts of parameters, optimizer states and objects, under the path that some scripts import them from."""
+"""Broadcasts of parameters, optimizer states and objects, under a path from which some scripts import them."""
 
 from __future__ import annotations
 

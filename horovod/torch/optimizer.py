@@ -1,8 +1,8 @@
-"""DistributedOptimizer, under the path that some scripts import it from."""
+"""DistributedOptimizer, under a path from which some scripts import it."""
 
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.wrapped_optimizer import Distributed
 
-_DistributedOptimizer = Distributed  # for isinstance(): every optimizer that was wrapped is one
+_DistributedOptimizer = Distributed  # for isinstance(): the class of every wrapped optimizer
 
 __all__ = ["DistributedOptimizer", "_DistributedOptimizer"]

@@ -1,4 +1,4 @@
-"""SyncBatchNorm, under the path that some scripts import it from."""
+"""SyncBatchNorm, under a path from which some scripts import it."""
 
 from elastic.api.sync_batch_norm import SyncBatchNorm
 

@@ -1,1 +1,1 @@
-"""Where Horovod keeps what its launcher and its integrations share."""
+"""Horovod's package for code that its launcher and its integrations share."""

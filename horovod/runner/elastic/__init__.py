@@ -1,1 +1,1 @@
-"""Horovod's path to what a worker hears of its hosts: see `horovod.runner.elastic.worker`."""
+"""Horovod's path to notifications of host changes: see `horovod.runner.elastic.worker`."""

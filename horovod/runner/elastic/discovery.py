@@ -1,5 +1,6 @@
-"""Horovod's classes that find hosts, for scripts that use or subclass them. ``horovodrun`` has adapters of its own,
-which are never waited for: see docs/many-hosts.md.
+"""Horovod's host discovery classes, for scripts that use or subclass them.
+
+``horovodrun`` has its own adapters, which never block it: see docs/many-hosts.md.
 """
 
 from __future__ import annotations
@@ -9,27 +10,29 @@ import subprocess
 from elastic.errors import Invalid
 from elastic.runtime.host_updates import HostUpdateResult
 
-SCRIPT_S = 60.0  # that a discovery script may take
+SCRIPT_S = 60.0  # limit for a discovery script
 
 
 class HostDiscovery:
-    """Finds hosts: a subclass gives ``find_available_hosts_and_slots``."""
+    """Base of discoveries: subclasses define ``find_available_hosts_and_slots``."""
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Slots by host, the preferred host first."""
+        """Return the slots by host, preferred hosts first."""
         raise NotImplementedError
 
 
 class HostDiscoveryScript(HostDiscovery):
-    """Asks a script, which prints ``host`` or ``host:slots``, one a line."""
+    """Discovery by a script that prints ``host`` or ``host:slots``, one per line."""
 
     def __init__(self, discovery_script: str, default_slots: int | None = None) -> None:
         self._discovery_script = discovery_script
         self._default_slots = default_slots
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Runs the script, for SCRIPT_S seconds at most. Raises Invalid (a ValueError) for a script that can't be run
-        and for a wrong line, RuntimeError if it fails or does not end.
+        """Run the script, for at most SCRIPT_S seconds.
+
+        Raises Invalid (a ValueError) if the script can't be run or prints a wrong line, RuntimeError if it fails or
+        does not end.
         """
         from elastic.driver.discovery.script import find_script
         from elastic.driver.network.hosts import parse_lines
@@ -51,7 +54,7 @@ class HostDiscoveryScript(HostDiscovery):
 
 
 class FixedHosts(HostDiscovery):
-    """The hosts that it is given; ``set`` gives it others."""
+    """A fixed set of hosts; ``set`` replaces it."""
 
     def __init__(self, available_hosts_and_slots: dict[str, int]) -> None:
         self._hosts = dict(available_hosts_and_slots)
@@ -64,8 +67,9 @@ class FixedHosts(HostDiscovery):
 
 
 class HostManager:
-    """Remembers what a discovery found, and says what has become of it. What a host did wrong is the driver's to judge:
-    there is no ``blacklist`` here.
+    """Keeps the result of a discovery, and compares it with the next one.
+
+    There is no ``blacklist`` here: the driver decides about failed hosts.
     """
 
     def __init__(self, discovery: HostDiscovery) -> None:
@@ -86,7 +90,7 @@ class HostManager:
         return dict(self._hosts)
 
     def update_available_hosts(self) -> HostUpdateResult:
-        """Asks again; what has come and gone since the last time, slots included. Raises what the discovery raises."""
+        """Run the discovery again; return which hosts or slots were added or removed. Raises its exceptions."""
         before, self._hosts = self._hosts, dict(self._discovery.find_available_hosts_and_slots())
         result = HostUpdateResult.no_update
         for host in {*before, *self._hosts}:

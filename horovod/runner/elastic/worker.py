@@ -1,5 +1,7 @@
-"""Horovod's way to hear of changes of the hosts. The news comes over the one connection that a worker has to its
-driver, so workers have no service of their own, and there is nothing to connect to.
+"""Horovod's notifications of host changes.
+
+They arrive over the connection that a worker has to its driver, so workers have no service of their own, and there is
+nothing to connect to.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from elastic.runtime.host_updates import HostUpdateListener, HostUpdateResult
 
 
 class WorkerNotificationManager:
-    """Registers objects with ``on_hosts_updated(timestamp, update_res)``; all managers of a process share them."""
+    """Registers objects with ``on_hosts_updated(timestamp, update_res)``; shared by all managers of a process."""
 
     def init(
         self,
@@ -21,17 +23,17 @@ class WorkerNotificationManager:
         hostname: str | None = None,
         local_rank: int | None = None,
     ) -> None:
-        """Does nothing: ``hvd.init()`` has made the connection already. The arguments are Horovod's."""
+        """Do nothing: ``hvd.init()`` has made the connection. The arguments are Horovod's."""
 
     def register_listener(self, listener: HostUpdateListener) -> None:
         host_updates.register(listener)
 
     def remove_listener(self, listener: HostUpdateListener) -> None:
-        """Raises nothing if it was not registered."""
+        """Remove a listener; no error if it is not registered."""
         host_updates.remove(listener)
 
     def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Tells all listeners, as if the driver had said so. ``timestamp``: seconds since 1970."""
+        """Notify all listeners as if the driver had sent it. ``timestamp`` is in seconds since 1970."""
         host_updates.tell(timestamp, update_res)
 
 
@@ -41,7 +43,7 @@ _ABSENT = {"WorkerNotificationService", "WorkerNotificationClient"}
 def __getattr__(name: str) -> Any:
     if name in _ABSENT:
         raise AttributeError(
-            f"{name} is not provided by hvd-elastic: the driver tells workers over the connection that they have to it;"
+            f"{name} is not provided by hvd-elastic: workers are notified over their connection to the driver;"
             " register an object with on_hosts_updated() at WorkerNotificationManager instead"
         )
     raise AttributeError(f"module 'horovod.runner.elastic.worker' has no attribute {name!r}")

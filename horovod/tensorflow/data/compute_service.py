@@ -1,4 +1,4 @@
-"""A job of its own prepares the data: TensorFlow's tf.data service, started and found with Horovod's names."""
+"""Data preparation in a separate job: TensorFlow's tf.data service with Horovod's names."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ from horovod.runner.common.util.timeout import Timeout
 log = logging.getLogger("elastic")
 
 SIDES = ("compute", "training")
-_FILE_S = 600.0  # for a compute job to be started
+_FILE_S = 600.0  # time for a compute job to be started
 _FILE_LOOK_S = 0.2
-_ANSWER_S = 2.0  # for a compute job that runs
+_ANSWER_S = 2.0  # time for a running compute job to answer
 
 
 @dataclasses.dataclass(frozen=True)
 class TfDataServiceConfig:
-    """How to find the service of a compute job, and what it is made of. The file of it holds a secret.
+    """Configuration of the service of a compute job. Its file contains a secret.
 
-    ``dispatcher_side``: the job in which dispatchers run, "compute" or "training". ``addresses``: of the service by
-    which both find each other, and ``key`` its secret. ``timeout``: seconds for all to be up. Raises Invalid.
+    ``dispatcher_side``: the job in which dispatchers run, "compute" or "training". ``addresses``: addresses of the
+    service by which the jobs find each other; ``key``: its secret. ``timeout``: seconds for both jobs to be ready.
+    Raises Invalid.
     """
 
     dispatchers: int
@@ -61,16 +62,16 @@ class TfDataServiceConfig:
             raise Invalid("addresses is empty: take those of the ComputeService")
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
-        """Through which a training ends the service: ``compute_client().shutdown()``."""
+        """Return a client, by which a training ends the service: ``compute_client().shutdown()``."""
         return ComputeClient(self.addresses, self.key, verbose, self.timeout)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, with the key in hexadecimal."""
+        """Return the fields, with the key in hexadecimal."""
         return {**vars(self), "key": self.key.hex()}
 
     @staticmethod
     def from_dict(config: Mapping[str, Any]) -> TfDataServiceConfig:
-        """From what `to_dict` gives, be it read as JSON. Raises Invalid."""
+        """Create a configuration from the result of `to_dict`, which may have been stored as JSON. Raises Invalid."""
         try:
             made = {**config, "key": bytes.fromhex(config["key"])}
             return msgspec.convert(made, TfDataServiceConfig)
@@ -80,7 +81,7 @@ class TfDataServiceConfig:
             raise Invalid(f"not a config of a tf.data service: {error}") from None
 
     def write(self, filename: str | os.PathLike[str]) -> None:
-        """As JSON. Readers see all of it or nothing, and nobody but this user may read it. Raises Invalid."""
+        """Write the configuration as JSON, atomically and readable only for this user. Raises Invalid."""
         path = Path(filename)
         try:
             handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
@@ -100,10 +101,11 @@ class TfDataServiceConfig:
         wait_for_file_creation: bool = False,
         timeout: float = _FILE_S,
     ) -> TfDataServiceConfig:
-        """``wait_for_file_creation``: also until the compute job that it names answers; a file may be left of another.
+        """Read a configuration.
 
-        ``timeout``: seconds to wait. Raises TimeoutException, FileNotFoundError; Invalid, also where the file belongs
-        to another user or others may write it.
+        ``wait_for_file_creation``: wait also until the named compute job answers, because the file may be an old one.
+        ``timeout``: seconds to wait. Raises TimeoutException, FileNotFoundError; Invalid, also if the file belongs to
+        another user or is writable for others.
         """
         path = Path(filename)
         deadline = Timeout(
@@ -130,7 +132,7 @@ class TfDataServiceConfig:
             time.sleep(_FILE_LOOK_S)
 
     def _answers(self) -> bool:
-        """Whether the service is there now."""
+        """Return whether the service exists now."""
         try:
             ComputeClient(self.addresses, self.key, timeout=_ANSWER_S).look()
         except ConnectionError:
@@ -160,11 +162,11 @@ def _read(path: Path) -> TfDataServiceConfig:
 
 @contextlib.contextmanager
 def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
-    """In a training job: the address of this rank's dispatcher, ``grpc://HOST:PORT``, once all of its workers serve.
+    """Wait for the dispatcher of this rank and its workers; yield its address ``grpc://HOST:PORT``. For training jobs.
 
-    Where dispatchers run in the training job, this rank's ends with the block. Raises Invalid for a rank that has none;
-    TimeoutException; ConnectionError where the compute job is gone or the dispatcher can't be reached. Rank 0 logs an
-    error where the compute job goes before it is told to: TensorFlow goes on waiting for its data.
+    If dispatchers run in the training job, this rank's dispatcher ends with the block. Raises Invalid for a rank
+    without a dispatcher; TimeoutException; ConnectionError if the compute job ended or the dispatcher can't be reached.
+    Rank 0 logs an error if the compute job ends early, because TensorFlow continues to wait for its data.
     """
     one = compute_config.dispatchers == 1
     if not one and not 0 <= rank < compute_config.dispatchers:
@@ -194,17 +196,17 @@ def send_to_data_service(
     reuse_dataset: bool = False,
     round_robin: bool = False,
 ) -> tf.data.Dataset:
-    """The same data set, prepared by the compute job; a method of ``tf.data.Dataset`` too.
+    """Return the same dataset, prepared by the compute job; also a method of ``tf.data.Dataset``.
 
     Args:
-        size: of the training; only ``round_robin`` needs it.
+        size: size of the training; only ``round_robin`` needs it.
         processing_mode: "distributed_epoch", in which workers share an epoch, or "parallel_epochs".
-        reuse_dataset: all ranks share one pass over the data, where there is one dispatcher: each element comes to
-            one of them, and every rank makes this call. Otherwise each rank gets all.
-        round_robin: with ``reuse_dataset``: they take turns. The data set has to be endless.
+        reuse_dataset: with a single dispatcher, all ranks share one pass over the data: each element is sent to
+            one of them, and every rank makes this call. Otherwise each rank gets all elements.
+        round_robin: with ``reuse_dataset``: the ranks take turns. The dataset must be endless.
 
     Raises:
-        Invalid: where dispatchers run in the training job, which takes `tf_data_service` instead; also as that does.
+        Invalid: if dispatchers run in the training job, which uses `tf_data_service` instead; also as that does.
         NotInitialized: with ``reuse_dataset`` before ``hvd.init()``.
     """
     if compute_config.dispatcher_side == "training":
@@ -231,9 +233,9 @@ tf.data.Dataset.send_to_data_service = send_to_data_service
 
 
 def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
-    """What each rank of a compute job does: one worker, some a dispatcher too, until a training ends it.
+    """Run one rank of a compute job: a worker, on some ranks also a dispatcher, until a training ends it.
 
-    Raises Invalid where the job has another size than the config says, TimeoutException, ConnectionError.
+    Raises Invalid if the job has another size than the configuration, TimeoutException, ConnectionError.
     """
     hvd.init()
     index, workers = hvd.rank(), compute_config.workers_per_dispatcher
@@ -248,7 +250,7 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     own = compute_config.dispatcher_side == "compute" and index % workers == 0
     with _dispatcher(dispatcher_id, compute) if own else contextlib.nullcontext():
         address = compute.wait_for_dispatcher_registration(dispatcher_id, compute_config.timeout)
-        # Without an answer WorkerServer would hold the GIL and try for ever, whatever the timeout.
+        # Without an answer, WorkerServer would hold the GIL and retry forever, whatever the timeout.
         _check_reached(address, dispatcher_id, compute_config.timeout)
         protocol, _, where = address.partition("://")
         worker = tf.data.experimental.service.WorkerServer(
@@ -266,12 +268,12 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
         finally:
             worker.stop()
             worker.join()
-        compute.leave(index)  # a worker whose dispatcher went first would call it in vain
+        compute.leave(index)  # a worker would call its dispatcher forever if that ended first
 
 
 @contextlib.contextmanager
 def _dispatcher(dispatcher_id: int, compute: ComputeClient) -> Iterator[None]:
-    """Runs in this process as long as the block."""
+    """Run a dispatcher in this process during the block."""
     server = tf.data.experimental.service.DispatchServer()
     try:
         protocol, _, where = server.target.partition("://")
@@ -284,16 +286,19 @@ def _dispatcher(dispatcher_id: int, compute: ComputeClient) -> Iterator[None]:
 
 
 def _pass() -> str:
-    """What the service calls the passes that all ranks share: another name for each data set and each training, which
-    would find the passes of the one before over.
+    """Return a new name for passes that all ranks share.
+
+    Each dataset and each training needs another name; otherwise, it would find finished passes of an earlier one.
     """
     drawn = uuid.uuid4().hex if hvd.rank() == 0 else None
     return str(hvd.broadcast_object(drawn, name="tf.data service, shared passes"))
 
 
 def _host(compute: ComputeClient) -> str:
-    """At which others reach this process, as part of an address. Of a job on one host, which listens on loopback, where
-    the compute job is reached from: TensorFlow's servers listen everywhere.
+    """Return the host at which others reach this process, as part of an address.
+
+    A job on one host listens on loopback; it returns the address on the route to the compute job, because TensorFlow's
+    servers listen on all addresses.
     """
     host = context.current().env.bind_host
     if ipaddress.ip_address(host).is_loopback:
@@ -302,27 +307,25 @@ def _host(compute: ComputeClient) -> str:
 
 
 def _bypass_proxies() -> None:
-    """gRPC asks those of http_proxy also for the way to hosts of a cluster, where a worker would wait for ever."""
+    """Disable gRPC's proxies: it uses http_proxy also for hosts of the cluster, and a worker would wait forever."""
     others = [os.environ["no_proxy"]] if os.environ.get("no_proxy") else []
     os.environ.setdefault("no_grpc_proxy", ",".join([*others, "0.0.0.0/0", "::/0"]))
 
 
 def _check_reached(address: str, dispatcher_id: int, timeout: float) -> None:
-    """Raises ConnectionError."""
+    """Check that a dispatcher can be reached. Raises ConnectionError."""
     host, _, port = address.partition("://")[2].rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout).close()
     except OSError as error:
         raise ConnectionError(
             f"dispatcher {dispatcher_id} can't be reached from here at {address} ({error}): start the job in which it"
-            " runs with --network-interface, and an interface to which this host has a way"
+            " runs with --network-interface, and an interface that this host can reach"
         ) from error
 
 
 def _watch(compute: ComputeClient) -> None:
-    """Says it where the compute job is gone before a training has ended it, unless this process ends. One thread for
-    each, as long as it is.
-    """
+    """Log an error if the compute job ends before a training has ended it. One thread per compute job."""
 
     def wait() -> None:
         try:

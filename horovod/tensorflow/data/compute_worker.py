@@ -1,4 +1,4 @@
-"""A compute job, which prepares data for training jobs: every rank of it is a worker of TensorFlow's tf.data service.
+"""A compute job, which prepares data for training jobs: every rank is a worker of TensorFlow's tf.data service.
 
 horovodrun -np 4 python -m horovod.tensorflow.data.compute_worker CONFIGFILE
 """
@@ -20,10 +20,10 @@ from horovod.tensorflow.data.compute_service import SIDES, TfDataServiceConfig, 
 
 
 def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float) -> None:
-    """Serves until a training calls ``compute_client().shutdown()``. Every rank calls it.
+    """Serve until a training calls ``compute_client().shutdown()``. Every rank calls it.
 
-    Rank 0 writes ``configfile`` for training jobs, and removes it at the end. Raises Invalid, also where something else
-    is in that file; as `compute_worker_fn`.
+    Rank 0 writes ``configfile`` for training jobs, and removes it at the end. Raises Invalid, also if the file exists
+    with other content; otherwise as `compute_worker_fn`.
     """
     hvd.init()
     if dispatchers < 1 or hvd.size() % dispatchers:
@@ -51,7 +51,7 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
 
 
 def _make_way(file: Path) -> None:
-    """Removes what a job that was killed has left. Raises Invalid where the file is not of one."""
+    """Remove the file of a killed compute job. Raises Invalid if the file has another origin."""
     try:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -70,7 +70,7 @@ def _make_way(file: Path) -> None:
 
 
 def _remove(file: Path, config: TfDataServiceConfig) -> None:
-    """Unless another job has written its own there since."""
+    """Remove the file, unless another job has written its own in the meantime."""
     with contextlib.suppress(OSError, Invalid):
         if TfDataServiceConfig.read(file) == config:
             file.unlink()

@@ -1,4 +1,4 @@
-"""``hvd.callbacks``."""
+"""Keras callbacks: ``hvd.callbacks``."""
 
 from horovod.keras.callbacks import *  # noqa: F403
 from horovod.keras.callbacks import __all__ as __all__

@@ -1,4 +1,4 @@
-"""ElasticSampler, under the path that some scripts import it from."""
+"""ElasticSampler, under a path from which some scripts import it."""
 
 from elastic.state import ElasticSampler
 

@@ -1,5 +1,6 @@
-"""What a compute job and the training jobs that use it tell each other: where dispatchers are, that workers serve, that
-the end has come. Sealed frames of `elastic.rendezvous.store`: only who has the key is heard.
+"""Service by which a compute job and the training jobs that use it find each other: addresses, registrations, end.
+
+It uses the sealed frames of `elastic.rendezvous.store`: only callers with the key are answered.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from horovod.runner.common.util.timeout import TimeoutException
 _SHAPE = "dispatchers, workers of each"
 _END = "end"
 _LEFT = "left"
-_SERVE_S = 60.0  # for a caller to say what it wants
-_LOOK_S = 30.0  # between two looks whether the service is still there
+_SERVE_S = 60.0  # time for a caller to send its request
+_LOOK_S = 30.0  # interval of checks that the service still exists
 
-# The services, by address and key, that this process has told to end.
+# Services, by address and key, that this process has shut down.
 _ended: set[tuple[Address, bytes]] = set()
 
-_Told = TypeVar("_Told")
+_Value = TypeVar("_Value")
 
 
 class ComputeService:
     """Serves on one rank of the compute job, from now until `shutdown`.
 
-    ``key``: who has it may call. ``host``: the numeric address to listen on; by default the one on which the workers of
-    this job listen for each other, which needs ``hvd.init()``. Raises Invalid, NotInitialized, OSError.
+    ``key`` authorizes callers. ``host`` is the numeric address to listen on; by default that of this job's workers,
+    which needs ``hvd.init()``. Raises Invalid, NotInitialized, OSError.
     """
 
     def __init__(
@@ -49,18 +50,19 @@ class ComputeService:
         self._store.open()
 
     def addresses(self) -> dict[str, list[tuple[str, int]]]:
-        """Where it listens: host and port, by host."""
+        """Return the addresses of the service: host and port, by host."""
         return {self._address.host: [(self._address.host, self._address.port)]}
 
     def shutdown(self) -> None:
-        """Whoever waits for the end goes on; from now on nobody is served."""
+        """Announce the end to all waiting clients, and stop serving."""
         self._store.announce(_END, 0)
         self._store.close()
 
 
 class ComputeClient:
-    """Calls a service. Every method raises ConnectionError where the service is not there, or not any more, and those
-    that wait ``timeout`` seconds raise TimeoutException. ``verbose`` is accepted, and without a meaning here.
+    """Client of a service. Every method raises ConnectionError if the service does not exist (any more).
+
+    Methods that wait raise TimeoutException after ``timeout`` seconds. ``verbose`` has no effect.
     """
 
     def __init__(
@@ -76,11 +78,11 @@ class ComputeClient:
         self._store = Store(self.address, None, timeout, secret=key)
 
     def own_host(self) -> str | None:
-        """The numeric address of this host on the way to the service; None where there is no way."""
+        """Return the numeric address of this host on the route to the service; None if there is no route."""
         return own_address(self.address.host)
 
     def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
-        """``grpc://HOST:PORT``. Raises IndexError; ValueError where it is registered with another address already."""
+        """Register ``grpc://HOST:PORT``. Raises IndexError; ValueError if it is registered with another address."""
         self._known(dispatcher_id)
         mine = dispatcher_address.encode()
         first = self._call(lambda: self._store.announce(_dispatcher(dispatcher_id), 0, mine))
@@ -91,17 +93,17 @@ class ComputeClient:
             )
 
     def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
-        """Its address: ``grpc://HOST:PORT``. Raises IndexError."""
+        """Wait for a dispatcher, and return its address ``grpc://HOST:PORT``. Raises IndexError."""
         self._known(dispatcher_id)
         return self._hear(_dispatcher(dispatcher_id), timeout).decode()
 
     def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
-        """``worker_id``: its rank in the compute job. Raises IndexError."""
+        """Register a worker; ``worker_id`` is its rank in the compute job. Raises IndexError."""
         self._known(dispatcher_id)
         self._call(lambda: self._store.announce(_worker(dispatcher_id, worker_id), 0))
 
     def wait_for_dispatcher_worker_registration(self, dispatcher_id: int, timeout: float) -> None:
-        """Until all of its workers serve. Where there is one dispatcher, it is meant. Raises IndexError."""
+        """Wait until all workers of a dispatcher serve; a single dispatcher is used for any id. Raises IndexError."""
         dispatchers, workers = self._shape()
         if dispatchers == 1:
             dispatcher_id = 0
@@ -110,17 +112,18 @@ class ComputeClient:
             self._hear(_worker(dispatcher_id, worker_id), timeout)
 
     def shutdown(self) -> None:
-        """Ends the compute job: no training needs it any more."""
-        _ended.add(self._service)  # first: it may be gone before we hear that it has heard us
+        """End the compute job: no training needs it any more."""
+        _ended.add(self._service)  # first, because the service may end before its answer arrives
         self._call(lambda: self._store.announce(_END, 0))
 
     def look(self) -> None:
-        """Returns where the service is there."""
+        """Check that the service exists."""
         self._shape()
 
     def wait_for_shutdown(self) -> None:
-        """Without a deadline, as long as the service is there. One that this process has told to end may be gone before
-        it is asked again: that is an end too.
+        """Wait for the end without a deadline, as long as the service exists.
+
+        A service that this process has shut down may end before it is asked again; that is also an end.
         """
         try:
             while True:
@@ -134,7 +137,7 @@ class ComputeClient:
                 raise
 
     def leave(self, worker_id: int) -> None:
-        """Until all workers of all dispatchers have called this, after the end: the service may go then."""
+        """Wait until all workers of all dispatchers have called this after the end; then the service may exit."""
         dispatchers, workers = self._shape()
         count = dispatchers * workers
         self._call(
@@ -156,13 +159,13 @@ class ComputeClient:
     def _hear(self, what: str, timeout: float) -> bytes:
         return self._call(lambda: self._store.listen_to(what, 0, timeout), f"{what} has registered")
 
-    def _call(self, call: Callable[[], _Told], awaited: str = "") -> _Told:
+    def _call(self, call: Callable[[], _Value], expected: str = "") -> _Value:
         try:
             return call()
         except CollectiveFailed as error:
-            if awaited and isinstance(error.__cause__, TimeoutError):
+            if expected and isinstance(error.__cause__, TimeoutError):
                 raise TimeoutException(
-                    f"the compute service timed out waiting until {awaited}: see the output of its job, or pass"
+                    f"the compute service timed out waiting until {expected}: see the output of its job, or pass"
                     " horovod.tensorflow.data.compute_worker a longer --timeout"
                 ) from error
             raise ConnectionError(

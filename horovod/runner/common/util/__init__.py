@@ -1,1 +1,1 @@
-"""What integrations, such as Ray Train's, take from Horovod's modules of these names."""
+"""Functions of Horovod's modules of these names that integrations such as Ray Train use."""

@@ -1,10 +1,10 @@
-"""The place of this process by its environment, before ``init()``."""
+"""Rank and size of this process from its environment, before ``init()``."""
 
 from __future__ import annotations
 
 import os
 
-# Of the rank and of the size, by who has started the process: Horovod, Open MPI, and what speaks PMI.
+# Variables of the rank and the size, of Horovod, Open MPI and PMI launchers.
 PAIRS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -13,9 +13,9 @@ PAIRS = (
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """Rank and size as the launcher has set them; 0 and 1 without one. In an elastic job they are those of the start.
+    """Return rank and size as set by the launcher, or 0 and 1. In an elastic job they are those of the start.
 
-    Raises RuntimeError where only one of a pair is set.
+    Raises RuntimeError if only one of a pair is set.
     """
     for names in PAIRS:
         found = [os.environ[name] for name in names if name in os.environ]

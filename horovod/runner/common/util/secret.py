@@ -1,4 +1,4 @@
-"""A key for workers to know each other by. Jobs here have secrets of their own; this is for settings that want one."""
+"""A key for workers to authenticate each other. Jobs have their own secrets; this is for settings that need one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import secrets
 
 SECRET_LENGTH = 32  # bytes
-HOROVOD_SECRET_KEY = "_HOROVOD_SECRET_KEY"  # of the variable
+HOROVOD_SECRET_KEY = "_HOROVOD_SECRET_KEY"  # name of the variable
 
 
 def make_secret_key() -> bytes:

@@ -1,4 +1,4 @@
-"""A deadline that says what was waited for."""
+"""A deadline whose error names the activity."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class TimeoutException(Exception):
 
 
 class Timeout:
-    """``timeout`` seconds from now. ``message`` has ``{activity}`` and, if it likes, ``{timeout}`` in it."""
+    """Deadline in ``timeout`` seconds. ``message`` contains ``{activity}`` and may contain ``{timeout}``."""
 
     def __init__(self, timeout: float, message: str) -> None:
         self._timeout_s = timeout
@@ -24,7 +24,7 @@ class Timeout:
         return self.remaining() == 0.0
 
     def check_time_out_for(self, activity: str) -> None:
-        """Raises TimeoutException."""
+        """Raise TimeoutException after the deadline."""
         if self.timed_out():
             raise TimeoutException(
                 self._message.format(activity=activity, timeout=f"{self._timeout_s:g} seconds")
