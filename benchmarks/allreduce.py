@@ -1,6 +1,6 @@
 """Time of an allreduce among workers of one host, compared with Gloo and with copying as much memory, in one run.
 
-  python benchmarks/allreduce.py [--workers 2 4] [--rounds 30] [--sizes-mb 0.0625 1 10 100 256] [--json FILE]
+    python benchmarks/allreduce.py [--workers 2 4] [--rounds 30] [--sizes-mb 0.0625 1 10 100 256] [--json FILE]
 
 Four variants take turns in the same processes: our group, in place, on memory that the workers share; our group on an
 ordinary tensor, which must be copied there and back; torch's ProcessGroupGloo with its defaults; and the minimum

@@ -1,8 +1,8 @@
 """Cost of durable commits to the training: an MLP with Adam that commits each step, in alternating blocks.
 
-  plain      commits in memory only
-  durable    each tenth commit is also written to disk: ELASTIC_CHECKPOINT_DIR
-  async      plain, and torch.distributed.checkpoint.async_save of the same state each tenth step
+    plain      commits in memory only
+    durable    each tenth commit is also written to disk: ELASTIC_CHECKPOINT_DIR
+    async      plain, and torch.distributed.checkpoint.async_save of the same state each tenth step
 
 The stall is the longest step of a block minus its median. One process; the disk is that of --folder.
 """

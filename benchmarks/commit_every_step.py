@@ -1,6 +1,6 @@
 """Cost of a commit after every step: the GPT example's step with and without it, in one run, in alternating blocks.
 
-  python benchmarks/commit_every_step.py [--ranks 2 4] [--rounds 30] [--block 5] [--json FILE]
+    python benchmarks/commit_every_step.py [--ranks 2 4] [--rounds 30] [--block 5] [--json FILE]
 
 One job trains one model: a block of steps with a commit after each, a block of as many without, in turn. The result is
 the ratio of the two blocks of a round, with the slowest rank's times. For comparison: the time of the call after a

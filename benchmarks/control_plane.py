@@ -1,6 +1,6 @@
 """Cost of leading very many workers: one real driver, and light agents that use its protocol, on loopback.
 
-  python benchmarks/control_plane.py [--workers 8000] [--slots 8] [--losses 3] [--idle-s 40] [--json FILE]
+    python benchmarks/control_plane.py [--workers 8000] [--slots 8] [--losses 3] [--idle-s 40] [--json FILE]
 
 The driver is a separate process: elasticrun with a journal, snapshots and --resume. All agents and workers are tasks of
 a second process (`elastic.chaos.load.agents`): real connections, real messages, no training. It measures the time to

@@ -1,6 +1,6 @@
 """Cost of the live page to the driver: one real driver, light agents, and viewers that read everything.
 
-  python benchmarks/dashboard.py [--workers 1000] [--viewers 10] [--idle-s 20] [--losses 3] [--json FILE]
+    python benchmarks/dashboard.py [--workers 1000] [--viewers 10] [--idle-s 20] [--losses 3] [--json FILE]
 
 The same job runs twice: without a page, and with it and its viewers. It measures the driver's CPU time during training,
 its memory, and, for hosts that are lost one after the other, the time from the decision in the journal until each

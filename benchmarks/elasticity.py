@@ -1,6 +1,6 @@
 """Cost of an elastic job without faults, compared with the same job without a driver, in alternating blocks.
 
-  python benchmarks/elasticity.py [--models tiny gpt] [--workers 2] [--rounds 20] [--json FILE]
+    python benchmarks/elasticity.py [--models tiny gpt] [--workers 2] [--rounds 20] [--json FILE]
 
 Two jobs of one script: one is led by elasticrun; the other has a fixed world and no driver. Both commit after every
 step. They train in turn, a block of steps each, while the other one waits for an order of this program. The result is

@@ -1,7 +1,7 @@
 """Cost of a step in shards, compared with an ordinary one of as many workers, and with its computation alone.
 
-  python benchmarks/exact_step.py [--models mlp gpt] [--ranks 2 4] [--shards 8] [--rounds 30] [--json FILE]
-  python benchmarks/exact_step.py --memory [--models mlp] [--ranks 1 2 4 8] [--shards 8] [--rounds 3]
+    python benchmarks/exact_step.py [--models mlp gpt] [--ranks 2 4] [--shards 8] [--rounds 30] [--json FILE]
+    python benchmarks/exact_step.py --memory [--models mlp] [--ranks 1 2 4 8] [--shards 8] [--rounds 3]
 
 There are two measurements with alternating steps; the result is the ratio of two steps of a round.
 

@@ -1,7 +1,7 @@
 """GPU work of a step, compared with torch's DistributedDataParallel, counted on the fake CUDA runtime.
 
-  python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py [--parameters 100] [--json FILE]
-  python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py --fsdp 4 [--json FILE]
+    python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py [--parameters 100] [--json FILE]
+    python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py --fsdp 4 [--json FILE]
 
 With --fsdp the whole step of a model of so many layers, each sharded by FSDP2, is counted over the process group of
 this package and over torch's NCCL.

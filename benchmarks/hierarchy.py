@@ -1,7 +1,7 @@
 """Gain of reducing on each host first, compared with Gloo over all ranks at once, between hosts with slow links.
 
-  python benchmarks/hierarchy.py [--hosts 4] [--workers 2] [--rate 1gbit] [--sizes-mb 1 10 100] [--orders hosts dealt]
-    [--congestion reno]
+    python benchmarks/hierarchy.py [--hosts 4] [--workers 2] [--rate 1gbit] [--sizes-mb 1 10 100] [--orders hosts dealt]
+        [--congestion reno]
 
 Hosts are network namespaces on one switch, and each link has a limited rate in either direction. Needs root. Our group
 and torch's ProcessGroupGloo with its defaults take turns in the same processes. Ranks are numbered host by host, as in

@@ -1,6 +1,6 @@
 """Host time per parameter in a step, compared with torch's DistributedDataParallel, in one run, in alternating turns.
 
-  python benchmarks/hooks.py [--parameters 1000] [--elements 16] [--rounds 60]
+    python benchmarks/hooks.py [--parameters 1000] [--elements 16] [--rounds 60]
 
 One process, in a world of two whose other rank is simulated and whose collectives end at once, and DDP with one rank:
 what remains is the host's work per parameter in backward and after it. It measures the training thread's CPU time,

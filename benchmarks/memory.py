@@ -1,6 +1,6 @@
 """Memory of a worker with a committed TorchState, compared with DDP, in separate processes.
 
-  python benchmarks/memory.py [--models mlp gpt] [--ranks 2] [--steps 10] [--rounds 3] [--json FILE]
+    python benchmarks/memory.py [--models mlp gpt] [--ranks 2] [--steps 10] [--rounds 3] [--json FILE]
 
 It measures PSS: a page that several processes share counts with a share of it in each, so that the sum over the workers
 has every page once. Memory that is shared with other workers is therefore included, and so is what peers map of each

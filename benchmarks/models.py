@@ -1,9 +1,9 @@
 """Models of the benchmarks, each with its data and its optimizer.
 
-  mlp      25 M parameters in 5 linear layers, 8 samples, SGD: little work for its gradients
-  gpt      the GPT of examples/gpt.py: 0.85 M parameters, 4 windows of 128 bytes, AdamW
-  convnet  residual, 2.8 M parameters, 8 pictures of 3 x 32 x 32, SGD with momentum: much work for its gradients
-  tiny     two layers of 64, SGD: a step of a millisecond, so that any cost per step is visible
+    mlp      25 M parameters in 5 linear layers, 8 samples, SGD: little work for its gradients
+    gpt      the GPT of examples/gpt.py: 0.85 M parameters, 4 windows of 128 bytes, AdamW
+    convnet  residual, 2.8 M parameters, 8 pictures of 3 x 32 x 32, SGD with momentum: much work for its gradients
+    tiny     two layers of 64, SGD: a step of a millisecond, so that any cost per step is visible
 
 The convnet normalizes groups of channels and so keeps no running statistics, which DDP would send before each step.
 """

@@ -1,6 +1,6 @@
 """Cost of matching collectives by name: small allreduces compared with plain torch.distributed, in one run.
 
-  python benchmarks/negotiation.py [--workers 2] [--rounds 30] [--json FILE]
+    python benchmarks/negotiation.py [--workers 2] [--rounds 30] [--json FILE]
 
 A round submits N tensors and waits for all of them, once with names (``hvd.allreduce_async_`` of each, then
 ``hvd.synchronize``) and once without (``torch.distributed.all_reduce(async_op=True)`` of each, then ``wait``). Both use

@@ -3,8 +3,8 @@
 Both train the same small model with three workers on three nodes. One node is killed: its raylet and all its processes.
 Ray Train restarts its workers from the last checkpoint, one every 10 steps; hvd-elastic continues with the other two.
 
-  python benchmarks/ray_train.py --rounds 3 --kills 50
-  python benchmarks/ray_train.py --rounds 3 --kills 0       # the comparison alone, about three minutes
+    python benchmarks/ray_train.py --rounds 3 --kills 50
+    python benchmarks/ray_train.py --rounds 3 --kills 0       # the comparison alone, about three minutes
 
 Then, for hvd-elastic alone: the cost of an added and of a drained node, N kills, and leaked resources.
 """

@@ -1,6 +1,6 @@
 """The job of Ray Train that `ray_train.py` compares with ours: the same model, the same steps, the same lines.
 
-  ray_trainer.py FOLDER WORKERS STEP_S
+    ray_trainer.py FOLDER WORKERS STEP_S
 
 Each worker appends ``time attempt size rank step`` to ``FOLDER/PID.steps``. After a failure all workers are restarted
 from the last checkpoint. It ends once ``FOLDER/stop`` exists.

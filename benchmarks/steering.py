@@ -1,6 +1,6 @@
 """Time until an operator's command is in effect, and lost steps: on one machine, with agents and etcd, on Ray.
 
-  python benchmarks/steering.py [--launchers machine etcd ray] [--json FILE]
+    python benchmarks/steering.py [--launchers machine etcd ray] [--json FILE]
 
 A job of four workers is scaled to 8, then to 3; one worker is removed; it is scaled to 5, and a host of some workers is
 drained. It measures the time until each member of the first world with the requested members has made a step in it,

@@ -1,6 +1,6 @@
 """Time of a training step, compared with torch's DistributedDataParallel and torchft, in one run, round by round.
 
-  python benchmarks/step.py [--models mlp gpt convnet] [--ranks 1 2 4] [--rounds 40] [--json FILE]
+    python benchmarks/step.py [--models mlp gpt convnet] [--ranks 1 2 4] [--rounds 40] [--json FILE]
 
 Every rank has equal models, each trained by another variant: with DistributedOptimizer; with DDP at its defaults; with
 torchft's, if it is installed; and alone, without any reduction. They take turns, a step each, in changing order. The
@@ -14,12 +14,12 @@ prove that its gradients are the mean over the ranks; at the end, that the ranks
 Decided with earlier results, when every bucket was reduced over Gloo (2 ranks on 2 busy cores, ratio to DDP in the same
 run):
 
-  bucket is full at, MB       1     4     8    16    25
-  5 layers of 20 MB           -   0.81     -  0.79  0.89    (4 and 16 make the same buckets: one per layer)
-  20 layers of 4 MB         0.98  0.95  0.87  0.94  0.93
+    bucket is full at, MB       1     4     8    16    25
+    5 layers of 20 MB           -   0.81     -  0.79  0.89    (4 and 16 make the same buckets: one per layer)
+    20 layers of 4 MB         0.98  0.95  0.87  0.94  0.93
 
-  collectives at a time       1     2     4
-  5 layers of 20 MB         1.00  0.89  1.00                (at 25 MB)
+    collectives at a time       1     2     4
+    5 layers of 20 MB         1.00  0.89  1.00                (at 25 MB)
 
 So buckets are full at 8 MB, and two of them are reduced at a time over Gloo. None of this was measured over NCCL.
 """

@@ -11,7 +11,7 @@ read-only, so that the results are new tensors.
 Limits: the reduction adds at most 1.1 times as much to TensorFlow's step as to torch's, 1,000 small gradients take at
 most 2 ms more, and a step is faster than with the strategy.
 
-  python benchmarks/tensorflow_step.py --steps 40
+    python benchmarks/tensorflow_step.py --steps 40
 """
 
 from __future__ import annotations

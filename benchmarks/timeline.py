@@ -1,6 +1,6 @@
 """Cost of a timeline to a training step: the same processes train with and without one, in turns, paired.
 
-  python benchmarks/timeline.py [--workers 2] [--pairs 40] [--steps 100] [--tensors 1] [--json FILE]
+    python benchmarks/timeline.py [--workers 2] [--pairs 40] [--steps 100] [--tensors 1] [--json FILE]
 
 The model is small (784 - 128 - 10, a batch of 64), so that a step takes milliseconds; each step also averages
 ``--tensors`` numbers by name, as scripts do with their metrics. A block is ``--steps`` steps; one of each pair of

@@ -1,8 +1,8 @@
 """Time of torch.distributed's collectives, and of a step of DDP, over our backend compared with Gloo, in one run.
 
-  python benchmarks/torch_backend.py [--ranks 2 4] [--rounds 20] [--sizes-kb 1 64 1024 10240 102400] [--json FILE]
-  python benchmarks/torch_backend.py --models mlp gpt convnet --sizes-kb
-  python benchmarks/torch_backend.py --zero mlp gpt --sizes-kb
+    python benchmarks/torch_backend.py [--ranks 2 4] [--rounds 20] [--sizes-kb 1 64 1024 10240 102400] [--json FILE]
+    python benchmarks/torch_backend.py --models mlp gpt convnet --sizes-kb
+    python benchmarks/torch_backend.py --zero mlp gpt --sizes-kb
 
 Both process groups have the same ranks, in the same processes, and take turns on equal tensors, through torch's own
 functions. The result is the ratio of two calls of a round: below 1, ours is faster. A size is that of a rank's input of

@@ -1,8 +1,8 @@
-"""A loop of Accelerate's in a world that loses and gains workers: three lines are elastic's, marked by (*).
+"""An Accelerate loop in a world that loses and gains workers: elastic's three lines are marked by (*).
 
     elasticrun -np 3 --min-np 1 python examples/accelerate_elastic.py
 
-Kill any of its processes, rank 0 too: training goes on in the middle of the epoch. docs/transformers.md.
+Kill any of its processes, rank 0 too: training continues in the middle of the epoch. docs/transformers.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ model, optimizer, loader, scheduler = accelerator.prepare(
 def train(state: PreparedState) -> None:
     while state.epoch < options.epochs:
         for batch, target in loader:
-            time.sleep(options.pause)  # so that there is time to kill something
+            time.sleep(options.pause)  # leaves time to kill a process
             with accelerator.accumulate(model):
                 loss = torch.nn.functional.mse_loss(model(batch), target)
                 accelerator.backward(loss)

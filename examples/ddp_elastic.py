@@ -1,9 +1,10 @@
-"""Trains with DistributedDataParallel, and continues when workers are lost or join. The lines that make a loop over
-steps elastic are marked; docs/pytorch.md counts what a script with epochs changes.
+"""Trains with DistributedDataParallel, and continues when workers are lost or join.
+
+The lines that make a loop over steps elastic are marked; docs/pytorch.md has the changes of a script with epochs.
 
     elasticrun -np 3 --min-np 1 examples/ddp_elastic.py --steps 200
 
-The batch of a step is the same whatever the world; each rank takes its share of it.
+The batch of a step is the same in every world; each rank takes its share of it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import elastic
 
 
 def batch(step: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's share of the batch of a step."""
+    """Return this rank's share of the batch of a step."""
     points = torch.randn(96, 20, generator=torch.Generator().manual_seed(step)).to(device)
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     return points[mine], points[mine].sin().sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Trains a small network with DistributedDataParallel, as torch's own tutorial does. Knows of torch alone.
+"""Trains a small network with DistributedDataParallel, as torch's own tutorial does. It uses only torch.
 
 torchrun --nproc-per-node 2 examples/ddp_static.py elasticrun -np 2 examples/ddp_static.py
 """
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def data() -> TensorDataset:
-    """Points and a smooth function of them, the same on every rank."""
+    """Return points and a smooth function of them, the same on every rank."""
     random = torch.Generator().manual_seed(0)
     points = torch.randn(512, 20, generator=random)
     return TensorDataset(points, points.sin().sum(1, keepdim=True))

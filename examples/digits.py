@@ -1,4 +1,4 @@
-"""Handwritten digits (scikit-learn's 1,797 images of 8 x 8), written against Horovod's API: nothing in it is ours.
+"""Handwritten digits (scikit-learn's 1,797 images of 8 x 8), written for Horovod's API only.
 
     elasticrun -np 4 --min-np 1 python examples/digits.py
     python examples/kill_workers.py -- python examples/digits.py      # the same, with random SIGKILLs
@@ -55,7 +55,7 @@ loader = DataLoader(train_set, batch_size=args.batch_size, sampler=sampler)
 
 @torch.no_grad()
 def accuracy() -> float:
-    """Of the whole test set; every worker computes the same."""
+    """Return the accuracy on the whole test set; every worker computes the same."""
     model.eval()
     right = (model(test_pixels).argmax(1) == test_digits).float().mean()
     model.train()

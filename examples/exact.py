@@ -1,12 +1,12 @@
-r"""Training whose every bit is the same, whatever joins or dies: the last line is equal in every run.
+r"""Training with bit-identical results, whatever workers join or die: the last line is equal in every run.
 
     OMP_NUM_THREADS=1 python examples/exact.py
     OMP_NUM_THREADS=1 elasticrun -np 3 --min-np 1 python examples/exact.py          # kill any of its processes
     OMP_NUM_THREADS=1 python -m elastic.chaos exact --mean-time-between-faults 2 -- \
       elasticrun -np 3 --min-np 1 python examples/exact.py
 
-A step is 8 micro-batches, whoever computes them. BatchNorm, dropout and augmentation are there to show that they
-follow, too. docs/exact.md says what is set, checked and refused.
+A step is 8 micro-batches, on any number of workers. BatchNorm, dropout and augmentation show that they are reproduced,
+too. docs/exact.md lists what is set, checked and refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic.data import DataLoader
 
 EPOCHS = int(os.environ.get("EPOCHS", "10"))
 DEVICE = os.environ.get("DEVICE", "cpu")
-# After each step, so that there is time to kill something.
+# Pause after each step, which leaves time to kill a process.
 PAUSE_S = float(os.environ.get("PAUSE", "0.05"))
 
 
@@ -71,7 +71,7 @@ def main() -> None:
         while loader.epoch < EPOCHS:
             for step in loader:
                 losses = []
-                for pictures, labels in shards.over(step):  # this rank's of the 8
+                for pictures, labels in shards.over(step):  # this rank's part of the 8
                     loss = F.cross_entropy(model(pictures.to(DEVICE)), labels.to(DEVICE))
                     (loss * loader.weight).backward()
                     losses.append(loss.detach() * loader.weight)

@@ -1,8 +1,8 @@
-"""A loop of Fabric's in a world that loses and gains workers: elastic's lines are marked by (*).
+"""A Fabric loop in a world that loses and gains workers: elastic's lines are marked by (*).
 
     elasticrun -np 3 --min-np 1 python examples/fabric_elastic.py
 
-Kill any of its processes, rank 0 too: training goes on in the middle of the epoch. docs/lightning.md.
+Kill any of its processes, rank 0 too: training continues in the middle of the epoch. docs/lightning.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import elastic
 from elastic.integrations.lightning import ElasticFabricStrategy
 
-BATCH = 4  # of a worker
+BATCH = 4  # per worker
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=4)
@@ -32,7 +32,7 @@ inputs = torch.randn(options.samples, 8, generator=torch.Generator().manual_seed
 data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
 model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-# It raises after its last step: those of one worker are enough for any number.
+# It raises after its last step; the steps of one worker are enough for any number of workers.
 most = options.epochs * -(-options.samples // BATCH)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=most)
 loader = elastic.data.DataLoader(data, batch_size=BATCH, shuffle=True)  # (*)
@@ -43,7 +43,7 @@ def train(state: elastic.TorchState) -> None:
     while state.epoch < options.epochs:
         loader.set_epoch(state.epoch)
         for batch, target in loader:
-            time.sleep(options.pause)  # so that there is time to kill something
+            time.sleep(options.pause)  # leaves time to kill a process
             loss = torch.nn.functional.mse_loss(model(batch), target)
             optimizer.zero_grad()
             fabric.backward(loss)

@@ -1,11 +1,11 @@
-"""A small GPT learns Python from the standard library's own source, byte by byte, while workers come and go.
+"""A small GPT learns Python from the standard library's own source, byte by byte, while workers join and leave.
 
-    elasticrun -np 4 --min-np 2 python examples/gpt.py      # or `make train`, which adds the trouble and a report
-    python examples/gpt.py --steps 50                       # plainly: a world of one
+    elasticrun -np 4 --min-np 2 python examples/gpt.py      # or `make train`, which adds faults and a report
+    python examples/gpt.py --steps 50                       # without a launcher: a world of one
 
-Everything elastic is in `train`: the decorator, the state, with the loader in it, and `commit`. Rank 0, whoever that
-is at the time, appends one JSON object per step to OUT/metrics.jsonl, where the later line of a step counts, and
-reports the same, for the page that `elasticrun --report FILE` writes.
+Everything elastic is in `train`: the decorator, the state with the loader in it, and `commit`. The current rank 0
+appends one JSON object per step to OUT/metrics.jsonl, where the later line of a step counts, and reports the same, for
+the page that `elasticrun --report FILE` writes.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ loader = elastic.data.DataLoader(training, batch_size=args.batch_size, shuffle=T
 
 
 def learning_rate(step: int) -> float:
-    """Rises for the first twentieth of the run, then falls along a cosine to a twentieth."""
+    """Return the rate of a step: it rises for a twentieth of the run, then falls along a cosine to a twentieth."""
     rising = min(1.0, (step + 1) / (0.05 * args.steps))
     falling = 0.525 + 0.475 * math.cos(math.pi * step / args.steps)
     return float(args.lr * rising * falling)
 
 
 def record(**values: Any) -> None:
-    """For the report of the run, and for a file. ``at``: on the clock of the driver's journal."""
+    """Report values for the page of the run, and write them to a file; ``at`` is on the journal's clock."""
     elastic.report({**values, "steps": args.steps})
     with (args.out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"at": time.monotonic(), **values}) + "\n")
 
 
 def line_of(step: int, loss: float, seconds: float) -> dict[str, float]:
-    """For the metrics. ``seconds``: what the step took."""
+    """Return the metrics of a step that took ``seconds``."""
     workers = elastic.size()
     tokens_per_s = workers * args.batch_size * args.context / seconds
     return {"step": step, "loss": loss, "workers": workers, "tokens_per_s": tokens_per_s}
 
 
 def show(step: int, loss: float, workers: int, tokens_per_s: float, seconds: float) -> None:
-    """Now and then, for the screen."""
+    """Print some of the steps."""
     if step % args.log_every == 0 or step == 1:
         left = round((args.steps - step) * seconds)
         print(
@@ -79,7 +79,7 @@ def show(step: int, loss: float, workers: int, tokens_per_s: float, seconds: flo
 
 @torch.no_grad()
 def validation_loss(windows: int = 256) -> float:
-    """Nats per byte over the first windows held back, shared out among the workers."""
+    """Return nats per byte over the first held-out windows, which the workers share."""
     mine = range(elastic.rank(), min(windows, len(validation)), elastic.size())
     total = torch.zeros(2, dtype=torch.float64)
     for start in range(0, len(mine), args.batch_size):
@@ -92,7 +92,7 @@ def validation_loss(windows: int = 256) -> float:
 @elastic.run
 def train(state: elastic.TorchState) -> None:
     if elastic.rank() == 0 and state.line:
-        record(**state.line)  # a rank 0 that died may have had no time to
+        record(**state.line)  # a rank 0 that died may not have recorded it
     while state.step < args.steps:
         for batch in loader:
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A small GPT over bytes, and the text it learns: Python's standard library. Nothing here is about workers."""
+"""A small GPT over bytes, and its training text: Python's standard library. It does not depend on workers."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, context) for _ in range(layers))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
-            # What writes to the stream starts at zero: at first each block is the identity.
+            # Outputs to the stream start at zero: initially each block is the identity.
             if name.endswith(("out.weight", "down.weight", "head.weight")):
                 nn.init.zeros_(parameter)
             else:
                 nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, T) int64 bytes -> (B, T, 256) logits of each next byte."""
+        """Compute (B, T) int64 bytes -> (B, T, 256) logits of each next byte."""
         x = F.rms_norm(self.embedding(tokens), (self.embedding.embedding_dim,))
         for block in self.blocks:
             x = block(x)
@@ -85,12 +85,12 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte. ``batch``: (B, T+1) int64."""
+        """Return the mean cross-entropy in nats per byte. ``batch``: (B, T+1) int64."""
         return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
     @torch.no_grad()
     def write(self, prompt: str, length: int, temperature: float = 0.6, seed: int = 0) -> str:
-        """Continues the prompt by ``length`` bytes."""
+        """Continue the prompt by ``length`` bytes."""
         chance = torch.Generator().manual_seed(seed)
         tokens = torch.tensor([list(prompt.encode())])
         for _ in range(length):
@@ -101,7 +101,7 @@ class GPT(nn.Module):
 
 
 class Windows(Dataset[Tensor]):
-    """A text cut into windows of ``context`` + 1 bytes, the last of each being the first of the next."""
+    """A text divided into windows of ``context`` + 1 bytes; the last byte of each is the first of the next."""
 
     def __init__(self, text: bytes, context: int) -> None:
         self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -116,7 +116,7 @@ class Windows(Dataset[Tensor]):
 
 
 def standard_library(limit: int) -> tuple[bytes, bytes]:
-    """Python's own source in the order of its paths, at most ``limit`` bytes; every 20th file is for validation."""
+    """Return Python's source in the order of its paths, at most ``limit`` bytes; every 20th file is for validation."""
     training, validation = bytearray(), bytearray()
     for index, file in enumerate(sources(Path(sysconfig.get_path("stdlib")))):
         (validation if index % 20 == 0 else training).extend(file.read_bytes())
@@ -126,7 +126,7 @@ def standard_library(limit: int) -> tuple[bytes, bytes]:
 
 
 def sources(folder: Path) -> Iterator[Path]:
-    """What is in no folder that is skipped: that may have tens of thousands of files."""
+    """Iterate over the sources outside of skipped folders, which may have tens of thousands of files."""
     for entry in sorted(folder.iterdir()):
         if entry.suffix == ".py":
             yield entry

@@ -1,4 +1,4 @@
-"""Reads what `elasticrun --journal FILE` writes while the job runs: who trains, under which process id, what happened.
+"""Reader of `elasticrun --journal FILE` while the job runs: members, process ids, events.
 
 One JSON object per line: ``{"at": seconds, "event": {...}, "actions": [{...}, ...]}``.
 """
@@ -15,14 +15,14 @@ Json = dict[str, Any]
 
 
 def lines(file: Path) -> Iterator[Json]:
-    """The whole lines of a file of JSON objects; one that is still being written is left for later."""
+    """Iterate over the complete lines of a file of JSON objects."""
     if file.exists():
         whole, _, _ = file.read_text().rpartition("\n")
         yield from (json.loads(line) for line in whole.splitlines() if line)
 
 
 def events(file: Path, *kinds: str) -> Iterator[tuple[float, Json]]:
-    """When and what: the events of these types."""
+    """Iterate over (time, event) of these types."""
     for entry in lines(file):
         event = entry.get("event")
         if event and event["type"] in kinds:
@@ -30,7 +30,7 @@ def events(file: Path, *kinds: str) -> Iterator[tuple[float, Json]]:
 
 
 def actions(file: Path, *kinds: str) -> Iterator[tuple[float, Json]]:
-    """When and what: the actions of these types."""
+    """Iterate over (time, action) of these types."""
     for entry in lines(file):
         for action in entry.get("actions") or ():
             if action["type"] in kinds:
@@ -38,8 +38,9 @@ def actions(file: Path, *kinds: str) -> Iterator[tuple[float, Json]]:
 
 
 def pids(file: Path) -> list[int]:
-    """The processes of the newest world in the order of their ranks; none before the first world, and once training has
-    ended: a worker that dies in what comes after that fails the job.
+    """Return the processes of the newest world in the order of their ranks.
+
+    There are none before the first world and after the end of training: a worker that dies later fails the job.
     """
     if any(actions(file, "EndJob")):
         return []
@@ -51,7 +52,7 @@ def pids(file: Path) -> list[int]:
 
 
 def elasticrun() -> list[str]:
-    """The command that belongs to this interpreter."""
+    """Return the command of this interpreter's environment."""
     command = Path(sys.executable).with_name("elasticrun")
     if not command.exists():
         raise SystemExit(f"{command} isn't installed; run: pip install -e .   (or: make install)")

@@ -1,9 +1,9 @@
-"""Trains under fire: starts a script with elasticrun and SIGKILLs one of its workers at random, again and again.
+"""Trains under faults: starts a script with elasticrun and kills random workers with SIGKILL.
 
     python examples/kill_workers.py -- python examples/digits.py
     python examples/kill_workers.py --every 2 --seed 7 --workers 4 -- python examples/digits.py
 
-The script knows nothing of it. Exits with the job's own exit code.
+The script needs no changes. Exits with the job's exit code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> int:
                     time.sleep(0.05)
                 kills += kill_one(journal.pids(story), chance)
         except KeyboardInterrupt:
-            pass  # the job was interrupted too, and ends by itself
+            pass  # the job was interrupted, too, and ends by itself
         finally:
             code = finish(job)
         print(f"\n{kills} workers were killed; the job exited with {code}")
@@ -45,20 +45,20 @@ def main() -> int:
 
 
 def kill_one(pids: list[int], chance: random.Random) -> int:
-    """Kills one of a world of at least two; returns how many that were."""
+    """Kill a worker of a world of at least two; return the number of killed workers."""
     if len(pids) < 2:
         return 0
     rank = chance.randrange(len(pids))
     try:
         os.kill(pids[rank], signal.SIGKILL)
     except ProcessLookupError:
-        return 0  # it has ended since
+        return 0  # it has just ended
     print(f">>> killed rank {rank} of {len(pids)} (process {pids[rank]})", flush=True)
     return 1
 
 
 def finish(job: subprocess.Popen[bytes]) -> int:
-    """Its exit code. A job that is still running was interrupted; it gets a while to end by itself."""
+    """Return the exit code. A job that is still running was interrupted; it gets some time to end by itself."""
     try:
         return job.wait(timeout=30)
     except subprocess.TimeoutExpired:

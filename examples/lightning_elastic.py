@@ -1,8 +1,8 @@
-"""Lightning's Trainer in a world that loses and gains workers: two lines are elastic's, marked by (*).
+"""Lightning's Trainer in a world that loses and gains workers: elastic's two lines are marked by (*).
 
     elasticrun -np 3 --min-np 1 python examples/lightning_elastic.py
 
-Kill any of its processes, rank 0 too: training goes on in the middle of the epoch. docs/lightning.md.
+Kill any of its processes, rank 0 too: training continues in the middle of the epoch. docs/lightning.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Sums(LightningModule):
         return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-        time.sleep(self.pause_s)  # so that there is time to kill something
+        time.sleep(self.pause_s)  # leaves time to kill a process
         loss = self.loss(batch)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss

@@ -1,8 +1,9 @@
-"""The smallest elastic training: a line is fitted while workers come and go.
+"""The smallest elastic training: a line is fitted while workers join and leave.
 
     elasticrun -np 4 --min-np 1 python examples/minimal.py
 
-Kill any of its processes, rank 0 too: the others go on from the last commit. Run plainly, it's a world of one.
+Kill any of its processes, rank 0 too: the others continue from the last commit. Without elasticrun, it is a world of
+one.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def train(state: elastic.TorchState) -> None:
         state.step += 1
         if state.step % 20 == 0 and elastic.rank() == 0:
             print(f"step {state.step}  loss {loss.item():.5f}  workers {elastic.size()}")
-        time.sleep(0.05)  # so that there is time to kill something
-        state.commit()  # everyone can return to here
+        time.sleep(0.05)  # leaves time to kill a process
+        state.commit()  # all workers can return to this point
 
 
 train(elastic.TorchState(model=model, optimizer=optimizer, step=0))

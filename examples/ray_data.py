@@ -1,20 +1,20 @@
-"""Trains from a stream of Ray Data that is dealt anew whenever workers come and go: every row counts once an epoch.
+"""Trains from a stream of Ray Data that is redistributed when workers join or leave: every row counts once an epoch.
 
-    python examples/ray_data.py                                          # starts a Ray of this machine's own
+    python examples/ray_data.py                                          # starts a local Ray
     RAY_ADDRESS=auto python examples/ray_data.py --workers 8 --min-workers 2     # on a node of a cluster
 
-An actor, the *feed*, runs the stream and numbers its blocks; the rows themselves go from where they were made straight
-to the worker that trains on them. In a step of a world of N workers rank r takes block ``position + r``, and
-``position`` is part of the committed state. What a lost worker had in hand is thus dealt out again, to whatever world
-comes next, and nothing else is.
+An actor, the *feed*, runs the stream and numbers its blocks; the rows are sent directly from where they were created to
+the worker that trains on them. In a step of a world of N workers rank r takes block ``position + r``, and ``position``
+is part of the committed state. So only the blocks of a lost worker are distributed again, to the next world.
 
-What is guaranteed: in the history of commits each row of an epoch is trained on exactly once, whatever happens to
-workers and to nodes with workers. What is undone with a failed step is repeated, and was never committed. If the feed
-itself is lost, Ray starts it again and it runs the epoch's stream from its beginning, up to where the workers are.
-Then the same holds if the stream gives the same blocks again: `preserve_order` (set below), a fixed number of blocks to
-read (by default Ray counts CPUs for that), seeds for shuffles, functions of nothing but their rows.
-Blocks that are lost with a node are made anew by Ray. The feed ends with its caller. Ray Data needs a CPU beside those
-that the workers hold.
+Guarantee: in the history of commits each row of an epoch is trained on exactly once, whatever happens to workers and to
+nodes with workers. Steps that are undone by a failure are repeated, and were never committed. If the feed itself is
+lost, Ray restarts it and it runs the epoch's stream from its beginning, up to the workers' position. Then the same
+holds if the stream returns the same blocks again: `preserve_order` (set below), a fixed number of blocks to read (by
+default Ray counts CPUs for that), seeds for shuffles, functions that depend only on their rows.
+
+Ray recreates blocks that are lost with a node. The feed ends with its caller. Ray Data needs a CPU in addition to those
+of the workers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ray.data.block import BlockAccessor
 
 import elastic.ray
 
-Position = tuple[int, int]  # epoch, and how many of its blocks have been trained on
+Position = tuple[int, int]  # epoch, and the number of its blocks that were trained on
 
 
 class Epoch:
-    """The stream of one epoch, forward only, and those of its blocks that may be asked for again."""
+    """The stream of one epoch, forward only, and its blocks that may be requested again."""
 
     def __init__(self, dataset: ray.data.Dataset) -> None:
         self._stream: Iterator[Any] = (
@@ -45,10 +45,10 @@ class Epoch:
         self._next = 0
         self._kept: dict[int, Any] = {}
         self.first = 0
-        self.blocks: int | None = None  # once its end was seen
+        self.blocks: int | None = None  # set at its end
 
     def block(self, number: int) -> Any | None:
-        """A reference; None behind the end."""
+        """Return a reference; None after the end."""
         while self._next <= number and self.blocks is None:
             block = next(self._stream, None)
             if block is None:
@@ -65,7 +65,7 @@ class Epoch:
 
 
 class Feed:
-    """An actor. ``dataset`` makes the stream of an epoch, ``rows`` is how many a block has at most."""
+    """An actor. ``dataset`` creates the stream of an epoch, ``rows`` is the maximum of a block."""
 
     def __init__(self, dataset: Callable[[int], ray.data.Dataset], rows: int) -> None:
         context = ray.data.DataContext.get_current()
@@ -78,7 +78,7 @@ class Feed:
         self._lengths: dict[int, int] = {}
 
     def block(self, epoch: int, number: int, safe: Position) -> list[Any]:
-        """A reference to that block, or nothing behind the end. Nobody goes back to before ``safe`` any more."""
+        """Return a reference to a block, or nothing after the end. No worker returns to a position before ``safe``."""
         with self._lock:
             self._forget(*safe)
             if number >= self._lengths.get(epoch, number + 1):
@@ -100,7 +100,7 @@ class Feed:
 
 
 def dataset_of(epoch: int, rows: int) -> ray.data.Dataset:
-    """Points with what is to be learned about them; blocks in another order each epoch. Yours reads files."""
+    """Create points with a target value; blocks in another order each epoch. A real dataset reads files."""
     import numpy as np
 
     def points(batch: dict[str, Any]) -> dict[str, Any]:
@@ -113,13 +113,13 @@ def dataset_of(epoch: int, rows: int) -> ray.data.Dataset:
 
 
 def train(config: dict[str, Any]) -> dict[str, float]:
-    """Runs on every worker."""
+    """Train on one worker."""
     import torch
 
     import elastic
 
     elastic.init()
-    # For Ray a worker is a program of its own, which joins the cluster that it runs in.
+    # For Ray, a worker is a separate program, which joins the cluster in which it runs.
     ray.init(namespace=os.environ["RAY_NAMESPACE"], log_to_driver=False)
     feed = ray.get_actor(config["feed"])
     torch.manual_seed(0)
@@ -132,16 +132,18 @@ def train(config: dict[str, Any]) -> dict[str, float]:
 
     @elastic.run
     def loop(state: elastic.TorchState) -> dict[str, float]:
-        asked: dict[Position, Any] = {}  # one block ahead; numbers are this world's only
+        requested: dict[
+            Position, Any
+        ] = {}  # one block ahead; the numbers are valid in this world only
 
         def ask(number: int) -> Any:
             at = (state.epoch, number)
-            return asked.pop(at, None) or feed.block.remote(*at, state.safe)
+            return requested.pop(at, None) or feed.block.remote(*at, state.safe)
 
         while state.epoch < config["epochs"]:
             answer = ask(state.position + elastic.rank())
             following = state.position + elastic.size() + elastic.rank()
-            asked[state.epoch, following] = ask(following)
+            requested[state.epoch, following] = ask(following)
             block = ray.get(answer)
             ids, x, y = columns(ray.get(block[0]) if block else None)
 
@@ -149,7 +151,7 @@ def train(config: dict[str, Any]) -> dict[str, float]:
             loss = (model(x).squeeze(1) - y).square().sum()
             loss.backward()
             optimizer.synchronize()
-            # Blocks differ in size, and behind the end there is none: the mean is over the rows of this step.
+            # Blocks differ in size, and after the end there is none: the mean is over the rows of this step.
             mine = torch.tensor([len(ids), int(ids.sum()), not block])
             rows, numbers, without = elastic.allreduce(mine, name="rows", op=elastic.Sum).tolist()
             if rows:
@@ -158,7 +160,7 @@ def train(config: dict[str, Any]) -> dict[str, float]:
                 with optimizer.skip_synchronize():
                     optimizer.step()
 
-            # A failure may go back by one commit: this is the one before.
+            # A failure may go back by one commit: to this position.
             state.safe = (state.epoch, state.position)
             state.position += elastic.size()
             state.rows += rows
@@ -180,7 +182,7 @@ def train(config: dict[str, Any]) -> dict[str, float]:
 
 
 def columns(block: Any | None) -> tuple[Any, Any, Any]:
-    """Tensors; empty ones without a block."""
+    """Convert a block to tensors; empty ones without a block."""
     import torch
 
     if block is None:
@@ -191,11 +193,14 @@ def columns(block: Any | None) -> tuple[Any, Any, Any]:
 
 
 def show(report: elastic.ray.Report) -> None:
-    said = report.metrics
-    if "epoch" in said:
-        print(f"epoch {said['epoch']}: {said['rows']} rows, sum {said['numbers']}", flush=True)
-    elif said["position"] % 10 < said["workers"]:
-        print(f"block {said['position']:4}  {said['workers']} workers", flush=True)
+    metrics = report.metrics
+    if "epoch" in metrics:
+        print(
+            f"epoch {metrics['epoch']}: {metrics['rows']} rows, sum {metrics['numbers']}",
+            flush=True,
+        )
+    elif metrics["position"] % 10 < metrics["workers"]:
+        print(f"block {metrics['position']:4}  {metrics['workers']} workers", flush=True)
 
 
 def main() -> None:
@@ -215,7 +220,7 @@ def main() -> None:
         return dataset_of(epoch, args.rows)
 
     name = f"feed-{uuid.uuid4().hex[:8]}"
-    # Held here: it ends with this program. Several workers ask at once.
+    # Held here, so that it ends with this program. Several workers call it concurrently.
     feed: Any = (
         ray.remote(Feed)
         .options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=64)

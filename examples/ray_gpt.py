@@ -1,10 +1,10 @@
-"""The small GPT on a Ray cluster: on a laptop, or on hundreds of spot nodes, workers come and go as nodes do.
+"""The small GPT on a Ray cluster, from a laptop to hundreds of spot nodes: workers join and leave with the nodes.
 
-    python examples/ray_gpt.py                                             # starts a Ray of this machine's own
+    python examples/ray_gpt.py                                             # starts a local Ray
     RAY_ADDRESS=auto python examples/ray_gpt.py --workers 8 --min-workers 2   # on a node of a cluster
     ray job submit --working-dir examples -- python ray_gpt.py --workers 8
 
-Kill a node, or `ray drain-node` it, while this runs: the others go on from the last step.
+Kill a node, or `ray drain-node` it, while this runs: the others continue from the last step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ cloudpickle.register_pickle_by_value(gpt_model)  # nodes need not have this file
 
 
 def train(config: dict[str, Any]) -> float:
-    """Runs on every worker. Returns the loss of the last step, nats per byte."""
+    """Train on one worker. Returns the loss of the last step in nats per byte."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -62,10 +62,11 @@ def train(config: dict[str, Any]) -> float:
 
 
 def show(report: elastic.ray.Report) -> None:
-    said = report.metrics
-    if said["step"] == 1 or said["step"] % 10 == 0:
+    metrics = report.metrics
+    if metrics["step"] == 1 or metrics["step"] % 10 == 0:
         print(
-            f"step {said['step']:4}  loss {said['loss']:.3f}  {said['workers']} workers", flush=True
+            f"step {metrics['step']:4}  loss {metrics['loss']:.3f}  {metrics['workers']} workers",
+            flush=True,
         )
 
 

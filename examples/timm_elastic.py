@@ -1,9 +1,9 @@
-"""A loop as timm's train.py has it, EMA and AMP with it, in a world that loses and gains workers: elastic's lines: (*).
+"""A loop like timm's train.py with EMA and AMP, in a world that loses and gains workers: elastic's lines have (*).
 
     elasticrun -np 3 --min-np 1 python examples/timm_elastic.py
 
-DDP, autocast, a scaler of gradients, clipping, a cosine schedule with warmup, an average of the weights that is
-validated. Kill any of its processes, rank 0 too: training goes on in the middle of the epoch. docs/pytorch.md.
+DDP, autocast, a gradient scaler, clipping, a cosine schedule with warmup, and an average of the weights that is
+validated. Kill any of its processes, rank 0 too: training continues in the middle of the epoch. docs/pytorch.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import elastic
 
-BATCH = 4  # of a worker
+BATCH = 4  # per worker
 WARMUP = 20  # steps
 
 parser = argparse.ArgumentParser()
@@ -37,7 +37,7 @@ if options.device == "cuda":
 
 
 class Block(nn.Module):
-    """A small one of a ConvNet with depthwise convolutions."""
+    """A small block of a ConvNet with depthwise convolutions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 def schedule(step: int) -> float:
-    """Warmup, then a cosine; a world of fewer workers has more steps, and stays at the end of it."""
+    """Return the factor of warmup and cosine; a world of fewer workers has more steps, and stays at the last value."""
     steps = options.epochs * options.samples / BATCH
     share = min(1.0, step / steps)
     return min(1.0, (step + 1) / WARMUP) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
@@ -66,7 +66,7 @@ average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.98), use_buffer
 model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.05)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-# Bfloat16 needs none; float16 does.
+# For float16; bfloat16 does not need it.
 scaler = torch.amp.GradScaler(options.device, growth_interval=50)
 random = torch.Generator().manual_seed(0)
 kinds = torch.randint(4, (options.samples,), generator=random)
@@ -78,7 +78,7 @@ loader = elastic.data.DataLoader(data, batch_size=BATCH, shuffle=True)  # (*) in
 
 
 def validate() -> float:
-    """How many of this rank's share the average gets right, over all ranks."""
+    """Return the accuracy of the average; each rank evaluates its share."""
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     average.eval()
     with torch.no_grad():
@@ -89,12 +89,12 @@ def validate() -> float:
 
 @elastic.run  # (*)
 def train(state: elastic.TorchState) -> None:
-    optimizer.zero_grad()  # of an accumulation that was cut short
+    optimizer.zero_grad()  # of an interrupted accumulation
     while state.epoch < options.epochs:
         loader.set_epoch(state.epoch)
         model.train()
         for number, (batch, wanted) in enumerate(loader, start=1):
-            time.sleep(options.pause)  # so that there is time to kill something
+            time.sleep(options.pause)  # leaves time to kill a process
             with torch.autocast(options.device, torch.bfloat16):
                 loss = nn.functional.cross_entropy(model(batch), wanted, label_smoothing=0.1)
             scaler.scale(loss / options.accumulate).backward()

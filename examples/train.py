@@ -1,10 +1,10 @@
-"""Two minutes of trouble: four workers train a small GPT, one is killed, its slot comes back, a fifth slot is added.
+"""Training of a small GPT under faults: four workers, one is killed, its slot is used again, a fifth slot is added.
 
     make train                                # or: python examples/train.py --out out
 
-Starts elasticrun with examples/gpt.py and does to it from outside what a cluster does: at a third of the run SIGKILLs a
-worker, at two thirds makes host discovery list one more slot. Ends with what happened, as `elasticrun explain` says it,
-and OUT/report.html.
+Starts elasticrun with examples/gpt.py and injects faults from outside: after a third of the steps it kills a worker
+with SIGKILL, after two thirds host discovery lists one more slot. Ends with the output of `elasticrun explain`, and
+OUT/report.html.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
         trouble(job, args, hosts)
         code = job.wait()
     except KeyboardInterrupt:
-        code = stop(job)  # the job got Ctrl-C too, and ends by itself
+        code = stop(job)  # the job got Ctrl-C, too, and ends by itself
     except BaseException:
         job.terminate()
         stop(job)
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def prepare(out: Path) -> Path:
-    """An empty folder for the run, with a discovery script that prints the file this returns."""
+    """Create an empty folder for the run, and a discovery script that prints the returned file."""
     out.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "journal.jsonl", "report.html"):
         (out / name).unlink(missing_ok=True)
@@ -71,7 +71,7 @@ def command(args: argparse.Namespace, hosts: Path) -> list[str]:
 
 
 def trouble(job: subprocess.Popen[bytes], args: argparse.Namespace, hosts: Path) -> None:
-    """Returns when both have happened, or the job has ended."""
+    """Inject both faults; return afterwards, or at the end of the job."""
     if not reached(args.steps // 3, job, args.out):
         return
     pids = journal.pids(args.out / "journal.jsonl")
@@ -83,11 +83,11 @@ def trouble(job: subprocess.Popen[bytes], args: argparse.Namespace, hosts: Path)
     announce("host discovery lists a fifth slot from now on")
     fresh = hosts.with_suffix(".new")
     fresh.write_text("localhost:5\n")
-    fresh.replace(hosts)  # at once: the script never sees half a file
+    fresh.replace(hosts)  # atomic: the script never reads half a file
 
 
 def reached(step: int, job: subprocess.Popen[bytes], out: Path) -> bool:
-    """Waits until the training has come so far; False if it ended first."""
+    """Wait until the training has reached a step; return False if it ended first."""
     while job.poll() is None:
         steps = [line["step"] for line in journal.lines(out / "metrics.jsonl") if "step" in line]
         if steps and steps[-1] >= step:
@@ -97,7 +97,7 @@ def reached(step: int, job: subprocess.Popen[bytes], out: Path) -> bool:
 
 
 def stop(job: subprocess.Popen[bytes]) -> int:
-    """Gives the job a while to end by itself."""
+    """Give the job some time to end by itself."""
     try:
         return job.wait(timeout=30)
     except subprocess.TimeoutExpired:

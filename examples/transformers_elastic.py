@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer in a world that loses and gains workers: one line is elastic's, marked by (*).
+"""Hugging Face's Trainer in a world that loses and gains workers: elastic's line is marked by (*).
 
     elasticrun -np 3 --min-np 1 python examples/transformers_elastic.py
 
@@ -32,7 +32,7 @@ class Steps(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        time.sleep(self.pause_s)  # so that there is time to kill something
+        time.sleep(self.pause_s)  # leaves time to kill a process
         if state.global_step % 10 == 0 and state.is_world_process_zero:
             print(f"step {state.global_step} of {args.world_size} workers", flush=True)
 

@@ -19,7 +19,7 @@ SIZE, LENGTH, WORDS, WIDTH = 24, 32, 64, 64
 
 
 def batch(step: int) -> torch.Tensor:
-    """int64 [share of this rank, LENGTH + 1]. All shares together are the same in every world."""
+    """Return int64 [share of this rank, LENGTH + 1]; all shares together are the same in every world."""
     random = torch.Generator().manual_seed(step)
     first = torch.randint(WORDS, (SIZE, 1), generator=random)
     stride = torch.randint(1, 4, (SIZE, 1), generator=random)

@@ -3,7 +3,7 @@
 Terms, all based on the workers' own notes (see `training`):
 
 - a *survivor* of a fault has committed steps before and after it, in one process; if training was interrupted, after it
-  has entered training again, since a step that was nearly done shows nothing.
+    has entered training again, since a step that was nearly done shows nothing.
 - a step has *failed* if a survivor began it, did not commit it, and had to enter training again before it.
 - a committed step is *lost* if a worker had committed it, and entered training again before it.
 """

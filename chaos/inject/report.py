@@ -3,11 +3,11 @@
 Terms:
 
 - a commit is *lost* if a world continued from an older one although one of its own members held it. This must never
-  happen.
+    happen.
 - a commit is *gone with its holders* if only workers that died had made it. No worker could continue from it; it was
-  repeated, like everything since the last commit (*done again*, in seconds).
+    repeated, like everything since the last commit (*done again*, in seconds).
 - *training* is the time in which a whole world trained and its work was kept: from the moment when every member had
-  completed its first collective to the last commit before the world broke, or to a planned change, or to the end.
+    completed its first collective to the last commit before the world broke, or to a planned change, or to the end.
 - *goodput* is the training time as a share of the time from the first such moment to the end of training.
 """
 

@@ -3,7 +3,7 @@
 Each agent has the connection, the handshake and the rules of a real one (`Uplink`, `AgentState`); each worker is the
 pure `Recovery` and `Progress` of a real one, without a process: its steps take no time, and it restores at once.
 
-  python -m elastic.chaos.load.agents < orders    one JSON object per line: Begin, then Lose, Count or Finish
+    python -m elastic.chaos.load.agents < orders    one JSON object per line: Begin, then Lose, Count or Finish
 
 Answers are JSON objects, one per line: `Together` whenever all members of a world have their place, `Adopted` whenever
 all agents serve the same driver. The process ends on Finish or at the end of its input.

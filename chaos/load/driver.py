@@ -1,6 +1,6 @@
 """A real driver as a process, for agents that connect by themselves: see `agents`.
 
-  python -m elastic.chaos.load.driver FLAGS OF elasticrun
+    python -m elastic.chaos.load.driver FLAGS OF elasticrun
 
 It is elasticrun with two changes that thousands of hosts on one machine require: it resolves no host names and starts
 no agents.

@@ -1,9 +1,9 @@
-"""Training that goes on while workers come and go, as Horovod's users write it.
+"""Training that continues while workers join and leave, written for Horovod's API.
 
     horovodrun -np 3 --min-np 1 python horovod_elastic.py --epochs 5
 
-The state is committed every 100 batches, and every 10 batches it is looked whether hosts have changed. The learning
-rate follows the number of workers.
+The state is committed every 100 batches, and host changes are checked every 10 batches. The learning rate is
+proportional to the number of workers.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""A residual network with everything that large-batch training needs, small: generated images of ten kinds.
+"""A small residual network with all techniques of large-batch training, on generated images of ten kinds.
 
     horovodrun -np 4 python horovod_imagenet.py --batches-per-allreduce 2 --fp16-allreduce
 
-Warm-up of the learning rate over the first epochs, gradients added up over several batches, compression, averaged
-metrics, and checkpoints written by rank 0. Started again, it goes on after the last checkpoint that rank 0 finds.
+Warm-up of the learning rate over the first epochs, gradient accumulation over several batches, compression, averaged
+metrics, and checkpoints written by rank 0. When restarted, it resumes from the last checkpoint that rank 0 finds.
 """
 
 import argparse
@@ -92,7 +92,7 @@ class Metric:
         return self.sum / self.n
 
 
-# Rank 0 knows what has been saved; all go on from there.
+# Rank 0 finds the last checkpoint; all resume from it.
 resume_from_epoch = 0
 for try_epoch in range(args.epochs, 0, -1):
     if os.path.exists(args.checkpoint_format.format(epoch=try_epoch)):
@@ -126,7 +126,7 @@ optimizer = hvd.DistributedOptimizer(
     op=hvd.Average,
 )
 
-# Only the first worker reads the file; the others get what was in it.
+# Only rank 0 reads the file; the others receive its content.
 if resume_from_epoch > 0 and hvd.rank() == 0:
     checkpoint = torch.load(args.checkpoint_format.format(epoch=resume_from_epoch))
     model.load_state_dict(checkpoint["model"])
@@ -136,7 +136,7 @@ hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 
 def adjust_learning_rate(epoch, batch_idx):
-    """From the rate of one worker up to that of all, then down in steps."""
+    """Raise the rate from that of one worker to that of all, then lower it in steps."""
     if epoch < args.warmup_epochs:
         epoch += float(batch_idx + 1) / len(train_loader)
         factor = 1.0 / hvd.size() * (epoch * (hvd.size() - 1) / args.warmup_epochs + 1)

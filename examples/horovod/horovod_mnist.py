@@ -1,4 +1,4 @@
-"""A small convolutional network on handwritten digits, as a Horovod tutorial would train it.
+"""A small convolutional network on handwritten digits, written for Horovod's API.
 
     horovodrun -np 2 python horovod_mnist.py --epochs 5
 

@@ -1,9 +1,9 @@
-"""A table of embeddings that is split between workers, which exchange what they look up with alltoall.
+"""An embedding table that is divided between workers, which exchange looked-up rows with alltoall.
 
     horovodrun -np 4 python horovod_process_sets.py --steps 50
 
-Even and odd ranks train one model each, apart from each other: two process sets. Within a set, each worker owns a part
-of the table; the layers above it are the same on all of its workers and are trained with an optimizer of the set.
+Even and odd ranks train one model each, independently: two process sets. Within a set, each worker owns a part of the
+table; the layers above it are the same on all of its workers and are trained with an optimizer of the set.
 """
 
 import argparse
@@ -45,7 +45,7 @@ table_optimizer = optim.SGD([table], lr=args.lr * args.rows)
 
 
 def look_up(ids):
-    """Rows of the whole table for these ids, in their order; gradients find their way back."""
+    """Look up rows of the whole table for these ids, in their order; gradients are sent back."""
     owner = ids // args.rows
     order = torch.argsort(owner, stable=True)
     splits = torch.bincount(owner, minlength=workers).to(torch.int32)
@@ -70,7 +70,7 @@ for step in range(args.steps):
         if index == 0:
             print(f"set {my_set.process_set_id} step {step} loss {mean.item():.4f}", flush=True)
 
-# All workers, whichever set they are in.
+# All workers, of both sets.
 everybody = hvd.allgather(torch.tensor([[hvd.rank(), my_set.process_set_id]]), name="sets")
 if hvd.rank() == 0:
     print("rank and set:", everybody.tolist())

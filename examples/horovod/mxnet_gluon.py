@@ -1,4 +1,4 @@
-"""Gluon with Horovod, as its users write it: points are told apart by a small net.
+"""Gluon with Horovod: a small net classifies points.
 
 horovodrun -np 2 python mxnet_gluon.py
 """

@@ -1,7 +1,7 @@
-"""A job of its own prepares the data: handwritten digits (scikit-learn's 1,797 images of 8 x 8), shared by all ranks.
+"""A separate job prepares the data: handwritten digits (scikit-learn's 1,797 images of 8 x 8), shared by all ranks.
 
-horovodrun -np 2 python -m horovod.tensorflow.data.compute_worker ~/compute.json &
-horovodrun -np 2 python examples/horovod/tensorflow2_data_service.py ~/compute.json
+horovodrun -np 2 python -m horovod.tensorflow.data.compute_worker ~/compute.json & horovodrun -np 2 python
+examples/horovod/tensorflow2_data_service.py ~/compute.json
 """
 
 import argparse
@@ -23,7 +23,7 @@ compute_config = compute_service.TfDataServiceConfig.read(
 )
 
 images, labels = load_digits(return_X_y=True)
-# What comes before send_to_data_service() is done by the compute job, what comes after it here.
+# The compute job does the steps before send_to_data_service(), this job those after it.
 dataset = (
     tf.data.Dataset.from_tensor_slices((tf.cast(images, tf.float32), labels))
     .shuffle(2000)
@@ -40,7 +40,7 @@ for epoch in range(args.epochs):
         with tf.GradientTape() as tape:
             logits = images @ weights
             loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-        # Ranks get batches as they ask for them, one more than the other perhaps: each learns by itself for an epoch.
+        # Ranks get batches when they ask for them, so one may get more: each trains independently for an epoch.
         weights.assign_sub(0.01 * tape.gradient(loss, weights))
         samples += len(labels)
     weights.assign(hvd.allreduce(weights))

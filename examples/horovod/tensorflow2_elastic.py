@@ -1,4 +1,4 @@
-"""An elastic loop of one's own in TensorFlow 2, with Horovod: handwritten digits of scikit-learn.
+"""A custom elastic loop in TensorFlow 2, with Horovod: handwritten digits of scikit-learn.
 
 horovodrun -np 2 --min-np 1 -H localhost:2 python examples/horovod/tensorflow2_elastic.py
 """
@@ -41,7 +41,7 @@ def train_one_batch(data, target):
     return loss
 
 
-# The optimizer's variables have to be there before they are broadcast.
+# The optimizer's variables must exist before they are broadcast.
 optimizer.build(model.trainable_variables)
 
 

@@ -1,4 +1,4 @@
-"""A loop of one's own in TensorFlow 2, with Horovod: handwritten digits (scikit-learn's 1,797 images of 8 x 8).
+"""A custom loop in TensorFlow 2, with Horovod: handwritten digits (scikit-learn's 1,797 images of 8 x 8).
 
 horovodrun -np 2 python examples/horovod/tensorflow2_mnist.py
 """
@@ -46,7 +46,7 @@ def training_step(images, labels, first_batch):
     tape = hvd.DistributedGradientTape(tape)
     gradients = tape.gradient(loss_value, model.trainable_variables)
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-    # After the first step, so that the optimizer has its variables.
+    # After the first step, because the optimizer has its variables only then.
     if first_batch:
         hvd.broadcast_variables(model.variables, root_rank=0)
         hvd.broadcast_variables(optimizer.variables, root_rank=0)

@@ -1,4 +1,4 @@
-"""How many samples per second TensorFlow trains with Horovod, on made-up data.
+"""Samples per second of TensorFlow with Horovod, on synthetic data.
 
 horovodrun -np 2 python examples/horovod/tensorflow2_synthetic_benchmark.py
 """

@@ -1,4 +1,4 @@
-{{/* What can't work is told before anything is installed: one sentence each, with what to do. */}}
+{{/* Checks before the installation: one sentence each, with what to do. */}}
 {{- define "hvd-elastic.check" -}}
 {{- include "hvd-elastic.refuseOldValues" . -}}
 {{- $job := .Values.job }}{{ $worker := .Values.worker }}{{ $journal := .Values.journal }}{{ $tls := .Values.tls -}}

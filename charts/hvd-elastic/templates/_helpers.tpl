@@ -1,4 +1,4 @@
-{{/* Labels that never change: selectors and pods have them. Takes the root and a component. */}}
+{{/* Labels of selectors and pods, which never change. Takes the root and a component. */}}
 {{- define "hvd-elastic.selector" -}}
 {{- $ := index . 0 -}}
 app.kubernetes.io/name: hvd-elastic
@@ -14,7 +14,7 @@ app.kubernetes.io/managed-by: {{ $.Release.Service }}
 helm.sh/chart: {{ $.Chart.Name }}-{{ $.Chart.Version | replace "+" "_" }}
 {{- end }}
 
-{{/* Labels of pods: without the chart's version, since a Job's pods can't be changed. Takes root, component, more. */}}
+{{/* Labels of pods: without the chart's version, because a Job's pods can't be changed. Takes root, component, more labels. */}}
 {{- define "hvd-elastic.podLabels" -}}
 {{- $ := index . 0 -}}
 {{ include "hvd-elastic.selector" . }}
@@ -43,7 +43,7 @@ app.kubernetes.io/managed-by: {{ $.Release.Service }}
 {{- with .Values.image.digest }}@{{ . }}{{ end }}
 {{- end }}
 
-{{/* Requests and limits as JSON: a number as text, since some servers take nothing else where fields have owners. */}}
+{{/* Requests and limits as JSON: numbers as text, because some servers accept nothing else in fields with owners. */}}
 {{- define "hvd-elastic.quantities" -}}
 {{- $resources := deepCopy . -}}
 {{- range $kind := list "limits" "requests" -}}
@@ -56,7 +56,7 @@ app.kubernetes.io/managed-by: {{ $.Release.Service }}
 {{- toJson $resources -}}
 {{- end }}
 
-{{/* What a worker's container may use: JSON. */}}
+{{/* Resources of a worker's container: JSON. */}}
 {{- define "hvd-elastic.workerResources" -}}
 {{- $resources := deepCopy (.Values.worker.resources | default .Values.resources | default dict) -}}
 {{- $limits := $resources.limits | default dict -}}
@@ -70,7 +70,7 @@ app.kubernetes.io/managed-by: {{ $.Release.Service }}
 {{- include "hvd-elastic.quantities" $resources -}}
 {{- end }}
 
-{{/* GPUs of a worker's pod that the driver can see in it. */}}
+{{/* GPUs of a worker's pod, by its resources. */}}
 {{- define "hvd-elastic.gpusSeen" -}}
 {{- $seen := 0 -}}
 {{- $resources := include "hvd-elastic.workerResources" . | fromJson -}}
@@ -91,7 +91,7 @@ app.kubernetes.io/managed-by: {{ $.Release.Service }}
 {{- div (sub (add (int .Values.job.minWorkers) $slots) 1) $slots -}}
 {{- end }}
 
-{{/* Members of etcd and how to speak with them: flags as JSON. */}}
+{{/* Flags for the connection to etcd: JSON. */}}
 {{- define "hvd-elastic.etcdFlags" -}}
 {{- $etcd := .Values.journal.etcd -}}
 {{- $flags := list "--etcd" (join "," $etcd.endpoints) -}}
@@ -106,7 +106,7 @@ app.kubernetes.io/managed-by: {{ $.Release.Service }}
 {{- toJson $flags -}}
 {{- end }}
 
-{{/* How driver and agents know each other: flags as JSON. */}}
+{{/* Flags for the authentication of driver and agents: JSON. */}}
 {{- define "hvd-elastic.securityFlags" -}}
 {{- $flags := list "--secret-file" "/run/hvd-elastic/secret/job.secret" -}}
 {{- if ne .Values.tls.kind "none" -}}

@@ -1,4 +1,4 @@
-{{/* Values of Horovod's chart without meaning here, and what to use instead. The others work as they did. */}}
+{{/* Values of Horovod's chart without a meaning here, and replacements. The others are unchanged. */}}
 {{- define "hvd-elastic.oldValues" -}}
 ssh: no ssh is used, as the workers call the driver; leave it out
 useHostNetwork: use worker.hostNetwork instead

@@ -1,4 +1,4 @@
-{{/* What the pods of driver and workers share: each takes the root and the values of its component. */}}
+{{/* Shared parts of the pods of driver and workers: each takes the root and the values of its component. */}}
 
 {{- define "hvd-elastic.podSettings" -}}
 {{- $ := index . 0 }}{{ $own := index . 1 -}}
