@@ -9,16 +9,16 @@
 namespace {
 
 #if defined(__SSE2__)
-constexpr size_t kLine = 64;     // bytes, of a line of the caches
-constexpr size_t kAhead = 1024;  // bytes, how far the sources are asked for in advance
-constexpr size_t kShort = 1024;  // bytes; up to here streaming does not pay
+constexpr size_t kLine = 64;  // bytes of a cache line
+constexpr size_t kAhead = 1024;  // bytes; prefetch distance of the sources
+constexpr size_t kShort = 1024;  // bytes; up to here streaming is slower
 
 void copy_past_caches(char* to, const char* from, size_t bytes) {
   const size_t head = (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine;
   std::memcpy(to, from, head);
   to += head, from += head, bytes -= head;
   for (; bytes >= kLine; to += kLine, from += kLine, bytes -= kLine) {
-    // A line past the end may be asked for: that reads nothing and never faults.
+    // Prefetching a line past the end is allowed: it reads nothing and never faults.
     _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(from) + kAhead), _MM_HINT_NTA);
     const __m128i* source = reinterpret_cast<const __m128i*>(from);
     const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
@@ -49,6 +49,6 @@ extern "C" void elastic_copy(void* const* destinations, const void* const* sourc
     if (bytes[i] > 0) std::memcpy(to, from, bytes[i]);
   }
 #if defined(__SSE2__)
-  _mm_sfence();  // streamed stores are ordered by nothing else, not even by a lock
+  _mm_sfence();  // no other instruction orders streamed stores, not even a lock
 #endif
 }

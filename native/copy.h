@@ -1,7 +1,7 @@
-// Copies of many tensors at once for a commit: past the caches, because nobody reads them before the next failure.
+// Copies of many tensors for a commit. They bypass the caches, because the copies are only read after a failure.
 //
-// An ordinary copy reads each line of the destination before it writes it, and throws out of the caches what training
-// needs next. No memory is allocated or kept, nothing blocks, nothing fails.
+// An ordinary copy reads each line of the destination before it writes it, and evicts from the caches what training
+// needs next. No memory is allocated or kept; nothing blocks or fails.
 #pragma once
 
 #include <cstddef>
@@ -9,6 +9,6 @@
 
 extern "C" {
 // Copies bytes[i] bytes from sources[i] to destinations[i], for all i < count. Blocks of memory must not overlap, and
-// may have any alignment. When it returns, every thread that is told so sees the copies.
+// may have any alignment. After the return, the copies are visible to every thread that synchronizes with this one.
 void elastic_copy(void* const* destinations, const void* const* sources, const uint64_t* bytes, int32_t count);
 }

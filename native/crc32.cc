@@ -10,7 +10,7 @@
 
 namespace {
 
-// Bit 31 is the coefficient of x^0: polynomials are written backwards here.
+// Bit 31 is the coefficient of x^0: polynomials are stored in reverse here.
 constexpr uint32_t kPolynomial = 0xedb88320, kOne = 0x80000000;
 
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
@@ -31,7 +31,7 @@ Tables tables() {
   return made;
 }
 
-// The state is the CRC-32 with all bits flipped. Eight bytes at a time, each through a table of its own.
+// The state is the CRC-32 with all bits flipped. Eight bytes at a time, each through a separate table.
 uint32_t by_tables(uint32_t state, const unsigned char* from, uint64_t bytes) {
   static const Tables of = tables();
   for (; bytes >= 8; from += 8, bytes -= 8) {
@@ -44,8 +44,8 @@ uint32_t by_tables(uint32_t state, const unsigned char* from, uint64_t bytes) {
 }
 
 #if defined(__x86_64__)
-// What x^k is, modulo the polynomial, for the distances over which blocks of 16 bytes are carried forward: 64 bytes and
-// 16 bytes. From V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction".
+// Values of x^k modulo the polynomial, for the distances over which blocks of 16 bytes are carried: 64 bytes and 16
+// bytes. From V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction".
 constexpr long long kBy64[] = {0x0154442bd4, 0x01c6e41596}, kBy16[] = {0x01751997d0, 0x00ccaa009e};
 constexpr uint64_t kFolded = 64;  // bytes, at least
 
@@ -54,10 +54,10 @@ __attribute__((target("pclmul"))) __m128i carried(__m128i block, __m128i by, __m
   return _mm_xor_si128(_mm_xor_si128(low, high), onto);
 }
 
-constexpr uintptr_t kAhead = 1024;  // bytes, how far what is read is asked for in advance
+constexpr uintptr_t kAhead = 1024;  // bytes; prefetch distance
 
-// All but the last 16 bytes' worth is carried forward until it is gone; what is left has the same remainder. Copies all to
-// `to` on the way, unless that is null.
+// All but the last 16 bytes are carried forward; the rest has the same remainder. Also copies everything to `to`,
+// unless that is null.
 template <bool kCopies>
 __attribute__((target("pclmul"))) uint32_t by_folding(uint32_t state, char* to, const char* from, uint64_t bytes) {
   const auto next = [&] {
@@ -69,7 +69,7 @@ __attribute__((target("pclmul"))) uint32_t by_folding(uint32_t state, char* to, 
   __m128i a = _mm_xor_si128(next(), _mm_cvtsi32_si128(static_cast<int>(state))), b = next(), c = next(), d = next();
   const __m128i by64 = _mm_set_epi64x(kBy64[1], kBy64[0]), by16 = _mm_set_epi64x(kBy16[1], kBy16[0]);
   while (bytes >= 64) {
-    // A line past the end may be asked for: that reads nothing and never faults.
+    // Prefetching a line past the end is allowed: it reads nothing and never faults.
     _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(from) + kAhead), _MM_HINT_NTA);
     a = carried(a, by64, next()), b = carried(b, by64, next());
     c = carried(c, by64, next()), d = carried(d, by64, next());

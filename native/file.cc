@@ -10,7 +10,8 @@
 
 namespace {
 
-constexpr uint64_t kPiece = 16 << 10;  // bytes; still in the nearest cache where copy and sum take a pass each
+// bytes; still in the nearest cache when copy and sum are separate passes
+constexpr uint64_t kPiece = 16 << 10;
 
 #if defined(O_DIRECT)
 bool through_the_cache(int fd) {

@@ -1,5 +1,4 @@
-// The life of a group: its queue, its thread, who drives and how one waits. What happens to bytes is in rounds.cc and
-// lanes.cc.
+// The life of a group: its queue, its thread, progress and waiting. The data paths are in rounds.cc and lanes.cc.
 #include "group.h"
 
 #include <pthread.h>
@@ -15,10 +14,10 @@ using namespace elastic;
 
 namespace {
 
-constexpr int64_t kLookNs = 5'000'000;    // between two looks at the peers' processes, by who sleeps
-constexpr int64_t kSpinNs = 100'000;      // that a thread spins for others where every rank has a core
-constexpr int kYields = 100;              // that it gives its core away instead, where they share cores
-constexpr int64_t kYieldNs = 5'000'000;   // and for how long at most
+constexpr int64_t kLookNs = 5'000'000;  // between checks of the peers' processes, while sleeping
+constexpr int64_t kSpinNs = 100'000;  // spin time of a thread if every rank has a core
+constexpr int kYields = 100;  // yields of a thread instead if ranks share cores
+constexpr int64_t kYieldNs = 5'000'000;  // time limit of the yields
 
 int64_t deadline_ns(double timeout_s) {
   return now_ns() + static_cast<int64_t>(std::max(0.0, std::min(timeout_s, 1e9)) * 1e9);
@@ -29,8 +28,8 @@ void nap() {
   nanosleep(&moment, nullptr);
 }
 
-// Threads in calls that may touch what is shared. A thread counts before it learns where that is, and whether there is
-// anything shared any more: see `elastic_detach`.
+// Threads in calls that may access shared memory. A thread registers before it reads the address, and whether anything
+// is shared any more: see `elastic_detach`.
 struct Callers {
   std::atomic<int> inside{0};
   std::atomic<bool> detached{false};
@@ -61,19 +60,21 @@ class Caller {
 struct elastic_group {
   Rounds rounds;
   Lanes lanes;
-  std::mutex driving;            // one thread at a time makes progress
-  std::mutex queueing;           // of `incoming` and `messages`; tickets are given under it
+  std::mutex driving;  // one thread at a time makes progress
+  std::mutex queueing;  // protects `incoming` and `messages`; tickets are assigned under it
   std::list<Collective> incoming;
   std::list<Message> messages;
   std::atomic<uint64_t> tickets{0};
-  std::atomic<uint64_t> done{0};         // tickets up to this one have their result
-  std::atomic<uint32_t> activity{0};     // what the group's thread sleeps on while there is nothing to do
-  std::atomic<bool> dozing{false};       // it does
-  std::atomic<int> waiters{0};           // threads inside elastic_wait: they drive, the group's thread need not
+  std::atomic<uint64_t> done{0};  // all tickets up to this one are complete
+  // futex on which the group's thread sleeps while there is nothing to do
+  std::atomic<uint32_t> activity{0};
+  std::atomic<bool> dozing{false};  // it is sleeping
+  // threads in elastic_wait: they make progress, so the group's thread need not
+  std::atomic<int> waiters{0};
   std::atomic<bool> closing{false};
-  std::atomic<bool> carrying{false};     // messages are under way
+  std::atomic<bool> carrying{false};  // messages are in progress
   Callers callers;
-  std::atomic<int64_t> moved_at_ns{0};   // when there was progress last, or nothing to do
+  std::atomic<int64_t> moved_at_ns{0};  // time of the last progress or idle state
   int64_t timeout_ns = 0;
   bool oversubscribed = false;
   pthread_t thread{};
@@ -109,13 +110,13 @@ uint64_t elastic_group::submit(Collective&& collective) {
   uint64_t ticket;
   {
     std::lock_guard<std::mutex> lock(queueing);
-    // Whoever was idle until now begins to wait now.
+    // The timeout starts when an idle group gets work.
     if (done.load() == tickets) moved_at_ns.store(now_ns(), std::memory_order_relaxed);
     ticket = collective.ticket = ++tickets;
     incoming.push_back(std::move(collective));
   }
-  // What lies in the arena is offered at once: the others need not wait until our thread runs. Who drives just now does
-  // it for us.
+  // Data in the arena is offered immediately, so that the others need not wait for our thread. If another thread makes
+  // progress now, it does this.
   if (driving.try_lock()) {
     {
       std::lock_guard<std::mutex> lock(queueing);
@@ -124,7 +125,7 @@ uint64_t elastic_group::submit(Collective&& collective) {
     rounds.offer_in_place();
     driving.unlock();
   } else {
-    rounds.bell().ring();  // it may have looked just before, and be about to sleep
+    rounds.bell().ring();  // that thread may have checked just before, and be about to sleep
   }
   nudge();
   return ticket;
@@ -147,7 +148,7 @@ int32_t elastic_group::post(Message&& message) {
   return 1;
 }
 
-// Makes what progress there is to be made without waiting. Whether there was any.
+// Makes all progress that is possible without waiting. Returns whether there was any.
 bool elastic_group::turn() {
   std::lock_guard<std::mutex> lock(driving);
   return progress();
@@ -164,7 +165,7 @@ bool elastic_group::progress() {
   return moved || carried;
 }
 
-// After the group has failed, what was read before that still counts, by whom it was sent and by whom it was kept.
+// After the group has failed, messages that were read before are still complete, for sender and receiver.
 bool elastic_group::carry() {
   if (!carrying.load() || rounds.stopped()) return false;
   {
@@ -195,7 +196,7 @@ void elastic_group::nudge() {
   if (dozing.load(std::memory_order_seq_cst)) futex_wake_all(&activity);
 }
 
-// The group's thread, while there is nothing to do or somebody else drives.
+// For the group's thread, while there is nothing to do or another thread makes progress.
 void elastic_group::doze() {
   const uint32_t seen = activity.load(std::memory_order_seq_cst);
   dozing.store(true, std::memory_order_seq_cst);
@@ -208,7 +209,7 @@ void elastic_group::doze() {
   dozing.store(false, std::memory_order_seq_cst);
 }
 
-// Nothing can be done before another rank moves.
+// Waits until another rank makes progress.
 void elastic_group::idle(int64_t idle_since_ns, int64_t until_ns, int* yields, bool background) {
   const int64_t now = now_ns();
   if (!background && !oversubscribed && now - idle_since_ns < kSpinNs) {
@@ -225,13 +226,13 @@ void elastic_group::idle(int64_t idle_since_ns, int64_t until_ns, int* yields, b
   look();
 }
 
-// At the peers, by who waits for them.
+// Checks the peers, as the waiting thread.
 void elastic_group::look() {
   if (rounds.failed()) return;
   std::unique_lock<std::mutex> lock(driving, std::try_to_lock);
   if (!lock.owns_lock()) return;
   const uint64_t gone = rounds.gone();
-  // Progress after that look: a peer may have done its part and ended.
+  // Make progress after that check: a peer may have done its part and exited.
   if (progress()) return;
   const int lost = lanes.awaited(gone);
   if (lost >= 0) rounds.fail(kGone, lost);
@@ -268,7 +269,7 @@ int32_t elastic_group::wait(double timeout_s, Verdict verdict) {
       idle(idle_since, until, &yields, /*background=*/false);
     }
   }
-  // Its thread goes on with what is left; to wake it for nothing would cost more than a small collective.
+  // The group's thread continues with the rest; an unnecessary wake-up would cost more than a small collective.
   if (waiters.fetch_sub(1) == 1 && !nothing_to_do()) nudge();
   return found;
 }
@@ -318,7 +319,7 @@ elastic_group* elastic_open(const elastic_options* options) {
   group->timeout_ns = static_cast<int64_t>(std::min(options->timeout_s, 1e9) * 1e9);
   group->oversubscribed = options->oversubscribed != 0;
   group->moved_at_ns = now_ns();
-  // Signals belong to Python's threads: a handler of the script's must not run on this one.
+  // Signals belong to Python's threads: a handler of the script must not run on this one.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -381,7 +382,7 @@ int32_t elastic_done(elastic_group* group, uint64_t ticket) {
   if (group->done.load(std::memory_order_acquire) >= ticket) return 1;
   const Caller caller(group->callers);
   if (!group->rounds.failed()) return 0;
-  // What the others had finished before is a result, also where they left at once.
+  // Collectives that the others completed before are complete, even if they left immediately.
   while (group->turn()) {
   }
   return group->done.load(std::memory_order_acquire) >= ticket ? 1 : -1;
@@ -394,7 +395,7 @@ int32_t elastic_wait(elastic_group* group, uint64_t ticket, double timeout_s) {
 int32_t elastic_send(elastic_group* group, const void* data, uint64_t bytes, uint64_t type, int32_t to, int64_t tag,
                      int32_t* state) {
   if (to < 0 || to >= group->rounds.size() || to == group->rounds.rank()) return 0;
-  // It is only read.
+  // The data is only read.
   return group->post(Message{static_cast<uint8_t*>(const_cast<void*>(data)), bytes, to, tag, type, state, 0, true});
 }
 

@@ -1,4 +1,4 @@
-// Which set of kernels runs here. See kernels.h.
+// Selection of the kernels for this machine. See kernels.h.
 #include "kernels.h"
 
 #include <cstdlib>
@@ -32,7 +32,7 @@ constexpr const char* kBaseline = "neon";
 constexpr const char* kBaseline = "baseline";
 #endif
 
-// The widest first.
+// widest first
 const Set kSets[] = {
 #if defined(ELASTIC_X86_SETS)
     {{"avx512", avx512::reduce, avx512::sum_tree},
@@ -40,14 +40,14 @@ const Set kSets[] = {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
      }},
-    // Every processor with AVX2 that was ever sold has F16C, but a virtual machine may hide it.
+    // Every real processor with AVX2 has F16C, but a virtual machine may hide it.
     {{"avx2", avx2::reduce, avx2::sum_tree},
      [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }},
 #endif
     {{kBaseline, baseline::reduce, baseline::sum_tree}, [] { return true; }},
 };
 
-// Null where no set has that name, or this machine can't run it.
+// Null if no set has that name, or this machine can't run it.
 const Kernels* named(const char* name) {
   for (const Set& set : kSets) {
     if (std::strcmp(set.kernels.name, name) == 0 && set.runs()) return &set.kernels;
@@ -59,7 +59,7 @@ const Kernels& widest() {
   for (const Set& set : kSets) {
     if (set.runs()) return set.kernels;
   }
-  return kSets[0].kernels;  // never: the last one runs everywhere
+  return kSets[0].kernels;  // unreachable: the last one runs everywhere
 }
 
 const Kernels& choose() {

@@ -9,9 +9,10 @@ namespace elastic {
 
 namespace {
 
-constexpr uint64_t kPiece = 256 << 10;  // bytes that are moved at a time: the other side begins with them
+// bytes that are moved at a time, so that the other side can start early
+constexpr uint64_t kPiece = 256 << 10;
 constexpr int kPiecesAtOnce = 8;
-constexpr uint64_t kAlign = 32;  // of a message in a lane, so that its header lies in one piece
+constexpr uint64_t kAlign = 32;  // of a message in a lane, so that its header is contiguous
 
 struct Header {
   uint64_t bytes;
@@ -30,11 +31,11 @@ void settle(const Message& message, int peer) {
 
 struct Lanes::Lane {  // zeros at first
   alignas(64) std::atomic<uint64_t> written;  // by the sender
-  std::atomic<uint32_t> waits;                // by the sender: for the receiver, to read what is there
+  std::atomic<uint32_t> waits;  // by the sender: it waits for the receiver to read
   alignas(64) std::atomic<uint64_t> read;     // by the receiver
   alignas(64) uint8_t ring[1];
 
-  // Between the ring and a row of bytes, around the end of the ring.
+  // Calls `move` for each contiguous part of a range in the ring.
   template <typename Move>
   void each_part(uint64_t at, uint64_t bytes, uint64_t room, Move move) {
     const uint64_t begin = at % room, first = std::min(bytes, room - begin);
@@ -66,7 +67,7 @@ void Lanes::append(std::list<Message>& incoming) {
       const int to = message->peer;
       sends_[to].splice(sends_[to].end(), incoming, message);
       ++sending_;
-      // Said first, looked at the lane then: who reads in between wakes this rank.
+      // Set before the lane is checked: a receiver that reads in between wakes this rank.
       lane(rank_, to).waits.store(1, std::memory_order_seq_cst);
     } else if (take_kept(*message)) {
       incoming.pop_front();
@@ -122,7 +123,7 @@ bool Lanes::send_one(std::list<Message>& queue, int to) {
   });
   written_[to] += piece, message.moved += piece;
   const bool whole = piece == left;
-  if (whole) written_[to] = padded(written_[to]);  // there is room: it is a multiple of this
+  if (whole) written_[to] = padded(written_[to]);  // there is room, which is a multiple of this
   if (written_[to] == before) return false;
   way.written.store(written_[to], std::memory_order_seq_cst);
   if (whole) {
@@ -137,7 +138,7 @@ bool Lanes::send_one(std::list<Message>& queue, int to) {
 bool Lanes::receive_some(bool* wake) {
   if (!pending()) return false;
   bool moved = false;
-  turn_ = (turn_ + 1) % size_;  // a rank that sends a lot must not keep the others waiting
+  turn_ = (turn_ + 1) % size_;  // so that a rank with many messages does not delay the others
   for (int i = 0; i < size_; ++i) {
     const int source = (turn_ + i) % size_;
     if (source != rank_) moved |= receive_one(source, wake);
@@ -184,7 +185,7 @@ bool Lanes::receive_one(int source, bool* wake) {
   return true;
 }
 
-// Whether anybody here takes the message at the head of this lane, or one behind it.
+// Returns whether a receive here accepts the message at the head of this lane, or a later one.
 bool Lanes::begin(Arrival& arrival, int source, int64_t tag, uint64_t type, uint64_t bytes) {
   bool asked = false;
   for (auto each = receives_.begin(); each != receives_.end(); ++each) {

@@ -8,8 +8,8 @@ namespace elastic {
 
 namespace {
 
-constexpr int kChunksAtOnce = 8;   // in one `advance`, so that nobody waits long for the lock around it
-constexpr int kCopiesAtOnce = 2;   // windows copied into staging in one `advance`
+constexpr int kChunksAtOnce = 8;  // per `advance`, so that no thread waits long for its lock
+constexpr int kCopiesAtOnce = 2;  // windows copied into staging per `advance`
 constexpr int kTakesAtOnce = 8;
 
 uint64_t mixed(uint64_t hash, uint64_t word) {  // FNV-1a over words: http://www.isthe.com/chongo/tech/comp/fnv
@@ -27,8 +27,8 @@ uint64_t signature_of(Kind kind, uint64_t bytes, uint64_t a, uint64_t b, Scale s
 
 uint64_t windows_of(uint64_t bytes) { return std::max<uint64_t>(1, (bytes + kWindow - 1) / kWindow); }
 
-// Additions that follow each other are one row, from the top of the stack down: a + (b + (c + d)) is ((d + c) + b) + a, in
-// the same bits. Not of halves, which are rounded at each addition, and before they are scaled.
+// Consecutive additions are one row, from the top of the stack down: a + (b + (c + d)) is ((d + c) + b) + a, with the
+// same bits. Not for halves, which are rounded at each addition, and before they are scaled.
 std::vector<Row> rows_of(const int32_t* program, uint64_t length, DType dtype, Scale scale) {
   const bool half = dtype == DType::kFloat16 || dtype == DType::kBfloat16;
   std::vector<Row> rows;
@@ -82,7 +82,7 @@ bool Rounds::owns(const void* data, uint64_t bytes) const {
   return at >= base && at - base <= arena_bytes_[rank_] && bytes <= arena_bytes_[rank_] - (at - base);
 }
 
-// ---- what is asked for ----------------------------------------------------------------------------------------------
+// ---- requests -------------------------------------------------------------------------------------------------------
 
 Collective Rounds::reduction(Kind kind, void* data, uint64_t count, int32_t dtype, int32_t op, Scale scale) const {
   Collective made;
@@ -164,7 +164,7 @@ Collective Rounds::alltoall(void* output, const void* data, const uint64_t* rece
   made.source = static_cast<const uint8_t*>(data);
   made.received.assign(received, received + size_);
   made.sent.assign(sent, sent + size_);
-  made.sized = false;  // the first window tells everybody who sends how much to whom
+  made.sized = false;  // the first window has the sizes of all pairs of ranks
   made.signature = signature_of(made.kind, 0, 0, 0, Scale{});
   return made;
 }
@@ -200,11 +200,11 @@ void Rounds::offer_in_place() {
 
 bool Rounds::offer(bool only_in_place) {
   const uint64_t before = offered_;
-  bool others_wait = false;  // for this rank alone
+  bool others_wait = false;  // for this rank only
   int copies = 0;
   while (offering_ != queue_.end() && copies < kCopiesAtOnce) {
     Collective& collective = *offering_;
-    if (collective.offered == collective.windows) break;  // an alltoall that does not know its sizes yet
+    if (collective.offered == collective.windows) break;  // an alltoall without known sizes
     if (only_in_place && !collective.in_place) break;
     if (!may_offer(collective)) break;
     if (!collective.in_place) ++copies;
@@ -213,7 +213,7 @@ bool Rounds::offer(bool only_in_place) {
     if (collective.offered == collective.windows && collective.sized) ++offering_;
   }
   if (offered_ == before) return false;
-  // Whoever comes last wakes the others. Two that come at once must not both take the other for the last one.
+  // The last rank wakes the others. Two concurrent ranks must not both assume that the other one is last.
   seat(rank_).ready.store(offered_, std::memory_order_seq_cst);
   uint64_t least = UINT64_MAX;
   for (int rank = 0; rank < size_; ++rank) {
@@ -229,7 +229,7 @@ bool Rounds::may_offer(const Collective& collective) {
     seat(rank_).blocked.store(0, std::memory_order_relaxed);
     return true;
   }
-  // Said first, looked at again then: see `take_one`.
+  // Set before the second check: see `take_one`.
   seat(rank_).blocked.store(1, std::memory_order_seq_cst);
   return offered_ < least_taken() + ahead;
 }
@@ -292,7 +292,7 @@ bool Rounds::reduce_some() {
     }
     if (!all_ready(number) || !check(round, number)) break;
     Tally& tally = control()->tallies[number % kRing];
-    if (failed()) {  // nothing is begun any more, but what was finished before is a result
+    if (failed()) {  // nothing new starts, but what was finished before is a result
       if (tally.finished.load(std::memory_order_seq_cst) < round.end) break;
       ++reduced_;
       moved = true;
@@ -317,7 +317,7 @@ bool Rounds::reduce_some() {
 
 bool Rounds::begin_writing() {
   seat(rank_).writing.store(1, std::memory_order_seq_cst);
-  // Who aborts looks at `writing` after it has said so: one of the two sees the other.
+  // An aborting rank reads `writing` after it has set the status: one of the two sees the other.
   if (control()->status.load(std::memory_order_seq_cst) == 0) return true;
   end_writing();
   return false;
@@ -345,7 +345,7 @@ void Rounds::run_chunk(const Round& round, uint64_t number, uint64_t chunk) {
     }
     return;
   }
-  // The chunk's part in each owner's share.
+  // Part of the chunk in each owner's share.
   const uint64_t window_at = round.window * kWindow;
   for (int owner = 0; owner < size_; ++owner) {
     uint64_t share_begin, share_end;
@@ -373,7 +373,7 @@ bool Rounds::take_one() {
   Collective& collective = *round.collective;
   if (reduces(collective)) {
     if (control()->tallies[number % kRing].finished.load(std::memory_order_seq_cst) < round.end) return false;
-    if (!round.checked && !check(round, number)) return false;  // one without elements
+    if (!round.checked && !check(round, number)) return false;  // without elements
     if (!collective.in_place && !collective.lands) {
       copy(collective.data + round.window * kWindow, staged(rank_, number), length(collective, round.window));
     }
@@ -395,7 +395,7 @@ bool Rounds::take_one() {
   return true;
 }
 
-// Copies what others have put into their staging. False if they have not yet, or have failed meanwhile.
+// Copies the others' data from their staging. Returns false if it is not there yet, or the group has failed meanwhile.
 bool Rounds::move(Round& round, uint64_t number) {
   Collective& collective = *round.collective;
   if (collective.kind == Kind::kBarrier) return all_ready(number) && check(round, number);
@@ -423,8 +423,8 @@ bool Rounds::move(Round& round, uint64_t number) {
     }
     if (collective.kind == Kind::kAlltoall && round.window == 0) learn_sizes(collective, number);
   }
-  // A rank that aborts says so before it uses its staging for anything else. An operation that writes, so that no read of
-  // the copies comes after it.
+  // An aborting rank sets the status before it uses its staging for anything else. This operation writes, so that no
+  // read of the copies can follow it.
   return control()->status.fetch_add(0, std::memory_order_seq_cst) == 0;
 }
 
@@ -441,7 +441,7 @@ void Rounds::learn_sizes(Collective& collective, uint64_t number) {
   if (collective.offered == collective.windows && offering_ != queue_.end() && &*offering_ == &collective) ++offering_;
 }
 
-// ---- looking ---------------------------------------------------------------------------------------------------------
+// ---- checks ----------------------------------------------------------------------------------------------------------
 
 bool Rounds::check(Round& round, uint64_t number) {
   if (round.checked) return true;
@@ -464,8 +464,8 @@ bool Rounds::agrees(const Collective& collective, uint64_t window, uint64_t numb
   return false;
 }
 
-// Where ranks have offered different collectives: one of the fewest that have offered the same, if these are not all equally
-// many. Else the one that was found to differ from this rank's.
+// If ranks have offered different collectives: a rank of the smallest group with the same one, unless all groups are
+// equally large. Otherwise, the rank that was found to differ from this one.
 int Rounds::odd_one(uint64_t number, int differs) const {
   int alike[kMaxRanks] = {}, least = size_, most = 0;
   for (int rank = 0; rank < size_; ++rank) {
@@ -502,7 +502,8 @@ int Rounds::awaited() const {
   for (int rank = 0; rank < size_; ++rank) {
     if (rank != rank_ && seat(rank).ready.load(std::memory_order_seq_cst) <= taken_) return rank;
   }
-  for (int rank = 0; rank < size_; ++rank) {  // all have come; one stopped in the middle of a chunk
+  // all have arrived; one stopped in the middle of a chunk
+  for (int rank = 0; rank < size_; ++rank) {
     if (rank != rank_ && seat(rank).writing.load(std::memory_order_acquire) != 0) return rank;
   }
   const uint64_t least = least_taken();
@@ -518,7 +519,7 @@ uint64_t Rounds::missing() const {
   uint64_t found = 0;
   for (int rank = 0; rank < size_; ++rank) {
     const uint64_t ready = seat(rank).ready.load(std::memory_order_seq_cst);
-    // Who has something to offer, and no room for it, waits itself until another rank takes more.
+    // A rank that has something to offer, but no room, waits itself until another rank takes more.
     const bool waits = ready >= full && seat(rank).blocked.load(std::memory_order_seq_cst) != 0;
     if (rank != rank_ && ready <= first && !waits) found |= uint64_t{1} << rank;
   }

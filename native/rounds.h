@@ -1,8 +1,8 @@
-// The rounds of a group, in order: offers its windows, reduces chunks that all have offered, takes results. Never waits.
+// The rounds of a group, in order: offers windows, reduces chunks that all have offered, takes results. Never waits.
 //
-// Every chunk of a reduction is claimed by whoever comes first and is written exactly once, into every rank's memory: a
-// rank that has no core just now holds nobody up, unless it is in the middle of a chunk. One thread at a time, but for
-// `fail`, `failed` and `status`.
+// Every chunk of a reduction is claimed by the first rank and is written exactly once, into every rank's memory: a rank
+// without a core delays the others only in the middle of a chunk. One thread at a time, except for `fail`, `failed` and
+// `status`.
 #pragma once
 
 #include <atomic>
@@ -28,23 +28,24 @@ struct Collective {
   uint64_t offered = 0;  // windows
   uint64_t taken = 0;
   bool in_place = false;
-  bool lands = false;  // the result is written to where it is to be, though what is read goes through staging
+  // the result is written directly to its destination, although the input goes through staging
+  bool lands = false;
   // reductions
-  uint8_t* data = nullptr;  // the result; also where a broadcast comes from and goes to
+  uint8_t* data = nullptr;  // the result; also source and destination of a broadcast
   DType dtype = DType::kUint8;
   Reduce reduce = nullptr;
   Scale scale;
   SumTree sum_tree = nullptr;
   std::vector<Row> rows;  // of a tree
   uint64_t stride = 0;
-  std::vector<uint64_t> reach;  // bytes of each rank from where its buffer begins to the place of its last one
+  std::vector<uint64_t> reach;  // bytes of each rank from the begin of its buffer to its last place
   // moves
   int root = 0;
-  const uint8_t* source = nullptr;  // also of an allreduce: where it reads
+  const uint8_t* source = nullptr;  // also the input of an allreduce
   uint8_t* output = nullptr;
   std::vector<uint8_t*> outputs;
   std::vector<uint64_t> received, sent;
-  bool sized = true;  // false: the number of windows is known once the first one is taken
+  bool sized = true;  // false: the number of windows is known after the first one
 };
 
 // Shares begin at whole cache lines; the last ones may be empty.
@@ -59,10 +60,10 @@ class Rounds {
   Bell& bell() { return control()->bell; }
   bool owns(const void* data, uint64_t bytes) const;
 
-  // What a call asks for. Signatures leave out what ranks may differ in: where their buffers lie.
+  // A new collective. Signatures leave out the locations of the buffers, which may differ between ranks.
   Collective reduction(Kind kind, void* data, uint64_t count, int32_t dtype, int32_t op, Scale scale) const;
   Collective allreduce(const void* source, void* data, uint64_t count, int32_t dtype, int32_t op, Scale scale) const;
-  // False in `sense` where the program makes none, or the buffers do not lie in the arena.
+  // Sets `sense` to false if the program is invalid, or the buffers are not in the arena.
   Collective tree(void* data, uint64_t count, uint64_t stride, int32_t dtype, const int32_t* program, uint64_t length,
                   Scale scale, bool* sense) const;
   Collective broadcast(void* data, uint64_t bytes, int root) const;
@@ -72,17 +73,17 @@ class Rounds {
 
   void append(std::list<Collective>& incoming);
   bool empty() const { return queue_.empty(); }
-  uint64_t done() const { return done_; }  // the newest ticket whose collective is complete
+  uint64_t done() const { return done_; }  // newest ticket of which the collective is complete
 
-  // Offers what needs no copy.
+  // Offers data that needs no copy.
   void offer_in_place();
-  // Offers, reduces, takes: a bounded amount of it. Whether anything was done. After a failure it only takes what all had
+  // Offers, reduces, takes: a bounded amount. Returns whether there was any. After a failure it only takes what all had
   // finished before.
   bool advance();
 
-  int awaited() const;     // the rank that is waited for
-  uint64_t missing() const;  // a bit for each rank that has not come to it
-  uint64_t gone() const;     // ... whose process has ended
+  int awaited() const;  // the rank that it waits for
+  uint64_t missing() const;  // a bit for each rank that has not arrived
+  uint64_t gone() const;  // a bit for each rank whose process has ended
 
   uint64_t status() const { return control()->status.load(std::memory_order_acquire); }
   bool failed() const { return status() != 0; }
@@ -92,11 +93,11 @@ class Rounds {
 
   void stop() { stopped_ = true; }  // nothing is read or written any more
   bool stopped() const { return stopped_; }
-  // Around what writes into others' memory. False: the group has failed, and nothing may be written.
+  // Around writes into others' memory. False: the group has failed, and nothing may be written.
   bool begin_writing();
   void end_writing() { seat(rank_).writing.store(0, std::memory_order_release); }
   bool written_by_others() const;
-  // After `stop`: from here on this uses a copy of the control block that nobody shares. False: there is no memory for one.
+  // After `stop`: switches to a private copy of the control block. False: no memory for it.
   bool detach();
 
  private:
@@ -104,7 +105,7 @@ class Rounds {
     Collective* collective;
     uint64_t window;
     uint64_t first, end;  // of its chunks, in the entry's tally
-    bool checked;         // that all ranks offered the same
+    bool checked;  // all ranks have offered the same
   };
 
   bool offer(bool only_in_place);
@@ -122,7 +123,8 @@ class Rounds {
   bool all_ready(uint64_t number) const;
   uint64_t least_taken() const;
   uint64_t length(const Collective& collective, uint64_t window) const;
-  uint64_t part() const { return kWindow / static_cast<uint64_t>(size_) / 64 * 64; }  // of a slot, for one rank's rows
+  // of a slot, for one rank's rows
+  uint64_t part() const { return kWindow / static_cast<uint64_t>(size_) / 64 * 64; }
   Control* control() const { return control_.load(std::memory_order_seq_cst); }
   Seat& seat(int rank) const { return control()->seats[rank]; }
   Offer& offer_of(int rank, uint64_t number) const { return seat(rank).offers[number % kRing]; }
@@ -130,16 +132,17 @@ class Rounds {
 
   int rank_, size_;
   Control* const shared_;
-  std::atomic<Control*> control_;   // the shared one, until detached
-  std::unique_ptr<uint8_t[]> own_;  // where the other one lies
+  std::atomic<Control*> control_;  // the shared one, until detached
+  std::unique_ptr<uint8_t[]> own_;  // memory of the private one
   std::vector<uint8_t*> arenas_;
   std::vector<uint64_t> arena_bytes_, staging_;
   std::vector<int> pidfds_;
   std::list<Collective> queue_;
-  std::list<Collective>::iterator offering_;  // the first that has windows to offer
+  std::list<Collective>::iterator offering_;  // the first with windows to offer
   Round ring_[kRing];
-  uint64_t expected_[kRing] = {};  // chunks that were ever counted in each entry
-  uint64_t offered_ = 0, reduced_ = 0, taken_ = 0;  // rounds that this rank offered, claimed to their end, and took
+  uint64_t expected_[kRing] = {};  // chunks counted so far in each entry
+  // number of rounds that this rank has offered, completely claimed, and taken
+  uint64_t offered_ = 0, reduced_ = 0, taken_ = 0;
   uint64_t done_ = 0;
   bool stopped_ = false;
 };

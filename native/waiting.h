@@ -1,5 +1,5 @@
-// How a thread waits for others: futexes that are shared between processes, clocks, and whether a peer still lives.
-// Nothing here allocates. Linux only.
+// Waiting: futexes that are shared between processes, clocks, and whether a peer is alive. Allocates nothing. Linux
+// only.
 #pragma once
 
 #include <linux/futex.h>
@@ -20,7 +20,7 @@ inline int64_t now_ns() {
   return int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
 }
 
-// Until the word is no longer `seen`, somebody wakes it, a signal comes or the time is over.
+// Waits until the word is no longer `seen`, a wake-up or signal comes, or the time is over.
 inline void futex_wait(std::atomic<uint32_t>* word, uint32_t seen, int64_t timeout_ns) {
   timespec timeout{timeout_ns / 1000000000, timeout_ns % 1000000000};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, seen, &timeout, nullptr, 0);
@@ -38,14 +38,14 @@ inline void pause_core() {
 #endif
 }
 
-// A pidfd is readable once its process has ended, also while nobody has reaped it.
+// A pidfd is readable once its process has ended, even if it has not been reaped.
 inline bool has_ended(int pidfd) {
   if (pidfd < 0) return false;
   pollfd asked{pidfd, POLLIN, 0};
   return poll(&asked, 1, 0) == 1 && (asked.revents & (POLLIN | POLLHUP | POLLNVAL)) != 0;
 }
 
-// Wakes whoever sleeps on it, and costs nothing while nobody does.
+// Wakes all sleepers, and costs nothing without any.
 struct Bell {
   std::atomic<uint32_t> rung;
   std::atomic<uint32_t> sleepers;
@@ -58,9 +58,9 @@ struct Bell {
     }
   }
 
-  // `worth` is asked once more when this thread counts as a sleeper, and reads what it waits for in the one order of all
-  // such operations: whatever comes later rings. A process that is killed while it sleeps counts for ever; that costs the
-  // others wake-ups for nothing until the group ends.
+  // `worth` is called again after this thread counts as a sleeper, and reads in the single order of all such
+  // operations: any later change rings. A process that is killed in its sleep counts forever; that causes unnecessary
+  // wake-ups of the others until the group ends.
   template <typename Worth>
   void sleep(int64_t timeout_ns, Worth worth) {
     const uint32_t seen = rung.load(std::memory_order_seq_cst);

@@ -1,5 +1,5 @@
 # Compiles for a glibc older than this machine's, and for other processors: zig's C++ compiler, of the package ziglang.
-# In the environment: ZIG, the program, and WHEEL_ARCH, x86_64 or aarch64.
+# Environment: ZIG, the program, and WHEEL_ARCH, x86_64 or aarch64.
 #
 #     make wheels
 set(CMAKE_SYSTEM_NAME Linux)

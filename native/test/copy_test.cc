@@ -1,5 +1,5 @@
-// Copies past the caches: every length around a line and around where streaming begins, every alignment of both sides, and
-// nothing beside the destination. Fails by its exit status. Run under the sanitizers by `make sanitize`.
+// Copies that bypass the caches: every length around a line and the streaming limit, every alignment of both sides, and
+// nothing outside of the destination. Fails by its exit status. Run under the sanitizers by `make sanitize`.
 #include "copy.h"
 
 #include <cstdio>
@@ -17,7 +17,7 @@ void check(bool good, size_t bytes, size_t from, size_t to) {
 }
 
 void copies(size_t bytes, size_t from, size_t to) {
-  // Of exactly this size: the sanitizer sees a byte that is read past the end.
+  // Of exactly this size: the sanitizer detects reads past the end.
   std::vector<unsigned char> source(from + bytes), room(to + bytes + kMargin, 0xee);
   for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<unsigned char>(i * 131 + 7);
   void* destinations[] = {room.data() + to, nullptr};

@@ -1,4 +1,4 @@
-// CRC-32 against the definition, and a file that is written in pieces of every kind: its bytes, its sums. Fails by its
+// CRC-32 compared with the definition, and a file that is written in various pieces: its bytes, its sums. Fails by its
 // exit status. Run under the sanitizers by `make sanitize`.
 #include "file.h"
 
@@ -42,7 +42,8 @@ std::vector<unsigned char> drawn(size_t bytes) {
 void sums() {
   for (size_t bytes : {0, 1, 7, 8, 15, 16, 63, 64, 65, 79, 80, 127, 128, 129, 200, 1000, 4097}) {
     for (size_t offset : {0, 1, 9}) {
-      const auto all = drawn(offset + bytes);  // of exactly this size: a sanitizer sees what is read past the end
+      // of exactly this size: a sanitizer detects reads past the end
+      const auto all = drawn(offset + bytes);
       const unsigned char* from = all.data() + offset;
       const uint32_t whole = by_definition(from, bytes);
       check(elastic::crc32(0, from, bytes) == whole, "CRC-32", bytes);

@@ -1,4 +1,4 @@
-// Groups whose ranks are threads of one process: every collective, sizes around windows and chunks, and every way to fail.
+// Groups whose ranks are threads of one process: every collective, sizes around windows and chunks, and all failures.
 // Fails by its exit status. Run under the sanitizers by `make sanitize`.
 #include "group.h"
 
@@ -34,7 +34,7 @@ constexpr int32_t kFloat32 = static_cast<int32_t>(elastic::DType::kFloat32);
 constexpr int32_t kSum = static_cast<int32_t>(elastic::Op::kSum);
 constexpr size_t kArenaBytes = 64 << 20;
 #if defined(__SANITIZE_THREAD__)
-constexpr bool kRacesAreErrors = true;  // a copy that comes too late is a race, but it is thrown away
+constexpr bool kRacesAreErrors = true;  // a late copy is a race, but it is discarded
 #else
 constexpr bool kRacesAreErrors = false;
 #endif
@@ -72,7 +72,7 @@ class World {
     for (std::thread& thread : threads) thread.join();
   }
 
-  // From now on whoever touches what the ranks share ends the process.
+  // From now on, an access to the shared memory ends the process.
   void take_away() {
     CHECK(mprotect(control_, elastic_control_bytes(size), PROT_NONE) == 0);
     for (uint8_t* arena : arenas) CHECK(mprotect(arena, kArenaBytes, PROT_NONE) == 0);
@@ -94,24 +94,25 @@ void finish(elastic_group* group, uint64_t ticket) {
   CHECK(elastic_done(group, ticket) == 1);
 }
 
-// Rank r's element i of the n-th call.
+// Element i of rank r in the n-th call.
 int32_t element(int rank, uint64_t i, int call) { return static_cast<int32_t>(i * 7 + rank * 1000003 + call * 31); }
 
-// What all ranks get for it.
+// Result of it on all ranks.
 int32_t sum_of(const World& world, uint64_t i, int call) {
   uint32_t sum = 0;
   for (int rank = 0; rank < world.size; ++rank) sum += static_cast<uint32_t>(element(rank, i, call));
   return static_cast<int32_t>(sum);
 }
 
-void reduces_everywhere(World& world, uint64_t count, int where) {  // 0: in the arena, 1: outside, 2: as the rank says
+// 0: in the arena, 1: outside, 2: depends on the rank
+void reduces_everywhere(World& world, uint64_t count, int where) {
   world.each([&](int rank, elastic_group* group) {
     std::vector<int32_t> outside(count + 1);
     const bool inside = where == 0 || (where == 2 && rank % 2 == 0);
     auto* data = inside ? reinterpret_cast<int32_t*>(world.arenas[rank] + 4096 * (rank + 1)) : outside.data();
     for (int call = 0; call < 3; ++call) {
       for (uint64_t i = 0; i < count; ++i) data[i] = element(rank, i, call);
-      data[count] = -7;  // nobody's
+      data[count] = -7;  // past the end
       finish(group, elastic_allreduce(group, data, data, count, kInt32, kSum, 1.0, 1.0));
       for (uint64_t i = 0; i < count; ++i) CHECK(data[i] == sum_of(world, i, call));
       CHECK(data[count] == -7);
@@ -119,8 +120,8 @@ void reduces_everywhere(World& world, uint64_t count, int where) {  // 0: in the
   });
 }
 
-// From memory that is only read into other memory, each of them in the arena or outside, as the rank and the call say; in the
-// last calls all ranks' alike.
+// From read-only memory into other memory, each in the arena or outside, depending on rank and call; in the last calls
+// equal on all ranks.
 void reduces_into_other_memory(World& world, uint64_t count) {
   world.each([&](int rank, elastic_group* group) {
     std::vector<int32_t> source_outside(count), result_outside(count + 1);
@@ -130,7 +131,7 @@ void reduces_into_other_memory(World& world, uint64_t count) {
       int32_t* source = (call + says) % 2 == 0 ? source_outside.data() : arena + 1024;
       int32_t* result = (call / 2 + says) % 2 == 0 ? arena + 2048 + count : result_outside.data();
       for (uint64_t i = 0; i < count; ++i) source[i] = element(rank, i, call), result[i] = -3;
-      result[count] = -7;  // nobody's
+      result[count] = -7;  // past the end
       finish(group, elastic_allreduce(group, source, result, count, kInt32, kSum, 1.0, 1.0));
       for (uint64_t i = 0; i < count; ++i) {
         CHECK(result[i] == sum_of(world, i, call));
@@ -141,7 +142,7 @@ void reduces_into_other_memory(World& world, uint64_t count) {
   });
 }
 
-// Rank r has r % 3 buffers; their sum is added up from the last one to the first, which no order of ranks gives.
+// Rank r has r % 3 buffers; their sum is added from the last one to the first, which is no order of ranks.
 void trees(World& world, uint64_t count) {
   std::vector<int32_t> program;
   for (int rank = world.size - 1; rank >= 0; --rank) {
@@ -204,7 +205,7 @@ void halves(World& world, uint64_t count) {
       for (int other = 0; other < world.size; ++other) sum += static_cast<uint32_t>(element(other, i, 1));
       CHECK(data[i] == (i >= begin && i < end ? static_cast<int32_t>(sum) : element(rank, i, 1)));
     }
-    for (uint64_t i = begin; i < end; ++i) data[i] += 5;  // what another network would do to it
+    for (uint64_t i = begin; i < end; ++i) data[i] += 5;  // as another network would do
     finish(group, elastic_spread_shares(group, data, count, kInt32));
     for (int owner = 0; owner < world.size; ++owner) {
       elastic_share(count, kInt32, world.size, owner, &begin, &end);
@@ -266,7 +267,7 @@ void an_abort_ends_all_waits() {
       elastic_abort(group);
       elastic_abort(group);
     }
-    if (elastic_wait(group, ticket, 60.0) == 1) {  // it was over before the abort
+    if (elastic_wait(group, ticket, 60.0) == 1) {  // it was complete before the abort
       CHECK(elastic_wait(group, elastic_barrier(group), 60.0) == -1);
     }
     CHECK(elastic_status(group) == (elastic::kAborted << 8 | 2));
@@ -311,7 +312,7 @@ void the_odd_one_is_named(int odd) {
   });
 }
 
-// A rank whose memory, as it says, reaches beyond its arena: nobody reads or writes there.
+// A rank that announces memory beyond its arena: it must not be read or written.
 void what_lies_outside_of_an_arena_is_refused(uint64_t offset, uint64_t result) {
   World world(2);
   auto* data = reinterpret_cast<int32_t*>(world.arenas[0]);
@@ -332,7 +333,7 @@ void a_wait_has_its_own_limit() {
   finish(world.ranks[0], ticket);
 }
 
-// Whoever is through leaves at once, and takes from nobody what was complete by then.
+// A rank that is finished leaves immediately, which does not invalidate what was complete by then.
 void what_was_complete_outlives_an_abort(uint64_t count, bool inside) {
   World world(2);
   world.each([&](int rank, elastic_group* group) {
@@ -359,8 +360,8 @@ void a_barrier_that_all_reached_is_passed() {
   });
 }
 
-// Another rank may be writing into this one's arena when the group is aborted; after `elastic_drain` it does not, nor does
-// any thread of ours write into what lies outside. What is said to be done before that is right.
+// Another rank may write into this one's arena when the group is aborted; after `elastic_drain` it does not, and no
+// thread of ours writes into outside memory. Collectives that were complete before are right.
 void nothing_is_written_after_a_drain(int size, int seed) {
   World world(size);
   world.each([&](int rank, elastic_group* group) {
@@ -404,7 +405,7 @@ void nothing_is_written_after_a_drain(int size, int seed) {
   });
 }
 
-// Who has left uses its staging for something else. Whoever has read that is not told that it has a result.
+// A rank that left uses its staging for something else. A rank that has read it must not report a result.
 void no_copy_is_taken_of_what_has_gone(uint64_t bytes) {
   World world(3);
   world.each([&](int rank, elastic_group* group) {
@@ -420,7 +421,7 @@ void no_copy_is_taken_of_what_has_gone(uint64_t bytes) {
   });
 }
 
-// Two threads of each rank start the same collective at once, and wait for each other's.
+// Two threads of each rank start the same collective concurrently, and wait for each other's.
 void any_thread_may_start_and_wait(World& world) {
   constexpr int kCalls = 200;
   constexpr uint64_t kCount = 20'001;
@@ -444,7 +445,7 @@ void any_thread_may_start_and_wait(World& world) {
   });
 }
 
-// Rounds by the hundred under way at once, of every kind, while the ranks fall behind and catch up in turn.
+// Hundreds of rounds of every kind in progress, while the ranks fall behind and catch up in turn.
 void ranks_run_far_apart(World& world, int seed) {
   world.each([&](int rank, elastic_group* group) {
     constexpr int kCalls = 150;
@@ -527,7 +528,7 @@ struct Mail {
 void messages_find_their_receives(uint64_t count) {
   World world(3);
   world.each([count](int rank, elastic_group* group) {
-    if (rank == 2) {  // waits for those that were sent last, and then for whatever comes first
+    if (rank == 2) {  // waits for the last sent messages first, and then for any
       for (const int64_t tag : {7, 5}) {
         for (const int source : {1, 0}) {
           Mail got(count);
@@ -583,7 +584,7 @@ void many_messages_cross(int seed) {
   });
 }
 
-// Nobody waits: the group's own threads carry it on.
+// No thread waits: the group's own threads make the progress.
 void messages_travel_by_themselves() {
   World world(2);
   Mail sent(3'000'000, 4), got(3'000'000);
@@ -594,7 +595,7 @@ void messages_travel_by_themselves() {
   for (const int32_t value : got.values) CHECK(value == 4);
 }
 
-// A sender may leave then; what was read counts, also where the group fails before anybody has seen that.
+// A sender may leave then; what was read counts, even if the group fails before that is noticed.
 void a_sender_is_through_when_its_message_was_read() {
   World world(2);
   Mail first(100, 1), second(100, 2), got(100), kept(100);
@@ -609,7 +610,7 @@ void a_sender_is_through_when_its_message_was_read() {
   CHECK(kept.wait(world.ranks[1]) == 0 && kept.values[99] == 1 && got.values[99] == 2);
 }
 
-// Whether it was sent before it was asked for or after, and kept meanwhile or not.
+// Sent before or after the receive, and kept meanwhile or not.
 void a_message_that_does_not_fit_fails(uint64_t sent, uint64_t room, uint64_t type, bool kept) {
   World world(2);
   Mail mail(sent), got(room, -9), other(0);
@@ -694,14 +695,14 @@ void a_call_under_way_is_waited_for() {
   elastic_group* const group = world.ranks[0];
   std::atomic<uint32_t>& writing = world.control()->seats[1].writing;
   elastic_close(group);
-  writing = 1;  // so that a drain lasts
+  writing = 1;  // so that a drain takes time
   std::thread drains([group] { elastic_drain(group, 0.3); });
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
   CHECK(elastic_detach(group, 0.01) == 0);
   drains.join();
   CHECK(elastic_detach(group, 0.01) == 1);
   writing = 0;
-  CHECK(elastic_drain(group, 0.0) == 0);  // as it was when it was looked at last
+  CHECK(elastic_drain(group, 0.0) == 0);  // as at its last check
 }
 
 void nonsense_is_refused() {

@@ -1,6 +1,7 @@
-// The reductions under the sanitizers: no byte outside of the elements is read or written, whatever the length and the
-// alignment, and two threads that reduce neighbouring elements do not touch each other's. That the results are right
-// in every bit is tests/unit/elastic/collectives/shared_memory/test_kernels.py's to say; here they are compared with a plain loop where that is short.
+// The reductions under the sanitizers: no byte outside of the elements is read or written, for any length and
+// alignment, and two threads that reduce neighbouring elements do not touch each other's.
+// tests/unit/elastic/collectives/shared_memory/test_kernels.py checks every bit of the results; here they are compared
+// with a plain loop in simple cases.
 #include "kernels.h"
 
 #include <cstdio>
@@ -27,7 +28,7 @@ bool runs(const char* set) {
   return elastic_reduce(set, 0, 1, nullptr, 0, nothing, 1, 0, 1.0, 1.0) != -2;
 }
 
-// Memory of exactly so many bytes, so that one more is the sanitizer's; those before `data` are not used.
+// Memory of exactly this size, so that the sanitizer detects the next byte; the bytes before `data` are unused.
 struct Elements {
   Elements(size_t bytes, size_t unused)
       : memory(static_cast<uint8_t*>(std::malloc(bytes + unused))), data(memory + unused) {
@@ -84,7 +85,7 @@ void sum_as_a_loop_does(const char* set) {
   }
 }
 
-// What is as long as this is written past the caches, where it is none of the sources.
+// Long destinations are written past the caches, if they are no sources.
 void add_up_elsewhere(const char* set) {
   for (int dtype = 0; dtype < kDTypes; ++dtype) {
     const size_t width = elastic::element_bytes(static_cast<elastic::DType>(dtype));
@@ -101,7 +102,7 @@ void add_up_elsewhere(const char* set) {
   }
 }
 
-// As in a group: each thread reduces its own chunk of everyone's buffers, and the chunks touch.
+// As in a group: each thread reduces its own chunk of all buffers, and the chunks are adjacent.
 void share_buffers(const char* set) {
   constexpr int kThreads = 4;
   constexpr size_t kChunk = 37;
