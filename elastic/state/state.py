@@ -86,8 +86,10 @@ class State:
     def _save_whole(self) -> None:
         failpoint("commit")
         with timeline.during("state", "commit"):
-            if _is_ours(type(self).save):
-                self.save()  # says itself from where on the commit before is no longer whole
+            # Our own save keeps the commit before for as long as it can, and a sharded state always does: it has two
+            # banks.
+            if _is_ours(type(self).save) or self.is_sharded():
+                self.save()
             else:
                 with self._saving():
                     self.save()

@@ -69,7 +69,7 @@ class ChartRelease:
         for setting in settings:
             words += ["--set", setting]
         try:
-            self._helm("install", self.name, str(CHART.resolve()), *words, told=json.dumps(values))
+            self._helm("install", self.name, str(CHART.resolve()), *words, stdin=json.dumps(values))
         except Invalid as error:
             if any(message in str(error) for message in TAKEN):
                 raise self.taken() from None

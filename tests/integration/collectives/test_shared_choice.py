@@ -219,7 +219,7 @@ def choose(
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("elastic.collectives").addHandler(handler)
-    cpu._said.clear()
+    cpu._logged.clear()
     with pytest.MonkeyPatch.context() as patch:
         here = peer_memory.myself()
         host = msgspec.structs.replace(here.host, boot=hosts[rank] if rank < len(hosts) else "")

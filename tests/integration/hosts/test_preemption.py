@@ -355,9 +355,9 @@ async def test_azure_is_told_once_nobody_works_there():
 async def test_who_works_on_after_a_notice_is_not_given_away_at_the_next():
     told = Told()
     watched = watch.Watch("off", changed=told.changed, log=told.log, environ={})
-    watched._seen("Azure", Ends("it goes", None))
+    watched._update("Azure", Ends("it goes", None))
     watched.released()
-    watched._seen("Azure", None)
+    watched._update("Azure", None)
     assert not watched._released.is_set()
 
 

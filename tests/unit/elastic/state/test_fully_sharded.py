@@ -10,7 +10,7 @@ import torch
 from torch import distributed, nn
 
 from elastic.collectives.shared_memory import arena
-from elastic.errors import Fixed, Invalid, NotElastic
+from elastic.errors import Fixed, Invalid, NotElastic, PeerLost
 from elastic.exact.shards import Shards
 from elastic.runtime import lifecycle
 from elastic.sharding.inventory import CommitId
@@ -64,6 +64,25 @@ def bits(model: Any, optimizer: Any) -> list[torch.Tensor]:
 
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+class Interrupted(TorchState):
+    """With a save of its own, which a lost rank interrupts after the first commit."""
+
+    def save(self) -> None:
+        super().save()
+        if self.step:
+            raise PeerLost("rank 2 was lost")
+
+
+def test_commit_before_stays_valid_where_a_lost_rank_interrupts_a_save_of_the_scripts(four):
+    model = network()
+    state = Interrupted(model=model, optimizer=torch.optim.SGD(model.parameters()), step=0)
+    state.commit()
+    state.step = 1
+    with pytest.raises(PeerLost):
+        state.commit()
+    assert state.valid()
 
 
 @pytest.mark.parametrize("when", ["before all", "between"])
