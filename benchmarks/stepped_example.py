@@ -1,8 +1,8 @@
 """Runs one of the examples, and logs its steps as `stepper` does.
 
-    stepped_example.py DIR gpt STEPS            for this number of steps
-    stepped_example.py DIR lightning            or another of `ENDLESS`: to the step whose number is in DIR/stop, or
-                                                to the end of its epoch
+stepped_example.py DIR gpt STEPS            for this number of steps
+stepped_example.py DIR lightning            or another of `ENDLESS`: to the step whose number is in DIR/stop, or
+                                            to the end of its epoch
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ def _begins(kind: str) -> str:
 
 
 # The beginnings of lines that are put together of parts.
+CAN_BE_WRITTEN_AGAIN = "checkpoints can be written to"
 AS_IN_WORLD_OF_ONE = "act as in a world of size 1"
 COULD_NOT_BE_KILLED = "localhost:%d#1 could not be killed"
 DERIVED = {"RECOVERED", "CHANGED"}
@@ -39,6 +40,8 @@ CALLBACK_REPORTS_RAISED_KEYERROR = "the callback for reports raised KeyError: 'n
 CALL_ONCE = "call it once"
 CANT_BE_SHARED_OUT = "can't be divided evenly"
 CANT_BE_WATCHED = "can't be watched"
+NO_STEP = "no step completed"
+CANT_BE_WRITTEN = "can't be written to"
 CANT_BE_WRITTEN_NO = "can't be written: No such file"
 CHANGED_WORKERS_LEAVES = _begins("change") + " .* 2 workers: .* leaves"
 CHAOS_REPORT = "chaos report"

@@ -40,7 +40,7 @@ def test_a_store_in_trouble_fails_no_step_and_is_written_to_again(
         storage = Storage(url)
         waited = {}
         for trouble in ("503", "close", "hang"):
-            met, said = door.refused, training.output.count("can't be written to")
+            met, said = door.refused, training.output.count(wording.CANT_BE_WRITTEN)
             door.trouble = trouble
             time.sleep(AWAY_S)
             assert door.refused > met, f"nobody asked while the store was in trouble: {trouble}"
@@ -50,7 +50,7 @@ def test_a_store_in_trouble_fails_no_step_and_is_written_to_again(
                 lambda made=made: len(training.events("CheckpointMade")) > made, "a newer one", 120
             )
             waited[trouble] = round(time.monotonic() - back, 1)
-            assert training.output.count("can't be written to") <= said + 2, (
+            assert training.output.count(wording.CANT_BE_WRITTEN) <= said + 2, (
                 "one line of each rank, not many"
             )
         (tmp_path / "enough").touch()

@@ -30,6 +30,7 @@ from elastic.driver.job.checkpoint_shares import (
 from elastic.driver.membership.scheduling import rank_order
 from elastic.protocol.messages import Commit, Message, Worker
 from elastic.state.torch_state import TorchState
+from harness import wording
 from harness.golden import recorded
 from harness.groups import at_once
 from harness.sharded_writing import share_of
@@ -242,12 +243,12 @@ def test_a_full_storage_fails_no_commit_and_is_tried_until_there_is_room(job, br
     ranks = job()
     broken.set()
     ranks.commit(8)
-    wait_until(lambda: "can't be written" in capsys.readouterr().err, "a word about it")
+    wait_until(lambda: wording.CANT_BE_WRITTEN in capsys.readouterr().err, "a word about it")
     broken.clear()
     ranks.has(5)
     assert os.strerror(errno.ENOSPC) not in "".join(ranks.failed)
     said = capsys.readouterr().err
-    assert "can be written to" in said and said.count("can't be written") < 3
+    assert wording.CAN_BE_WRITTEN_AGAIN in said and said.count(wording.CANT_BE_WRITTEN) < 3
     assert ranks.loaded().step == 5
 
 

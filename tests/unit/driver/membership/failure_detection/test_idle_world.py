@@ -7,6 +7,7 @@ import pytest
 from elastic.driver.events import Action, ProbeWorkers, Report, WorkerLocated, WorkerPaced
 from elastic.driver.membership.failure_detection.idle_world import LEAST_S, LOCATE_S, TIMES
 from elastic.driver.membership.snapshot import restored, taken
+from harness import wording
 from harness.conversation import Talk, exited, has, inside, outside, paced, running, the, worker
 
 REPORTED = [paced("h:0", 2, 0.1), paced("h:1", 2, 0.1)]
@@ -63,7 +64,9 @@ def test_idle_limit_grows_with_the_length_of_steps():
 def test_idle_world_is_not_reported_if_another_check_explains_it(case):
     talk = trained()
     talk.tell(inside("h:0", 2) if case == "one waits" else outside("h:0", 2, phase="evaluation"))
-    assert not any("no step" in line.text for line in warnings(talk.wait(LEAST_S + LOCATE_S + 1)))
+    assert not any(
+        wording.NO_STEP in line.text for line in warnings(talk.wait(LEAST_S + LOCATE_S + 1))
+    )
 
 
 def test_next_world_starts_its_own_idle_time():
