@@ -274,11 +274,14 @@ class NcclCollectives:
     def followed_since(self) -> float | None:
         """Return the launch time of the oldest collective that has not ended, if streams follow any; else None.
 
-        Fails the group if NCCL has detected an error. The training thread may wait in CUDA, where it cannot do so.
+        None if the group has failed: a kernel that outlives an abort waits for no peer. Fails the group if NCCL has
+        detected an error. The training thread may wait in CUDA, where it cannot do so.
         """
         if self._followed is None:
             return None
         self._heed_error()
+        if self._failed is not None:
+            return None
         try:
             under_way = (work for work in list(self._under_way) if not work.finished())
             return next((work.launched_at for work in under_way), None)

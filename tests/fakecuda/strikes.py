@@ -61,24 +61,24 @@ class Strike:
 
 
 def strikes(
-    seed: int, count: int, kinds: tuple[str, ...] = KINDS, communicators: int = 2
+    seed: int, count: int, kinds: tuple[str, ...] = KINDS, *, sharded: bool = False
 ) -> Iterator[Strike]:
     """Each kind as often as every other one, in random order. The first ones are the same for every ``count``.
 
-    ``communicators``: how many a new world creates.
+    ``sharded``: a new world creates one communicator, not two, and the training thread waits inside CUDA.
     """
     dice = random.Random(seed)
     left: list[str] = []
     for _ in range(count):
         if not left:
             left = dice.sample(kinds, len(kinds))
-        yield _strike(left.pop(), dice, communicators)
+        yield _strike(left.pop(), dice, sharded)
 
 
-def _strike(kind: str, dice: random.Random, communicators: int) -> Strike:
+def _strike(kind: str, dice: random.Random, sharded: bool) -> Strike:
     one, other = dice.sample(range(FULL), 2)  # ranks
     gpu = f"host={dice.choice(HOSTS)},device={dice.randrange(GPUS)}"
-    soon, second = f"nth={dice.randint(1, 8)}", f"nth={dice.randint(1, communicators)}"
+    soon, second = f"nth={dice.randint(1, 8)}", f"nth={dice.randint(1, 1 if sharded else 2)}"
     late = f"nth={dice.randint(1, 150)}"
     code = f"code={dice.choice(CODES)}"
     error, death = (f"kernel:{what},rank={other},{soon}" for what in ("error", "die"))
@@ -103,7 +103,8 @@ def _strike(kind: str, dice: random.Random, communicators: int) -> Strike:
             return _all_once(kind, *each, lost=GPUS)
         case "endless kernel":
             strike = _all_once(kind, f"kernel:hang,rank={other},{soon}", lost=2)
-            return Strike(kind, strike.rules, 1, killed=one, lost=2)
+            allowed_s = IDLE_S + 10 if sharded else 10.0
+            return Strike(kind, strike.rules, 1, killed=one, lost=2, allowed_s=allowed_s)
         case "endless copy":
             return _all_once(kind, f"fetch:hang,{gpu},{late}", lost=1, allowed_s=IDLE_S + 10)
     raise AssertionError(f"no such kind of fault: {kind}")

@@ -35,8 +35,8 @@ FAULTS = int(os.environ.get("FAULTS", "6"))
 
 
 def jobs(model: str) -> Iterator[Any]:
-    """The faults of each job. A world of a sharded model has one communicator, others have two."""
-    drawn = list(enumerate(strikes(SEED, FAULTS, CHOSEN, 1 if model == "sharded" else 2)))
+    """The faults of each job."""
+    drawn = list(enumerate(strikes(SEED, FAULTS, CHOSEN, sharded=model == "sharded")))
     if "ONLY" in os.environ:
         drawn = [drawn[int(os.environ["ONLY"])]]
     for first in range(0, len(drawn), OF_A_JOB):

@@ -495,6 +495,13 @@ def test_followed_since_is_the_launch_of_the_oldest_collective_under_way(nccl):
     assert nccl.group.followed_since() is None
 
 
+def test_kernel_that_outlives_an_abort_is_not_followed_as_if_it_waited_for_peers(nccl):
+    nccl.group.allreduce(torch.ones(3), Op.SUM).follow()
+    nccl.backend.torchs.abort.side_effect = None  # the kernel does not end
+    nccl.group.abort()
+    assert nccl.group.followed_since() is None and nccl.group.unsettled
+
+
 def test_followed_since_fails_the_group_on_an_error_that_nccl_has_detected(nccl, monkeypatch):
     nccl.group.allreduce(torch.ones(3), Op.SUM).follow()
     nccl.group._communicator = 1
