@@ -53,7 +53,8 @@ class PreparedState(TorchState):
         versions.check("accelerate")
         refuse(accelerator)
         optimizers = [each.optimizer for each in accelerator._optimizers]
-        sharding.check_trainer("Accelerate", optimizers, accelerator._models)
+        models = [value for value in values.values() if isinstance(value, Module)]
+        sharding.check_trainer("Accelerate", optimizers, models)
         kept = {name: _kept(accelerator, value) for name, value in values.items()}
         for number, optimizer in enumerate(accelerator._optimizers):
             kept[f"optimizer_{number}"] = optimizer.optimizer

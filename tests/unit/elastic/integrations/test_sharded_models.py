@@ -96,7 +96,7 @@ def test_accelerate_refuses_a_model_that_the_script_has_sharded_itself(sharded, 
 
     accelerator = create_autospec(accelerate.Accelerator, instance=True)
     accelerator.distributed_type = accelerate.utils.DistributedType.MULTI_CPU
-    accelerator._optimizers, accelerator._models = [], [sharded]
+    accelerator._optimizers = []
     monkeypatch.setattr(ours, "refuse", lambda _: None)  # that of the world
     with pytest.raises(NotElastic) as refused:
         ours.PreparedState(accelerator, model=sharded)
