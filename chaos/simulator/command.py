@@ -16,7 +16,9 @@ from collections import Counter
 from pathlib import Path
 
 from elastic.chaos.simulator.scale import Scale
+from elastic.chaos.simulator.simulated_shards import ShardedJob
 from elastic.chaos.simulator.simulator import Outcome, Simulation, Violation
+from elastic.driver.reasons import Why
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
@@ -26,6 +28,7 @@ EXAMPLES = """\
 examples:
   python -m elastic.chaos simulate --seed 7                     one job of 8 workers, with its events
   python -m elastic.chaos simulate --seeds 1000                 seeds 0 to 999; prints those that fail
+  python -m elastic.chaos simulate --sharded --seeds 1000       the same with a state in shards
   python -m elastic.chaos simulate --workers 10000 --seed 7     one large job: 300 virtual seconds, failing hosts
   python -m elastic.chaos replay simulated-seed-7.jsonl         check a recorded run by deciding it again"""
 LARGE = 200  # workers: from here on all members make a step in one event
@@ -43,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mild",
         action="store_true",
         help="inject only faults that the job survives: it has to succeed",
+    )
+    parser.add_argument(
+        "--sharded",
+        action="store_true",
+        help="shard the state, as FSDP2 and ZeRO-1 do, with one or two copies of each shard and with or without"
+        f" replicas, drawn from the seed; fewer than {LARGE} workers",
     )
     parser.add_argument(
         "--seconds",
@@ -72,10 +81,12 @@ def main(options: argparse.Namespace) -> int:
             steps=options.steps,
             faults=options.faults,
             mild=options.mild,
+            sharded=ShardedJob.drawn(seed) if options.sharded else None,
         )
         try:
             outcome = simulation.run()
-            wrong = f"the job failed: {outcome.reason}" if options.mild and outcome.code else ""
+            survives = options.mild and outcome.reason.kind is not Why.SHARDS_LOST  # if it may
+            wrong = f"the job failed: {outcome.reason}" if survives and outcome.code else ""
             if not wrong:
                 outcomes["ended with success" if outcome.code == 0 else "ended with a reason"] += 1
         except Violation as error:
@@ -109,6 +120,10 @@ def _refuse_what_cannot_run(options: argparse.Namespace) -> None:
             f"--seconds applies to jobs of {LARGE} or more workers; this one has {options.workers}"
         )
         raise Invalid(f"{what} and runs until its --steps are trained; leave --seconds out")
+    if options.sharded and large:
+        raise Invalid(
+            f"--sharded applies to jobs of fewer than {LARGE} workers, and this one has {options.workers}"
+        )
     if options.journal is None:
         return
     if large:
@@ -139,9 +154,8 @@ def _failed(simulation: Simulation, wrong: str, options: argparse.Namespace) -> 
     simulation.write_journal(journal)
     print(f"seed {seed}: {wrong.removeprefix(f'seed {seed}: ')}")
     again = f"python -m elastic.chaos simulate --seed {seed} --workers {options.workers}"
-    again += (
-        f" --steps {options.steps} --faults {options.faults}{' --mild' if options.mild else ''}"
-    )
+    again += f" --steps {options.steps} --faults {options.faults}"
+    again += f"{' --mild' if options.mild else ''}{' --sharded' if options.sharded else ''}"
     print(f"\nseed     {seed}\ncommit   {_commit()}\nagain    {again}")
     print(f"journal  {journal}: python -m elastic.chaos replay {journal}")
 

@@ -45,6 +45,7 @@ class SimulatedJob(Protocol):
     going_on: bool
     keep_journal: bool
     reports_samples: bool
+    sharded: Any  # simulated_shards, or None
 
     def note(self, fault: str) -> None:
         """Record an injected fault."""
@@ -55,6 +56,9 @@ class SimulatedJob(Protocol):
     def heal(self, host: str) -> None: ...
 
     def lose_host(self, host: str) -> None: ...
+
+    def process(self, agent: Agent, worker: Worker) -> Any:
+        """A new process, not started yet."""
 
     def born(self, process: Any) -> None: ...
 

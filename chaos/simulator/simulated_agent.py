@@ -89,7 +89,7 @@ class SimulatedAgent:
                 if worker.incarnation > 1 and clock.chance(0.02):
                     self._exited(WorkerExited(worker, 127, reason="no such program"))
                     return
-                process = SimulatedWorker(self.sim, self, worker)
+                process = self.sim.process(self, worker)
                 self.processes[worker] = self.sim.processes[worker] = process
                 self.sim.born(process)
                 clock.after(clock.between(0.0, 0.1), process.begin)

@@ -9,7 +9,7 @@ every epoch exactly once, except for the repeats that fill the last round.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from elastic.chaos.simulator.interface import SimulatedJob
 from elastic.driver.events import PublishWorld
@@ -41,7 +41,9 @@ class State(NamedTuple):
 class Collective:
     """One collective of one generation. Complete when all ranks have come, which each detects at its own time."""
 
-    __slots__ = ("brought", "came", "done", "key", "ranks", "samples", "sent", "since", "told")
+    __slots__ = (
+        "brought", "came", "done", "key", "ranks", "samples", "sent", "since", "told", "values",
+    )  # fmt: skip
 
     def __init__(self, key: tuple[int, str, int], ranks: tuple[int, ...]) -> None:
         self.key = key
@@ -53,6 +55,7 @@ class Collective:
         self.done: set[int] = set()
         self.since: dict[int, float] = {}
         self.told: set[int] = set()  # ranks that have reported their wait
+        self.values: dict[int, Any] = {}  # that ranks of a sharded state send to all
 
     @property
     def complete(self) -> bool:

@@ -13,7 +13,7 @@ from elastic.chaos.simulator.interface import Agent, SimulatedJob
 from elastic.chaos.simulator.simulated_network import Connection, SimulatedLink
 from elastic.chaos.simulator.simulated_reports import SimulatedReports
 from elastic.chaos.simulator.simulated_training import Collective, State
-from elastic.errors import DeviceLost, LeaveRequested, PeerLost, WorldChanging
+from elastic.errors import DeviceLost, LeaveRequested, PeerLost, ShardLost, WorldChanging
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Commit, Message, Worker
 from elastic.runtime import recovery
@@ -206,6 +206,7 @@ class SimulatedWorker:
             if not self.recovery.newcomer:
                 yield from self._wait_for_world("")
             yield "model", between(0.0, 1.0)
+            self.begin_training()
             self.recovery.enter()
             yield from self._run()
             self.recovery.leave()
@@ -217,6 +218,9 @@ class SimulatedWorker:
             code = end.code
             self.perform(self.recovery.quit(code))
             yield "interpreter ends", between(0.0, QUITTING_S)
+        except ShardLost as error:
+            self.perform(self.recovery.raised(str(error), "", final=True, shards_lost=True))
+            code = 1
         except DeviceLost as error:
             self.perform(self.recovery.raised(str(error), "Traceback ...", True))
             code = 1
@@ -246,7 +250,11 @@ class SimulatedWorker:
                 self.state = self.saved
                 self.reports.samples = []
             except WorldChanging:
-                self._commit()
+                try:
+                    yield from self.commit()
+                except PeerLost:  # ranks of a sharded state commit it together
+                    self.state = self.saved
+                    self.reports.samples = []
 
     def _wait_for_world(self, layout: str) -> Thread:
         self.perform(self.recovery.wait_for_world(Address("127.0.0.1", 1), layout))
@@ -258,6 +266,15 @@ class SimulatedWorker:
 
     def _enter_world(self) -> Thread:
         yield from self._wait_for_world("model.weight float32 [10]")
+        yield from self.bring()
+        self.recovery.adopt()
+        self.sim.labelled(self)
+
+    def begin_training(self) -> None:
+        """The script enters elastic.run."""
+
+    def bring(self) -> Thread:
+        """Send the state to the ranks of a new world that lack it."""
         world = self.recovery.world
         assert world is not None
         rank, size = world.place.rank, world.place.size
@@ -266,13 +283,11 @@ class SimulatedWorker:
             self.saved = self.state
         if lacking < size and (rank == 0 or rank >= lacking):
             ranks = self.sim.training.copying(world.holders, size)
-            copying = self._collective("state", 0, ranks)
-            yield from self._arrive(copying)
+            copying = self.collective("state", 0, ranks)
+            yield from self.arrive(copying)
             if rank:
                 self.state = self.saved = copying.sent
                 self.reports.samples = []
-        self.recovery.adopt()
-        self.sim.labelled(self)
 
     def _train(self) -> Thread:
         clock = self.sim.clock
@@ -282,7 +297,7 @@ class SimulatedWorker:
                 yield from self._be_in_trouble()
             self._raise_what_it_will()
             rank, size = self.recovery.place.rank, self.recovery.place.size
-            yield from self._arrive(self._collective("gradients", self.entered))
+            yield from self.arrive(self.collective("gradients", self.entered))
             if self.entered == 1:
                 self.perform(self.recovery.resumed({}))
             epoch = self.sim.training.epoch
@@ -290,8 +305,7 @@ class SimulatedWorker:
             self.state = self.state.after(self.recovery.generation, size, epoch)
             commits = self.state.steps % 4 == 0 or self.state.cursor % epoch == 0
             if commits:
-                self._commit()
-                yield "commit", 0.0
+                yield from self.commit()
             if commits or self.state.steps % 2 == 0:
                 yield from self._check()
             self.reports.pace()
@@ -320,7 +334,12 @@ class SimulatedWorker:
             self.reports.phase = ""
             self.reports.progress(None)
 
-    def _commit(self) -> None:
+    def commit(self) -> Thread:
+        """Commit between two steps."""
+        self.committed()
+        yield "commit", 0.0
+
+    def committed(self) -> None:
         self.saved = self.state
         self.recovery.committed()
         self.sim.labelled(self)
@@ -353,14 +372,14 @@ class SimulatedWorker:
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
-    def _collective(
+    def collective(
         self, purpose: str, number: int, ranks: tuple[int, ...] | None = None
     ) -> Collective:
         raise_if_broken(self.recovery)
         found: Collective = self.sim.training.collective(self, purpose, number, ranks)
         return found
 
-    def _arrive(self, collective: Collective) -> Thread:
+    def arrive(self, collective: Collective) -> Thread:
         rank, generation = self.recovery.place.rank, self.recovery.generation
         began = self.sim.clock.now
         self.entered += collective.key[1] == "gradients"
@@ -412,7 +431,7 @@ class SimulatedWorker:
         if self.entered == 1:
             self.perform(self.recovery.resumed({}))
         if self.state.steps % 10 == 0:
-            self._commit()
+            self.committed()
         self._verdict = self.recovery.arrive()
         if self.entered % 10 == 0:
             self.reports.pace()

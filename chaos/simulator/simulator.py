@@ -14,10 +14,12 @@ from pathlib import Path
 
 from elastic.chaos.invariants.invariants import Invariants
 from elastic.chaos.simulator import simulated_faults
+from elastic.chaos.simulator.interface import Agent
 from elastic.chaos.simulator.simulated_agent import SimulatedAgent
 from elastic.chaos.simulator.simulated_driver import BEAT_S, SimulatedDriver
 from elastic.chaos.simulator.simulated_faults import Fault, Weather
 from elastic.chaos.simulator.simulated_network import SimulatedNetwork
+from elastic.chaos.simulator.simulated_shards import ShardedJob, ShardedWorker
 from elastic.chaos.simulator.simulated_training import Training
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.chaos.simulator.virtual_clock import Clock
@@ -103,8 +105,10 @@ class Simulation:
         silence_s: float = Settings.lease_s,
         starting_max: int | None = None,
         restarts: int | None = None,
+        sharded: ShardedJob | None = None,
     ) -> None:
         self.seed = seed
+        self.sharded = sharded
         self.workers = workers
         self.steps = steps
         self.mild = mild
@@ -112,8 +116,9 @@ class Simulation:
         self.keep_journal = keep_journal
         self.faults_s = faults_s
         self.weather = weather or Weather.drawn(seed, mild=mild)
-        # This report is not repeated on a new connection.
-        self.reports_samples = not self.weather.loses_messages
+        # This report is not repeated on a new connection. A commit of a sharded state that was complete before any rank
+        # reported it may be restored.
+        self.reports_samples = not self.weather.loses_messages and sharded is None
         self.settings = settings_for(
             workers, standbys, silence_s=silence_s, starting_max=starting_max, restarts=restarts
         )
@@ -251,6 +256,10 @@ class Simulation:
         self.list_hosts(self.hosts)
 
     # ---- notifications ---------------------------------------------------------------------------------------------
+
+    def process(self, agent: Agent, worker: Worker) -> SimulatedWorker:
+        kind = SimulatedWorker if self.sharded is None else ShardedWorker
+        return kind(self, agent, worker)
 
     def born(self, process: SimulatedWorker) -> None:
         if self.clock.chance(self.weather.struck) and not self.mild:

@@ -13,6 +13,12 @@ def test_seeds_are_counted(capsys):
     recorded("output", capsys.readouterr().out)
 
 
+def test_shards_are_simulated_in_jobs_of_few_workers(capsys):
+    assert main(["simulate", "--sharded", "--seeds", "2", "--workers", "4", "--steps", "40"]) == 0
+    assert capsys.readouterr().out
+    assert main(["simulate", "--sharded", "--workers", "300"]) == 2
+
+
 def test_one_seed_tells_its_story_and_its_journal_replays(tmp_path, capsys):
     path = tmp_path / "seed.jsonl"
     assert main(["simulate", "--seed", "7", "--journal", str(path)]) == 0

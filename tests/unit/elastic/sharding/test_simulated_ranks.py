@@ -17,13 +17,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.sharding import inventory, moves, placement, replicas
-from elastic.sharding.bank_cycle import BankCycle, BankRecord, BankState
+from elastic.sharding.bank_cycle import BankCycle, BankRecord
 from elastic.sharding.inventory import CommitId, Inventory, WholeCommit
 from elastic.sharding.moves import Move
 from elastic.sharding.partition import Partition, PartitionedTensor
 from elastic.sharding.placement import Placement, copied_to
 from elastic.sharding.replicas import MeshShape, columns, sender
 from elastic.sharding.rows import ShardedTensor, owners
+from harness.planted_shards import (
+    SealsWhatIsNotMirrored,
+    WritesOverTheBase,
+    brings_rows_to_one_replica,
+    copies_nothing_that_has_a_replica,
+    counts_a_row_twice,
+    sends_from_a_rank_of_another_shard,
+    takes_stale_shards,
+    takes_what_replicas_hold_for_what_copies_hold,
+)
 
 WHOLE = Partition(((6, 2, 4), (5,)))
 TENSORS = (
@@ -277,68 +287,6 @@ def test_ranks_are_lost_and_join_in_the_simulation():
 
 
 # ---- planted bugs --------------------------------------------------------------------------------
-
-
-class WritesOverTheBase(BankCycle):
-    def _free(self) -> int:
-        return 0 if self.base is None else self.base
-
-
-class SealsWhatIsNotMirrored(BankCycle):
-    def sealed(self) -> None:
-        record = self.banks[self.writing or 0]
-        assert record is not None
-        record.state = BankState.MIRRORED
-        super().sealed()
-
-
-def takes_stale_shards(inventories: Sequence[Inventory]) -> WholeCommit | None:
-    newest = max(each.commit for held in inventories for each in held)
-    return inventory.newest_whole(
-        [tuple(each._replace(commit=newest) for each in held) for held in inventories]
-    )
-
-
-def counts_a_row_twice(*arguments: Any) -> list[Move]:
-    plan = moves.plan_moves(*arguments)
-    return [*plan, plan[0]] if plan else plan
-
-
-def copies_nothing_that_has_a_replica(
-    order: Sequence[int], hosts: Sequence[str], copies: int, lasting: Sequence[bool], shards: int
-) -> Placement:
-    if len(order) > shards:
-        return ((),) * shards
-    return placement.place_copies(order, hosts, copies, lasting, shards)
-
-
-def brings_rows_to_one_replica(*arguments: Any) -> list[Move]:
-    """The other one keeps those that it holds."""
-    seen: set[tuple[int, int, Any]] = set()
-    found = []
-    for move in moves.plan_moves(*arguments):
-        key = move.tensor, move.shard, move.rows
-        if move.source == move.target or key not in seen:
-            found.append(move)
-            seen.add(key)
-    return found
-
-
-def takes_what_replicas_hold_for_what_copies_hold(
-    inventories: Sequence[Inventory],
-) -> WholeCommit | None:
-    """A commit counts as whole as soon as one row of the mesh would be full."""
-    newest = max(each.commit for held in inventories for each in held)
-    held = [tuple(each for each in held if each.commit == newest) for held in inventories]
-    shards = next(each.shards for each in sum(held, ()))
-    if len([each for each in held if each]) < shards:
-        return inventory.newest_whole(inventories)
-    holders = [tuple(rank for rank, each in enumerate(held) if each)] * shards
-    return WholeCommit(newest, shards, tuple(holders), (None,) * shards)
-
-
-def sends_from_a_rank_of_another_shard(column: Sequence[int], shard: int) -> int:
-    return 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,214 @@
+"""A worker on the virtual clock whose state is sharded: the real decisions of `elastic.sharding` on made-up rows.
+
+A commit is a collective: each rank copies its shard into a bank, receives the copies that it keeps, and seals it. In
+another world the ranks choose the newest whole commit, and its rows move to their new owners. Each row holds the
+history of the state that it belongs to, so that a row of another commit is noticed.
+
+What must hold: as long as workers on no more than ``copies`` hosts are missing since the newest seal, that commit is
+restored, or a newer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+from elastic.chaos.simulator.interface import SimulatedJob
+from elastic.chaos.simulator.simulated_training import State
+from elastic.chaos.simulator.simulated_worker import SimulatedWorker
+from elastic.errors import ShardLost
+from elastic.protocol.messages import Worker
+from elastic.sharding import inventory, moves, placement
+from elastic.sharding.bank_cycle import BankCycle, BankRecord
+from elastic.sharding.inventory import CommitId, Inventory, WholeCommit
+from elastic.sharding.moves import Move
+from elastic.sharding.placement import Placement, copied_to
+from elastic.sharding.replicas import columns, mesh_shape, sender
+from elastic.sharding.rows import ShardedTensor, owners
+
+TENSORS = (ShardedTensor("weight", 7, 8), ShardedTensor("bias", 1, 4), ShardedTensor("odd", 5, 3))
+LIMIT = 10  # bytes of a move
+Rows = dict[tuple[int, int], int]  # by tensor and row: the history of the state that it belongs to
+Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
+
+
+class Sealed(NamedTuple):
+    """A sealed commit, and the workers that made it."""
+
+    steps: int
+    workers: tuple[Worker, ...]
+
+
+class ShardedJob:
+    """What workers of one job have sealed.
+
+    Args:
+        copies: of each shard, on other hosts.
+        least: smallest number of shards of a world with replicas; None: each rank has a shard of its own.
+    """
+
+    def __init__(self, copies: int, least: int | None = None) -> None:
+        self.copies = copies
+        self.least = least
+        self.newest: Sealed | None = None
+        self.restored = 0  # commits restored in another world
+        self.lost = 0  # worlds in which no commit was whole
+
+    @classmethod
+    def drawn(cls, seed: int) -> ShardedJob:
+        """With one copy or two, and with replicas in every other job."""
+        return cls(1 + seed % 2, (None, None, 1, 2)[seed // 2 % 4])
+
+    def shards(self, size: int) -> int:
+        return size if self.least is None else mesh_shape(size, min(self.least, size)).shards
+
+    def sealed(self, steps: int, workers: tuple[Worker, ...]) -> None:
+        """A rank knows that all ranks have mirrored this commit."""
+        self.newest = Sealed(steps, workers)
+
+    def met(self, present: tuple[Worker, ...], steps: int | None) -> None:
+        """These workers restore the commit of this step; None: they have no whole one. Raises AssertionError."""
+        newest = self.newest
+        self.lost += steps is None
+        self.restored += steps is not None
+        if newest is None:
+            return
+        hosts = {each.host for each in newest.workers}
+        missing = {each.host for each in newest.workers if each not in present}
+        if len(missing) <= min(self.copies, len(hosts) - 1):
+            assert steps is not None and steps >= newest.steps, (
+                f"step {steps} is restored, although step {newest.steps} was sealed and only workers on"
+                f" {sorted(missing)} are missing"
+            )
+
+
+class ShardedWorker(SimulatedWorker):
+    """One process of which the state is sharded."""
+
+    def __init__(self, sim: SimulatedJob, agent: Any, worker: Worker) -> None:
+        super().__init__(sim, agent, worker)
+        self._cycle = BankCycle()
+        self._memory: tuple[dict[int, Rows], dict[int, Rows]] = ({}, {})  # by shard, of each bank
+        self._kept: list[State] = [self.state, self.state]  # replicated values of each bank
+        self._live: Rows = {}
+        self._order: list[int] = []
+        self._placement: Placement = ()
+        self._count = 0  # commits of this generation
+        self._exchanges = 0
+
+    # ---- commits ---------------------------------------------------------------------------------------------------
+
+    def begin_training(self) -> None:
+        """The state as the script has made it, in the world of init()."""
+        place = self.recovery.place
+        if self.recovery.newcomer or not place.size:
+            return
+        shards = self._job.shards(place.size)
+        order = list(range(place.size))
+        self._live = dict.fromkeys(_keys(owners(order, shards)[place.rank], shards), 0)
+        shard = owners(order, shards)[place.rank]
+        bank = self._cycle.begin(BankRecord(CommitId(0, 0), shards, shard, (), ()))
+        self._memory[bank][shard], self._kept[bank] = dict(self._live), self.state
+        self._cycle.copied()
+        self._cycle.mirrored()
+        self._cycle.sealed()
+
+    @property
+    def _job(self) -> ShardedJob:
+        found: ShardedJob = self.sim.sharded
+        return found
+
+    def commit(self) -> Thread:
+        yield from self._seal()
+        self.committed()
+        yield "commit", 0.0
+
+    def _seal(self) -> Thread:
+        """Copy this rank's shard, receive the copies that it keeps, and seal the commit."""
+        generation, rank = self.recovery.generation, self.recovery.place.rank
+        shards = self._job.shards(len(self._order))
+        shard, kept = owners(self._order, shards)[rank], tuple(copied_to(self._placement, rank))
+        record = BankRecord(CommitId(generation, self._count), shards, shard, kept, ())
+        bank = self._cycle.begin(record)
+        self._memory[bank][shard] = own = {key: self.state.history for key in self._live}
+        self._live = dict(own)
+        self._kept[bank] = self.state
+        yield "shard copied", 0.0
+        self._cycle.copied()
+        told = yield from self._exchange("shards mirror", dict(own))
+        for other in kept:
+            source = sender(columns(self._order, shards)[other], other)
+            self._memory[bank][other] = told[source]
+        self._cycle.mirrored()
+        yield "shard mirrored", 0.0
+        yield from self._exchange("shards seal", None)
+        self._cycle.sealed()
+        self._count += 1
+        self._job.sealed(self.state.steps, self._members())
+
+    def _members(self) -> tuple[Worker, ...]:
+        world = self.sim.training.worlds[self.recovery.generation]
+        return tuple(member.worker for member in world.members)
+
+    def _exchange(self, purpose: str, value: Any) -> Generator[Any, None, list[Any]]:
+        """All ranks of the world give a value. Returns those of all, by rank. Raises PeerLost."""
+        collective = self.collective(purpose, self._exchanges)
+        self._exchanges += 1
+        collective.values[self.recovery.place.rank] = value
+        yield from self.arrive(collective)
+        return [collective.values[rank] for rank in collective.ranks]
+
+    # ---- another world ---------------------------------------------------------------------------------------------
+
+    def bring(self) -> Thread:
+        """Restore the newest whole commit, whose rows move to their owners in this world."""
+        self._exchanges = self._count = 0
+        rank, size = self.recovery.place.rank, self.recovery.place.size
+        told = yield from self._exchange("shards meet", self._cycle.inventory())
+        whole = self._newest_whole(told)
+        base = None if whole is None else self._cycle.adopt(whole.commit)
+        mine = None if base is None else (self._memory[base], self._kept[base])
+        banks = yield from self._exchange("shards travel", mine)
+        restored = None if whole is None else banks[whole.ranks()[0]][1]
+        if rank == 0:
+            self._job.met(self._members(), None if restored is None else restored.steps)
+        if whole is None or restored is None:
+            raise ShardLost(
+                [(each.shard, each.shards, each.hosts) for each in inventory.lost_shards(told)]
+            )
+        hosts, shards = [each.host for each in self._members()], self._job.shards(size)
+        if self._job.least is None:
+            order = moves.order_of_shards(whole, TENSORS, size)
+        else:
+            order = moves.order_of_replicas(whole, TENSORS, hosts, shards, self._job.copies)
+        rows: Rows = {}
+        for move in self._plan(whole, order, hosts, shards):
+            if move.target == rank:
+                held = banks[move.source][0][move.shard]
+                rows.update(
+                    {(move.tensor, row): held[move.tensor, row] for row in range(*move.rows)}
+                )
+        assert {*rows} == _keys(owners(order, shards)[rank], shards), f"{self.worker} lacks rows"
+        first = whole.commit.generation == 0
+        assert first or {*rows.values()} <= {restored.history}, f"{self.worker} mixes commits"
+        self._live, self._order = rows, order
+        self._placement = placement.place_copies(order, hosts, self._job.copies, (), shards)
+        self.state = self.saved = restored
+        self.reports.samples = []
+        yield from self._seal()
+
+    def _newest_whole(self, told: list[Inventory]) -> WholeCommit | None:
+        return inventory.newest_whole(told)
+
+    def _plan(
+        self, whole: WholeCommit, order: list[int], hosts: list[str], shards: int
+    ) -> list[Move]:
+        return moves.plan_moves(whole, TENSORS, order, hosts, LIMIT, shards)
+
+
+def _keys(shard: int, shards: int) -> set[tuple[int, int]]:
+    return {
+        (number, row)
+        for number, tensor in enumerate(TENSORS)
+        for row in range(*tensor.rows_of(shard, shards))
+    }

@@ -1,0 +1,59 @@
+"""Jobs with a sharded state in the simulator: no sealed commit is lost while its copies are on hosts that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from elastic.chaos.simulator import simulated_shards
+from elastic.chaos.simulator.simulated_shards import ShardedJob
+from elastic.chaos.simulator.simulator import Simulation, Violation
+from elastic.driver.reasons import Why
+from harness import planted_shards
+
+QUICK, ALL = 12, 400  # seeds
+FOR_EACH_BUG = 60
+
+
+def simulated(seed: int) -> tuple[ShardedJob, Why]:
+    job = ShardedJob.drawn(seed)
+    outcome = Simulation(seed, workers=6, steps=100, faults=10, sharded=job).run()
+    return job, outcome.reason.kind
+
+
+def test_jobs_go_on_from_the_newest_sealed_commit_or_end_since_too_many_hosts_are_lost():
+    found = [simulated(seed) for seed in range(QUICK)]
+    assert sum(job.restored for job, _ in found) > QUICK
+    ends = {kind for _, kind in found}
+    assert {Why.ALL_RETURNED, Why.SHARDS_LOST} <= ends
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(QUICK, ALL, 97))
+def test_many_seeds(first: int):
+    for seed in range(first, first + 97):
+        simulated(seed)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "bug"),
+    [
+        (simulated_shards, "BankCycle", planted_shards.WritesOverTheBase),
+        (simulated_shards.inventory, "newest_whole", planted_shards.takes_stale_shards),
+        (simulated_shards.placement, "place_copies", planted_shards.copies_on_the_owners_host),
+        (simulated_shards, "sender", planted_shards.sends_from_a_rank_of_another_shard),
+        (simulated_shards.moves, "plan_moves", planted_shards.brings_rows_to_one_replica),
+    ],
+)
+def test_a_planted_bug_is_found(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, bug: Callable[..., Any]
+):
+    monkeypatch.setattr(where, name, bug)
+    for seed in range(FOR_EACH_BUG):
+        try:
+            simulated(seed)
+        except (Violation, KeyError):  # the latter: a row that the rank does not have
+            return
+    pytest.fail("no invariant was broken")
