@@ -23,6 +23,7 @@ import torch
 from elastic import failpoints
 from elastic.api.broadcasting import allgather_object
 from elastic.checkpoints import durable
+from elastic.collectives import agreement
 from elastic.data.loader import loaders
 from elastic.errors import (
     CollectiveFailed,
@@ -264,7 +265,7 @@ def _train_again(rt: Runtime, train: Callable[[], Value], state: State) -> Value
     assert rt.world is not None
     try:
         with rt.training.again():
-            _same_layout(rt.place.rank, allgather_object(state.layout(), name="elastic.layout"))
+            _same_layout(rt, allgather_object(state.layout(), name="elastic.layout"))
             state.reset()
             if state.is_sharded():
                 state.save()
@@ -275,12 +276,13 @@ def _train_again(rt: Runtime, train: Callable[[], Value], state: State) -> Value
         raise CollectiveFailed(f"{lost}; {AGAIN}").with_traceback(lost.__traceback__) from None
 
 
-def _same_layout(rank: int, layouts: Sequence[str]) -> None:
+def _same_layout(rt: Runtime, layouts: Sequence[str]) -> None:
     """Raise StateMismatch on every rank if the state of one differs."""
-    ours = layouts[rank]
+    ours = layouts[rt.place.rank]
     for other, theirs in enumerate(layouts):
         if theirs != ours:
-            raise StateMismatch(exchange.difference(theirs, ours, f"rank {other}"))
+            error = StateMismatch(exchange.difference(theirs, ours, f"rank {other}"))
+            agreement.raise_together(rt.group("state", torch.device("cpu")), error)
 
 
 def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:

@@ -117,6 +117,10 @@ def test_what_reset_callbacks_did_is_the_commit_of_all_where_a_newcomer_is_sent_
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_states_of_a_second_training_that_differ_are_refused_on_every_rank(rank):
-    run_loop._same_layout(rank, ["w 3"] * 3)
+    rt = create_autospec(Runtime, instance=True)
+    rt.place = Place(rank, 3, rank, 3, 0, 1)
+    run_loop._same_layout(rt, ["w 3"] * 3)
+    rt.group.assert_not_called()
     with raises(StateMismatch):
-        run_loop._same_layout(rank, ["w 3", "w 3", "w 4"])
+        run_loop._same_layout(rt, ["w 3", "w 3", "w 4"])
+    rt.group.return_value.barrier.assert_called_once_with()  # all have found it before one raises
