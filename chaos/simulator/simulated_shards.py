@@ -118,6 +118,9 @@ class ShardedWorker(SimulatedWorker):
         found: ShardedJob = self.sim.sharded
         return found
 
+    def keep(self) -> Thread:
+        yield from self.commit()
+
     def commit(self) -> Thread:
         yield from self._seal()
         self.committed()

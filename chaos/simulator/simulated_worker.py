@@ -251,7 +251,7 @@ class SimulatedWorker:
                 self.reports.samples = []
             except WorldChanging:
                 try:
-                    yield from self.commit()
+                    yield from self.keep()
                 except PeerLost:  # ranks of a sharded state commit it together
                     self.state = self.saved
                     self.reports.samples = []
@@ -333,6 +333,11 @@ class SimulatedWorker:
         if self.reports.phase:
             self.reports.phase = ""
             self.reports.progress(None)
+
+    def keep(self) -> Thread:
+        """Commit where the world changes."""
+        self.committed()
+        yield from ()
 
     def commit(self) -> Thread:
         """Commit between two steps."""
