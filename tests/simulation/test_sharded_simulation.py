@@ -11,6 +11,7 @@ from elastic.chaos.simulator import simulated_shards
 from elastic.chaos.simulator.simulated_shards import ShardedJob
 from elastic.chaos.simulator.simulator import Simulation, Violation
 from elastic.driver.reasons import Why
+from elastic.sharding import inventory, moves, placement
 from harness import planted_shards
 
 QUICK, ALL = 12, 400  # seeds
@@ -41,10 +42,10 @@ def test_many_seeds(first: int):
     ("where", "name", "bug"),
     [
         (simulated_shards, "BankCycle", planted_shards.WritesOverTheBase),
-        (simulated_shards.inventory, "newest_whole", planted_shards.takes_stale_shards),
-        (simulated_shards.placement, "place_copies", planted_shards.copies_on_the_owners_host),
+        (inventory, "newest_whole", planted_shards.takes_stale_shards),
+        (placement, "place_copies", planted_shards.copies_on_the_owners_host),
         (simulated_shards, "sender", planted_shards.sends_from_a_rank_of_another_shard),
-        (simulated_shards.moves, "plan_moves", planted_shards.brings_rows_to_one_replica),
+        (moves, "plan_moves", planted_shards.brings_rows_to_one_replica),
     ],
 )
 def test_a_planted_bug_is_found(

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 HOW = os.environ["HOW"]
 
 
-class Net(LightningModule):
+class Net(LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.net: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
