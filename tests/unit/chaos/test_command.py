@@ -30,7 +30,7 @@ def nothing_starts(monkeypatch):
     monkeypatch.setattr("subprocess.Popen", start)
 
 
-def test_it_says_what_there_is(capsys):
+def test_the_overview_lists_all_commands(capsys):
     assert main([]) == 2
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
@@ -84,7 +84,7 @@ def test_each_explains_itself(name, capsys):
         ["--plan", "/nowhere/plan.toml", *JOB],
     ],
 )
-def test_a_mistake_in_the_words_of_run(words, capsys):
+def test_wrong_arguments_of_run_are_refused(words, capsys):
     recorded("output", refused(capsys, "run", *words))
 
 
@@ -112,7 +112,7 @@ def test_a_partition_without_root_is_refused_before_the_start(capsys, monkeypatc
     recorded("log", said)
 
 
-def test_a_dry_run_says_what_would_be_done(capsys, tmp_path):
+def test_a_dry_run_lists_what_would_be_done(capsys, tmp_path):
     file = tmp_path / "plan.toml"
     file.write_text(
         '[random]\nmean_time_between_faults_s = 5\nseed = 1\n[[fault]]\nat_s = 1\nkind = "leave"\n'
@@ -141,7 +141,7 @@ def test_a_journal_of_the_users_own_is_used(capsys, tmp_path):
         ["--json", "/nowhere/x.json"],
     ],
 )
-def test_a_mistake_in_the_words_of_soak(words, capsys):
+def test_wrong_arguments_of_soak_are_refused(words, capsys):
     recorded("output", refused(capsys, "soak", *words))
 
 

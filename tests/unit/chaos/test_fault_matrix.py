@@ -66,7 +66,7 @@ def test_no_victim_fault_or_phase_is_impossible_everywhere_but_the_agent():
         Cell(faults.LAST, faults.KILL, faults.STANDBY),
     ],
 )
-def test_an_impossible_cell_says_why(cell):
+def test_an_impossible_cell_has_a_reason(cell):
     recorded("messages", faults.impossible(cell))
 
 
@@ -110,7 +110,7 @@ def test_how_a_cell_ends(victim, fault, phase, end):
         (faults.KILL, ()),
     ],
 )
-def test_who_does_not_end_by_itself_is_fenced_and_the_reason_says_so(fault, reason):
+def test_a_worker_that_does_not_end_by_itself_is_fenced_for_that_reason(fault, reason):
     assert expected(Cell(faults.LAST, fault, faults.FORWARD)).fenced == reason
 
 
@@ -132,35 +132,35 @@ def test_victims_are_named_by_their_rank():
     ]
 
 
-def test_a_joiner_needs_a_place_and_is_whoever_comes_new():
+def test_a_joiner_needs_a_place_and_is_any_new_worker():
     assert asked(faults.JOINER, faults.EXIT, faults.SNAPSHOT) == [
         "snapshot exit=7 other-than=h:0#1,h:1#1,h:2#1,h:3#1 victims=1 id=x",
         "forward kill worker=h:3#1 id=x-before",
     ]
 
 
-def test_a_rendezvous_needs_a_broken_world_in_which_nobody_is_lost():
+def test_a_rendezvous_needs_a_broken_world_without_a_lost_worker():
     assert asked(faults.LAST, faults.KILL, faults.RENDEZVOUS) == [
         "rendezvous kill worker=h:3#1 victims=1 id=x",
         "forward shut worker=h:1#1 id=x-before",
     ]
 
 
-def test_a_checkpoint_is_read_where_all_were_killed_by_whoever_comes_new():
+def test_a_checkpoint_is_read_by_new_workers_after_all_were_killed():
     assert asked(faults.RANK_0, faults.KILL, faults.RESUME) == [
         "durable-load kill other-than=h:0#1,h:1#1,h:2#1,h:3#1 victims=1 id=x",
         "forward kill step=9 victims=4 id=x-before",
     ]
 
 
-def test_somebody_leaves_where_all_hold():
+def test_a_worker_leaves_while_all_hold():
     assert asked(faults.RANK_0, faults.KILL, faults.CHANGE) == [
         "hold kill worker=h:0#1 victims=1 id=x",
         "forward term worker=h:1#1 id=x-before",
     ]
 
 
-def test_several_victims_of_a_change_meet_where_all_stop():
+def test_several_victims_of_a_change_are_hit_where_all_stop():
     """One may hold a check before the others, who wait for it in their next step: they would never meet."""
     assert asked(faults.ALL_BUT_ONE, faults.KILL, faults.CHANGE) == [
         "stop kill worker=h:0#1,h:1#1,h:2#1 victims=3 id=x",
@@ -168,7 +168,7 @@ def test_several_victims_of_a_change_meet_where_all_stop():
     ]
 
 
-def test_what_comes_from_outside_waits_for_it():
+def test_victims_of_an_outside_fault_wait_for_it():
     assert asked(faults.DRIVER, faults.KILL, faults.STEP)[0].startswith("optimizer-step wait=/go")
     assert asked(faults.LAST, faults.DROP, faults.STEP)[0].startswith("optimizer-step wait=/go")
 
@@ -202,7 +202,7 @@ def test_jobs_hold_every_cell_once_and_in_an_order_that_can_be(together):
         assert len({expectations.kind_of(cell) for cell in job}) == 1
 
 
-def test_who_shares_memory_is_spared_what_would_not_reach_it():
+def test_workers_with_shared_memory_get_no_connection_faults():
     for cell in POSSIBLE:
         by_rule = any(
             " shut " in f"{rule} " for rule in fault_rules(cell, MEMBERS, "h:3#1", "x", "/go").rules

@@ -33,7 +33,7 @@ def test_what_levels_off_in_the_first_half_is_flat():
     assert warmed.flat
 
 
-def test_what_goes_on_growing_is_not_flat():
+def test_a_steadily_growing_curve_is_not_flat():
     leaking = curve([200.0 + 0.1 * n for n in range(240)])  # 12 MB in ten minutes, 4.4 allowed
     assert leaking.growth == pytest.approx(11.9, abs=0.2)
     assert not leaking.flat

@@ -82,7 +82,7 @@ def test_a_text_that_is_no_rule_is_refused_with_a_sentence(text):
 # ---- who is struck -------------------------------------------------------------------------------
 
 
-def test_a_rule_means_who_has_one_of_the_values_of_each_condition():
+def test_a_rule_matches_workers_with_one_of_the_values_of_each_condition():
     rule = parse("bucket kill rank=0,2 other-than=b:0#1")[0]
     assert rule.means({"worker": "a:0#1", "rank": "2"})
     assert not rule.means({"worker": "a:0#1", "rank": "1"})
@@ -105,13 +105,13 @@ def test_a_rule_strikes_at_its_place_and_once(rules, struck):
     assert struck == ["7"]
 
 
-def test_a_rule_for_somebody_else_does_not_strike(rules, struck):
+def test_a_rule_for_another_worker_has_no_effect(rules, struck):
     rules("bucket exit=7 slot=1; bucket exit=8 incarnation=2; bucket exit=9 rank=0")
     failpoint("bucket")
     assert not struck
 
 
-def test_only_hits_that_meet_the_conditions_are_counted(rules, struck):
+def test_only_hits_that_satisfy_the_conditions_are_counted(rules, struck):
     rules("bucket exit=7 step=4 hit=2")
     for step in (3, 3, 4):
         failpoints.set_step(step)
@@ -158,7 +158,7 @@ def test_a_file_is_read_again_when_it_was_replaced(rules, struck, tmp_path):
     assert struck == ["1", "2"]
 
 
-def test_a_rule_in_a_file_strikes_as_many_processes_as_it_says(rules, struck, tmp_path):
+def test_a_rule_in_a_file_hits_the_given_number_of_processes(rules, struck, tmp_path):
     file = tmp_path / "rules"
     replace(file, "bucket exit=1 id=cell")
     for _ in range(2):  # as two processes would
@@ -189,7 +189,7 @@ def test_a_user_exception_is_raised_as_it_is():
         actions.ACTIONS["raise"]("a-damaged-sample")
 
 
-def test_a_full_disk_says_so():
+def test_a_full_disk_raises_enospc():
     with raises(OSError):
         actions.ACTIONS["disk-full"]("")
 

@@ -40,7 +40,7 @@ def hook_that_reduces_twice() -> None:
     result.wait()
 
 
-def test_a_loss_that_a_callback_of_a_future_was_told_of_is_raised_as_such(session):
+def test_a_loss_reported_to_a_future_callback_is_raised_as_such(session):
     session.raise_if_told.side_effect = PeerLost("lost h:0#1")
     with raises(PeerLost):
         unwrapped(session, hook_that_reduces_twice)
@@ -52,7 +52,7 @@ def test_an_error_of_the_script_stays_what_it_is(session):
     session.raise_if_told.assert_called_once_with()
 
 
-def test_a_result_comes_back(session):
+def test_a_result_is_returned(session):
     assert unwrapped(session, lambda: 3) == 3
 
 

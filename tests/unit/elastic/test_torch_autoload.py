@@ -41,7 +41,7 @@ def test_it_is_an_entry_point_of_the_installed_package():
         ),
     ],
 )
-def test_whoever_imports_torch_first(first, place, group):
+def test_the_backend_is_registered_for_any_order_of_imports(first, place, group):
     rank, size = place.split()
     known = {"RANK": rank, "WORLD_SIZE": size, "ELASTIC_TORCH_BACKEND": "elastic"}
     ended = subprocess.run(
@@ -55,7 +55,7 @@ def test_whoever_imports_torch_first(first, place, group):
     assert ended.stdout.split() == [group]
 
 
-def test_a_ddp_that_is_made_before_there_is_a_world_says_what_is_missing(monkeypatch):
+def test_a_ddp_created_before_the_world_says_what_is_missing(monkeypatch):
     from torch.nn.parallel import distributed
     from torch.nn.parallel.distributed import DistributedDataParallel
 

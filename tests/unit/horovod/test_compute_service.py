@@ -20,7 +20,7 @@ def service():
     made.shutdown()
 
 
-def test_who_waits_learns_where_a_dispatcher_is_and_that_its_workers_serve(service):
+def test_a_waiter_gets_the_address_of_a_dispatcher_once_its_workers_serve(service):
     compute, training = (ComputeClient(service.addresses(), KEY) for _ in range(2))
     found: list[str] = []
 
@@ -54,12 +54,12 @@ def test_what_is_missing_is_named(service):
         client.register_dispatcher(2, "grpc://a:1")
 
 
-def test_only_who_has_the_key_is_heard(service):
+def test_only_callers_with_the_key_are_answered(service):
     with raises(ConnectionError):
         ComputeClient(service.addresses(), b"another").shutdown()
 
 
-def test_who_waits_for_the_end_notices_that_the_service_is_gone_without_one():
+def test_a_waiter_for_the_end_notices_that_the_service_vanished():
     made = ComputeService(1, 1, KEY, host="127.0.0.1")
     client = ComputeClient(made.addresses(), KEY, timeout=0.05)
     waiting = threading.Event()
@@ -80,7 +80,7 @@ def test_who_waits_for_the_end_notices_that_the_service_is_gone_without_one():
     assert len(ended) == 1
 
 
-def test_a_service_that_is_gone_before_it_is_asked_again_has_ended_where_this_process_told_it_to():
+def test_a_service_that_this_process_shut_down_may_vanish_before_the_next_query():
     made = ComputeService(1, 1, KEY, host="127.0.0.1")
     clients = [ComputeClient(made.addresses(), KEY, timeout=0.05) for _ in range(2)]
     clients[0].shutdown()

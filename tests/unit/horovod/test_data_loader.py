@@ -66,7 +66,7 @@ def test_every_pass_gives_every_batch_in_order(size):
     assert not threads()
 
 
-def test_it_reads_as_far_ahead_as_it_was_told_and_no_further():
+def test_it_prefetches_exactly_the_given_number_of_batches():
     loader = AheadNumbers(2, 100)
     for _ in loader:
         assert loader.full.wait(WAIT_S), "two wait to be taken, besides the one that was"
@@ -84,7 +84,7 @@ def test_a_pass_that_is_left_early_is_not_seen_in_the_next():
     assert not threads()
 
 
-def test_an_error_comes_where_the_batch_would_have_come():
+def test_an_error_is_raised_in_place_of_its_batch():
     batches = iter(AheadNumbers(4, 10, fails_at=2))
     assert [next(batches), next(batches)] == [0, 10]
     with raises(OSError):

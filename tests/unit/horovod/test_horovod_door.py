@@ -184,7 +184,7 @@ def test_what_has_no_meaning_here_is_refused(launched, options):
     assert launched == []
 
 
-def test_what_is_built_in_can_be_asked_without_a_framework():
+def test_build_options_are_available_without_a_framework():
     assert util.gloo_built() and not util.mpi_built(verbose=True)
     assert util.extension_available("torch") and not util.extension_available("mxnet")
     assert [n for n in range(9) if util.num_rank_is_power_2(n)] == [1, 2, 4, 8]
@@ -203,7 +203,7 @@ def test_a_wrapped_optimizer_is_found_by_its_class():
     assert not issubclass(torch.optim.SGD, _DistributedOptimizer)
 
 
-def test_a_discovery_script_is_asked(tmp_path):
+def test_a_discovery_script_is_run(tmp_path):
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\necho h1:3\necho h2\n")
     with pytest.raises(Invalid, match="chmod"):
@@ -216,7 +216,7 @@ def test_a_discovery_script_is_asked(tmp_path):
         HostDiscoveryScript(str(script)).find_available_hosts_and_slots()
 
 
-def test_a_host_manager_says_what_has_changed():
+def test_a_host_manager_reports_changes():
     hosts = FixedHosts({"a": 2, "b": 1})
     manager = HostManager(hosts)
     assert manager.update_available_hosts() is HostUpdateResult.added
@@ -230,14 +230,14 @@ def test_a_host_manager_says_what_has_changed():
         HostManager(object())  # type: ignore[arg-type]
 
 
-def test_a_door_without_its_framework_says_which_extra_to_install(monkeypatch):
+def test_an_import_without_its_framework_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     with raises(ImportError) as raised:
         absent.need("tensorflow", "horovod.tensorflow")
     assert raised.value.name == "tensorflow"
 
 
-def test_a_framework_that_cannot_be_imported_says_why_itself(monkeypatch, tmp_path):
+def test_the_error_of_a_broken_framework_is_unchanged(monkeypatch, tmp_path):
     (tmp_path / "keras.py").write_text("import a_module_that_is_missing\n")
     monkeypatch.delitem(sys.modules, "keras", raising=False)
     monkeypatch.syspath_prepend(tmp_path)

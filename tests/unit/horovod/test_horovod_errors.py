@@ -150,7 +150,7 @@ def trained(raises: BaseException) -> tuple[list[int], ObjectState]:
     return steps, state
 
 
-def test_an_internal_error_goes_back_to_the_last_commit(world_of_one):
+def test_an_internal_error_restores_the_last_commit(world_of_one):
     assert trained(HorovodInternalError("enough"))[0] == [0, 4]
 
 
@@ -177,7 +177,7 @@ def test_what_would_only_happen_again_ends_the_script(world_of_one, raises):
         trained(raises)
 
 
-def test_a_world_that_nobody_can_form_anew_is_not_tried_again(world_of_one):
+def test_a_world_that_can_not_be_formed_again_is_not_retried(world_of_one):
     """Of a fixed size, without a driver: no endless circle."""
     world_of_one.session.recovery.phase = Phase.TRAINING
     with pytest.raises(HorovodInternalError, match="enough"):
@@ -201,7 +201,7 @@ def test_after_a_loss_that_was_swallowed_nothing_is_committed(world_of_one):
     assert state.step == 5
 
 
-def test_a_commit_of_one_worker_alone_is_newer_than_all_agreed_and_the_lowest_rank_goes_first():
+def test_a_commit_of_a_single_worker_is_newer_than_agreed_ones_and_the_lowest_rank_wins():
     newest: list[Commit] = []
     for rank in (0, 1):
         recovery = Recovery(phase=Phase.TRAINING, generation=4, provisional=False)
@@ -218,7 +218,7 @@ def test_a_commit_of_one_worker_alone_is_newer_than_all_agreed_and_the_lowest_ra
     assert newest[0] > newest[1]
 
 
-def test_a_state_hears_of_its_hosts_while_it_trains(world_of_one):
+def test_a_state_is_notified_of_host_changes_during_training(world_of_one):
     state = ObjectState(step=0)
 
     @run

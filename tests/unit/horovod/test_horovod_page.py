@@ -126,7 +126,7 @@ def test_every_public_name_has_a_row():
     assert not set(MODULES.split()) - rows().keys()
 
 
-def test_a_name_is_what_its_row_says():
+def test_a_name_matches_its_row():
     for name in NAMES:
         if rows()[name] == "absent":
             with pytest.raises((ImportError, AttributeError), match="hvd-elastic"):
@@ -148,7 +148,7 @@ def test_every_flag_has_a_row():
     assert not set(FLAGS.split()) - rows().keys()
 
 
-def test_a_flag_is_what_its_row_says():
+def test_a_flag_matches_its_row():
     known = actions()
     for flag in OPTIONS:
         action = known[flag]
@@ -169,7 +169,7 @@ def test_every_variable_has_a_row():
     assert not {f"HOROVOD_{name}" for name in VARIABLES.split()} - rows().keys()
 
 
-def test_a_variable_is_read_or_set_if_its_row_says_so():
+def test_a_variable_is_read_or_set_according_to_its_row():
     known = "".join((ROOT / file).read_text() for file in READERS)
     told = worker_environment(
         {},

@@ -157,7 +157,7 @@ def test_arguments_are_horovods_with_their_order_and_defaults(line):
     assert all("=" in more for more in parameters[len(wanted) :])
 
 
-def test_importing_imports_no_ray_and_says_what_to_install_without_it():
+def test_the_import_does_not_import_ray_and_names_the_missing_package():
     program = (
         "import sys, horovod.ray, horovod.ray.runner, horovod.ray.elastic, horovod.ray.worker\n"
         "assert 'ray' not in sys.modules\n"
@@ -415,7 +415,7 @@ def test_strategies_say_how_many_workers():
     assert PGStrategy(num_workers=1, placement_group=group).arguments["placement_group"] is group
 
 
-def test_workers_of_somebody_else_have_their_places():
+def test_workers_of_other_launchers_have_their_places():
     coordinator = Coordinator(MiniSettings())
     for rank, node in enumerate(["a", "b", "a", "a", "b"]):
         coordinator.register(f"host {node}", node, rank)
@@ -439,7 +439,7 @@ def test_interfaces_are_those_of_the_settings():
     assert nics_to_env_var(detect_nics(MiniSettings())) == {}
 
 
-def test_a_deadline_says_what_was_waited_for():
+def test_a_deadline_names_the_activity():
     late = Timeout(0.0, "no {activity} in {timeout}")
     assert (late.remaining(), late.timed_out()) == (0.0, True)
     with raises(TimeoutException):
@@ -503,7 +503,7 @@ def test_churn_stays_between_its_bounds(monkeypatch):
     assert discovery._hidden <= {"h0"}
 
 
-def test_what_is_logged_goes_where_it_was_told():
+def test_logged_values_go_to_the_configured_queue():
     class Queue(list):
         put = list.append
 

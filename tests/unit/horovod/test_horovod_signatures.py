@@ -196,11 +196,11 @@ def test_attributes_that_scripts_read(path, attributes):
             assert hasattr(type(value), name) or name in vars(value), name
 
 
-def test_another_front_end_says_what_it_is():
+def test_a_missing_front_end_is_named():
     with raises(ImportError):
         importlib.import_module("horovod.spark")
 
 
-def test_a_front_end_without_its_framework_says_what_to_install():
+def test_a_front_end_without_its_framework_names_the_package():
     with raises(ImportError):
         importlib.import_module("horovod.mxnet")

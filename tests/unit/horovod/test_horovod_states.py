@@ -71,7 +71,7 @@ class Values(ObjectState):
             self._set_attrs()
 
 
-def test_a_state_with_methods_of_its_own():
+def test_a_state_with_custom_methods():
     state = Counters(Rows(answer={"seen": 7}), lambda: 1)
     assert has_custom_sync(state), "called by all workers in every world"
     attempts = 0
@@ -100,7 +100,7 @@ def test_an_object_state_that_synchronizes_itself():
     assert state.seen == [1, 2]
 
 
-def test_rank_0_keeps_its_own():
+def test_rank_0_keeps_its_state():
     rows = Rows()
     state = Values(rows, lambda: 0, epoch=5)
     state.sync()

@@ -27,7 +27,7 @@ def test_equal_runs_may_do_steps_again_and_go_less_far():
     assert compared(whole, []) is None
 
 
-def test_the_first_step_counts_and_not_the_first_word():
+def test_the_first_difference_is_that_of_the_first_step_and_not_of_the_first_report():
     undisturbed: list[Event] = [told(1, a=1, b=1), told(2, a=2, b=2), told(3, a=3, b=3)]
     other: list[Event] = [
         told(1, a=1, b=1),
@@ -53,7 +53,7 @@ def with_gradients(worker: Worker, odd: int, **gradients: int) -> WorkerDigested
     return WorkerDigested(worker, 1, commit, 9, step=2, tensors={"model.a": odd}, gradients=named)
 
 
-def test_the_shard_where_it_begins_is_named_and_who_computed_it():
+def test_the_first_differing_shard_and_its_worker_are_named():
     gradients = with_gradients(FIRST, 1, s0_b=1, s0_a=2, s10_b=3, s10_a=4)
     undisturbed: list[Event] = [told(1, a=1), gradients]
     other: list[Event] = [
@@ -88,7 +88,7 @@ def test_of_steps_without_a_commit_none_is_accused():
     recorded("messages", found.sentence())
 
 
-def test_runs_that_begin_with_other_weights_are_told():
+def test_runs_that_begin_with_other_weights_are_reported():
     undisturbed: list[Event] = [replace(with_gradients(FIRST, 1, s0_a=2, s1_a=4), step=1)]
     other: list[Event] = [replace(with_gradients(FIRST, 5, s0_a=3, s1_a=5), step=1)]
     found = compared(undisturbed, other)

@@ -71,7 +71,7 @@ def test_a_journal_of_the_jobs_own_is_refused_and_one_of_the_scripts_is_not(runs
     assert main(["exact", *JOB, "--journal", "x"]) == 0
 
 
-def test_the_second_run_must_not_go_on_where_the_first_one_ended(runs, capsys, tmp_path):
+def test_the_second_run_must_not_resume_from_the_first_one(runs, capsys, tmp_path):
     plans = runs([told(0, 1, 5)])
     *words, script = JOB
     assert main(["exact", *words, "--checkpoint-dir", str(tmp_path), script]) == 2

@@ -86,7 +86,7 @@ def test_training_begins_with_the_first_collective_of_elastic_run(tmp_path):
     assert written.happens(WorkerResumed(B, 2, {})).began_at == 2.0
 
 
-def test_a_commit_counts_once_whoever_reports_it(tmp_path):
+def test_a_commit_counts_once_for_all_its_reports(tmp_path):
     written = Written(tmp_path)
     written.begin()
 
@@ -102,7 +102,7 @@ def test_a_commit_counts_once_whoever_reports_it(tmp_path):
     assert commits(A, 3, 1) == 3
 
 
-def test_a_state_whose_steps_nobody_counts_is_known_from_its_first_commit(tmp_path):
+def test_a_state_without_counted_steps_is_known_from_its_first_commit(tmp_path):
     written = Written(tmp_path)
     written.begin()
     assert not written.happens(WorkerDigested(A, 1, Commit(1, 0), 1)).no_steps  # as a world begins
@@ -126,7 +126,7 @@ def test_the_end_shows_before_it_is_there(tmp_path):
         assert written.happens(event, *actions).ending
 
 
-def test_a_line_that_is_still_being_written_is_heard_when_it_is_whole(tmp_path):
+def test_an_incomplete_line_is_processed_when_it_is_complete(tmp_path):
     written = Written(tmp_path)
     written.begin()
     written.happens(WorkerConnected(A, 101))

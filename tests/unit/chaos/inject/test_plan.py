@@ -54,7 +54,7 @@ kind = "kill"
 """
 
 
-def test_a_plan_says_what_when_and_to_whom():
+def test_a_plan_has_kind_time_and_victim_of_each_fault():
     assert read_plan(PLAN, "plan.toml") == Plan(
         faults=(
             Fault("freeze", "rank 0", at_s=12.0, for_s=8.0),
@@ -65,7 +65,7 @@ def test_a_plan_says_what_when_and_to_whom():
     )
 
 
-def test_a_fault_says_itself_in_words():
+def test_a_fault_has_a_description():
     words = [str(fault) for fault in read_plan(PLAN, "plan.toml").faults]
     recorded("messages", words)
 
@@ -134,14 +134,14 @@ def test_a_seed_gives_the_same_faults_again_and_another_seed_others():
     assert first(one, 50) != first(two, 50)
 
 
-def test_drawn_faults_are_as_far_apart_as_asked_on_average():
+def test_drawn_faults_have_the_requested_mean_interval():
     times = [fault.at_s or 0.0 for fault in first(Chance(10.0, seed=3), 4000)]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert statistics.fmean(gaps) == pytest.approx(10.0, rel=0.05)
     assert statistics.median(gaps) == pytest.approx(6.93, rel=0.08)  # exponential: ln 2 of the mean
 
 
-def test_drawn_faults_last_as_long_as_their_kind_does_or_as_asked():
+def test_drawn_faults_have_the_duration_of_their_kind_or_the_requested_one():
     for fault in first(Chance(1.0, ("kill", "freeze", "slow"), seed=4), 300):
         low, high = LASTING.get(fault.kind, (0.0, 0.0))
         assert low <= fault.for_s <= high
@@ -156,7 +156,7 @@ def test_no_fault_is_drawn_after_the_duration():
     assert max(times) <= 60.0
 
 
-def test_a_plan_without_a_seed_is_given_one_and_keeps_its_own():
+def test_a_plan_without_a_seed_gets_one_and_otherwise_keeps_its_own():
     assert Plan(chance=Chance(1.0)).seeded(9).chance == Chance(1.0, seed=9)
     assert Plan(chance=Chance(1.0, seed=3)).seeded(9).chance == Chance(1.0, seed=3)
 
@@ -190,7 +190,7 @@ def test_a_fault_without_a_victim_stays_due():
     assert schedule.left() == []
 
 
-def test_drawn_faults_come_due_one_after_the_other():
+def test_drawn_faults_are_due_one_after_the_other():
     chance = Chance(10.0, seed=1)
     drawn = first(chance, 3)
     schedule = Schedule(Plan(chance=chance))
@@ -231,13 +231,13 @@ def test_victims_are_named_by_rank_age_slot_or_host():
         assert chosen(victim, members=(), arrived=()) == []
 
 
-def test_chance_hits_everybody_sooner_or_later_but_who_is_spared():
+def test_random_faults_eventually_hit_all_workers_except_spared_ones():
     dice = random.Random(1)
     hit = {w for _ in range(100) for w in chosen("random", drawn=True, dice=dice, spare=["gpu1:0"])}
     assert hit == {B, C}
 
 
-def test_chance_leaves_one_alone_who_holds_the_state():
+def test_random_faults_spare_one_worker_with_the_state():
     assert chosen("random", drawn=True, members=(A,)) == []
     assert chosen("random", drawn=True, members=(A, B), suffering=(A,)) == []
     assert chosen("random", drawn=True, suffering=(A, B)) == []

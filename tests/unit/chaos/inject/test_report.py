@@ -159,7 +159,7 @@ def test_a_commit_that_a_member_held_and_that_is_undone_is_lost():
     assert found.exit_code == 1
 
 
-def test_what_a_worker_said_to_hold_when_it_was_ready_counts_too():
+def test_the_commit_of_a_ready_worker_counts():
     told = Told()
     told.commit(109.5, 2, 1, A, B)
     told.lost(110.0, C, 2, A, B)
@@ -193,7 +193,7 @@ def test_replicas_that_differ_are_named():
     assert found.exit_code == 1
 
 
-def test_the_exit_code_is_the_jobs_own_or_says_that_a_promise_was_broken():
+def test_the_exit_code_is_that_of_the_job_or_reports_a_broken_invariant():
     told = Told()
     told.ends(101.0, code=3)
     assert told.report(code=3, broken=["ONE PER SLOT"]).exit_code == 3
@@ -234,7 +234,7 @@ def test_a_frozen_worker_is_fenced():
     assert fate.back_ms == pytest.approx(2060.0)
 
 
-def test_a_freeze_that_nobody_fenced_is_a_stall_and_no_training():
+def test_a_freeze_without_fencing_is_a_stall_and_no_training():
     told = Told()
     for number in range(1, 60):
         told.commit(100.0 + 0.1 * number, 2, number, A, B, C)
@@ -249,7 +249,7 @@ def test_a_freeze_that_nobody_fenced_is_a_stall_and_no_training():
     assert found.goodput.training_s == pytest.approx(9.0)
 
 
-def test_a_long_gap_without_a_fault_in_it_is_the_scripts_own():
+def test_a_long_gap_without_a_fault_is_attributed_to_the_script():
     """A validation, for example."""
     told = Told()
     for number in range(1, 40):
@@ -294,7 +294,7 @@ def test_a_kill_that_ends_the_job():
     assert fate.back_ms is None
 
 
-def test_who_exits_after_the_end_has_come_to_its_end():
+def test_a_worker_that_exits_after_the_end_has_ended_normally():
     told = Told()
     told.fault(110.0, "slow", B, until=112.0)
     told.ends(115.0)
@@ -332,7 +332,7 @@ def test_where_no_training_was_seen_nothing_was_tested():
     recorded("messages", shown(told.report()))
 
 
-def test_a_job_that_was_asked_to_stop_has_the_exit_code_of_its_process():
+def test_a_stopped_job_has_the_exit_code_of_its_process():
     told = Told()
     told.ends(101.0, code=1)
     recorded("messages", told.report(code=143).ended)

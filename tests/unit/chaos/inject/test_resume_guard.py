@@ -30,7 +30,7 @@ def echo():
     process.communicate()
 
 
-def test_a_stopped_process_goes_on_when_the_tool_is_killed(echo):
+def test_a_stopped_process_is_continued_when_the_tool_is_killed(echo):
     code = subprocess.run([sys.executable, "-c", STOPS_IT_AND_IS_KILLED, str(echo.pid)], timeout=30)
     assert code.returncode == -signal.SIGKILL
     echo.stdin.write(b"still there\n")
@@ -39,7 +39,7 @@ def test_a_stopped_process_goes_on_when_the_tool_is_killed(echo):
     recorded("messages", echo.stdout.readline())
 
 
-def test_a_guard_that_is_closed_continues_nobody(echo):
+def test_a_closed_guard_continues_no_process(echo):
     pidfd = os.pidfd_open(echo.pid)
     guard = Guard(pidfd)
     os.kill(echo.pid, signal.SIGSTOP)

@@ -41,7 +41,7 @@ def test_the_job_ends():
     training().invariants.finish(ended=False)
 
 
-def test_who_is_killed_exits_or_is_said_to_be_immortal():
+def test_a_killed_worker_exits_or_is_reported_as_immortal():
     def killed() -> Told:
         return training().line(TimePassed(), KillWorker(worker("h:0"), in_words("it is stuck")))
 
@@ -88,7 +88,7 @@ def test_a_host_is_awaited_for_a_member_that_is_being_killed_too():
     told.line(exited("h:1"), world(2, "h:0#2"))
 
 
-def test_who_is_told_to_leave_or_loses_its_connection_is_gone_in_time():
+def test_a_worker_that_must_leave_or_loses_its_connection_exits_in_time():
     told = training().line(leaving("h:0"), LetGo(worker("h:0"), in_words("SIGTERM")))
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=31.0)
     told = training().line(raised("h:0", 2, (2, 4)), broken(2, "h:1", "h:2"))
@@ -99,7 +99,7 @@ def test_who_is_told_to_leave_or_loses_its_connection_is_gone_in_time():
     told.line(WorkerReconnected(worker("h:0"), 2, True)).line(TimePassed(), after=2.5)
 
 
-def test_who_has_quit_is_gone_in_time_where_others_wait_for_its_slot():
+def test_a_worker_that_quit_exits_in_time_if_others_wait_for_its_slot():
     training().line(has_quit("h:0", 2), broken(2, "h:1", "h:2")).line(exited("h:0", 0))
     told = training().line(has_quit("h:0", 2), broken(2, "h:1", "h:2"))
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=31.0)
@@ -107,13 +107,13 @@ def test_who_has_quit_is_gone_in_time_where_others_wait_for_its_slot():
     told.line(TimePassed(), after=600.0)
 
 
-def test_who_starts_calls_init_in_time_once_somebody_waits():
+def test_a_started_worker_calls_init_in_time_once_another_one_waits():
     told = Told().line(hosts(h=3), started("h:0"), started("h:1"))
     told.line(connected("h:0"), after=500.0).line(ready("h:0", 0, running=False))
     recorded("messages", told.breaks("EVERY WAIT ENDS", TimePassed(), after=121.0))
 
 
-def test_a_planned_change_comes_to_an_end():
+def test_a_planned_change_ends_in_time():
     everybody = [worker("h:0"), worker("h:1"), worker("h:2")]
     told = training().line(leaving("h:2"), PrepareChange(2, 1, everybody, in_words("h:2 leaves")))
     told.line(TimePassed(), CallOffChange(2, 1, everybody, in_words("no answer")), after=4.9)
@@ -125,7 +125,7 @@ def test_a_planned_change_comes_to_an_end():
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=601.0)
 
 
-def test_a_gathering_and_the_end_come_to_an_end():
+def test_a_gathering_and_the_end_of_a_job_end_in_time():
     told = gathering().line(TimePassed(), Report("warning", "waiting for h:0#1"), after=5.0)
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=1300.0)
     told = training().line(returned("h:0", 2))
@@ -135,7 +135,7 @@ def test_a_gathering_and_the_end_come_to_an_end():
     told.line(TimePassed(), after=601.0)
 
 
-def test_waits_begin_anew_with_a_restarted_driver():
+def test_deadlines_restart_with_a_restarted_driver():
     told = gathering().line(TimePassed(), Report("warning", "waiting for h:0#1"), after=5.0)
     told.line(DriverRestarted(), after=1200.0)
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=16.0)

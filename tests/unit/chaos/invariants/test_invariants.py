@@ -69,7 +69,7 @@ def test_generations_have_no_gap():
     told.breaks("ONE GENERATION", ready("h:0", 2, (2, 5)), world(4, "h:0", "h:1"))
 
 
-def test_nobody_is_left_behind_in_the_old_world():
+def test_no_worker_is_left_behind_in_the_old_world():
     told = training()
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
     told.line(ready("h:1", 2, (2, 5)))
@@ -88,7 +88,7 @@ def test_nobody_is_left_behind_in_the_old_world():
     told.line(ready("h:1", 2, (2, 5)), world(3, "h:1", holders=1, commit=(2, 5)))
 
 
-def test_who_is_not_ready_is_in_no_world():
+def test_a_worker_that_is_not_ready_is_in_no_world():
     told = gathering()
     said = told.breaks(
         "ONE GENERATION", TimePassed(), world(3, "h:1", "h:0", holders=1, commit=(2, 5))
@@ -106,7 +106,7 @@ def test_orders_are_about_the_present_world_and_its_live_members():
 # ---- commits -------------------------------------------------------------------------------------------------------
 
 
-def test_no_commit_comes_from_an_older_world():
+def test_no_commit_is_from_an_older_world():
     """h:0 is outside the world that went on without it, and still commits."""
     told = training(workers_min=1)
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
@@ -142,7 +142,7 @@ def test_a_world_begins_from_the_newest_commit_that_is_held():
     recorded("log", said)
 
 
-def test_ranks_that_are_said_to_hold_the_commit_hold_it():
+def test_ranks_that_are_listed_as_holders_have_the_commit():
     told = gathering()
     told.breaks(
         "NEVER BACK", ready("h:0", 2, (2, 4)), world(3, "h:0", "h:1", holders=1, commit=(2, 5))
@@ -153,7 +153,7 @@ def test_ranks_that_are_said_to_hold_the_commit_hold_it():
     )
 
 
-def test_who_stays_does_not_go_back():
+def test_a_worker_that_stays_does_not_go_back():
     training().lines_of(digested("h:0", (2, 8)), ready("h:0", 2, (2, 8)))
     told = training().line(digested("h:0", (2, 8)))
     said = told.breaks("NEVER BACK", ready("h:0", 2, (2, 4)))
@@ -170,7 +170,7 @@ def test_the_commits_of_one_worker_do_not_go_back():
     recorded("log", said)
 
 
-def test_words_of_a_lost_connection_may_be_overtaken_but_only_those():
+def test_messages_of_a_lost_connection_may_be_overtaken_but_no_others():
     told = gathering().lines_of(digested("h:1", (2, 5)), disconnected("h:1"))
     told.line(digested("h:1", (2, 3)))  # it was under way
     told.line(WorkerReconnected(worker("h:1"), 2, True)).line(digested("h:1", (2, 4)))
@@ -179,7 +179,7 @@ def test_words_of_a_lost_connection_may_be_overtaken_but_only_those():
     told.breaks("NEVER BACK", digested("h:1", (3, 2)))
 
 
-def test_the_last_words_of_a_dead_worker_count_on_too():
+def test_the_last_messages_of_a_dead_worker_still_count():
     told = training().line(digested("h:2", (2, 8)))
     told.line(exited("h:2"), broken(2, "h:0", "h:1")).line(digested("h:2", (2, 9)))
     told.breaks("NEVER BACK", digested("h:2", (2, 8)))
@@ -192,7 +192,7 @@ def test_a_torn_state_is_no_commit():
     told.line(ready("h:0", 2, None))
 
 
-def test_training_does_not_begin_anew_unsaid():
+def test_training_does_not_restart_without_a_report():
     told = training(workers_min=1)
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
     told.line(exited("h:1"))
@@ -228,7 +228,7 @@ def test_all_stop_in_one_place():
     recorded("log", said)
 
 
-def test_who_had_no_connection_may_not_have_heard_where_to_stop():
+def test_a_worker_without_a_connection_may_not_know_where_to_stop():
     told = told_to_stop(6).line(disconnected("h:1"))
     told.line(WorkerReconnected(worker("h:1"), 2, True)).line(ready("h:1", 2, (2, 5)))
 
@@ -251,7 +251,7 @@ def test_a_world_begins_with_the_bits_that_were_committed():
 # ---- sizes, words, ranks -------------------------------------------------------------------------------------------
 
 
-def test_a_world_may_be_too_large_only_while_somebody_leaves():
+def test_a_world_may_be_too_large_only_while_a_worker_leaves():
     def two_are_ready_for_one_place() -> Told:
         told = Told(np=1, workers_min=1, standbys=1)
         told.line(hosts(h=1, g=1), started("h:0"), started("g:0"))
@@ -270,7 +270,7 @@ def test_no_more_are_started_than_the_largest_world_and_the_standbys():
     recorded("log", said)
 
 
-def test_who_is_started_where_a_machine_has_ended_counts():
+def test_a_worker_started_in_place_of_an_ended_one_counts():
     """Only those that were there when it announced its end do not: they leave, and others take their places."""
     told = Told(np=1, workers_min=1).line(hosts(h=2, g=2), started("h:0"))
     told.line(HostLeaving("h", Notice("it goes", 5.0)), started("g:0"))
@@ -282,7 +282,7 @@ def test_who_is_started_where_a_machine_has_ended_counts():
     told.breaks("SIZE", TimePassed(), started("g:1"))
 
 
-def test_who_waits_in_elastic_run_is_given_a_free_place():
+def test_a_worker_that_waits_in_elastic_run_gets_a_free_place():
     told = training(workers_min=1)
     told.line(exited("h:2"), broken(2, "h:0", "h:1"), started("h:2#2"))
     told.lines_of(connected("h:2#2"), ready("h:2#2", 0), ready("h:0", 2, (2, 5)))
@@ -291,7 +291,7 @@ def test_who_waits_in_elastic_run_is_given_a_free_place():
     recorded("log", said)
 
 
-def test_world_may_leave_out_who_gave_no_sign_of_life():
+def test_a_world_may_leave_out_workers_without_a_sign_of_life():
     told = training(workers_min=1)
     told.line(exited("h:2"), broken(2, "h:0", "h:1"), started("h:2#2"))
     told.lines_of(connected("h:2#2"), ready("h:2#2", 0))
@@ -299,7 +299,7 @@ def test_world_may_leave_out_who_gave_no_sign_of_life():
     told.line(ready("h:1", 2, (2, 5)), world(3, "h:0", "h:1", holders=2, commit=(2, 5)))
 
 
-def test_a_long_gathering_says_why():
+def test_a_long_gathering_reports_its_reason():
     told = gathering()
     told.line(TimePassed(), Report("warning", "waiting for h:0#1"), after=5.0)
     told.line(TimePassed(), after=20.0)
@@ -307,7 +307,7 @@ def test_a_long_gathering_says_why():
     recorded("messages", told.breaks("SIZE", TimePassed(), after=25.0))
 
 
-def test_a_worker_speaks_only_of_worlds_that_it_was_in():
+def test_a_worker_reports_only_worlds_that_it_was_in():
     said = training().breaks("NO MIXING", resumed("h:0", 3))
     recorded("log", said)
     assert "after 2" in training().breaks("NO MIXING", returned("h:0", 1))
@@ -344,14 +344,14 @@ def test_a_commit_is_of_a_world_that_its_worker_was_in():
     training().breaks("NO MIXING", digested("h:1", (0, 3)))
 
 
-def test_who_was_never_started_is_not_heard_of():
+def test_no_messages_come_from_workers_that_were_never_started():
     for name in ("h:7", "h:2#2", "elsewhere:0"):
         said = training().breaks("ONE PER SLOT", digested(name, (2, 3)))
         recorded("log", said, worker(name))
     training().breaks("ONE PER SLOT", exited("h:7"))
 
 
-def test_old_members_keep_their_order_and_newcomers_come_last():
+def test_old_members_keep_their_order_and_newcomers_are_last():
     def ready_for_a_world() -> Told:
         told = training().line(exited("h:1"), broken(2, "h:0", "h:2"))
         told.line(TimePassed(), started("h:1#2"))
@@ -389,7 +389,7 @@ def test_a_slot_has_one_worker_at_a_time():
     training().breaks("ONE PER SLOT", HostLost("h", "no word from it"), started("h:2#2"))
 
 
-def test_who_was_fenced_or_let_go_is_in_no_later_world():
+def test_a_fenced_or_released_worker_is_in_no_later_world():
     def gone(action: Action) -> Told:
         told = training().line(TimePassed(), action)
         told.line(exited("h:2"), broken(2, "h:0", "h:1"))
@@ -489,7 +489,7 @@ def test_programs_end_one_by_one():
         told.breaks("THE END", exited("h:1", code), end)
 
 
-def test_time_goes_on_even_where_another_driver_does():
+def test_time_does_not_go_back_with_another_driver():
     training().breaks("TIME", TimePassed(), after=-0.02)
     training().breaks("TIME", DriverRestarted(), after=-0.02)
 

@@ -82,7 +82,7 @@ def test_a_last_round_has_no_more_repeats_than_it_needs():
         told.end()
 
 
-def test_who_dies_takes_its_last_report_with_it():
+def test_the_last_report_of_a_dead_worker_is_lost():
     told = training(samples=6)
     told.lines_of(digested("h:0", (2, 1), samples=[0, 3]), digested("h:1", (2, 1), samples=[1, 4]))
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
@@ -111,7 +111,7 @@ def test_one_commit_may_end_an_epoch_and_begin_another():
     told.breaks("EACH SAMPLE ONCE", digested("h:0", (2, 1), samples=[0]))
 
 
-def test_a_job_that_goes_back_to_a_checkpoint_undoes_what_later_worlds_had_begun_from():
+def test_a_resume_from_a_checkpoint_undoes_the_starts_of_later_worlds():
     history, worker, durable = SampleHistory(4), Worker("h", 0), Commit(1, 1)
     story = [(1, None, 0), (2, durable, 1), (3, Commit(2, 1), 2), (4, Commit(3, 1), 3)]
     again = [(5, durable, 1), (6, Commit(5, 1), 2), (7, Commit(6, 1), 3)]

@@ -118,7 +118,7 @@ def nccl(monkeypatch) -> SimpleNamespace:
     return SimpleNamespace(group=group, backend=backend, kernel=backend.kernel)
 
 
-def test_a_collective_is_asked_on_its_own_gpu_whichever_thread_asks(nccl, devices):
+def test_a_collective_is_queried_on_its_own_gpu_from_any_thread(nccl, devices):
     """CUDA would begin to use GPU 0 there, which costs hundreds of megabytes of it."""
     work = nccl.group.allreduce(torch.ones(3), Op.SUM)
     nccl.kernel.work.is_completed.side_effect = lambda: devices[-1:] == [nccl.group._device]
@@ -157,7 +157,7 @@ def test_a_result_is_scaled_in_the_order_of_the_stream_and_once(nccl):
     assert tensor.tolist() == [0.5, 0.5, 0.5]
 
 
-def test_an_abort_wakes_who_waits_and_runs_in_a_thread_of_its_own(nccl):
+def test_an_abort_wakes_waiters_and_runs_in_a_separate_thread(nccl):
     work = nccl.group.allreduce(torch.ones(3), Op.SUM)
     aborter = threading.Thread(target=nccl.group.abort)
     aborter.start()
@@ -351,7 +351,7 @@ def test_an_abort_ends_the_kernels_and_frees_nothing_before_the_group_is_closed(
     assert group.freed(0.0)
 
 
-def test_a_revoke_that_fails_is_followed_by_an_abort_at_once_and_said_once(revocable, capsys):
+def test_a_failed_revoke_is_followed_by_an_immediate_abort_and_logged_once(revocable, capsys):
     revocable.revoked = 3
     revocable.group.allreduce(torch.ones(3), Op.SUM)
     revocable.group.abort()
@@ -384,7 +384,7 @@ def test_an_error_that_nccl_has_noticed_frees_nothing_either(revocable):
     assert revocable.asked == ["revoke"]
 
 
-def test_who_waits_asks_for_no_error_while_a_collective_is_launched(revocable):
+def test_a_waiter_does_not_query_errors_while_a_collective_is_launched(revocable):
     """NCCL's state is not to be asked for then by two threads."""
     work = revocable.group.allreduce(torch.ones(3), Op.SUM)
     revocable.nccl.kernel.completed = True
@@ -393,14 +393,14 @@ def test_who_waits_asks_for_no_error_while_a_collective_is_launched(revocable):
     revocable.library.reported.assert_not_called()
 
 
-def test_what_has_been_freed_is_asked_for_nothing(revocable):
+def test_a_freed_communicator_is_not_queried(revocable):
     revocable.group.close()
     assert revocable.group._communicator == 0
     revocable.group.abort()
     assert revocable.asked.count("revoke") == 1
 
 
-def test_a_group_that_can_not_be_freed_holds_up_nobody_for_longer_than_it_may(revocable):
+def test_a_group_that_can_not_be_freed_delays_others_at_most_for_the_limit(revocable):
     stuck = threading.Event()
     revocable.nccl.backend.torchs.abort.side_effect = lambda: stuck.wait(30)
     revocable.group.close(0.05)
@@ -546,7 +546,7 @@ def kernels(nccl) -> list[Kernel]:
     return kernels
 
 
-def test_it_tells_how_many_are_launched_have_arrived_and_have_ended(nccl, kernels):
+def test_it_reports_how_many_are_launched_have_arrived_and_have_ended(nccl, kernels):
     events = MadeUpEvent.made
     assert nccl.group.counts()[:3] == (5, 0, 0)
     for event in events[:4]:

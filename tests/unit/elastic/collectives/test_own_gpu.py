@@ -78,7 +78,7 @@ def test_a_cpu_job_does_not_begin_to_use_a_gpu(monkeypatch):
     own_gpu.meet(torch.device("cpu"))
 
 
-def test_a_submission_of_a_second_gpu_reaches_nobody(monkeypatch):
+def test_a_submission_of_a_second_gpu_is_not_sent(monkeypatch):
     own_gpu.meet(torch.device("cuda", 1))
     rt = SimpleNamespace(engine=lambda: pytest.fail("it was submitted"))
     pending = SimpleNamespace(device=torch.device("cuda", 0))
@@ -109,14 +109,14 @@ def same_gpu(monkeypatch) -> NcclCollectives:
     return NcclCollectives(rank=1, size=2, timeout_s=10.0)
 
 
-def test_it_is_said_before_nccl_is_asked_on_every_rank(same_gpu):
+def test_the_error_is_raised_before_nccl_is_called_on_every_rank(same_gpu):
     store = create_autospec(Store, instance=True)
     store.exchange.side_effect = lambda key, rank, size, blob, *_: [b"127.0.0.1 1 GPU-a", blob]
     with raises(Invalid):
         same_gpu.connect(store, "gradients", "127.0.0.1")
 
 
-def test_nccl_may_be_told_to_allow_it(same_gpu, monkeypatch):
+def test_nccl_can_be_configured_to_allow_it(same_gpu, monkeypatch):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     store = create_autospec(Store, instance=True)
     store.exchange.side_effect = lambda key, rank, size, blob, *_: [b"127.0.0.1 1 GPU-a", blob]

@@ -64,7 +64,7 @@ def test_tensors_one_after_the_other_are_reduced_where_they_are():
         lambda flat: [flat[:4], torch.ones(4)],  # of another buffer
     ],
 )
-def test_others_travel_as_a_copy_and_come_back(cut):
+def test_other_tensors_are_sent_as_a_copy_and_copied_back(cut):
     flat = torch.arange(12.0)
     parts = cut(flat)
     wanted = [part * 2 for part in parts]

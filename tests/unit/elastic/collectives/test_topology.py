@@ -65,7 +65,7 @@ def test_hosts_may_have_unequally_many_ranks():
     assert decided == Plan(Backend.HIERARCHY, ((0,), (1, 2)))
 
 
-def test_processes_that_can_not_find_each_other_are_on_two_hosts_and_that_is_told():
+def test_processes_that_can_not_find_each_other_are_on_two_hosts_which_is_logged():
     containers = [rank_on("b"), rank_on("a", processes=1), rank_on("a", processes=2)]
     why = "ranks 1 and 2 run on one machine in different PID namespaces, as in two containers: run them in one"
     assert plan(containers) == Plan(Backend.GLOO, ((0,), (1,), (2,)), why)
@@ -77,13 +77,13 @@ def test_what_the_network_cuts_off_is_another_host():
     recorded("messages", decided.why)
 
 
-def test_containers_with_several_ranks_are_a_hierarchy_and_that_is_told():
+def test_containers_with_several_ranks_are_a_hierarchy_which_is_logged():
     decided = plan([rank_on("a", processes=1 + rank // 2) for rank in range(4)])
     assert (decided.backend, decided.hosts) == (Backend.HIERARCHY, ((0, 1), (2, 3)))
     recorded("messages", decided.why)
 
 
-def test_who_has_turned_it_off_wants_containers_as_they_are():
+def test_containers_are_unchanged_if_it_is_turned_off():
     rows = [
         msgspec.structs.replace(off("a"), identity=rank_on("a", processes=n).identity)
         for n in (1, 2)
@@ -91,7 +91,7 @@ def test_who_has_turned_it_off_wants_containers_as_they_are():
     assert plan(rows) == Plan(Backend.GLOO, ((0,), (1,)))
 
 
-def test_a_rank_that_can_not_keeps_all_from_it_and_says_why():
+def test_a_rank_without_support_disables_it_for_all_and_logs_the_reason():
     rows = [rank_on("a"), rank_on("a"), unable("a"), rank_on("b")]
     assert plan(rows) == Plan(Backend.GLOO, ((0, 1, 2), (3,)), f"rank 2: {NO_ROOM}")
 
@@ -101,7 +101,7 @@ def test_a_rank_alone_on_its_host_need_not_be_able():
     assert plan(rows) == Plan(Backend.HIERARCHY, ((0, 1), (2,)))
 
 
-def test_turned_off_everywhere_nobody_complains():
+def test_turned_off_everywhere_nothing_is_logged():
     assert plan([off("a"), off("a")]) == Plan(Backend.GLOO, ((0, 1),))
 
 
@@ -121,7 +121,7 @@ def test_hosts_may_run_as_different_users():
     assert plan(rows).backend is Backend.HIERARCHY
 
 
-def test_a_rank_that_does_not_know_where_it_is_counts_as_alone_and_says_so():
+def test_a_rank_without_a_known_host_counts_as_alone_which_is_logged():
     said = f"rank 1: {NOWHERE.why_not}"
     assert plan([NOWHERE, NOWHERE]) == Plan(Backend.GLOO, ((0,), (1,)), said.replace("1", "0"))
     assert plan([rank_on("a"), NOWHERE]).why == said
@@ -135,7 +135,7 @@ def test_no_host_has_more_than_the_native_group_takes():
     recorded("messages", decided.why)
 
 
-def test_every_rank_comes_to_the_same_plan_from_what_it_received():
+def test_every_rank_computes_the_same_plan_from_the_received_data():
     choice = random.Random(7)
     kinds: list[Callable[[str], RankInfo]] = [rank_on, unable, off]
     rows = [choice.choice(kinds)(choice.choice("abc")) for _ in range(50)]

@@ -31,7 +31,7 @@ def over_nccl(nccl: Work, then: Callable[[], None]) -> NcclWork:
 
 
 @pytest.mark.parametrize("begin", [over_gloo, over_nccl])
-def test_nobody_who_waits_returns_before_the_result_is_in_place(begin):
+def test_no_waiter_returns_before_the_result_is_in_place(begin):
     begun, go_on = threading.Event(), threading.Event()
     result: list[str] = []
     seen: list[list[str]] = []

@@ -102,7 +102,7 @@ def test_set_epoch_before_each_epoch_keeps_a_restored_position():
     assert (loader.position, loader.remaining) == (Position(7, 0), 5)
 
 
-def test_a_break_goes_on_where_it_was():
+def test_iteration_after_a_break_continues_at_the_same_position():
     loader = DataLoader(range(10), batch_size=4)
     TorchState(loader=loader)
     for _ in loader:
@@ -110,7 +110,7 @@ def test_a_break_goes_on_where_it_was():
     assert (loader.remaining, lists(loader)) == (2, [[4, 5, 6, 7], [8, 9]])
 
 
-def test_a_loader_in_no_state_begins_anew_each_time():
+def test_a_loader_without_a_state_restarts_each_time():
     loader = DataLoader(range(10), batch_size=4)
     for _ in loader:
         break
@@ -146,7 +146,7 @@ def test_a_rank_without_a_sample_is_given_one_that_does_not_count(monkeypatch):
     assert gradient(model) == 1.0
 
 
-def test_a_change_of_the_world_deals_the_rest_anew(monkeypatch):
+def test_a_change_of_the_world_redistributes_the_rest(monkeypatch):
     world(monkeypatch, 0, 2)
     loader = DataLoader(range(12), batch_size=2)
     state = TorchState(loader=loader)
@@ -172,7 +172,7 @@ def test_what_loader_workers_have_fetched_is_not_consumed():
 
 
 @pytest.mark.slow
-def test_another_number_of_loader_workers_or_another_batch_size_goes_on_at_the_same_sample():
+def test_another_number_of_loader_workers_or_batch_size_continues_at_the_same_sample():
     first = DataLoader(range(10), batch_size=3)
     TorchState(loader=first)
     for _ in first:
@@ -350,7 +350,7 @@ def test_a_dataset_that_grows_within_an_epoch_is_refused():
         list(loader)
 
 
-def test_shards_that_nobody_asked_for_are_refused():
+def test_unrequested_shards_are_refused():
     loader = DataLoader(range(8), global_batch_size=4, shards=2)
     steps = iter(loader)
     next(next(steps))

@@ -66,7 +66,7 @@ def test_a_commit_in_the_last_batch_is_at_the_end_of_its_epoch():
     assert restored.position == at(1, 0)
 
 
-def test_whoever_reads_a_batch_ahead_trains_on_the_one_before():
+def test_a_loop_that_prefetches_a_batch_trains_on_the_previous_one():
     progress = begun(ahead=1)
     progress.hand(4)
     progress.hand(8)

@@ -61,14 +61,14 @@ def test_it_leaves_generators_as_they_were_and_is_measured_once():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_settings_are_said(monkeypatch):
+def test_settings_are_reported(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
     assert {"arithmetic.threads 77", "arithmetic.matmul_precision medium"} <= set(probe.lines())
 
 
 @pytest.mark.skipif(MATMUL is None, reason="needs torch 2.9")
-def test_precision_is_said_that_was_set_by_the_newer_names():
+def test_precision_set_by_the_newer_names_is_reported():
     """torch's older functions raise then."""
     usual = probe.lines()
     MATMUL.fp32_precision = "bf16"

@@ -54,7 +54,7 @@ def test_a_worker_that_is_alone_on_its_gpu_trains_in_ddp(
     assert state.use_distributed is puts_models_in_ddp
 
 
-def test_a_loader_that_accelerate_has_not_prepared_is_told():
+def test_a_loader_that_accelerate_has_not_prepared_is_refused():
     """As get_train_dataloader() of a Trainer may return."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset

@@ -62,7 +62,7 @@ def test_a_checkpoint_of_other_worlds_is_resumed_at_its_share_of_training():
     assert factor(95) == pytest.approx(0)
 
 
-def test_a_schedule_of_the_script_is_told_of_once():
+def test_a_schedule_of_the_script_is_reported_once():
     changed = Changed()
     assert [changed.see(steps) for steps in (48, 48, 84, 48, 84)] == [
         False,

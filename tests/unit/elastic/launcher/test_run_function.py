@@ -67,13 +67,13 @@ def test_a_launched_job_forwards_the_call_to_other_hosts(monkeypatch):
     assert "ELASTIC_CALL_PART_0" not in job.environ
 
 
-def test_without_a_call_it_says_so(monkeypatch, sent):
+def test_a_missing_call_is_an_error(monkeypatch, sent):
     monkeypatch.delenv("ELASTIC_CALL", raising=False)
     with raises(Invalid):
         run_function.main()
 
 
-async def test_an_agent_reads_its_drivers_addresses_anew_at_each_try(tmp_path):
+async def test_an_agent_reads_its_drivers_addresses_again_at_each_attempt(tmp_path):
     file = tmp_path / "drivers"
     find = _at_addresses(["127.0.0.1:1"], str(file))
     assert await find() == [("127.0.0.1", 1)]

@@ -44,7 +44,7 @@ def test_a_batch_that_is_awaited_is_data_and_then_it_trains_again(account):
     assert account.times(time.monotonic()).data > 0
 
 
-def test_a_loader_in_another_thread_holds_nobody_up(account):
+def test_a_loader_in_another_thread_delays_no_worker(account):
     seen: list[str] = []
     thread = threading.Thread(target=lambda: list(DataLoader(Slow(seen, account))))
     thread.start()
@@ -72,6 +72,6 @@ def test_goodput_is_the_share_that_counts():
     assert Goodput(*[0.0] * 8).goodput == 0.0
 
 
-def test_before_init_it_says_what_to_do():
+def test_before_init_the_error_says_what_to_do():
     with pytest.raises(elastic.NotInitialized, match="init"):
         elastic.goodput()

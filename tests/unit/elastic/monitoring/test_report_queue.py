@@ -45,7 +45,7 @@ def test_what_is_made_is_sent_with_what_it_was_made_in():
     assert sent(reports) == [Reported(2, 2, 4, 2, 4, 2.5, b"b")]
 
 
-def test_on_another_connection_all_is_said_again_that_nobody_has_taken():
+def test_on_another_connection_all_unacknowledged_reports_are_sent_again():
     reports = queue(b"a", b"b", b"c")
     assert brief(sent(reports)) == [(1, 1, b"a"), (2, 1, b"b"), (3, 1, b"c")]
     reports.taken(1)
@@ -103,7 +103,7 @@ def test_each_is_taken_once_and_answered_again():
     assert ledger.heard(A, said(3))
 
 
-def test_one_that_comes_before_those_that_were_lost_has_to_come_again():
+def test_a_report_that_arrives_before_lost_ones_must_be_sent_again():
     ledger = ReportLedger()
     assert ledger.heard(A, said(1))
     assert not ledger.heard(A, said(4))
@@ -111,7 +111,7 @@ def test_one_that_comes_before_those_that_were_lost_has_to_come_again():
     assert [ledger.heard(A, said(n)) for n in (2, 3, 4)] == [True] * 3
 
 
-def test_another_driver_goes_on_where_one_before_it_has_taken_all():
+def test_another_driver_continues_after_the_last_acknowledged_report():
     ledger = ReportLedger()
     assert not ledger.heard(A, said(9, oldest=7)), "7 and 8 were lost with the driver before"
     assert ledger.answers() == []
@@ -130,7 +130,7 @@ def test_a_worker_that_has_much_under_way_is_answered_at_once():
     assert not ledger.pressing(A) and ledger.answers() == []
 
 
-def test_who_is_gone_is_forgotten():
+def test_an_exited_worker_is_forgotten():
     ledger = ReportLedger()
     ledger.heard(A, said(1, dropped=2))
     ledger.heard(B, said(1))

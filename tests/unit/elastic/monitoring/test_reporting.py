@@ -74,7 +74,7 @@ def test_before_init_and_after_shutdown_it_is_an_error_as_everything_is(monkeypa
         elastic.report({"loss": 1.0})
 
 
-def test_without_a_driver_nothing_happens_but_mistakes_are_told(monkeypatch):
+def test_without_a_driver_only_invalid_reports_have_an_effect(monkeypatch):
     rt = initialized(monkeypatch, None)
     assert rt.reporting is None
     elastic.report({"loss": math.nan})
@@ -101,7 +101,7 @@ def test_what_is_too_large_is_refused_and_nothing_is_sent(worker):
     assert link.sent == []
 
 
-def test_a_driver_that_takes_nothing_holds_nobody_up_and_gets_the_newest_later(worker):
+def test_a_driver_that_reads_nothing_delays_no_worker_and_gets_the_newest_reports_later(worker):
     rt, link = worker
     for n in range(5000):
         elastic.report({"n": n})
@@ -117,7 +117,7 @@ def test_a_driver_that_takes_nothing_holds_nobody_up_and_gets_the_newest_later(w
     assert rest[-1].metrics == packed({"n": 4999})
 
 
-def test_what_the_worker_says_of_itself_comes_before_its_reports(worker):
+def test_the_workers_own_messages_are_sent_before_its_reports(worker):
     rt, link = worker
     elastic.report({})
     link.sent.clear()
@@ -150,7 +150,7 @@ def test_each_thread_is_in_order_and_no_number_is_missing(worker):
         assert [m["n"] for m in metrics if m["thread"] == thread] == [*range(300)]
 
 
-def test_one_that_comes_when_another_sender_has_just_found_nothing_more_is_sent_by_that_one():
+def test_a_report_during_the_last_check_of_another_sender_is_sent_by_it():
     link = Link()
     own = Reporting(link.send)
 
@@ -229,7 +229,7 @@ class Listener:
         self.reports.serve(self.sent.extend)
 
 
-async def test_a_report_comes_out_and_is_answered():
+async def test_a_report_is_delivered_and_acknowledged():
     s = Listener()
     assert not s.reports.heard(A, messages.Returned(1))
     assert s.reports.heard(A, said(1, loss=0.5)) and s.reports.heard(A, said(1, loss=0.5))
@@ -241,7 +241,7 @@ async def test_a_report_comes_out_and_is_answered():
     s.reports.close()
 
 
-async def test_a_callback_that_raises_is_told_once_and_goes_on_being_called():
+async def test_a_callback_that_raises_is_logged_once_and_called_again():
     calls = []
 
     def careless(report: Report) -> None:
@@ -260,7 +260,7 @@ async def test_a_callback_that_raises_is_told_once_and_goes_on_being_called():
     s.reports.close()
 
 
-async def test_what_is_no_report_is_told_once_for_each_host_and_answered():
+async def test_an_invalid_report_is_logged_once_for_each_host_and_acknowledged():
     s = Listener()
     for number in (1, 2):
         s.reports.heard(A, Reported(number, 1, 2, 0, 2, 1.8e9, b"\xc1"))
@@ -273,7 +273,7 @@ async def test_what_is_no_report_is_told_once_for_each_host_and_answered():
     s.reports.close()
 
 
-async def test_how_many_were_dropped_is_said_at_once_and_then_now_and_then():
+async def test_dropped_reports_are_logged_immediately_and_then_periodically():
     s = Listener()
 
     def told() -> list[str]:
@@ -323,7 +323,7 @@ async def test_the_driver_hands_reports_on_and_decides_nothing_by_them(s, heard)
 
 
 @told_story
-async def test_last_words_are_heard_before_the_exit_and_kept_by_rank(s, heard):
+async def test_last_reports_are_processed_before_the_exit_and_kept_by_rank(s, heard):
     await s.train(A, B)
     s.server.last_words[B] = [said(1, rank=1, step=9), said(2, rank=1, step=10)]
     await s.say(A, said(1, step=9), messages.Returned(1))
@@ -338,9 +338,7 @@ async def test_last_words_are_heard_before_the_exit_and_kept_by_rank(s, heard):
 
 
 @told_story
-async def test_of_a_worker_that_is_in_the_last_world_no_more_the_reports_come_but_none_is_kept(
-    s, heard
-):
+async def test_reports_of_a_worker_outside_the_last_world_are_delivered_but_not_kept(s, heard):
     await s.train(A, B)
     await s.say(B, said(1, rank=1, step=1))
     s.server.last_words[B] = [said(2, rank=1, step=2)]

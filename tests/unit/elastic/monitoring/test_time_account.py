@@ -88,7 +88,7 @@ def test_a_commit_ends_with_what_was_done_before_it():
     assert account.times(143.0) == Times(training=31.0, committing=2.0, joining=10.0)
 
 
-def test_what_comes_before_the_training_function_is_no_training():
+def test_time_before_the_training_function_is_no_training():
     account = TimeAccount(0.0)
     account.begin("training", 2.0)  # after init() of a job of a fixed size
     account.begin("joining", 8.0)

@@ -62,7 +62,7 @@ def test_an_end_without_a_beginning_is_no_record():
     assert len(buffer) == 1
 
 
-def test_what_lasts_is_told_while_it_does():
+def test_a_long_activity_is_recorded_while_it_lasts():
     buffer = TraceBuffer()
     buffer.begin("w", "NEGOTIATE_ALLREDUCE", 0)
     buffer.begin("w", "inner", LASTS_NS - 1)
@@ -135,7 +135,7 @@ def test_call_sites_write_into_the_present_buffer(rows_of):
     assert buffer.take(9)[0][:3] == ("i", "cycles", "CYCLE_START")
 
 
-def test_when_many_wait_somebody_is_woken(rows_of):
+def test_many_waiting_records_wake_the_sender(rows_of):
     buffer, pokes = rows_of
     for _ in range(timeline.POKE_AT + 10):
         timeline.span("w", "QUEUE", 1, 2)
@@ -146,7 +146,7 @@ def test_when_many_wait_somebody_is_woken(rows_of):
     assert len(pokes) == 2
 
 
-def test_what_takes_long_costs_nothing_while_nobody_records():
+def test_long_activities_cost_nothing_without_a_timeline():
     assert not timeline.on
     with timeline.during("state", "commit"):
         pass
@@ -180,7 +180,7 @@ def test_an_answer_that_cannot_be_is_left_out():
     st.integers(-(10**15), 10**15),
     st.lists(st.tuples(*[st.integers(0, 10**7)] * 3), min_size=1, max_size=8),
 )
-def test_the_offset_is_never_further_off_than_it_says(true_ns, questions):
+def test_the_error_of_the_offset_is_within_its_bound(true_ns, questions):
     clock = ClockOffset()
     for number, (there_ns, busy_ns, back_ns) in enumerate(questions):
         asked = number * 10**9

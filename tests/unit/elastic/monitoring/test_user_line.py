@@ -31,7 +31,7 @@ def test_the_line_that_called_into_libraries_is_named(module):
     assert found["line"] == "train.py:3"
 
 
-def test_a_function_of_the_script_is_named_where_it_stands():
+def test_a_function_of_the_script_is_named_with_its_line():
     frame = inspect.currentframe()
     assert frame is not None
     assert here() == f"test_user_line.py:{inspect.getsourcelines(here)[1] + 1}"

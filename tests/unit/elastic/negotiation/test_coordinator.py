@@ -121,7 +121,7 @@ def test_what_all_have_offered_runs_in_one_order_for_all():
     assert not any(response.error for response in ranks.ran[0])
 
 
-def test_a_name_that_comes_again_travels_as_a_bit():
+def test_a_repeated_name_is_sent_as_a_bit():
     ranks = Ranks(2)
     for _ in range(4):
         for rank in range(2):
@@ -142,7 +142,7 @@ def test_in_the_steady_state_a_message_has_one_size_however_many_names():
     assert ranks.names() == [f"n{number}" for number in range(1024)] * 3
 
 
-def test_a_changed_shape_is_asked_for_anew_also_where_others_have_sent_bits():
+def test_a_changed_shape_is_negotiated_again_also_if_others_have_sent_bits():
     ranks = Ranks(3)
     for _ in range(2):
         for rank in range(3):
@@ -163,7 +163,7 @@ def test_a_changed_shape_is_asked_for_anew_also_where_others_have_sent_bits():
     assert ranks.ran[0][-1].request.tensors == (("float32", (5,)),)
 
 
-def test_rows_and_splits_reach_everybody_and_are_remembered():
+def test_rows_and_splits_reach_all_ranks_and_are_cached():
     ranks = Ranks(2)
     for _ in range(3):
         ranks.submit(0, gather("g", 1), scatter("s", 3, 4))
@@ -175,7 +175,7 @@ def test_rows_and_splits_reach_everybody_and_are_remembered():
     assert ranks.ran[0][-1].rows == ((1,), (6,))
 
 
-def test_sets_have_names_of_their_own():
+def test_sets_have_separate_names():
     ranks = Ranks(3)
     ranks.submit(0, reduce("a"), members=(0, 2))
     ranks.submit(1, reduce("a"))
@@ -262,7 +262,7 @@ def test_a_long_group_differs_wherever_it_differs():
     assert close.endswith("prescale_factor: rank 0 has 1000000.0, rank 1 has 1000001.0")
 
 
-def test_who_leaves_is_named_to_those_that_wait_for_it():
+def test_a_leaving_rank_is_named_to_its_waiters():
     ranks = Ranks(3)
     for _ in range(2):
         for rank in range(3):
@@ -279,7 +279,7 @@ def test_who_leaves_is_named_to_those_that_wait_for_it():
     assert ranks.ran[1][-1].error == ""
 
 
-def test_who_joins_is_told_that_it_was_heard_before_it_may_help_others_to_their_end():
+def test_a_joining_rank_is_acknowledged_before_it_may_complete_others_collectives():
     coordinator = Coordinator(3, 8)
     join = Request(JOIN, JOIN)
     [first] = coordinator.offer(2, RequestList(ALL, 0, b"", (join,)))
@@ -314,7 +314,7 @@ def test_what_waits_too_long_is_named_once_with_the_missing_ranks():
     recorded("messages", [response.error for response in decisions[0].responses])
 
 
-def test_what_comes_on_between_two_looks_has_not_waited_since_the_first():
+def test_progress_between_two_checks_restarts_the_wait():
     def always(ranks: Ranks, request: Request) -> None:
         """Whenever somebody looks, rank 0 has submitted it and waits; it ran many times meanwhile."""
         ranks.submit(0, request)
@@ -347,7 +347,7 @@ def test_what_is_submitted_again_after_it_was_given_up_has_all_its_time():
     assert ranks.ran[1][-1].error == ""
 
 
-def test_a_wait_goes_on_while_others_run_and_where_it_is_asked_for_by_name():
+def test_a_wait_continues_while_others_run_and_if_it_is_requested_by_name():
     ranks = Ranks(3)
     for _ in range(2):
         for rank in range(3):
@@ -383,11 +383,11 @@ def test_a_mismatch_names_what_differs_and_who(first, second, words):
     assert (words in found) if words else not found
 
 
-def test_bits_are_told_in_ascending_order():
+def test_bits_are_sent_in_ascending_order():
     assert list(bits((1 << 1000) | (1 << 9) | 1)) == [0, 9, 1000]
 
 
-def test_ranks_that_wait_for_each_other_are_told_at_once_what_all_have_called():
+def test_ranks_that_wait_for_each_other_immediately_get_the_calls_of_all():
     ranks = Ranks(3)
     for _ in range(3):  # the names have numbers
         for rank in range(3):
@@ -414,7 +414,7 @@ def test_ranks_that_wait_for_each_other_are_told_at_once_what_all_have_called():
     assert not ranks.ran[0][-1].error and ranks.ran[0][-1].request.name == "allreduce.loss"
 
 
-def test_a_wait_for_ranks_that_can_come_is_no_end():
+def test_a_wait_for_ranks_that_can_arrive_is_no_deadlock():
     ranks = Ranks(3)
     ranks.submit(0, reduce("a"))
     ranks.submit(1, reduce("a"))
@@ -456,7 +456,7 @@ def test_a_rank_that_joins_last_shows_that_the_others_wait_for_each_other():
     assert [len(each.calls) for each in ranks.ran[0]] == [2, 2]
 
 
-def test_mismatched_tensors_come_with_what_each_kind_of_rank_has_called():
+def test_a_mismatch_lists_the_calls_of_each_group_of_ranks():
     ranks = Ranks(3)
     for rank, rows in enumerate((3, 4, 3)):
         ranks.submit(rank, reduce("x", rows))

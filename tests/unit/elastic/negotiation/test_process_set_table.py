@@ -61,7 +61,7 @@ def test_what_is_no_list_of_ranks_is_refused(ranks):
         checked_ranks(ranks)
 
 
-def test_a_communicator_is_told_that_there_is_no_mpi():
+def test_a_communicator_is_refused_because_there_is_no_mpi():
     class Comm:
         def Get_rank(self) -> int:
             return 0
@@ -87,7 +87,7 @@ def test_numbers_count_from_one_and_are_never_used_twice():
     assert [content(table) for table in tables] == [{2: (1, 2), 3: (0, 1)}] * 3
 
 
-def test_who_holds_a_set_sees_what_becomes_of_it():
+def test_a_reference_to_a_set_sees_its_changes():
     tables = world(2)
     wishes = ask(tables, ADD, (0,))
     (held,) = tables[0].add(wishes, 1)
@@ -115,7 +115,7 @@ def test_a_rank_that_never_existed_is_refused():
         tables[0].add(wishes, 1)
 
 
-def test_a_rank_that_existed_once_may_come_back():
+def test_a_rank_that_existed_once_may_return():
     survivors, newcomer = world(4)[:2], SetTable()
     newcomer.in_world(3)
     for table in survivors:
@@ -131,7 +131,7 @@ def test_all_ranks_are_the_global_set_where_the_world_never_changes():
     assert tables[0].add(wishes, 1)[0].number == 1
 
 
-def test_ranks_that_ask_for_different_things_are_all_told_who_asked_for_what():
+def test_ranks_with_different_requests_all_get_the_requests_of_each_rank():
     tables = world(4)
     wishes = [
         *ask(tables[:1], ADD, (0, 1)),
@@ -149,11 +149,11 @@ def test_ranks_that_ask_for_different_things_are_all_told_who_asked_for_what():
             table.remove(wishes)
 
 
-def test_removing_what_nobody_has_is_said():
+def test_removing_an_unknown_set_is_an_error():
     assert remove(world(2), (0, 1)) is False
 
 
-def test_after_shutdown_nothing_is_left_and_numbers_begin_anew():
+def test_after_shutdown_no_set_is_left_and_numbers_restart():
     (table,) = tables = world(1)
     add(tables, (0,))
     held = table.entries()[0]

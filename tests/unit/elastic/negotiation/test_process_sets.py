@@ -88,7 +88,7 @@ def test_a_registered_set_counts_in_itself(world):
             ask()
 
 
-def test_none_and_the_global_set_mean_everybody(world):
+def test_none_and_the_global_set_mean_all_ranks(world):
     assert resolve(None) is None and resolve(global_process_set) is None
     assert isinstance(global_process_set, ProcessSet)
     assert (global_process_set.process_set_id, global_process_set.ranks) == (0, [0, 1, 2, 3])
@@ -142,7 +142,7 @@ def test_the_environment_allows_changes_too(world):
         ([global_process_set], "leave out global_process_set"),
     ],
 )
-def test_init_says_what_it_takes(world, given, sentence):
+def test_init_lists_its_accepted_arguments(world, given, sentence):
     with refuses(sentence):
         basics.init(process_sets=given)
 
@@ -176,7 +176,7 @@ def test_what_can_not_be_added_or_removed(world):
         add_process_set([0])
 
 
-def test_all_ranks_are_a_set_of_their_own_only_where_the_world_may_change(world):
+def test_all_ranks_are_a_separate_set_only_if_the_world_may_change(world):
     assert add_process_set(range(4)).process_set_id == 1
     world.elastic = False
     remove_process_set(process_set_by_id(1))
@@ -200,7 +200,7 @@ def test_shutdown_forgets_them(world):
 # ---- when the world changes ----------------------------------------------------------------------
 
 
-def test_a_set_is_whoever_has_these_ranks_now(world):
+def test_a_set_consists_of_the_current_workers_with_its_ranks(world):
     added = add_process_set([0, 1, 3])
     world.change(rank=0, size=3)
     assert resolve(added) == (0, 1)
@@ -209,7 +209,7 @@ def test_a_set_is_whoever_has_these_ranks_now(world):
     assert (resolve(added), added.size(), added.rank()) == ((0, 1, 3), 3, 2)
 
 
-def test_a_set_with_no_rank_left_says_so(world):
+def test_a_set_without_a_remaining_rank_is_an_error(world):
     added = add_process_set([2, 3])
     world.change(rank=0, size=2)
     assert (added.size(), added.included()) == (0, False)
@@ -217,7 +217,7 @@ def test_a_set_with_no_rank_left_says_so(world):
         resolve(added)
 
 
-def test_a_training_function_that_starts_anew_finds_its_set(world):
+def test_a_restarted_training_function_finds_its_set(world):
     first = add_process_set([0, 1])
     world.change(rank=1, size=3)
     again = add_process_set([0, 1])
@@ -250,7 +250,7 @@ class Link(LocalCollectives):
 
 
 @pytest.mark.parametrize("sets", [1, 60], ids=["short", "long"])
-def test_who_lacks_the_newest_commit_takes_over_rank_0s_sets(world, sets):
+def test_a_rank_without_the_newest_commit_adopts_the_sets_of_rank_0(world, sets):
     """A long table takes a second broadcast."""
     sent: list[torch.Tensor] = []
     world.guard = lambda name: pytest.MonkeyPatch.context()
@@ -277,7 +277,7 @@ def test_who_lacks_the_newest_commit_takes_over_rank_0s_sets(world, sets):
     assert not sent
 
 
-def test_who_has_the_newest_commit_goes_on_at_once(world):
+def test_a_rank_with_the_newest_commit_continues_immediately(world):
     world.place.rank = 1
     added = add_process_set([1])
     assert process_sets.bring(world, [2, 3]) == []

@@ -29,7 +29,7 @@ def heard(wire, data):
     return list(wire.receive(data))
 
 
-def test_a_call_is_heard_and_answered_however_its_bytes_are_cut():
+def test_a_call_is_received_and_answered_for_any_division_of_its_bytes():
     mine, nonce = caller()
     server = called()
     call = nonce + text(mine, "where is rank 0?")
@@ -46,7 +46,7 @@ def test_a_call_is_heard_and_answered_however_its_bytes_are_cut():
         {"theirs": b"a nonce that it was not told"},
     ],
 )
-def test_who_has_another_secret_use_generation_or_nonce_is_not_heard(stranger):
+def test_messages_with_another_secret_use_generation_or_nonce_are_refused(stranger):
     wire, nonce = caller(**stranger)
     with pytest.raises(ProtocolError, match="seal"):
         heard(called(), nonce + text(wire, "let me in"))
@@ -94,7 +94,7 @@ def test_a_sign_of_life_is_no_message_and_can_not_be_forged():
         heard(server, bytes(4 + 16))
 
 
-def test_a_stranger_says_little():
+def test_an_unauthenticated_peer_may_send_little():
     server = called()
     with raises(ProtocolError):
         heard(server, bytes(NONCE_BYTES) + (101).to_bytes(4, "big"))

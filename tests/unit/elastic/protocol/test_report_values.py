@@ -44,7 +44,7 @@ PLAIN = st.recursive(
 
 
 @given(st.dictionaries(st.text(), PLAIN, max_size=5))
-def test_plain_values_come_out_as_they_went_in(metrics):
+def test_plain_values_are_unchanged(metrics):
     assert come_out(metrics) == metrics
 
 
@@ -162,6 +162,6 @@ def test_the_limit_is_one_of_bytes_and_what_is_just_within_fits_the_message():
         msgspec.msgpack.encode({"a": [[[{"b": b"x"}]]]}),
     ],
 )
-def test_what_no_worker_of_ours_says_is_no_report(body):
+def test_data_that_no_worker_sends_is_no_report(body):
     with pytest.raises(ValueError):
         unpacked(A, messages.Reported(1, 1, 3, 1, 4, 1.8e9, body))

@@ -1,7 +1,7 @@
 from elastic.protocol.strangers import BYTES_LIMIT, COUNT_LIMIT, Strangers, count_limit
 
 
-def test_most_descriptors_and_a_bounded_memory_are_for_those_who_have_proved_it():
+def test_most_descriptors_and_a_bounded_memory_are_for_authenticated_peers():
     assert count_limit(1024, descriptors=1024) == 256
     assert count_limit(1024, descriptors=1 << 20) == COUNT_LIMIT
     assert count_limit(1024, descriptors=-1) == COUNT_LIMIT
@@ -18,7 +18,7 @@ def test_the_oldest_gives_way_to_the_newest():
     assert "a" not in strangers and strangers.all() == ["b", "c"]
 
 
-def test_who_has_proved_it_is_no_stranger_and_makes_room():
+def test_an_authenticated_peer_frees_its_unauthenticated_slot():
     strangers = Strangers[str](patience_s=5.0, limit=1)
     strangers.add("rank 1", 0.0)
     strangers.remove("rank 1")
@@ -26,7 +26,7 @@ def test_who_has_proved_it_is_no_stranger_and_makes_room():
     assert strangers.add("b", 1.0) is None
 
 
-def test_who_says_nothing_is_late():
+def test_a_silent_peer_is_late():
     strangers = Strangers[str](patience_s=5.0, limit=9)
     strangers.add("a", 0.0)
     strangers.add("b", 3.0)

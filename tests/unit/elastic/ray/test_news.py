@@ -26,7 +26,7 @@ class Follower:
         return [value for _, value in (await self.hears()).items]
 
 
-async def test_everything_is_told_once_and_in_order():
+async def test_all_news_are_delivered_once_and_in_order():
     news = News()
     follower = Follower(news)
     news.out(b"one\n")
@@ -60,7 +60,7 @@ async def test_followers_stand_where_each_of_them_is():
     assert await Follower(news).values() == [b"one\n", b"two\n"]
 
 
-async def test_the_oldest_is_dropped_and_its_bytes_are_told_once():
+async def test_the_oldest_is_dropped_and_its_bytes_are_reported_once():
     news = News(limit_bytes=10)
     follower = Follower(news)
     for line in (b"aaaa", b"bbbb", b"cccc", b"dddd"):
@@ -70,7 +70,7 @@ async def test_the_oldest_is_dropped_and_its_bytes_are_told_once():
     assert (await follower.hears()).lost == 0
 
 
-async def test_what_was_heard_before_it_was_dropped_is_not_lost():
+async def test_news_received_before_they_were_dropped_are_not_lost():
     news = News(limit_bytes=10)
     follower = Follower(news)
     news.out(b"aaaa")
@@ -95,7 +95,7 @@ async def test_nothing_is_no_news():
     assert await Follower(news).values() == []
 
 
-async def test_much_comes_in_parts(monkeypatch):
+async def test_many_news_are_delivered_in_parts(monkeypatch):
     monkeypatch.setattr(module, "AT_ONCE_BYTES", 8)
     news = News()
     follower = Follower(news)
@@ -107,7 +107,7 @@ async def test_much_comes_in_parts(monkeypatch):
     assert await follower.values() == [b"d" * 100]
 
 
-async def test_a_driver_that_was_restarted_begins_anew():
+async def test_a_restarted_driver_starts_from_the_beginning():
     before = News()
     follower = Follower(before)
     before.out(b"much of it\n")
@@ -119,7 +119,7 @@ async def test_a_driver_that_was_restarted_begins_anew():
 
 
 @pytest.mark.parametrize("end", ["news", "close"])
-async def test_who_waits_is_woken(end):
+async def test_a_waiter_is_woken(end):
     news = News()
     waiting = asyncio.create_task(Follower(news).hears(wait_s=60.0))
     await asyncio.sleep(0)  # it waits now
@@ -132,5 +132,5 @@ async def test_who_waits_is_woken(end):
     )
 
 
-async def test_who_waits_in_vain_gets_nothing():
+async def test_a_waiter_without_news_gets_nothing():
     assert (await Follower(News()).hears(wait_s=0.001)).items == []

@@ -12,7 +12,7 @@ def meet(*ranks: Regroupings) -> None:
         rank.met(max(rank.number for rank in ranks))
 
 
-def test_a_rank_that_waits_in_init_hears_the_word_after_it_has_met_the_others():
+def test_a_rank_that_waits_in_init_gets_the_message_after_the_rendezvous():
     regrouping, waiting = Regroupings(), Regroupings()
     assert regrouping.tell()
     assert regrouping.begin()
@@ -25,7 +25,7 @@ def test_a_rank_that_waits_in_init_hears_the_word_after_it_has_met_the_others():
     assert not waiting.ahead
 
 
-def test_the_word_comes_while_the_ranks_meet():
+def test_the_message_arrives_during_the_rendezvous():
     regrouping, waiting = Regroupings(), Regroupings()
     regrouping.tell()
     regrouping.begin()
@@ -36,7 +36,7 @@ def test_the_word_comes_while_the_ranks_meet():
     assert not waiting.over
 
 
-def test_functions_meet_and_one_of_them_fails():
+def test_after_a_rendezvous_one_of_the_functions_fails():
     first, second = Regroupings(), Regroupings()
     meet(first, second)
     assert not first.ahead
@@ -45,7 +45,7 @@ def test_functions_meet_and_one_of_them_fails():
     assert first.begin()
 
 
-def test_functions_meet_in_a_call_that_is_called_off_meanwhile():
+def test_functions_rendezvous_in_a_call_that_is_cancelled_meanwhile():
     first, second = Regroupings(), Regroupings()
     for rank in (first, second):
         rank.meet()

@@ -129,7 +129,7 @@ class Odd(Exception):
         super().__init__("odd")
 
 
-def test_the_first_frame_says_who_it_is(worker):
+def test_the_first_frame_identifies_the_worker(worker):
     assert worker.hello == {"rank": 3, "slot": 1}
 
 
@@ -147,7 +147,7 @@ def test_the_instance_is_kept_between_calls(worker):
     assert worker.value(calls.EXECUTE, Counter.step) == 1
 
 
-def test_an_exception_comes_back_as_it_is_with_the_workers_traceback(worker):
+def test_an_exception_is_returned_with_the_workers_traceback(worker):
     def fails():
         raise KeyError("no such sample")
 
@@ -159,7 +159,7 @@ def test_an_exception_comes_back_as_it_is_with_the_workers_traceback(worker):
 
 
 @pytest.mark.parametrize("code", [0, 7, "a word"])
-def test_sys_exit_is_an_error_of_the_call_and_ends_nobody(worker, code):
+def test_sys_exit_is_an_error_of_the_call_and_ends_no_process(worker, code):
     with pytest.raises(calls.RaisedOnWorker, match=r"rank 3 ended with SystemExit"):
         worker.value(calls.RUN, sys.exit, (code,), {})
     assert worker.value(calls.RUN, int, (), {}) == 0
@@ -177,7 +177,7 @@ def test_what_does_not_pickle_is_an_error_of_the_call(worker):
     assert worker.value(calls.RUN, int, (), {}) == 0
 
 
-def test_a_word_that_can_not_be_opened_is_an_error_of_the_call(worker):
+def test_a_message_that_can_not_be_unpickled_is_an_error_of_the_call(worker):
     with pytest.raises(pickle.UnpicklingError):
         calls.opened(worker.ask(b"no pickle"))
     with pytest.raises(ValueError, match="another release"):
@@ -185,7 +185,7 @@ def test_a_word_that_can_not_be_opened_is_an_error_of_the_call(worker):
     assert worker.value(calls.RUN, int, (), {}) == 0
 
 
-def test_answers_come_in_order_and_large_ones_whole(worker):
+def test_answers_arrive_in_order_and_large_ones_complete(worker):
     for size in (0, 1, 5_000_000):
         worker.say(calls.call(calls.RUN, bytes, (size,), {}))
     assert [len(calls.opened(worker.hear())) for _ in range(3)] == [0, 1, 5_000_000]
@@ -199,13 +199,13 @@ def test_regroup_acts_during_a_call_and_is_answered_after_it(worker, world):
     assert world.told == ["call off", "regroup"]
 
 
-def test_it_ends_when_it_is_told_to(worker, world):
+def test_it_ends_on_request(worker, world):
     worker.say(calls.END)
     worker.thread.join(30)
     assert not worker.thread.is_alive()
 
 
-def test_it_ends_when_nobody_is_there_any_more(worker, world):
+def test_it_ends_when_its_caller_is_gone(worker, world):
     worker.close()
     worker.thread.join(30)
     assert not worker.thread.is_alive()

@@ -9,19 +9,19 @@ from elastic.rendezvous import environment, nccl_settings
 from harness.golden import raises
 
 
-def test_without_a_driver_a_collective_has_half_an_hour_unless_it_is_told():
+def test_without_a_driver_a_collective_has_half_an_hour_by_default():
     env = environment.read({})
     assert (env.timeout_s, env.collective_timeout_s) == (30.0, 1800.0)
     env = environment.read({"HOROVOD_GLOO_TIMEOUT_SECONDS": "7"})
     assert (env.timeout_s, env.collective_timeout_s) == (7.0, 7.0)
 
 
-def test_where_the_driver_judges_who_is_stuck_a_collective_has_longer():
+def test_a_collective_has_longer_if_the_driver_detects_stuck_workers():
     env = environment.read({"ELASTIC_COLLECTIVE_TIMEOUT": "660"})
     assert (env.timeout_s, env.collective_timeout_s) == (30.0, 660.0)
 
 
-def test_the_wait_for_the_driver_ends_later_than_any_patience_of_its_own():
+def test_the_wait_for_the_driver_is_longer_than_any_timeout_of_the_driver():
     assert environment.read({}).wait_timeout_s == 1260.0
     assert environment.read({"ELASTIC_WAIT_TIMEOUT": "62"}).wait_timeout_s == 62.0
 
@@ -114,7 +114,7 @@ def test_a_damaged_variable_is_named(name, value, said):
         environment.read({name: value})
 
 
-def test_the_files_of_tls_come_together():
+def test_the_tls_files_must_be_given_together():
     read = environment.read
     assert read({}).tls is None
     empty = {"ELASTIC_TLS_CERT": "", "ELASTIC_TLS_KEY": "", "ELASTIC_TLS_CA": ""}
@@ -168,7 +168,7 @@ def test_what_is_right_already_is_not_written():
         ({"LD_PRELOAD": "libtcmalloc_minimal.so.4"}, 256, (None, None)),
     ],
 )
-def test_tensorflow_keeps_the_memory_of_its_tensors_unless_somebody_chose(given, gb, told):
+def test_tensorflow_keeps_the_memory_of_its_tensors_by_default(given, gb, told):
     environ = dict(given)
     environment.keep_tensors(environ, gb << 30)
     names = ("TF_CPU_ALLOCATOR_USE_BFC", "TF_CPU_BFC_MEM_LIMIT_IN_MB")

@@ -122,14 +122,14 @@ def test_a_copy_follows_when_it_is_used(world, copied):
     assert list(following) == fresh(0, 2)
 
 
-def test_a_worker_that_joins_goes_on_from_its_provisional_place(world):
+def test_a_joining_worker_continues_from_its_provisional_place(world):
     world.enter(2, 3)
     following = sampler(rank=2)
     world.enter(1, 2)
     assert list(following) == fresh(1, 2)
 
 
-def test_without_a_world_a_sampler_is_torchs_own(world):
+def test_without_a_world_a_sampler_is_that_of_torch(world):
     world.place = None
     plain = sampler()
     world.enter(0, 2)

@@ -64,7 +64,7 @@ def way(
     return start(env, **more).way
 
 
-def test_who_is_started_on_its_own_or_by_elasticrun_meets_nobody():
+def test_a_process_started_alone_or_by_elasticrun_has_no_static_rendezvous():
     assert started({}) is None
     assert started({"PATH": "/bin"}) is None
     everything = {**TORCHRUN, **OPEN_MPI, **MPICH, **SLURM, "HOROVOD_RANK": "1"}
@@ -91,7 +91,7 @@ def test_who_is_started_on_its_own_or_by_elasticrun_meets_nobody():
         (SLURM | OPEN_MPI | BY_HAND, "RANK and WORLD_SIZE", None),
     ],
 )  # fmt: skip
-def test_who_started_it(env, by, local_rank):
+def test_the_launcher_is_detected(env, by, local_rank):
     found = start(env)
     assert (found.by, found.rank, found.size, found.local_rank) == (by, 2, 4, local_rank)
 
@@ -99,7 +99,7 @@ def test_who_started_it(env, by, local_rank):
 # ---- how they meet
 
 
-def test_under_torchrun_they_meet_at_its_agent_once_for_each_restart():
+def test_under_torchrun_ranks_rendezvous_at_its_agent_once_for_each_restart():
     assert way(TORCHRUN) == ByTorchelasticStore("gpu1", 29500, "hvd-elastic/run7/3/4")
     assert way(TORCHRUN, TORCHELASTIC_RESTART_COUNT="4") == ByTorchelasticStore(
         "gpu1", 29500, "hvd-elastic/run7/4/4"
@@ -118,7 +118,7 @@ def test_rank_0_listens_beside_the_port_that_a_script_may_want_itself():
     assert isinstance(own := way(BY_HAND, ELASTIC_MASTER_PORT="7"), ByAddress) and own.port == 7
 
 
-def test_on_one_host_they_meet_through_a_file_which_carries_a_secret():
+def test_on_one_host_ranks_rendezvous_through_a_file_with_a_secret():
     for host in ("localhost", "127.0.0.1", "127.0.1.1", "::1"):
         assert isinstance(way(BY_HAND, MASTER_ADDR=host), ByFile)
     assert isinstance(way(OPEN_MPI), ByFile)
@@ -127,7 +127,7 @@ def test_on_one_host_they_meet_through_a_file_which_carries_a_secret():
     assert isinstance(way(OPEN_MPI, ELASTIC_MASTER_PORT="7", MASTER_ADDR="gpu1"), ByAddress)
 
 
-def test_ranks_of_a_job_look_for_the_same_and_other_jobs_for_another():
+def test_ranks_of_a_job_use_the_same_file_and_other_jobs_another():
     assert way(OPEN_MPI) == way(OPEN_MPI, OMPI_COMM_WORLD_RANK="1")
     assert way(OPEN_MPI) != way(OPEN_MPI, PMIX_NAMESPACE="prterun-1234@2")
     assert way(SLURM) == way(SLURM, SLURM_PROCID="1", SLURM_LOCALID="1")
@@ -136,7 +136,7 @@ def test_ranks_of_a_job_look_for_the_same_and_other_jobs_for_another():
     assert way(local) != way(local, MASTER_PORT="29501")
 
 
-def test_a_launcher_that_names_no_job_is_told_by_its_process():
+def test_a_launcher_without_a_job_name_is_identified_by_its_process():
     assert started(MPICH, parent=99) == started(MPICH, parent=99)
     assert started(MPICH, parent=99) != started(MPICH, parent=98)
 
@@ -163,14 +163,14 @@ def test_mpirun_over_several_hosts_needs_the_first_ones_name():
     assert isinstance(found := way(several, MASTER_ADDR="gpu1"), ByAddress) and found.host == "gpu1"
 
 
-def test_a_secret_can_be_told_to_all():
+def test_a_secret_can_be_passed_to_all_ranks():
     assert isinstance(found := way(BY_HAND, ELASTIC_SECRET="00ff"), ByAddress)
     assert found.secret == b"\x00\xff"
     with raises(Invalid):
         way(BY_HAND, ELASTIC_SECRET="hush")
 
 
-def test_a_world_of_one_meets_nobody_and_needs_no_address():
+def test_a_world_of_one_needs_no_rendezvous_and_no_address():
     assert way({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}) is None
     assert way(BY_HAND, RANK="0", WORLD_SIZE="1", MASTER_PORT="x") is None
     assert way(OPEN_MPI, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1") is None
@@ -190,7 +190,7 @@ def test_a_world_of_one_meets_nobody_and_needs_no_address():
         SLURM | {"SLURM_NTASKS": "many"},
     ],
 )
-def test_what_does_not_suffice_is_told(env):
+def test_insufficient_variables_are_refused(env):
     recorded("messages", refusal_of(started, env))
 
 
@@ -219,7 +219,7 @@ def test_places_follow_from_hosts():
     assert place(4, hosts, nobody) == Place(4, 5, 2, 3, 0, 1)
 
 
-def test_a_local_rank_that_was_told_counts():
+def test_a_given_local_rank_counts():
     assert place(0, ["a", "a"], [1, 0]) == Place(0, 2, 1, 2, 0, 1)
     assert place(1, ["a", "a", "b"], [5, 3, 3]) == Place(1, 3, 3, 2, 0, 2)
 
@@ -232,7 +232,7 @@ def test_local_ranks_that_contradict_each_other_do_not():
 # ---- what the worker makes of it
 
 
-def test_a_worker_reads_who_started_it():
+def test_a_worker_reads_its_launcher():
     env = environment.read(TORCHRUN)
     assert env.started == start(TORCHRUN)
     assert (env.driver, env.bind_host, env.start_timeout_s) == (None, "", 600.0)

@@ -68,7 +68,7 @@ if int(os.environ["LOCAL_RANK"]) == 0 and step > 5: save()
     ]
 
 
-def test_modules_of_the_script_are_looked_at_and_installed_ones_are_not(tmp_path):
+def test_modules_of_the_script_are_checked_and_installed_ones_are_not(tmp_path):
     mine, installed = tmp_path / "trainer.py", tmp_path / "site-packages" / "theirs.py"
     installed.parent.mkdir()
     for file in (mine, installed):

@@ -74,7 +74,7 @@ def talk(monkeypatch):
     return Conversation(monkeypatch)
 
 
-def test_a_stranger_who_gives_way_as_it_speaks_ends_nothing(monkeypatch):
+def test_an_evicted_peer_that_sends_a_message_ends_nothing(monkeypatch):
     monkeypatch.setattr(store, "count_limit", lambda *_: 1)
     talk = Conversation(monkeypatch)
     stranger = talk.comes()
@@ -85,7 +85,7 @@ def test_a_stranger_who_gives_way_as_it_speaks_ends_nothing(monkeypatch):
     caller.sendall.assert_called_once()
 
 
-def test_a_listener_that_gives_up_as_it_is_told_ends_nothing(talk):
+def test_a_listener_that_disconnects_during_its_notification_ends_nothing(talk):
     listens, announces = talk.comes(), talk.comes()
     talk.turn(talk.says(listens, asks(LISTEN)))
     talk.turn(talk.says(announces, asks(ANNOUNCE)), talk.says(listens, b""))
@@ -95,7 +95,7 @@ def test_a_listener_that_gives_up_as_it_is_told_ends_nothing(talk):
     late.sendall.assert_called_once()
 
 
-def test_without_descriptors_it_looks_again_in_a_while_and_serves_who_is_there(talk):
+def test_without_descriptors_it_accepts_later_and_serves_existing_peers(talk):
     caller = talk.comes()
     talk.listener.accept.side_effect = OSError(errno.EMFILE, "Too many open files")
     talk.turn(talk.listener, talk.says(caller, asks(FETCH)))
@@ -108,7 +108,7 @@ def test_without_descriptors_it_looks_again_in_a_while_and_serves_who_is_there(t
     talk.selector.select.assert_called_with(30.0)
 
 
-def test_a_provider_that_fails_costs_who_asked_an_answer_and_nobody_else_anything(talk, caplog):
+def test_a_failing_provider_affects_only_its_caller(talk, caplog):
     asker, other = talk.comes(), talk.comes()
     talk.turn(talk.says(asker, asks(FETCH, "fails")), talk.says(other, asks(FETCH)))
     error = "'fails' is not available: ValueError: no rules yet"

@@ -79,7 +79,7 @@ def test_a_sleep_of_long_ago_has_nothing_to_do_with_it(worker, clock):
     assert not isinstance(caught.value, JobOver)  # nobody else has said it
 
 
-def test_who_was_told_why_the_job_ended_says_nothing_more(worker):
+def test_a_worker_that_knows_why_the_job_ended_prints_nothing_more(worker):
     worker.link_thread.receive(messages.End("too few workers"))
     worker.session.driver_lost("the driver closed the connection")
     assert not worker.session.lost_driver
@@ -87,7 +87,7 @@ def test_who_was_told_why_the_job_ended_says_nothing_more(worker):
         worker.session.raise_over()
 
 
-def test_what_the_driver_has_said_ends_a_worker_without_a_traceback(monkeypatch):
+def test_a_message_of_the_driver_ends_a_worker_without_a_traceback(monkeypatch):
     shown: list[BaseException] = []
     monkeypatch.setattr("sys.excepthook", lambda kind, error, trace: shown.append(error))
     excepthook.arrange()

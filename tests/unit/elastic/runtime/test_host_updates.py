@@ -44,7 +44,7 @@ def test_the_results_are_flags_with_horovods_numbers():
     assert HostUpdateResult.removed | HostUpdateResult.added == HostUpdateResult.mixed
 
 
-def test_a_manager_registers_tells_and_forgets():
+def test_a_manager_registers_notifies_and_removes_listeners():
     manager, listener = WorkerNotificationManager(), Listener()
     manager.init(None, None, "eth0", hostname="h", local_rank=0)
     manager.register_listener(listener)
@@ -66,14 +66,14 @@ def test_a_listener_that_raises_does_not_keep_it_from_the_others(listener, capsy
     assert "Broken.on_hosts_updated raised" in capsys.readouterr().err
 
 
-def test_who_was_told_before_is_told_after(listener):
+def test_a_registered_listener_stays_registered_in_the_next_world(listener):
     with host_updates.told(listener):
         pass
     host_updates.tell(2.0, HostUpdateResult.mixed)
     assert listener.heard == [(2.0, 3)]
 
 
-def test_a_planned_change_is_told_once_though_the_driver_asks_again(listener):
+def test_a_planned_change_is_reported_once_although_the_driver_repeats_it(listener):
     sent: list[messages.Message] = []
     rt = Runtime(environment.read({}), None)
     rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
@@ -91,7 +91,7 @@ def test_a_planned_change_is_told_once_though_the_driver_asks_again(listener):
     assert len(listener.heard) == 2
 
 
-def test_another_list_of_hosts_is_told_at_once_and_nobody_stops_for_it(listener):
+def test_another_list_of_hosts_is_reported_immediately_and_does_not_stop_training(listener):
     rt = Runtime(environment.read({}), None)
     rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
     rt.link_thread.receive(messages.HostsListed())
@@ -100,7 +100,7 @@ def test_another_list_of_hosts_is_told_at_once_and_nobody_stops_for_it(listener)
     assert rt.session.recovery.phase is Phase.TRAINING
 
 
-def test_a_state_that_is_told_keeps_when():
+def test_a_notified_state_keeps_the_timestamp():
     state = ObjectState(step=0)
     with host_updates.told(state):
         host_updates.tell(7.0, HostUpdateResult.mixed)
@@ -110,7 +110,7 @@ def test_a_state_that_is_told_keeps_when():
     assert state._host_messages.empty()
 
 
-def test_what_has_no_service_behind_it_says_what_to_use():
+def test_names_without_a_service_say_what_to_use():
     with raises(AttributeError):
         _ = worker.WorkerNotificationService
     with raises(AttributeError):

@@ -16,7 +16,7 @@ from harness.golden import raises
 @pytest.mark.parametrize(
     ("group_made", "under_elasticrun"), [(True, True), (True, False), (False, True)]
 )
-def test_a_worker_whose_torch_has_not_loaded_our_backend_is_told_so(
+def test_a_worker_whose_torch_has_not_loaded_our_backend_gets_an_error(
     monkeypatch, group_made, under_elasticrun
 ):
     known = create_autospec(Environment, instance=True)

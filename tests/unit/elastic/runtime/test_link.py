@@ -180,7 +180,7 @@ def test_closing_from_another_thread_ends_the_reader_without_a_loss(paths):
         assert driver.next() == "gone"
 
 
-def test_the_loss_of_the_driver_is_told_once(paths):
+def test_the_loss_of_the_driver_is_reported_once(paths):
     with driving(paths) as driver, linked(driver, paths) as (link, told):
         driver.loop.call_soon_threadsafe(driver.server.disconnect, A)
         assert "driver" in told.get(timeout=DEADLINE_S)
@@ -188,7 +188,7 @@ def test_the_loss_of_the_driver_is_told_once(paths):
         assert told.empty()
 
 
-def test_last_words_are_heard_before_the_loop_comes_to_them(paths):
+def test_last_messages_are_read_before_the_loop_processes_them(paths):
     """As when an exit is seen first: with TLS the bytes wait in the socket like others."""
     with driving(paths) as driver, linked(driver, paths) as (link, _):
         link.send(protocol.Hello(A, 7))
@@ -216,7 +216,7 @@ def test_another_secret_is_refused_by_both(paths):
         assert driver.heard.empty()
 
 
-def test_it_looks_around_again_as_soon_as_it_was_asked_to(paths):
+def test_a_requested_check_runs_immediately(paths):
     with driving(paths) as driver:
         link = Link(driver.address, SECRET, A, tls=paths)
         looks = threading.Semaphore(0)
@@ -260,7 +260,7 @@ def framed(*messages) -> bytes:
     return b"".join(wire.frame(message) for message in messages)
 
 
-def test_who_connects_a_second_time_is_told_why(paths):
+def test_a_second_connection_gets_the_reason_of_its_refusal(paths):
     """A child of a worker has its environment, and so all it takes to introduce itself."""
     with driving(paths) as driver, linked(driver, paths):
         with raises(DriverLost):
@@ -282,7 +282,7 @@ def test_who_connects_a_second_time_is_told_why(paths):
         b"HTTP/1.1 200 OK\r\n",
     ],
 )
-def test_an_impostor_is_told_nothing(said):
+def test_an_impostor_gets_no_message(said):
     with impostor(said) as address, raises(DriverLost):
         Link(address, SECRET, A)
 
@@ -317,7 +317,7 @@ def test_a_driver_that_drips_is_given_up_in_time(monkeypatch):
 
 
 @needs_openssl
-def test_a_worker_without_tls_is_told_what_is_missing(files, monkeypatch):
+def test_a_worker_without_tls_gets_an_error_that_says_what_is_missing(files, monkeypatch):
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.1)
     with driving(files) as driver:
         with raises(DriverLost):
@@ -326,7 +326,7 @@ def test_a_worker_without_tls_is_told_what_is_missing(files, monkeypatch):
 
 
 @needs_openssl
-def test_a_driver_without_tls_is_told_what_is_missing(files):
+def test_a_driver_without_tls_gets_an_error_that_says_what_is_missing(files):
     with driving() as driver:
         with raises(DriverLost):
             Link(driver.address, SECRET, A, tls=files)
@@ -334,7 +334,7 @@ def test_a_driver_without_tls_is_told_what_is_missing(files):
 
 
 @needs_openssl
-def test_a_certificate_of_another_authority_is_refused_whoever_shows_it(files, tmp_path):
+def test_a_certificate_of_another_authority_is_refused_on_both_sides(files, tmp_path):
     stranger = new_authority(tmp_path, "others").sign("stranger")
     with driving(files) as driver:
         with raises(DriverLost):  # it takes ours, and shows its own

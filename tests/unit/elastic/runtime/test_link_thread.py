@@ -93,14 +93,14 @@ def worker(monkeypatch):
     return Worker(clock, monkeypatch)
 
 
-def test_it_looks_again_when_a_wait_is_a_second_old(worker):
+def test_it_checks_again_when_a_wait_is_a_second_old(worker):
     assert worker.thread.poked() == 1.0
     worker.progress.enter(1, "allreduce.loss", worker.clock.now)
     worker.clock.now += 0.4
     assert worker.thread.poked() == pytest.approx(0.6)
 
 
-def test_who_stands_by_is_idle_until_there_is_a_place(worker):
+def test_a_standby_is_idle_until_there_is_a_place(worker):
     worker.waits()
     assert worker.session.account.part == "joining"
     worker.thread.receive(StandBy())
@@ -109,7 +109,7 @@ def test_who_stands_by_is_idle_until_there_is_a_place(worker):
     assert worker.session.account.part == "joining"
 
 
-def test_for_a_standby_nobody_has_waited(worker):
+def test_no_worker_has_waited_for_a_standby(worker):
     worker.waits()
     worker.thread.receive(StandBy())
     worker.clock.now += 7200.0
@@ -120,7 +120,7 @@ def test_for_a_standby_nobody_has_waited(worker):
     assert report[0]["waited"] == 0.0
 
 
-def test_who_has_come_into_a_world_says_at_once_how_its_time_went(worker):
+def test_a_new_member_of_a_world_immediately_reports_its_time_account(worker):
     worker.waits()
     assert worker.passes(1.0) == []
     worker.world(3)
@@ -131,21 +131,21 @@ def test_who_has_come_into_a_world_says_at_once_how_its_time_went(worker):
     assert worker.passes(1.0) == []
 
 
-def test_whom_others_wait_for_says_at_which_line_it_is(worker):
+def test_a_worker_that_others_wait_for_reports_its_line(worker):
     worker.thread.receive(messages.Locate())
     [said] = worker.said
     assert isinstance(said, messages.Located)
     assert (said.generation, said.line.partition(":")[0]) == (0, "test_link_thread.py")
 
 
-def test_nothing_new_is_said_now_and_then(worker):
+def test_unchanged_values_are_repeated_periodically(worker):
     assert worker.passes(SPENT_S - 1.0) == []
     assert len(worker.passes(1.0)) == 1
     assert worker.passes(SPENT_S - 1.0) == []
 
 
 @pytest.mark.parametrize(("rank", "every_s"), [(0, FIRST_SPENT_S), (1, SPENT_S)])
-def test_rank_0_says_often_how_far_all_are(worker, rank, every_s):
+def test_rank_0_reports_the_progress_of_all_often(worker, rank, every_s):
     worker.waits()
     worker.world(3, rank)
     worker.session.account.begin("training", worker.clock.now)
@@ -157,7 +157,7 @@ def test_rank_0_says_often_how_far_all_are(worker, rank, every_s):
     assert said.commit == Commit(3, 7)
 
 
-def test_at_the_end_it_says_which_commit_is_the_last(worker):
+def test_at_the_end_it_reports_the_last_commit(worker):
     worker.waits()
     worker.world(3)
     worker.session.recovery.newest = Commit(3, 9)
@@ -168,7 +168,7 @@ def test_at_the_end_it_says_which_commit_is_the_last(worker):
     assert [said.commit for said in worker.said] == [Commit(3, 9)]
 
 
-def test_a_second_training_is_told_of_when_it_begins(worker):
+def test_a_second_training_is_reported_at_its_begin(worker):
     worker.waits()
     worker.world(3, rank=1)
     worker.session.account.begin("training", worker.clock.now)

@@ -66,7 +66,7 @@ def test_an_abort_that_takes_long_spoils_nothing_once_all_kernels_have_ended(gpu
     assert gpu.groups.drain(1.0) == 1
 
 
-def test_nobody_is_ready_before_the_gpu_has_the_memory_of_the_world_before_the_last(gpu):
+def test_no_worker_is_ready_before_the_gpu_memory_of_the_world_before_last_is_free(gpu):
     """Where worlds break in a row, communicators would pile up."""
     gpu.kernel.is_completed.return_value = True
     stuck = create_autospec(NcclCollectives, instance=True)
@@ -90,7 +90,7 @@ def test_a_group_that_did_not_connect_is_drained_and_closed_as_others(gpu):
     assert gpu.groups._unconnected == [unmade]
 
 
-def test_nobody_waits_for_a_few_communicators_that_do_not_connect_but_for_many(gpu):
+def test_only_many_unconnected_communicators_are_waited_for(gpu):
     """A second loss soon after one while NCCL connects would cost all others the rest of NCCL's time."""
     unmade = [create_autospec(NcclCollectives, instance=True) for _ in range(3)]
     freed: list[object] = []
@@ -128,7 +128,7 @@ def test_a_group_on_the_cpu_is_not_waited_for_any_longer(gpu):
     assert gpu.groups.drain(1.0) == 1
 
 
-def test_the_process_ends_at_once_and_has_said_why(monkeypatch, capsys):
+def test_the_process_ends_immediately_after_reporting_the_reason(monkeypatch, capsys):
     """The interpreter's own end would wait for the GPU."""
     rt = Runtime(environment.read({}), None)
     monkeypatch.setattr(lifecycle, "_runtime", rt)

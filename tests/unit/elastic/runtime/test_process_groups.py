@@ -88,7 +88,7 @@ def test_a_group_whose_threads_still_run_is_not_drained_yet(group, clock, monkey
 
 
 @linux
-def test_a_thread_that_works_is_told_from_one_that_sleeps():
+def test_working_and_sleeping_threads_are_distinguished():
     working, rest, resting, over = (threading.Event() for _ in range(4))
 
     def run() -> None:
@@ -127,7 +127,7 @@ def test_a_thread_that_works_is_told_from_one_that_sleeps():
     ],
     ids=["unasked", "asked for", "asked for by its older name"],
 )
-def test_torch_records_no_collectives_unless_asked_to(given, size):
+def test_torch_records_no_collectives_by_default(given, size):
     environ = dict(given)
     environment.record_nothing(environ)
     assert environ.get("TORCH_FR_BUFFER_SIZE") == size

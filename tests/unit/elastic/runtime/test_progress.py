@@ -18,7 +18,7 @@ def told(progress: ProgressCounter, now: float) -> list[tuple[str, float, str]]:
     return [(m.inside, round(m.waited_s, 3), m.phase) for m in messages]  # type: ignore[attr-defined]
 
 
-def test_a_step_in_which_nobody_waits_says_nothing():
+def test_a_step_without_waits_reports_nothing():
     progress = ProgressCounter()
     for step in range(100):
         progress.enter(2, "gradients", step * 0.1)
@@ -26,7 +26,7 @@ def test_a_step_in_which_nobody_waits_says_nothing():
         assert told(progress, step * 0.1 + 0.05) == []
 
 
-def test_a_wait_of_a_second_is_said_and_so_is_its_end():
+def test_a_wait_of_a_second_and_its_end_are_reported():
     progress = ProgressCounter()
     progress.enter(2, "allreduce.loss", 10.0)
     assert told(progress, 10.9) == []
@@ -39,7 +39,7 @@ def test_a_wait_of_a_second_is_said_and_so_is_its_end():
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.001, 0.3, 0.999])
-def test_a_wait_is_said_when_it_is_a_second_old_whenever_it_began(after_s):
+def test_a_wait_is_reported_when_it_is_a_second_old_whenever_it_began(after_s):
     """The look at 10 comes before it, with others between: none of them may be the one that is late."""
     progress, now = ProgressCounter(), 10.0
     progress.enter(2, "allreduce.loss", 9.9)
@@ -56,7 +56,7 @@ def test_a_wait_is_said_when_it_is_a_second_old_whenever_it_began(after_s):
     assert progress.next_look_s(now) == LOOK_S, "no more often while it lasts"
 
 
-def test_while_it_waits_it_says_how_far_its_gpu_is():
+def test_a_waiting_worker_reports_the_progress_of_its_gpu():
     progress, asked = ProgressCounter(), []
     counts = protocol.Launches("gradients", 4, 7, 6, 6)
 
@@ -75,7 +75,7 @@ def test_while_it_waits_it_says_how_far_its_gpu_is():
     assert isinstance(said, protocol.Progress) and said.gpu == [] and len(asked) == 2
 
 
-def test_it_says_at_which_line_it_waits():
+def test_a_waiting_worker_reports_its_line():
     progress = ProgressCounter()
     progress.enter(2, "gradients", 10.0, thread=7)
     (said,) = progress.tell(11.2, line=lambda thread: f"train.py:{thread}")
@@ -129,7 +129,7 @@ def test_one_inside_another_is_the_outer_one():
     assert progress.inside == "gradients" and progress.entered == 1
 
 
-def test_a_long_phase_is_said_at_both_ends_and_restores_the_outer_one():
+def test_a_long_phase_is_reported_at_both_ends_and_restores_the_outer_one():
     progress = ProgressCounter()
     outer, said = progress.begin_phase("evaluate", 2)
     assert isinstance(said, protocol.Progress) and said.phase == "evaluate"
@@ -150,7 +150,7 @@ def test_a_long_phase_is_of_the_present_world_also_where_it_had_no_collective_ye
     assert progress.end_phase(before, 4).generation == 4
 
 
-def test_waiting_inside_a_long_phase_is_said_with_it():
+def test_a_wait_inside_a_long_phase_is_reported_with_it():
     progress = ProgressCounter()
     progress.begin_phase("evaluate", 2)
     progress.enter(2, "allreduce.score", 10.0)
@@ -172,7 +172,7 @@ def test_the_pace_is_how_much_was_waited_in_half_a_minute():
     assert progress.pace(2 * PACE_S, 2) == [], "nothing was done since"
 
 
-def test_the_pace_tells_of_commits_without_a_message_of_their_own():
+def test_the_pace_contains_commits_without_a_separate_message():
     progress = ProgressCounter()
     progress.enter(2, "gradients", 0.0)
     progress.leave(0.5)

@@ -99,7 +99,7 @@ def test_the_first_world_may_be_formed_without_a_worker_that_waits_for_it():
     assert r.phase is Phase.OUTSIDE and r.provisional
 
 
-def test_a_broken_collective_is_cut_and_told_once():
+def test_a_broken_collective_is_aborted_and_reported_once():
     r = training()
     cut = Cut(2, "closed")
     assert r.fail(2, "closed") == [cut, Send(Failed(2, "closed"))]
@@ -108,7 +108,7 @@ def test_a_broken_collective_is_cut_and_told_once():
     assert r.arrive() is Verdict.BROKEN
 
 
-def test_the_drivers_word_comes_first():
+def test_the_drivers_message_has_priority():
     r = training()
     assert r.receive(Broken(2, "lost h:1")) == [Cut(2, "lost h:1")]
     assert r.fail(2, "closed") == []
@@ -177,7 +177,7 @@ def test_a_change_that_is_called_off_lets_go():
     assert r.arrive() is Verdict.PASS
 
 
-def test_a_failure_frees_who_is_held():
+def test_a_failure_releases_a_held_worker():
     r = training()
     r.receive(Prepare(2, 1))
     assert r.arrive() is Verdict.HOLD
@@ -185,7 +185,7 @@ def test_a_failure_frees_who_is_held():
     assert r.verdict() is Verdict.BROKEN
 
 
-def test_a_word_that_comes_too_late_breaks_the_world():
+def test_a_late_stop_message_breaks_the_world():
     r = training()
     r.receive(Prepare(2, 1))
     r.arrive()
@@ -195,7 +195,7 @@ def test_a_word_that_comes_too_late_breaks_the_world():
     assert r.receive(StopAt(2, 1, 1)) == [Cut(2, late), Send(Failed(2, late))]
 
 
-def test_the_end_of_a_job_frees_who_is_held():
+def test_the_end_of_a_job_releases_a_held_worker():
     r = training()
     r.receive(Prepare(2, 1))
     r.arrive()
@@ -224,7 +224,7 @@ def test_stopping_at_a_commit_saves_under_the_same_number():
     assert r.committed() == committed == Commit(2, 1)
 
 
-def test_who_passed_without_committing_and_who_stopped_never_share_a_number():
+def test_workers_that_passed_without_a_commit_and_stopped_ones_never_share_a_number():
     passed, stopped = training(), training()
     for r in (passed, stopped):
         r.receive(Prepare(2, 1))
@@ -236,7 +236,7 @@ def test_who_passed_without_committing_and_who_stopped_never_share_a_number():
     assert passed.committed() == Commit(2, 2)
 
 
-def test_commits_outside_elastic_run_are_a_workers_own():
+def test_commits_outside_elastic_run_are_local_to_a_worker():
     r = outside()
     assert r.committed() is None
     r.enter()
@@ -282,7 +282,7 @@ def finished() -> Recovery:
     return r
 
 
-def test_what_breaks_in_a_second_training_is_over_and_nobody_is_told():
+def test_a_failure_in_a_second_training_ends_it_without_a_report():
     r = finished()
     r.train_again()
     assert r.fail(2, "reset by peer") == [Cut(2, "reset by peer")]
@@ -336,7 +336,7 @@ def test_a_lost_driver_is_the_end():
     assert r.over == End("closed")
 
 
-def test_a_user_exception_is_told_with_the_commit_it_came_after():
+def test_a_user_exception_is_reported_with_the_commit_before_it():
     r = training()
     r.committed()
     assert r.raised("ValueError: x", "Traceback") == [
@@ -346,7 +346,7 @@ def test_a_user_exception_is_told_with_the_commit_it_came_after():
     assert r.phase is Phase.OVER
 
 
-def test_sys_exit_in_user_code_is_told_before_the_interpreter_ends():
+def test_sys_exit_in_user_code_is_reported_before_the_interpreter_ends():
     r = training()
     reason = "sys.exit was called under elastic.run: exit code 3"
     assert r.quit(3) == [Send(Quit(2, 3, "sys.exit(3)")), Cut(2, reason)]
@@ -354,7 +354,7 @@ def test_sys_exit_in_user_code_is_told_before_the_interpreter_ends():
     assert r.quit(3) == [] and r.wait_for_world(STORE, "d") == []
 
 
-def test_worker_whose_state_does_not_match_tells_the_driver_before_its_process_ends():
+def test_a_worker_with_a_mismatched_state_reports_it_before_its_process_ends():
     r = training()
     assert [each.message for each in r.quit(1, "") if isinstance(each, Send)] == [Quit(2, 1)]
     assert r.phase is Phase.OVER
@@ -367,7 +367,7 @@ def said(r: Recovery) -> list[Message]:
     return [action.message for action in r.reconnected() if isinstance(action, Send)]
 
 
-def test_on_a_new_connection_it_says_where_it_stands():
+def test_on_a_new_connection_it_reports_its_phase():
     r = Recovery()
     assert said(r) == [Reconnected(0, welcomed=False)]
     r.receive(Welcome(PLACE, newcomer=False, elastic=True))
@@ -377,7 +377,7 @@ def test_on_a_new_connection_it_says_where_it_stands():
     assert r.phase is Phase.TRAINING
 
 
-def test_that_calls_differ_is_said_with_the_failure_and_again_to_the_next_driver():
+def test_differing_calls_are_reported_with_the_failure_and_again_to_the_next_driver():
     calls = (Called(0, "allreduce.x", "a.py:3"), Called(1, "broadcast.x"))
     for r, failure in (
         (training(2), Failed(2, "calls", True, calls)),
@@ -390,7 +390,7 @@ def test_that_calls_differ_is_said_with_the_failure_and_again_to_the_next_driver
     assert r.fail(3, "closed")[-1] != Send(Stranded(3, "closed", True))
 
 
-def test_what_has_no_answer_is_said_again_word_for_word():
+def test_unanswered_messages_are_repeated_unchanged():
     r = training(2)
     r.fail(2, "closed")
     assert said(r)[1:] == [Failed(2, "closed")]
@@ -404,7 +404,7 @@ def test_what_has_no_answer_is_said_again_word_for_word():
     assert said(r)[-1] == Returned(3)
 
 
-def test_a_world_that_the_driver_broke_needs_no_word():
+def test_a_world_that_the_driver_broke_needs_no_report():
     r = training(2)
     r.receive(Broken(2, "lost h:1"))
     assert said(r)[1:] == []
@@ -419,7 +419,7 @@ def test_what_is_raised_in_a_world_without_a_commit_before_the_first_is_raised_a
     assert said(r)[-1] == Raised(2, Commit(2, 0), "ValueError: x", "Traceback")
 
 
-def test_that_it_wants_to_leave_and_what_it_raised_are_said_again():
+def test_a_wish_to_leave_and_an_exception_are_reported_again():
     r = training(2)
     assert r.ask_to_leave("SIGTERM") == [Send(Leaving("SIGTERM"))]
     assert said(r)[1:] == [Leaving("SIGTERM")]
@@ -431,7 +431,7 @@ def test_that_it_wants_to_leave_and_what_it_raised_are_said_again():
     assert said(r)[1:] == [Quit(2, 0, "sys.exit(0)")]
 
 
-def test_asked_again_for_its_number_of_checks_it_gives_the_same_answer():
+def test_a_repeated_query_of_the_safepoint_number_gets_the_same_answer():
     """The first one may have been heard: all may be about to stop where it said."""
     r = training(2)
     r.arrive()
@@ -454,7 +454,7 @@ def test_a_change_that_is_over_does_not_begin_again():
     assert r.receive(Prepare(2, 1)) == []
 
 
-def test_late_words_of_a_lost_connection_change_nothing():
+def test_late_messages_of_a_lost_connection_change_nothing():
     r = training(3)
     for late in (world(2), world(3), Broken(2, "old"), StopAt(2, 1, 1), Proceed(2, 1), Finish(2)):
         assert r.receive(late) == []
@@ -462,7 +462,7 @@ def test_late_words_of_a_lost_connection_change_nothing():
     assert (r.phase, r.generation, r.place, r.newcomer) == (Phase.TRAINING, 3, PLACE, False)
 
 
-def test_each_ready_has_a_number_so_that_an_older_one_can_be_told():
+def test_each_ready_has_a_number_that_distinguishes_it_from_older_ones():
     r = outside()
     first, second = (r.wait_for_world(STORE, "x")[0] for _ in range(2))
     assert isinstance(first, Send) and isinstance(second, Send)
@@ -472,7 +472,7 @@ def test_each_ready_has_a_number_so_that_an_older_one_can_be_told():
 # ---- standing by -----------------------------------------------------------------------------------
 
 
-def test_a_newcomer_stands_by_until_there_is_a_world_for_it():
+def test_a_newcomer_is_a_standby_until_there_is_a_world_for_it():
     r = Recovery()
     r.receive(Welcome(PLACE, newcomer=True, elastic=True))
     r.enter()
@@ -483,7 +483,7 @@ def test_a_newcomer_stands_by_until_there_is_a_world_for_it():
     assert (r.stands_by, r.phase) == (False, Phase.TRAINING)
 
 
-def test_a_word_to_stand_by_that_comes_late_is_nothing():
+def test_a_late_standby_message_has_no_effect():
     r = training()
     r.receive(StandBy())
     assert not r.stands_by

@@ -17,7 +17,7 @@ def test_groups_of_the_world_before_are_no_part_of_this_one():
     assert report[0]["formed"] == 500.0
 
 
-def test_only_the_report_of_a_world_that_began_with_a_checkpoint_says_so():
+def test_only_the_report_of_a_world_that_resumed_from_a_checkpoint_names_it():
     phases = Phases()
     found = []
     for generation, stored in ((2, False), (3, True), (4, False)):

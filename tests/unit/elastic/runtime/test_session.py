@@ -51,12 +51,12 @@ def waiting(monkeypatch):
     return made
 
 
-def test_a_driver_that_says_nothing_for_too_long_is_lost(waiting):
+def test_a_driver_that_is_silent_for_too_long_is_lost(waiting):
     with raises(DriverLost):
         waiting(looks=50).wait_while(Phase.WAITING, "to form a world")
 
 
-def test_who_stands_by_waits_as_long_as_it_takes_and_says_nothing_of_it(waiting, capfd):
+def test_a_standby_waits_without_limit_and_without_a_log_line(waiting, capfd):
     session = waiting(looks=50)
     session.recovery.stands_by = True
     session.wait_while(Phase.WAITING, "to form a world")

@@ -188,7 +188,7 @@ def test_an_inner_optimizer_of_the_world_before_is_not_missed(job):
     assert reported(watching) == set()
 
 
-def test_a_stream_with_a_state_of_its_own_has_a_position(job):
+def test_a_stream_with_its_own_state_has_a_position(job):
     stream = Resuming()
     state = job.whole(step=0, stream=stream)
     watching = job.observes(state)
@@ -197,7 +197,7 @@ def test_a_stream_with_a_state_of_its_own_has_a_position(job):
     assert reported(watching) == set()
 
 
-def test_a_scheduler_made_while_training_is_the_scripts_own(job):
+def test_a_scheduler_created_during_training_belongs_to_the_script(job):
     state = job.whole(step=0)
     watching = job.observes(state)
     scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 5)
@@ -288,7 +288,7 @@ def per_epoch(state) -> None:
 def without(state) -> None: ...
 
 
-def test_no_commit_is_reported_at_once_unless_it_may_come_later(job, monkeypatch):
+def test_a_missing_commit_is_reported_immediately_unless_it_may_follow(job, monkeypatch):
     monkeypatch.setattr(script_source, "script_files", lambda modules: [])
     state = job.whole(step=0)
     for function, expected in ((per_epoch, set()), (without, {Kind.NO_COMMIT})):
@@ -297,7 +297,7 @@ def test_no_commit_is_reported_at_once_unless_it_may_come_later(job, monkeypatch
         assert reported(watching) == expected
 
 
-def test_after_a_loss_the_script_is_checked_once_more_and_no_kind_is_reported_twice(job, capsys):
+def test_after_a_loss_the_script_is_checked_again_and_no_kind_is_reported_twice(job, capsys):
     sampler = data.ElasticSampler(job.samples)
     state = job.whole(step=0, sampler=sampler)
     scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 5)

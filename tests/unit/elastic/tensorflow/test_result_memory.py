@@ -8,7 +8,7 @@ from elastic.collectives.interface import ALONE_BYTES
 from elastic.tensorflow import result_memory
 
 
-def test_what_travels_alone_comes_first_and_each_dtype_lies_in_one_piece():
+def test_unfused_tensors_are_first_and_each_dtype_is_contiguous():
     large = ALONE_BYTES // 4
     shapes = [(3,), (large + 1,), (2, 8), (large,), (4, 4), (large,)]
     tensors = [torch.zeros(shape) for shape in shapes]

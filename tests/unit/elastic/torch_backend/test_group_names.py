@@ -59,7 +59,7 @@ def test_torch_names_what_is_made_before_elastic_run_and_in_jobs_of_a_fixed_size
     assert names.before == [(0, 1)]
 
 
-def test_ranks_tell_groups_of_members_alone_from_each_other(monkeypatch, names):
+def test_groups_with_different_members_are_distinguished(monkeypatch, names):
     in_a_job(monkeypatch, elastic=True)
     names.enter(2)
     found = [group_names.name(ranks, True) for ranks in ([0, 1], [2, 3], [0, 1])]

@@ -28,7 +28,7 @@ def test_every_rank_has_what_it_has():
 
 
 @pytest.mark.parametrize("size", [4, 30_000, 300_000])
-def test_what_rank_0_would_scatter_is_its_own(size):
+def test_the_scatter_input_of_rank_0_is_its_own(size):
     mine = torch.arange(float(size))
     begun = collective_calls.scatter(MirrorCollectives(1, 3), mine, None, 0)
     for act in begun.thens:
@@ -37,7 +37,7 @@ def test_what_rank_0_would_scatter_is_its_own(size):
 
 
 @pytest.mark.parametrize("provisional", [True, False])
-def test_objects_of_rank_0_come_with_the_state_and_not_before(monkeypatch, provisional):
+def test_objects_of_rank_0_arrive_with_the_state_and_not_before(monkeypatch, provisional):
     """torch's receiver would take a number of bytes from memory that nobody has written."""
     runtime = create_autospec(Runtime, instance=True)
     runtime.provisional = provisional

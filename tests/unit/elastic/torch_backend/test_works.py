@@ -70,7 +70,7 @@ def test_a_failure_of_an_older_world_is_not_raised_in_the_next():
     backward(group, fails=False)
 
 
-def test_who_is_told_of_a_failure_is_told_in_which_world_it_was():
+def test_a_reported_failure_names_its_world():
     group = Group()
     work = group.work(fails=True)
     group.owner.generation.return_value = 2
@@ -98,5 +98,5 @@ def test_a_profile_shows_what_was_waited_for():
 
 
 @pytest.mark.parametrize("missing", [[], [3], [1, 2], list(range(1, 12))])
-def test_who_did_not_come_is_named(missing: list[int]):
+def test_missing_ranks_are_named(missing: list[int]):
     recorded("messages", late(missing))

@@ -197,7 +197,7 @@ class TestOneTwoAndThree(Contract):
 
 @pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]], ids=str)
 @pytest.mark.parametrize("last", range(4))
-def test_nobody_passes_a_barrier_before_the_last_of_any_host_has_come(hosts, last):
+def test_no_rank_passes_a_barrier_before_all_ranks_of_all_hosts_have_arrived(hosts, last):
     world = world_of(*hosts)
     works = [group.barrier() for group in world if group.rank != last]
     for work in works:

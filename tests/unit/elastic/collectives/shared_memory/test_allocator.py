@@ -47,7 +47,7 @@ def test_it_is_full_when_no_gap_is_wide_enough_and_has_room_again_later():
     assert regions.allocate(30) == 0
 
 
-def test_a_byte_tells_the_region_around_it():
+def test_an_address_identifies_its_region():
     regions = Regions(100, PAGE)
     regions.allocate(20)
     regions.allocate(10)

@@ -122,7 +122,7 @@ def test_a_full_arena_lends_no_more_until_something_returns(arena):
 # ---- the one of this process -------------------------------------------------------------------
 
 
-def test_a_process_makes_one_when_it_is_asked(none_yet):
+def test_a_process_creates_its_arena_at_the_first_use(none_yet):
     mine = arenas.mine()
     assert mine is not None
     assert arenas.mine() is mine
@@ -150,7 +150,7 @@ def test_turned_off_there_is_none(none_yet, monkeypatch):
 @pytest.mark.parametrize(
     "number", [errno.EFBIG, errno.ENOMEM, errno.EMFILE, errno.ENOSYS, errno.EPERM, errno.EIO]
 )
-def test_where_the_system_refuses_it_says_what_to_do(none_yet, monkeypatch, number):
+def test_if_the_system_refuses_the_error_says_what_to_do(none_yet, monkeypatch, number):
     def refuse(name: str, size: int) -> int:
         raise OSError(number, os.strerror(number))
 

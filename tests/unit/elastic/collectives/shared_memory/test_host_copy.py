@@ -79,7 +79,7 @@ def test_what_is_no_row_of_bytes_is_left_to_torch(way, by_torch):
     assert by_torch == ([len(odd)] if way == "library" else [len(odd) + 2])
 
 
-def test_a_tensor_of_a_class_of_its_own_is_left_to_torch(by_torch, monkeypatch):
+def test_a_tensor_of_a_subclass_is_left_to_torch(by_torch, monkeypatch):
     class Other(torch.Tensor):
         pass
 
@@ -94,7 +94,7 @@ def test_several_threads_of_torch_are_faster_than_one_of_ours(by_torch, monkeypa
     assert by_torch == [1]
 
 
-def test_later_tensors_come_from_where_they_are_then(way):
+def test_later_tensors_are_copied_from_their_current_location(way):
     first, second = torch.randn(3000), torch.randn(3000)
     buffer = torch.empty(3000)
     copy = HostCopy([first], [buffer])

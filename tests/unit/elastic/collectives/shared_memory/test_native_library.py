@@ -61,7 +61,7 @@ def test_where_there_is_a_compiler_there_is_a_library():
 
 
 @needed
-def test_a_library_that_is_there_is_loaded_once_and_says_nothing():
+def test_an_existing_library_is_loaded_once_without_a_log_line():
     assert native_library.load() is native_library.load()
     assert native_library.missing() == ""
 
@@ -70,7 +70,7 @@ def test_a_whole_copy_is_as_good(copy):
     assert read_elsewhere(copy) in {str(b) for b in (b"avx512", b"avx2", b"neon", b"baseline")}
 
 
-def test_where_none_was_built_a_line_says_how_to_build_it(tmp_path):
+def test_without_a_library_a_log_line_says_how_to_build_it(tmp_path):
     found, why = native_library.read(tmp_path / "none.so")
     assert found is None
     assert "g++" in why and "\n" not in why
@@ -208,7 +208,7 @@ def test_the_dtypes_are_as_wide_as_their_numbers_say(dtype):
     dtypes_and_ops.check(torch.zeros(1, dtype=dtype), Op.SUM)
 
 
-def test_what_is_not_in_the_table_is_refused_with_the_same_words_everywhere():
+def test_unsupported_kinds_are_refused_with_the_same_message_everywhere():
     with raises(ValueError):
         dtypes_and_ops.check(torch.zeros(1), Op.AVERAGE)
     for dtype in (torch.bool, torch.complex64):

@@ -42,7 +42,7 @@ def me() -> Identity:
     return peer_memory.myself()
 
 
-def test_a_process_is_the_same_each_time_it_is_asked(me):
+def test_a_process_has_a_constant_identity(me):
     assert me == peer_memory.myself()
     assert (me.pid, me.user) == (os.getpid(), os.geteuid())
     assert len(me.host.boot) == 36
@@ -148,7 +148,7 @@ def test_what_the_system_refuses_is_a_sentence(me, offered, monkeypatch, place, 
     recorded("log", said, me.pid)
 
 
-def test_without_proc_nobody_can_be_found(monkeypatch, tmp_path):
+def test_without_proc_no_process_can_be_found(monkeypatch, tmp_path):
     monkeypatch.setattr(peer_memory, "_PROC", str(tmp_path))
     with raises(Unreachable):
         peer_memory.myself()

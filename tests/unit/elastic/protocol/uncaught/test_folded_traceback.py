@@ -101,7 +101,7 @@ def test_many_frames_of_a_library_between_those_of_the_script_are_one_line(depth
     assert text.endswith("ValueError: mine\n")
 
 
-def test_the_frames_in_which_a_library_raises_are_shown():
+def test_frames_of_a_library_that_raises_are_shown():
     error = raised(through, TORCH, functools.partial(int, "x"), folding.LONG + 5)
     assert TORCH in folding.folded(error) and folding.folded(error) == folding.whole(error)
 
@@ -168,7 +168,7 @@ def test_a_digest_is_of_classes_and_lines_and_not_of_messages():
     assert folding.digest(raised(mine)) != digests[0]
 
 
-def test_a_syntax_error_is_told_from_another_by_its_line():
+def test_syntax_errors_are_distinguished_by_their_line():
     def broken(text: str) -> str:
         return folding.digest(raised(compile, text, "x.py", "exec"))
 

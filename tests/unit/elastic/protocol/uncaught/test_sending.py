@@ -85,7 +85,7 @@ def run(code: str, environ: dict[str, str], path: str = START) -> subprocess.Com
     )
 
 
-def test_an_uncaught_exception_goes_to_the_agent_and_not_to_stderr(pipe):
+def test_an_uncaught_exception_is_sent_to_the_agent_and_not_to_stderr(pipe):
     read, environ = pipe
     done = run("1 / 0", environ)
     assert (done.returncode, done.stderr) == (1, "")
@@ -111,7 +111,7 @@ def test_a_sitecustomize_of_the_user_is_imported_all_the_same(tmp_path, pipe):
     assert (done.stdout, done.stderr) == (f"{tmp_path / 'sitecustomize.py'}\n", "")
 
 
-def test_a_forked_child_prints_its_own(pipe):
+def test_a_forked_child_prints_its_own_exception(pipe):
     code = "import os\nif not os.fork():\n    1 / 0\nos.wait()"
     recorded("messages", run(code, pipe[1]).stderr)
 

@@ -27,7 +27,7 @@ def let_go(lent: LentMemory, flag: int) -> None:
     )
 
 
-def test_a_tensor_lives_until_it_was_let_go_of_and_collected():
+def test_a_tensor_lives_until_it_is_deallocated_and_collected():
     lent = LentMemory()
     tensors = [large(), large()]
     gone = [weakref.ref(each) for each in tensors]
