@@ -189,7 +189,7 @@ def test_the_api_takes_every_object_of_every_combination(combinations, version):
 
 
 @pytest.mark.parametrize("version", ["1.27", "1.37"])
-def test_versions_that_the_chart_does_not_tell_apart_get_the_same(helm, version):
+def test_versions_that_the_chart_treats_alike_get_the_same_objects(helm, version):
     first, own = (
         helm.render(*HANDFUL["everything"], version=v) for v in (first_alike(version), version)
     )
@@ -207,7 +207,7 @@ def test_a_cluster_of_1_20_gets_nothing_that_it_does_not_know(helm):
 
 
 @pytest.mark.parametrize("which", HANDFUL)
-def test_every_port_says_its_protocol(handful, which):
+def test_every_port_has_a_protocol(handful, which):
     """Some versions merge lists of ports by it."""
     ports = [
         port
@@ -220,7 +220,7 @@ def test_every_port_says_its_protocol(handful, which):
 
 
 @pytest.mark.parametrize("which", HANDFUL)
-def test_every_object_says_whose_it_is(handful, which):
+def test_every_object_has_owner_labels(handful, which):
     for each in handful[which].all:
         labels = each["metadata"]["labels"]
         assert labels["app.kubernetes.io/name"] == "hvd-elastic"
@@ -293,7 +293,7 @@ def test_elasticrun_knows_every_flag(handful, which):
     assert {field.name for field in dataclasses.fields(agents)} >= vars(agents).keys(), "unknown"
 
 
-def test_agents_find_the_driver_in_etcd_where_the_journal_is_there(helm):
+def test_agents_find_the_driver_in_etcd_if_the_journal_is_there(helm):
     driver, agent = (" ".join(each) for each in helm.render(ETCD).arguments())
     members = "--etcd etcd-0:2379,etcd-1:2380 --etcd-user me --etcd-ca /run/hvd-elastic/etcd/ca.crt"
     assert members in driver and members in agent
@@ -302,7 +302,7 @@ def test_agents_find_the_driver_in_etcd_where_the_journal_is_there(helm):
 
 
 @pytest.mark.parametrize("tls", TLS, ids=lambda tls: tls["tls"]["kind"])
-def test_both_ends_speak_tls_or_neither(helm, tls):
+def test_both_ends_use_tls_or_neither(helm, tls):
     rendered = helm.render(tls)
     secret = tls["tls"].get("existingSecret", "r-tls")
     for pod, flags in zip(rendered.pods(), rendered.arguments(), strict=True):
@@ -397,7 +397,7 @@ def test_the_secret_is_made_if_none_is_given(helm, defaults):
         assert secret["secretName"] == "mine" and secret["defaultMode"] == 0o440
 
 
-def test_no_secret_stands_in_a_pod(helm):
+def test_no_secret_is_part_of_a_pod(helm):
     rendered = helm.render(EXTRAS, ETCD, TLS[1])
     secrets = [each for each in rendered.all if each["kind"] == "Secret"]
     assert len(secrets) == 2
@@ -499,7 +499,7 @@ OLD: dict[str, tuple[Json, str]] = {
 }
 
 
-def test_all_of_them_are_told_at_once(helm):
+def test_all_errors_are_reported_together(helm):
     """Whoever comes from there has a whole file of them."""
     values = merged(*(values for values, _ in OLD.values()))
     with pytest.raises(Refused) as refused:
@@ -509,7 +509,7 @@ def test_all_of_them_are_told_at_once(helm):
 
 
 @pytest.mark.parametrize("which", REFUSED)
-def test_what_cannot_work_is_told_in_a_sentence(helm, which):
+def test_invalid_values_are_refused_in_one_sentence(helm, which):
     values, told = REFUSED[which]
     with pytest.raises(Refused) as refused:
         helm.render(values)

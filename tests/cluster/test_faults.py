@@ -87,7 +87,7 @@ def test_a_right_that_is_taken_away_is_named_and_used_again_when_it_is_back(
     release.nothing_repeated()
 
 
-def test_a_token_that_expires_is_told_and_the_next_one_is_used(
+def test_an_expired_token_is_logged_and_the_next_one_is_used(
     release: Release, nodes: list[Node]
 ) -> None:
     release.install(2)

@@ -87,7 +87,7 @@ def test_a_stateful_set_of_two_pods_runs_each_at_its_address(
     )
 
 
-def test_a_job_completes_and_its_exit_codes_are_told(namespace: Namespace, node: Node) -> None:
+def test_a_job_completes_and_its_exit_codes_are_reported(namespace: Namespace, node: Node) -> None:
     job = {
         "kind": "Job",
         "metadata": {"name": "j"},
@@ -116,7 +116,7 @@ def test_a_container_is_started_again_after_it_fails(namespace: Namespace, node:
     assert found["status"]["containerStatuses"][0]["lastState"]["terminated"]["exitCode"] == 1
 
 
-def test_variables_are_expanded_and_fields_are_told(
+def test_variables_are_expanded_and_fields_are_set(
     control_plane: ControlPlane, namespace: Namespace, node: Node
 ) -> None:
     environment = [
@@ -238,7 +238,7 @@ def test_the_log_of_a_pod_is_read_through_the_api(
     assert control_plane.kubectl("-n", namespace.name, "logs", "-f", "p") == "one\ntwo\n"
 
 
-def test_a_pod_is_ready_when_its_probe_says_so(
+def test_a_pod_is_ready_when_its_probe_succeeds(
     control_plane: ControlPlane, namespace: Namespace, node: Node, tmp_path: Path
 ) -> None:
     probe = {"exec": {"command": ["test", "-e", "/there/ready"]}, "periodSeconds": 1}
@@ -287,7 +287,9 @@ while True:
     assert control_plane.log(namespace, "p").split() == ["here", "told", "left"]
 
 
-def test_who_ignores_sigterm_is_killed_after_its_grace(namespace: Namespace, node: Node) -> None:
+def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace_period(
+    namespace: Namespace, node: Node
+) -> None:
     namespace.create(pod("p", SLEEP))  # as process 1 it has no handler, so the signal is ignored
     namespace.wait_pod("p")
     began = time.monotonic()
@@ -354,7 +356,7 @@ def test_a_pod_of_a_frozen_node_is_stuck_until_it_is_deleted_by_force(
     lost.wait_pids(0)  # a node that is back kills what was deleted
 
 
-def test_an_api_server_that_was_killed_comes_back(
+def test_a_killed_api_server_is_restarted(
     control_plane: ControlPlane, namespace: Namespace, node: Node
 ) -> None:
     namespace.create(pod("p", SLEEP))

@@ -37,7 +37,7 @@ def test_an_upgrade_and_a_rollback_change_the_number_of_workers_while_it_trains(
     release.nothing_repeated()
 
 
-def test_an_upgrade_undoes_a_scale_and_says_what_it_cannot_change(
+def test_an_upgrade_resets_the_scale_and_refuses_impossible_changes(
     release: Release, nodes: list[Node]
 ) -> None:
     release.install(2)
@@ -114,16 +114,14 @@ def test_a_release_of_another_chart_is_not_ours_to_scale_or_remove(
     assert wording.NO_JOB_NOBODY_HELM in release.k8s_refuses("stop", "nobody")
 
 
-def test_a_job_that_could_not_go_on_is_not_scaled_so_far_down(
-    release: Release, nodes: list[Node]
-) -> None:
+def test_a_job_is_not_scaled_below_its_minimum(release: Release, nodes: list[Node]) -> None:
     release.install(2, at_least=2)
     assert wording.WOULD_END_WITHOUT_POD in release.k8s_refuses("scale", "job", "0")
     assert wording.NEEDS_WORKER_PODS_GO in release.k8s_refuses("scale", "job", "1")
     assert release.namespace.get("StatefulSet", "job-worker")["spec"]["replicas"] == 2
 
 
-def test_of_two_who_run_a_job_of_one_name_at_once_the_second_is_refused(
+def test_the_second_of_two_concurrent_jobs_with_one_name_is_refused(
     release: Release, nodes: list[Node]
 ) -> None:
     """It may find out when it looks, or when helm does: it leaves the other's job alone either way."""

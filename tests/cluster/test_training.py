@@ -66,7 +66,7 @@ def test_a_driver_that_is_deleted_or_killed_is_followed_by_another_and_no_step_f
 
 
 @pytest.mark.nightly
-def test_training_goes_on_while_the_api_server_is_away(release: Release, nodes: list[Node]) -> None:
+def test_training_continues_without_the_api_server(release: Release, nodes: list[Node]) -> None:
     release.install(2)
     release.until(2)
     release.plane.kill_api_server()
@@ -112,7 +112,7 @@ def test_a_tainted_and_a_drained_node_lose_their_workers_at_a_commit_and_a_cordo
 
 
 @pytest.mark.nightly
-def test_a_pod_of_a_lost_node_is_replaced_and_what_still_runs_there_harms_nobody(
+def test_a_pod_of_a_lost_node_is_replaced_and_its_remaining_processes_do_no_harm(
     release: Release, add_node: Callable[..., Node]
 ) -> None:
     add_node(environment=IMAGE, labels={"for": "driver"})
@@ -172,7 +172,7 @@ def test_elasticrun_k8s_run_shows_the_job_and_removes_it_at_its_end(
 
 
 @pytest.mark.nightly
-def test_status_tells_what_kubernetes_warns_of(release: Release, nodes: list[Node]) -> None:
+def test_status_shows_warnings_of_kubernetes(release: Release, nodes: list[Node]) -> None:
     release.install(1, worker={"number": 1, "nodeSelector": {"is": "nowhere"}})
 
     def told() -> bool:

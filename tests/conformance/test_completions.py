@@ -71,7 +71,7 @@ def test_many_in_another_order_on_each_rank(rank, size):
 
 
 @everywhere(3)
-def test_each_is_told_of_its_own_error(rank, size):
+def test_each_call_gets_its_own_error(rank, size):
     several = Several(size)
     handle = submission.start_allreduce([torch.ones(rank + 1)], "differs", Op.SUM, soon=True)
     raised: list[BaseException] = []

@@ -103,7 +103,7 @@ def test_a_mismatch_that_was_cached_as_a_match(rank, size):
 
 
 @everywhere()
-def test_what_else_is_in_flight_goes_on(rank, size):
+def test_other_collectives_in_flight_continue(rank, size):
     before = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="before")
     wrong = hvd.allreduce_async(torch.ones(2 + rank), op=hvd.Sum, name="wrong")
     after = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="after")

@@ -67,7 +67,7 @@ def test_several_groups_at_once_in_any_order(rank, size):
 
 
 @everywhere()
-def test_a_group_and_a_single_tensor_of_one_name_do_not_meet(rank, size):
+def test_a_group_and_a_single_tensor_of_one_name_do_not_match(rank, size):
     group = hvd.grouped_allreduce_async([torch.ones(1), torch.ones(2)], op=hvd.Sum, name="same")
     gathered = hvd.allgather_async(torch.ones(1), name="same")
     assert [r.tolist() for r in hvd.synchronize(group)] == [[size], [size, size]]

@@ -175,7 +175,7 @@ def test_a_barrier_does_not_wait_for_collectives_that_are_not_complete(rank, siz
 
 
 @everywhere()
-def test_poll_is_false_until_the_others_have_come_and_true_once_they_have(rank, size):
+def test_poll_is_false_until_the_other_ranks_have_arrived(rank, size):
     handle = None
     if rank == 0:
         handle = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="polled")

@@ -223,7 +223,7 @@ def test_what_alltoall_refuses(rank, size):
 
 
 @everywhere()
-def test_the_gradient_of_alltoall_goes_back_the_same_way(rank, size):
+def test_the_gradient_of_alltoall_is_sent_back_the_same_way(rank, size):
     got = gradient(lambda t: hvd.alltoall(t), size, rank + 1)
     assert got.tolist() == [float(r + 1) for r in range(size)]
     splits = torch.tensor([r + 1 for r in range(size)], dtype=torch.int32)

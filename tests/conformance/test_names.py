@@ -96,7 +96,7 @@ def test_a_name_in_flight_can_not_be_submitted_again(rank, size):
 
 
 @everywhere()
-def test_a_duplicate_while_the_others_have_not_come_yet(rank, size):
+def test_a_duplicate_before_the_other_ranks_have_arrived(rank, size):
     """Rank 0 is alone with its name when it submits it again; the others come afterwards."""
     handle = None
     if rank == 0:

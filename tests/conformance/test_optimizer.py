@@ -288,7 +288,7 @@ def test_gradients_and_named_collectives_at_once(rank, size):
 
 
 @everywhere()
-def test_training_goes_on_with_parameters_frozen_and_thawed(rank, size):
+def test_training_continues_with_parameters_frozen_and_thawed(rank, size):
     model = build()
     optimizer = wrapped(model)
     for step in range(4):

@@ -126,7 +126,7 @@ def test_a_set_of_one(rank, size):
 
 
 @everywhere()
-def test_who_is_not_in_a_set_can_not_use_it(rank, size):
+def test_a_rank_outside_a_set_can_not_use_it(rank, size):
     with added([0]) as first:
         if rank != 0:
             for call in (
@@ -161,7 +161,7 @@ def test_what_can_not_be_registered(rank, size):
 
 
 @everywhere()
-def test_ranks_that_ask_for_different_sets_are_all_told(rank, size):
+def test_ranks_that_request_different_sets_all_get_an_error(rank, size):
     with raises((ValueError, hvd.HorovodInternalError), "[Rr]ank"):
         hvd.add_process_set([0] if rank else [1])
     works(size)

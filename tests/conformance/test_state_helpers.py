@@ -186,7 +186,7 @@ class Halved:
 
 
 @everywhere()
-def test_a_compressor_of_ones_own(rank, size):
+def test_a_custom_compressor(rank, size):
     result = hvd.allreduce(torch.tensor([0.5, 2.0]), compression=Halved, op=hvd.Sum)
     assert result.tolist() == [0.5 * size, 2.0 * size]
     weight = torch.nn.Parameter(torch.zeros(2))

@@ -61,7 +61,7 @@ def test_it_is_batch_norm_over_all_ranks_batches(rank, size):
 
 
 @everywhere()
-def test_evaluation_uses_the_running_statistics_and_talks_to_nobody(rank, size):
+def test_evaluation_uses_the_running_statistics_without_communication(rank, size):
     layer = hvd.SyncBatchNorm(3)
     layer(torch.randn(4, 3) + rank)
     layer.eval()

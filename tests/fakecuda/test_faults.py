@@ -46,7 +46,7 @@ def test_an_error_that_nccl_reports_costs_a_world_and_no_worker(job, fake_cuda):
     assert {record["rank"] for record in history.all("done")} == {0, 1, 2}
 
 
-def test_nobody_frees_what_the_kernel_of_a_peer_may_still_read(job, fake_cuda):
+def test_memory_that_a_peers_kernel_may_still_read_is_not_freed(job, fake_cuda):
     """Slot 2 is told late of the loss: its kernel runs on for most of a second after the other survivor's abort."""
     history = trained(
         job,
@@ -59,18 +59,18 @@ def test_nobody_frees_what_the_kernel_of_a_peer_may_still_read(job, fake_cuda):
     assert wording.SPOILT not in history.job.output
 
 
-def test_who_is_told_of_an_error_by_nccl_alone_frees_nothing_either(job, fake_cuda):
+def test_after_an_error_reported_only_by_nccl_nothing_is_freed_either(job, fake_cuda):
     history = trained(job, fake_cuda, "kernel:error,rank=1,nth=12", FAKE_NCCL_FREE="strict")
     assert len(history.all("done")) == 3
     assert wording.SPOILT not in history.job.output
 
 
-def test_a_frozen_peer_is_replaced_by_nobody_and_the_others_go_on(job, fake_cuda):
+def test_the_others_continue_without_a_frozen_peer_and_without_a_replacement(job, fake_cuda):
     history = trained(job, fake_cuda, "kernel:freeze,rank=1,nth=12")
     assert len(history.all("done")) == 2
 
 
-def test_a_gpu_that_fails_takes_its_worker_with_it_and_nobody_else(job, fake_cuda):
+def test_a_failing_gpu_ends_only_its_worker(job, fake_cuda):
     history = trained(job, fake_cuda, "work:error,device=1,nth=250")
     assert len(history.all("done")) == 2
 

@@ -45,7 +45,7 @@ def jobs(model: str) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("model", "drawn"), [each for model in MODELS for each in jobs(model)])
-def test_random_faults_lose_nothing_and_hang_nobody(job, fake_cuda, model, drawn):
+def test_random_faults_lose_no_commit_and_hang_no_worker(job, fake_cuda, model, drawn):
     optimizer = "Adam" if drawn[0][0] // OF_A_JOB % 2 else "SGD"
     sharded = {"SHARDED": "1"} if model == "sharded" else {}
     struck = StruckJob(job, fake_cuda, OPTIMIZER=optimizer, **sharded)

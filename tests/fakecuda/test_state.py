@@ -92,7 +92,7 @@ def test_commits_pin_the_size_of_the_state_whatever_the_tensors_sizes(fake_cuda)
     print(run(fake_cuda(), script))
 
 
-def test_a_copy_under_way_is_whole_though_its_memory_is_let_go(fake_cuda):
+def test_a_copy_in_progress_is_complete_although_its_memory_is_released(fake_cuda):
     script = """
         state = make()
         step(state)

@@ -26,7 +26,7 @@ def test_a_killed_worker_is_done_without_and_the_weights_are_those_of_cpus(
 
 
 @pytest.mark.slow
-def test_two_workers_train_on_one_gpu_where_nccl_is_told_to_let_them(job, fake_cuda):
+def test_two_workers_train_on_one_gpu_if_nccl_is_configured_for_it(job, fake_cuda):
     shared = {"FAKE_NCCL_VERSION": "23007", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     training = started(job, 2, **fake_cuda(gpus=1, **shared), DEVICE="cuda")
     training.succeed(110)

@@ -59,7 +59,7 @@ def computing(rank, dispatchers, side):
     assert not file.exists()
 
 
-def test_each_sample_comes_to_one_rank_in_every_epoch(rank, size):
+def test_each_sample_is_sent_to_one_rank_in_every_epoch(rank, size):
     with computing(rank, 1, "compute") as config:
         assert (config.dispatchers, config.workers_per_dispatcher) == (1, size)
         made = tf.data.Dataset.range(SAMPLES).map(lambda x: x + 1).batch(4)
@@ -98,7 +98,7 @@ def test_a_dispatcher_for_each_rank_in_the_training_job(rank, size):
             assert sorted(dataset.as_numpy_iterator()) == list(range(SAMPLES))
 
 
-def test_a_proxy_for_the_web_is_not_asked(rank, size):
+def test_an_http_proxy_is_not_used(rank, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("no_grpc_proxy", raising=False)
         patch.delenv("no_proxy", raising=False)
@@ -108,7 +108,7 @@ def test_a_proxy_for_the_web_is_not_asked(rank, size):
             assert sorted(dataset.as_numpy_iterator()) == list(range(SAMPLES))
 
 
-def test_a_dispatcher_that_is_out_of_reach_is_named_at_once(rank, size):
+def test_an_unreachable_dispatcher_is_named_immediately(rank, size):
     gone = listen("127.0.0.1")
     gone.close()
     calls = {
@@ -124,7 +124,7 @@ def test_a_dispatcher_that_is_out_of_reach_is_named_at_once(rank, size):
         service.shutdown()
 
 
-def test_one_thread_sees_whether_the_compute_job_is_there(rank, size):
+def test_one_thread_checks_whether_the_compute_job_exists(rank, size):
     def watching():
         return [each for each in threading.enumerate() if "compute-service" in each.name]
 
@@ -138,7 +138,7 @@ def test_one_thread_sees_whether_the_compute_job_is_there(rank, size):
     assert not watching()
 
 
-def test_a_compute_job_that_goes_is_told_of_unless_the_training_ends(rank, size):
+def test_the_end_of_a_compute_job_is_logged_unless_the_training_ends(rank, size):
     told = create_autospec(compute_service.log.error)
     main_thread = create_autospec(threading.main_thread)
     with pytest.MonkeyPatch.context() as patch:
@@ -174,7 +174,7 @@ def test_a_config_is_written_and_read(rank, size):
             TfDataServiceConfig.read(file, wait_for_file_creation=True, timeout=0.0)
 
 
-def test_who_waits_takes_no_file_that_a_compute_job_before_has_left(rank, size):
+def test_a_waiter_ignores_the_file_of_an_earlier_compute_job(rank, size):
     service = ComputeService(1, 2, KEY, host="127.0.0.1")
     runs = dataclasses.replace(CONFIG, addresses=service.addresses(), key=KEY)
     left = dataclasses.replace(runs, key=b"of the job before")
@@ -189,7 +189,7 @@ def test_who_waits_takes_no_file_that_a_compute_job_before_has_left(rank, size):
     service.shutdown()
 
 
-def test_a_file_is_there_only_as_long_as_its_service(rank, size):
+def test_a_file_exists_only_as_long_as_its_service(rank, size):
     there = []
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         file = Path(folder, "compute.json")
@@ -211,7 +211,7 @@ def test_a_file_is_there_only_as_long_as_its_service(rank, size):
     assert there == [False, False]
 
 
-def test_a_compute_job_replaces_no_file_but_one_of_its_own(rank, size):
+def test_a_compute_job_replaces_only_files_of_compute_jobs(rank, size):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(hvd, "rank", lambda: 0)
         service = create_autospec(ComputeService)

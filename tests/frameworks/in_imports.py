@@ -13,6 +13,6 @@ def test_imports_are_refused_when_there_is_no_counterpart(rank, size):
         table.try_refused(statement)
 
 
-def test_each_module_of_horovod_is_there_or_refused(rank, size):
+def test_each_module_of_horovod_exists_or_is_refused(rank, size):
     for name in table.with_framework(table.MODULES.split(), wanted=True):
         table.try_module(name)

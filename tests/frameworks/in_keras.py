@@ -46,7 +46,7 @@ def test_fit_on_parts_of_a_batch_is_fit_on_the_whole(rank, size):
         np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
 
 
-def test_fit_without_a_graph_and_a_loop_of_ones_own(rank, size):
+def test_fit_without_a_graph_and_a_custom_loop(rank, size):
     x, y, all_x, all_y = data(rank, size)
     alone, eager, loop = model(), model(), model()
     alone.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
@@ -72,7 +72,7 @@ def test_fit_without_a_graph_and_a_loop_of_ones_own(rank, size):
     np.testing.assert_allclose(flat(loop.weights), flat(alone.weights), atol=1e-5)
 
 
-def test_an_optimizer_stays_what_it_was_for_those_who_look(rank, size):
+def test_a_wrapped_optimizer_keeps_its_class_for_isinstance(rank, size):
     plain = keras.optimizers.Adam(0.01)
     config = plain.get_config()
     made = hvd.DistributedOptimizer(plain)
@@ -92,7 +92,7 @@ def test_an_optimizer_stays_what_it_was_for_those_who_look(rank, size):
             hvd.DistributedOptimizer(keras.optimizers.SGD(), **wrong)
 
 
-def test_xla_that_was_asked_for_is_left_out_with_a_warning(rank, size):
+def test_requested_xla_is_disabled_with_a_warning(rank, size):
     x, y, *_ = data(rank, size)
     made = model()
     made.compile(
@@ -141,7 +141,7 @@ def test_local_gradients_of_several_passes(rank, size):
     np.testing.assert_allclose(hvd.allreduce(shared), shared, atol=1e-6)
 
 
-def test_what_was_accumulated_is_each_workers_own(rank, size):
+def test_accumulated_gradients_are_local_to_each_worker(rank, size):
     x, y, *_ = data(rank, size)
     made = model()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
@@ -238,7 +238,7 @@ def test_a_learning_rate_that_warms_up_and_one_with_a_schedule(rank, size):
         hvd.callbacks.LearningRateScheduleCallback(None, 1.0)  # type: ignore[arg-type]
 
 
-def test_local_variables_stay_each_ranks_own(rank, size):
+def test_local_variables_stay_local_to_each_rank(rank, size):
     x, y, *_ = data(rank, size)
     for one in (False, True):
         made = model(seed=rank + 1)
@@ -302,7 +302,7 @@ def test_a_number_in_a_graph_of_tensorflow_1_has_its_result_at_once(rank, size):
         assert float(hvd.allreduce(float(rank))) == pytest.approx((size - 1) / 2)
 
 
-def test_a_state_goes_back_to_what_was_committed(rank, size):
+def test_a_state_is_restored_to_its_commit(rank, size):
     x, y, *_ = data(rank, size)
     made = model()
     made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss="mse")
@@ -330,7 +330,7 @@ def test_a_state_of_variables_is_brought_to_all(rank, size):
             of_tensorflow.elastic.TensorFlowState(**wrong)
 
 
-def test_a_state_of_a_model_is_brought_to_all_and_says_what_it_needs(rank, size):
+def test_the_state_of_a_model_is_broadcast_and_requirements_are_checked(rank, size):
     made = model(seed=rank)
     made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss="mse")
     state = of_tensorflow.elastic.TensorFlowKerasState(made, epoch=rank)

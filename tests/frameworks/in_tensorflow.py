@@ -99,7 +99,7 @@ def test_a_group_of_several_dtypes(rank, size):
     assert hvd.grouped_allreduce([]) == []
 
 
-def test_many_of_all_sizes_come_back_in_their_places(rank, size):
+def test_many_tensors_of_all_sizes_are_returned_in_order(rank, size):
     shapes = [[3], [], [0, 2], [2, 2], [5000], [1, 1, 3], [4], [2, 0], [9], [100, 100], [7]]
     tensors = [
         tf.cast(tf.fill(shape, place + rank), dtype)
@@ -341,7 +341,7 @@ def test_a_tape_whose_gradients_are_means(rank, size):
         assert of_unused is None
 
 
-def test_a_tape_takes_one_source_a_nest_and_a_block_of_its_own(rank, size):
+def test_a_tape_accepts_one_source_a_nest_and_a_separate_block(rank, size):
     x = tf.Variable(2.0)
     with hvd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
         y = x * x * (rank + 1.0)
@@ -513,7 +513,7 @@ def test_large_tensors_of_several_dtypes_and_odd_sizes(rank, size):
                 np.testing.assert_allclose(each, wanted, rtol=1e-5)
 
 
-def test_what_is_let_go_of_is_used_again(rank, size):
+def test_released_memory_is_reused(rank, size):
     @tf.function
     def reduced(x):
         return tf.reduce_sum(hvd.allreduce(x, op=hvd.Sum, name="again"))
@@ -627,6 +627,6 @@ def test_a_state_of_a_session_is_committed_restored_and_brought_to_all(rank, siz
             hvd.elastic.TensorFlowState([x])
 
 
-def test_what_needs_a_graph_says_so(rank, size):
+def test_functions_that_need_a_graph_raise_an_error(rank, size):
     with pytest.raises(RuntimeError, match="eager"):
         hvd.broadcast_global_variables(0)

@@ -57,7 +57,7 @@ def test_frames_of_an_error_and_of_what_led_to_it(rank, size):
         assert said == ["elastic-left-behind"]
 
 
-def test_objects_that_nobody_else_has(rank, size):
+def test_objects_that_exist_on_one_rank_only(rank, size):
     said: list[str] = []
     done = threading.Event()
     found = [Held(said, done)]

@@ -46,5 +46,5 @@ def test_it_is_kept(door):
 
 
 @pytest.mark.nightly
-def test_it_is_given_back_where_somebody_chose_so():
+def test_memory_is_released_if_the_user_chose_so():
     assert faults_a_step("horovod.tensorflow", TF_CPU_ALLOCATOR_USE_BFC="0") > PAGES / 2

@@ -103,7 +103,7 @@ BACKENDS = [
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_keras_fit_goes_on_in_the_middle_of_an_epoch_with_the_same_losses(job, backend):
+def test_keras_fit_continues_in_the_middle_of_an_epoch_with_the_same_losses(job, backend):
     env = {**ENV, "KERAS_BACKEND": backend}
     alone = job("-np 1 -H localhost:1", command("keras_elastic.py"), env=env)
     struck = job(

@@ -174,7 +174,7 @@ def test_aborting_the_store_ends_an_exchange(world):
     aborter.join()
 
 
-def test_a_rank_that_never_comes_ends_the_connect_at_the_timeout(world):
+def test_a_missing_rank_ends_the_connect_at_the_timeout(world):
     attempt = connecting(world.stores[0], 0, 3, timeout_s=0.2)
     world.stores[0]._timeout_s = 0.2
     with pytest.raises(CollectiveFailed) as caught:
@@ -223,14 +223,14 @@ def stacked(thread: threading.Thread, function: str) -> bool:
     return False
 
 
-def test_a_store_that_nobody_serves_is_tried_until_the_timeout():
+def test_an_unserved_store_is_retried_until_the_timeout():
     store = Store(store_to_be(), None, 0.2)
     with pytest.raises(CollectiveFailed) as caught:
         store.exchange("named", 1, 2, b"")
     assert isinstance(caught.value.__cause__, ConnectionRefusedError)
 
 
-def test_the_store_may_start_later_than_those_who_look_for_it():
+def test_the_store_may_start_later_than_its_clients():
     address = store_to_be()
     early = Store(address, None, TIMEOUT_S)
     with ThreadPoolExecutor(1) as pool:
@@ -243,7 +243,7 @@ def test_the_store_may_start_later_than_those_who_look_for_it():
     store.close()
 
 
-def test_who_fetches_what_the_store_can_not_make_is_told_why():
+def test_a_failed_fetch_from_the_store_gets_its_reason():
     def fails():
         raise ValueError("no rules yet")
 
@@ -322,7 +322,7 @@ CALLS: dict[str, Callable[[Collectives], Work]] = {
     ],
     ids=lambda named: named.replace(" ", "-"),
 )
-def test_ranks_that_call_different_collectives_are_all_told_so(world, one, other):
+def test_ranks_that_call_different_collectives_all_get_an_error(world, one, other):
     groups = world.group("differing")
 
     def differing(rank: int) -> Differing | None:
@@ -357,7 +357,7 @@ def test_calls_of_all_sizes_may_be_waited_for_by_several_threads_in_any_order(wo
     assert world.on_all(wrong) == [[]] * 3
 
 
-def test_a_collective_goes_on_while_the_script_waits_for_another_group(world):
+def test_a_collective_continues_while_the_script_waits_for_another_group(world):
     one, another = world.group("one"), world.group("another")
 
     def run(rank: int) -> list[float]:
@@ -525,7 +525,7 @@ def cut_in_the_middle(rank: int, size: int, addresses: list[Address]) -> float:
     return worst
 
 
-def test_a_cut_in_the_middle_of_allreduces_is_drained_at_once(three):
+def test_an_abort_in_the_middle_of_allreduces_is_drained_at_once(three):
     # One work in twenty loses its wake-up here, and one in sixty leaves a connection open.
     addresses = three.run(ranks.serve_stores, 25)[0]
     for worst in three.run(cut_in_the_middle, addresses):
@@ -533,7 +533,7 @@ def test_a_cut_in_the_middle_of_allreduces_is_drained_at_once(three):
         assert worst < WAKE_S / 4
 
 
-def test_a_gloo_that_locks_itself_out_holds_nobody_up(world, monkeypatch):
+def test_a_deadlocked_gloo_delays_no_rank(world, monkeypatch):
     """Seen once after a cut: a receive with a timeout of a millisecond never came back."""
     group, locked = world.group()[0], threading.Event()
     assert isinstance(group, GlooCollectives)
@@ -566,7 +566,7 @@ def test_the_timeout_bounds_a_collective(world):
     [(TIMEOUT_S, 0.3, 0.3), (0.3, 0.9, 0.9)],
     ids=["shorter", "longer"],
 )
-def test_a_collective_may_have_a_timeout_of_its_own(world, to_connect, to_end, least):
+def test_a_collective_may_have_its_own_timeout(world, to_connect, to_end, least):
     groups = world.on_all(
         lambda rank: connecting(world.stores[rank], rank, 3, "own", to_connect, to_end).connect()
     )

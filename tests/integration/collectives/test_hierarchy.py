@@ -247,7 +247,7 @@ def come_late(rank: int, size: int, address: Address, hosts: str) -> str:
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aaab"])
-def test_a_rank_that_does_not_come_fails_the_others_at_the_deadline(four, hosts):
+def test_a_missing_rank_fails_the_others_at_the_deadline(four, hosts):
     *reasons, none = four.run(come_late, four.run(ranks.serve_stores)[0][0], hosts)
     assert all(reasons) and none == ""
 
@@ -285,7 +285,7 @@ def call_other_sizes(rank: int, size: int, address: Address, hosts: str) -> tupl
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
-def test_hosts_that_call_different_collectives_are_told_so(four, hosts):
+def test_hosts_that_call_different_collectives_get_an_error(four, hosts):
     (address,) = four.run(ranks.serve_stores)[0]
     for carries, told in four.run(call_other_sizes, address, hosts):
         assert told or not carries

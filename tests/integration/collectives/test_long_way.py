@@ -91,7 +91,7 @@ def enter_all(three: Ranks, generation: int, hosts: int) -> None:
     three.run(enter, generation, hosts, where)
 
 
-def test_what_the_last_world_used_is_connected_at_once_with_one_exchange_each(three):
+def test_groups_of_the_last_world_are_connected_at_once_with_one_exchange_each(three):
     enter_all(three, 1, hosts=3)
     assert three.run(made_unasked) == [([], [])] * 3  # nobody knows yet what will be used
     assert three.run(use, 1) == [[3.0, 3.0]] * 3

@@ -89,7 +89,7 @@ def test_messages_of_many_sizes_arrive_in_order_whatever_is_waited_for_first(wor
     world.on_all(run)
 
 
-def test_long_messages_from_any_rank_go_on_while_the_script_waits_for_something_else(world):
+def test_long_messages_from_any_rank_continue_during_other_waits_of_the_script(world):
     groups = world.groups
 
     def run(rank: int) -> set[float]:

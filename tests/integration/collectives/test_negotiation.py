@@ -217,7 +217,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.close()
 
 
-def test_a_rank_that_does_not_read_holds_up_nobody(hub):
+def test_a_rank_that_does_not_read_delays_no_other(hub):
     large = ResponseList((1,), 0, bytes(8 << 20))
     hub.hub.publish(large)
     hub.hub.publish(ResponseList((2,), 0, b"small"))
@@ -225,7 +225,7 @@ def test_a_rank_that_does_not_read_holds_up_nobody(hub):
     assert [decision.known for decision in hub.peers[1].receive()] == [large.known]  # it had time
 
 
-def test_strangers_are_heard_of_by_nobody_and_do_no_harm(hub):
+def test_unauthenticated_peers_are_ignored_and_do_no_harm(hub):
     for secret in (b"wrong", b""):
         stranger = ControllerClient(hub.rules, 1, 7, secret)
         stranger.send(RequestList(ALL, 0, b"\xff"))
@@ -243,7 +243,7 @@ def test_strangers_are_heard_of_by_nobody_and_do_no_harm(hub):
 
 
 @pytest.mark.parametrize("towards", ["rank 0", "rank 2"])
-def test_whoever_changes_a_byte_on_the_way_ends_the_connection_and_is_not_believed(towards):
+def test_a_modified_byte_ends_the_connection_and_is_not_accepted(towards):
     """A man in the middle: what he passes on is heard, what he changes is not."""
     made, rules, heard = started_server(size=2)
     middle = socket.create_server(("127.0.0.1", 0))
@@ -277,14 +277,14 @@ def test_whoever_changes_a_byte_on_the_way_ends_the_connection_and_is_not_believ
         each.close()
 
 
-def test_a_rank_that_is_gone_is_named(hub):
+def test_a_lost_rank_is_named(hub):
     hub.peers[2].close()
     assert hub.heard.get(timeout=5) == (2, "left")
     hub.hub.publish(ResponseList(ALL, 0, b"on"))
     assert hub.peers[1].receive()[0].known == b"on"
 
 
-def test_a_rank_waits_for_as_long_as_rank_0_says_that_it_lives(hub):
+def test_a_rank_waits_as_long_as_rank_0_sends_signs_of_life(hub):
     began = time.monotonic()
     later = threading.Timer(3.0, hub.hub.publish, [ResponseList(ALL, 0, b"late")])
     later.start()
@@ -293,7 +293,7 @@ def test_a_rank_waits_for_as_long_as_rank_0_says_that_it_lives(hub):
     later.join()
 
 
-def test_who_is_connected_to_and_never_says_anything_is_given_up():
+def test_a_silent_connection_is_given_up():
     listener = listen("127.0.0.1")
     rules = rules_of(listener, FusionLimits())
     peer = ControllerClient(rules, 1, 7, b"secret", silence_s=0.3)
@@ -313,7 +313,7 @@ def alone() -> LocalController:
     )
 
 
-def test_rank_0_hears_what_was_decided_before_the_end():
+def test_rank_0_receives_decisions_from_before_the_end():
     """The others were told, and may have ended the world because of it: a mismatch is an error of all."""
     line = alone()
     line.send(RequestList(ALL, 0, requests=(Request("barrier", "barrier.b"),)))
@@ -326,7 +326,7 @@ def test_rank_0_hears_what_was_decided_before_the_end():
     line.close()
 
 
-def test_rank_0_hears_what_the_others_are_being_told_while_the_world_ends():
+def test_rank_0_receives_what_the_others_receive_while_the_world_ends():
     line = alone()
     with line._deciding:  # as when the others have been told, and rank 0 has not yet
         line.abort()
@@ -352,7 +352,7 @@ def call_another(rank: int, size: int) -> tuple[Called, ...]:
     return caught.value.calls
 
 
-def test_ranks_that_call_different_collectives_all_learn_at_once_what_each_has_called(ranks):
+def test_ranks_that_call_different_collectives_immediately_get_the_calls_of_each(ranks):
     found = ranks.run(call_another)
     assert found[0] == found[1] == found[2]
     assert [(each.rank, each.name, each.tensors) for each in found[0]] == [

@@ -103,7 +103,7 @@ def test_gradients_of_groups_leave_out_what_has_none(rank, size):
 
 
 @on_all
-def test_without_a_gradient_to_come_nothing_is_kept(rank, size):
+def test_without_a_pending_gradient_nothing_is_kept(rank, size):
     tensor = torch.ones(2, requires_grad=True)
     with torch.no_grad():
         assert not hvd.allreduce(tensor).requires_grad
@@ -156,7 +156,7 @@ def test_objects_and_parameters_travel_within_a_set(rank, size):
 
 
 @on_all
-def test_ranks_that_disagree_are_all_told(rank, size):
+def test_ranks_that_disagree_all_get_an_error(rank, size):
     with pytest.raises(ValueError, match=r"ranks 0, 2 .*\[0\].*rank 1 .*\[1"):
         hvd.add_process_set([1] if rank == 1 else [0])
     with pytest.raises(ValueError, match=r"rank 0 .*\[0, 1\].*ranks 1, 2 "):

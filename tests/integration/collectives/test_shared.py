@@ -123,7 +123,7 @@ def test_a_reduction_into_other_memory_only_reads_the_tensor(pair):
     assert pair.on_all(reduced) == [(True, True)] * 2
 
 
-def test_a_tensor_that_was_waited_for_is_let_go(pair):
+def test_a_completed_tensor_is_released(pair):
     def reduced(rank: int) -> int:
         group = pair.groups[rank]
         group.allreduce(torch.ones(3), Op.SUM).wait()
@@ -133,7 +133,7 @@ def test_a_tensor_that_was_waited_for_is_let_go(pair):
 
 
 @pytest.mark.parametrize("windows", [1, 20])
-def test_who_has_come_and_waits_for_room_is_not_missing(windows):
+def test_a_rank_that_waits_for_room_is_not_missing(windows):
     """Ranks 0 and 1 are as far ahead of rank 2 as they may be, in a broadcast or behind some."""
     world = world_of(3)
     works: list[Any] = []
@@ -152,7 +152,7 @@ def test_what_does_not_lie_in_the_arena_is_refused_and_not_kept(pair):
     assert not pair.groups[0]._held
 
 
-def test_tensors_that_somebody_may_still_write_into_are_never_lent_again(pair):
+def test_tensors_that_may_still_be_written_are_never_reused(pair):
     """Another rank was stopped in the middle of a chunk when the group was closed."""
     group = pair.groups[0]
     tensor = arena.zeros(1000, torch.float32)
@@ -502,7 +502,7 @@ def come_late(rank: int, size: int, address: Address) -> tuple[bool, int | None]
     return said
 
 
-def test_a_rank_that_never_comes_is_named(staying):
+def test_a_missing_rank_is_named(staying):
     (address,) = staying.run(ranks.serve_stores)[0]
     said = staying.run(come_late, address)
     assert said[0] == said[2] == (True, 1)
@@ -518,7 +518,7 @@ def call_another(rank: int, size: int, address: Address) -> tuple[bool, int | No
     return failed.value.differs is not None, failed.value.rank
 
 
-def test_ranks_that_disagree_are_told_so(staying):
+def test_ranks_that_disagree_get_an_error(staying):
     (address,) = staying.run(ranks.serve_stores)[0]
     for found in staying.run(call_another, address):
         assert found == (True, 2)
@@ -619,7 +619,7 @@ def try_all(group: SharedCollectives, work: Any) -> int:
 
 
 @pytest.mark.parametrize("forgets", [True, False], ids=["told so", "untold"])
-def test_a_forked_child_disturbs_nobody(staying, forgets):
+def test_a_forked_child_disturbs_no_rank(staying, forgets):
     (address,) = staying.run(ranks.serve_stores)[0]
     sums = [3.0] * 1000
     assert staying.run(fork_one, address, forgets) == [(0, sums, sums)] * 3
@@ -678,7 +678,7 @@ def lose_a_sender(rank: int, size: int, address: Address, pid: int) -> tuple[flo
     return float(first.sum()), failed.value.ended
 
 
-def test_a_killed_sender_is_named_by_who_receives(mortal):
+def test_a_killed_sender_is_named_by_the_receiver(mortal):
     (address,) = mortal.run(ranks.serve_stores)[0]
     mortal.start(lose_a_sender, address, mortal.pid(2))
     for rank in (0, 1):
@@ -726,7 +726,7 @@ def stop_one(rank: int, size: int, addresses: list[Address], pids: list[int]) ->
     return said
 
 
-def test_a_drain_tells_whether_a_stopped_rank_is_about_to_write(mortal):
+def test_a_drain_reports_whether_a_stopped_rank_may_write(mortal):
     addresses = mortal.run(ranks.serve_stores, 150)[0]
     pids = [mortal.pid(rank) for rank in range(3)]
     said = mortal.run(stop_one, addresses, pids)[0]

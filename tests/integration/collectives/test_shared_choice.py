@@ -154,7 +154,7 @@ def test_what_is_not_the_memory_that_was_offered_is_not_mapped(offering):
         open_peer(offering.owner, other)
 
 
-def test_without_a_descriptor_left_it_says_which_limit_to_raise(offering):
+def test_without_a_free_descriptor_the_log_names_the_limit_to_raise(offering):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # One is left, for the process; none for its memory.
     resource.setrlimit(resource.RLIMIT_NOFILE, (_lowest_free() + 1, hard))
@@ -172,7 +172,7 @@ def _lowest_free() -> int:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
-def test_another_users_memory_stays_its_own(offering):
+def test_memory_of_another_user_is_not_accessible(offering):
     """The one that is mapped belongs to root, and nobody asks for it."""
     asking = (
         "import os, sys, msgspec\n"
@@ -309,13 +309,13 @@ def test_so_are_hosts_with_unequally_many(four):
     assert chosen(four, "aab")[0] == "Hierarchical"
 
 
-def test_one_rank_on_each_host_goes_over_the_network_and_that_is_as_it_should_be(four):
+def test_one_rank_per_host_uses_the_network_without_a_log_line(four):
     kind, results = chosen(four, "abc")
     assert kind == "Gloo"
     assert [result["said"] for result in results] == [[]] * 3
 
 
-def test_turned_off_everywhere_it_is_the_network_without_a_word(four):
+def test_turned_off_everywhere_the_network_is_used_without_a_log_line(four):
     kind, results = chosen(four, "aaa", broken={0: "off", 1: "off", 2: "off"})
     assert kind == "Gloo"
     assert [result["said"] for result in results] == [[]] * 3
@@ -331,7 +331,7 @@ def test_turned_off_everywhere_it_is_the_network_without_a_word(four):
     ],
 )
 @pytest.mark.parametrize("hosts", ["aaa", "aaba", "baaa"])
-def test_what_one_rank_can_not_no_rank_does_and_one_says_why_once(four, wrong, why, hosts):
+def test_if_one_rank_can_not_share_none_does_and_one_logs_the_reason_once(four, wrong, why, hosts):
     kind, results = chosen(four, hosts, broken={1: wrong}, groups=3)
     assert kind == "Gloo"
     (line,), *others = [result["said"] for result in results]
@@ -372,7 +372,7 @@ class Attempt:
         return self.outcome
 
 
-def test_who_has_been_given_up_does_not_begin(store):
+def test_an_abandoned_connect_does_not_start(store):
     attempt = connecting(store, 0, 2)
     attempt.abort()
     with pytest.raises(CollectiveFailed, match="aborted"):
@@ -410,7 +410,7 @@ def test_a_rank_that_does_not_say_whether_it_could_map_can_be_given_up(store):
             mapped.keep = False  # this process was its own neighbour, and lives on
 
 
-def test_a_rank_that_dies_while_it_connects_keeps_nobody_for_longer_than_the_timeout(four):
+def test_a_rank_that_dies_while_connecting_delays_others_at_most_for_the_timeout(four):
     (address,) = four.run(ranks.serve_stores, 1)[0]
     results = four.run(lose_rank_1, address)
     assert results[0] == "named/shared/2"

@@ -146,5 +146,5 @@ def _lose_root(rank: int) -> bool | None:
     return False
 
 
-def test_a_receiver_whose_root_dies_goes_back_to_its_commit():
+def test_a_receiver_whose_root_dies_restores_its_commit():
     assert together(_lose_root, 2)[1] is True

@@ -395,7 +395,7 @@ def test_functional_collectives_and_a_mesh(rank: int, size: int):
 
 
 @on_all
-def test_threads_of_each_rank_use_groups_of_their_own(rank: int, size: int):
+def test_threads_of_each_rank_use_separate_groups(rank: int, size: int):
     groups = [distributed.new_group() for _ in range(3)]
     wrong: list[Any] = []
 
@@ -443,7 +443,7 @@ def test_some_ranks_of_the_world(rank: int, size: int):
 
 
 @on_all
-def test_two_ranks_speak_while_others_do_something_else(rank: int, size: int):
+def test_two_ranks_communicate_while_others_do_something_else(rank: int, size: int):
     group = distributed.new_group()
     if rank == 0:
         distributed.send(torch.tensor([7.0]), 1, group=group)
@@ -565,7 +565,7 @@ def call_another(rank: int, size: int) -> tuple[str, int]:
     return "", line
 
 
-def test_a_monitored_barrier_says_which_rank_did_not_come(tmp_path: Path):
+def test_a_monitored_barrier_names_the_missing_rank(tmp_path: Path):
     for ranks in in_a_world(2):
         ranks.run(enter, str(tmp_path / "store"))
         ranks.start(miss_a_monitored_barrier)

@@ -25,7 +25,7 @@ SIZES = (3, 4, 8)  # of a world; in the larger ones what the smaller were too sm
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
-def test_what_torch_asks_of_a_backend(tmp_path: Path):
+def test_torchs_own_tests_of_a_backend(tmp_path: Path):
     pytest.importorskip("expecttest")
     said: dict[str, tuple[str, str]] = {}
     names: list[str] = []

@@ -288,7 +288,7 @@ async def test_tls_and_a_password_and_a_token_that_etcd_has_forgotten(secured, m
         assert stage.log == []
 
 
-def test_who_is_not_let_in_is_told_what_to_do(secured, cluster, tmp_path):
+def test_a_refused_client_gets_advice(secured, cluster, tmp_path):
     endpoints, tls = secured.endpoints, secured.tls
     other = make_certificates(tmp_path)
     recorded("messages", refusal(EtcdAccess(endpoints, tls, "runner", "wrong")))
@@ -300,7 +300,7 @@ def test_who_is_not_let_in_is_told_what_to_do(secured, cluster, tmp_path):
     recorded("messages", refusal(EtcdAccess(["127.0.0.1:1", "localhost:1"])))
 
 
-def test_an_etcd_that_says_nothing_is_refused_in_time(secured, cluster, monkeypatch):
+def test_a_silent_etcd_is_refused_in_time(secured, cluster, monkeypatch):
     monkeypatch.setattr(etcd_members, "OPEN_S", 1.0)
     recorded("messages", refusal(EtcdAccess(secured.endpoints)))
     assert "uses TLS" in refusal(EtcdAccess(cluster.access.endpoints, secured.tls))
@@ -346,7 +346,7 @@ async def test_two_agents_of_one_host(cluster):
         assert lists.seen[-1] == {"a": 3}
 
 
-async def test_a_host_comes_back_at_once_if_its_agent_starts_anew(cluster):
+async def test_a_host_returns_at_once_if_its_agent_restarts(cluster):
     async with Stage(cluster.access) as stage:
         first = await stage.role("agent", 1)
         await first.says("registered")
@@ -357,7 +357,7 @@ async def test_a_host_comes_back_at_once_if_its_agent_starts_anew(cluster):
         ]
 
 
-async def test_a_key_that_is_gone_is_put_again(cluster):
+async def test_a_lost_key_is_written_again(cluster):
     async with Stage(cluster.access) as stage:
         lists = stage.lists()
         await stage.register("a")
@@ -375,7 +375,7 @@ async def test_a_key_that_is_gone_is_put_again(cluster):
 # ---- etcd is away
 
 
-async def test_etcd_restarts_and_who_lives_stays_on_the_list(cluster):
+async def test_after_a_restart_of_etcd_live_hosts_stay_on_the_list(cluster):
     member = cluster.members[0]
     async with Stage(cluster.access, grace_s=1.0) as stage:
         lists = stage.lists(settle_s=1.0)
@@ -396,7 +396,7 @@ async def test_etcd_restarts_and_who_lives_stays_on_the_list(cluster):
         assert [level for level, _ in stage.log] == ["warning", "info"]
 
 
-async def test_etcd_stands_still_for_longer_than_the_leases_live(cluster, monkeypatch):
+async def test_etcd_is_stopped_for_longer_than_the_leases(cluster, monkeypatch):
     quicker = {"CALL_S": 0.5, "PULSE_S": 0.5, "GAP_S": 1.2}
     for name, seconds in quicker.items():
         monkeypatch.setattr(etcd_members, name, seconds)
@@ -463,7 +463,7 @@ class Cut:
         await self._server.wait_closed()
 
 
-async def test_what_was_compacted_while_a_watch_was_cut_off_is_read_anew(cluster):
+async def test_after_a_compaction_a_reconnected_watch_reads_everything_again(cluster):
     async with Stage(cluster.access) as stage:
         link = Cut(cluster.access.endpoints[0])
         far = Etcd(EtcdAccess([await link.start()]), Log())
@@ -487,7 +487,7 @@ async def test_what_was_compacted_while_a_watch_was_cut_off_is_read_anew(cluster
         await lists.shows({"c": 2})
 
 
-async def test_a_watch_that_comes_too_late_reads_everything_anew(cluster, monkeypatch):
+async def test_a_late_watch_reads_everything_again(cluster, monkeypatch):
     async with Stage(cluster.access) as stage:
         key = stage.root + "a"
         old = await stage.etcd.put(key, b"1")
@@ -515,7 +515,7 @@ def three(tmp_path) -> Iterator[tuple[Cluster, Member]]:
         yield cluster, cluster.leader()
 
 
-async def test_of_three_members_the_leader_is_killed_and_nobody_notices(three):
+async def test_the_loss_of_the_leader_of_three_members_is_not_noticed(three):
     cluster, leader = three
     others = [each.endpoint for each in cluster.members if each is not leader]
     async with Stage(EtcdAccess([leader.endpoint, *others])) as stage:
@@ -580,7 +580,7 @@ async def test_agents_see_where_the_driver_is(cluster):
         assert await asyncio.wait_for(anext(seats), SOON_S) is None
 
 
-async def test_a_seat_that_nobody_else_took_is_taken_again(cluster):
+async def test_a_free_seat_is_taken_again(cluster):
     async with Stage(cluster.access) as stage:
         leader = stage.candidate()
         await leader.acquire()

@@ -57,7 +57,7 @@ def steps(driver: Job) -> int:
     return len(History(driver).all("step"))
 
 
-def test_training_goes_on_without_its_driver_and_the_next_one_takes_over(drivers, tmp_path):
+def test_training_continues_without_its_driver_until_the_next_one_takes_over(drivers, tmp_path):
     held = {"HOLD": "5:file=alone;500:file=go", "STEPS": "520"}
     first = drivers(**held)
     first.wait_for("starting 2 workers")

@@ -156,7 +156,7 @@ async def test_a_kill_by_the_kernel_for_want_of_memory_is_the_reason(host):
 
 
 @conversation
-async def test_an_exit_is_seen_at_once_and_not_at_the_next_look(host):
+async def test_an_exit_is_noticed_immediately_and_not_at_the_next_check(host):
     host.launcher.agent._look_s = 3600.0
     pid = host.start(A, ["sleep", "60"])
     os.kill(pid, signal.SIGKILL)
@@ -173,7 +173,7 @@ Path(os.environ["OUT"], "held").write_text(str(life_lock._held) + "\\n")
 
 
 @conversation
-async def test_a_death_is_reported_before_the_kernel_tells_anybody_of_it(host):
+async def test_a_death_is_reported_before_the_kernel_reports_it(host):
     with pytest.MonkeyPatch.context() as patch:
         watch = host.launcher.agent._watch
         unwatched: list[object] = []
@@ -253,7 +253,7 @@ async def test_an_exit_takes_the_children_along(host):
 
 
 @conversation
-async def test_children_with_a_process_group_of_their_own_are_found(host):
+async def test_children_with_their_own_process_group_are_found(host):
     # A shell with job control puts each job into its own group, within the worker's session.
     host.start(A, "set -m; sleep 60 & echo $! >$OUT/child; exit 4")
     child = int(await host.written("child"))
@@ -334,7 +334,7 @@ async def test_a_worker_under_a_debugger_is_not_frozen(host):
 
 
 @conversation
-async def test_an_agent_that_was_paused_itself_blames_nobody(host):
+async def test_a_paused_agent_reports_no_frozen_worker(host):
     pid = host.start(A, ["sleep", "60"])
     await host.looks(2)
     os.kill(pid, signal.SIGSTOP)
@@ -345,7 +345,7 @@ async def test_an_agent_that_was_paused_itself_blames_nobody(host):
 
 
 @conversation
-async def test_who_is_killed_is_not_frozen(host):
+async def test_a_killed_worker_is_not_reported_as_frozen(host):
     with freezer("freezer") as cgroup:
         pid = host.start(A, ["sleep", "60"])
         cgroup.freeze(pid)
@@ -393,7 +393,7 @@ hangs_here()
 
 
 @conversation
-async def test_stacks_are_written_by_who_can_and_nobody_dies_of_it(host):
+async def test_stacks_are_written_if_possible_without_ending_a_process(host):
     host.start(A, [sys.executable, "-c", WRITES_STACKS, str(host.folder / "on")])
     pid = host.start(B, ["sleep", "60"])
     await until((host.folder / "on").exists, "a worker that hangs")
@@ -484,7 +484,7 @@ async def test_an_exit_carries_the_end_of_stderr(host):
 
 
 @conversation
-async def test_a_warden_that_dies_is_replaced_and_told_everything(host):
+async def test_a_dead_warden_is_replaced_with_its_full_state(host):
     host.start(A, ["sleep", "60"])
     first = host.launcher.agent._warden.pid
     os.kill(first, signal.SIGKILL)
@@ -554,7 +554,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("mode", ["plain", "fork", "no warden"])
-def test_nobody_outlives_a_killed_driver(tmp_path, mode):
+def test_no_process_outlives_a_killed_driver(tmp_path, mode):
     out = {**os.environ, "OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
     code = textwrap.dedent(DRIVER)
     driver = subprocess.Popen(

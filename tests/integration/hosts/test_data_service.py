@@ -47,7 +47,7 @@ def network(tmp_path) -> Iterator[Network]:
         yield network
 
 
-def test_training_gets_its_samples_from_another_host_and_hears_that_it_is_gone(network, tmp_path):
+def test_training_gets_samples_from_another_host_and_is_notified_of_its_loss(network, tmp_path):
     a, b = network.hosts.values()
     file = str(tmp_path / "compute.json")
 

@@ -117,7 +117,7 @@ def counted(host: Host, counter: subprocess.Popen[bytes]) -> int:
     return int(said)
 
 
-def test_hosts_have_names_and_loopbacks_of_their_own(network):
+def test_hosts_have_separate_names_and_loopbacks(network):
     listening(network.hosts["b"], ECHO)
     assert network.hosts["b"].run(["hostname"]) == "b\n"
     assert there_and_back(network) < 5
@@ -174,7 +174,7 @@ def test_a_long_way_there_and_back(network):
     assert there_and_back(network, times=5) < 0.2
 
 
-def test_a_dead_host_tells_nobody_and_is_another_when_it_comes_back(network):
+def test_a_host_dies_silently_and_is_another_one_after_its_return(network):
     a, b = network.hosts["a"], network.hosts["b"]
     echo = listening(b, ECHO)
     waiting = a.popen(

@@ -70,5 +70,5 @@ def test_a_driver_that_was_stopped_can_not_act_beside_another_one(bench):
 
 
 @pytest.mark.nightly
-def test_a_job_started_by_ssh_goes_on_with_another_driver(bench):
+def test_a_job_started_by_ssh_continues_with_another_driver(bench):
     assert scenarios.driver_resumed(bench).troubles == []

@@ -73,7 +73,7 @@ def test_a_job_over_loopback_survives_a_death(job: Callable[..., Job]):
     check(training, driver="::1", stores={"::1"})
 
 
-def test_ranks_of_another_launcher_meet():
+def test_ranks_of_another_launcher_rendezvous():
     way = ByAddress("::1", free_port(), b"secret")
     env = dataclasses.replace(environment.read({"HOROVOD_START_TIMEOUT": "20"}), bind_host="")
     with ThreadPoolExecutor(2) as pool:

@@ -73,7 +73,7 @@ def test_aws_interrupts_a_spot_instance():
         assert source.look() is None
 
 
-def test_aws_asks_for_another_token_when_the_first_is_over():
+def test_aws_requests_another_token_when_the_first_one_expires():
     with aws() as (cloud, source):
         assert source.look() is None
         cloud.forget_tokens()
@@ -81,7 +81,7 @@ def test_aws_asks_for_another_token_when_the_first_is_over():
         assert sum("api/token" in each for each in cloud.asked) == 2
 
 
-def test_aws_recommends_to_leave_which_is_only_said_once():
+def test_a_rebalance_recommendation_of_aws_is_logged_once():
     with aws() as (cloud, source):
         cloud.change(rebalance=True)
         assert source.look() is None
@@ -90,7 +90,7 @@ def test_aws_recommends_to_leave_which_is_only_said_once():
         assert source.hint() == ""
 
 
-def test_google_preempts_a_machine_and_the_answer_comes_at_once():
+def test_google_preempts_a_machine_and_the_answer_arrives_at_once():
     with google() as (cloud, source):
         assert source.here()
         assert source.look() is None
@@ -119,7 +119,7 @@ def test_google_ends_a_machine_for_maintenance_but_live_migration_is_no_end():
         assert 55 < left_s(source.look()) <= 60
 
 
-def test_azure_takes_a_machine_back_and_is_told_when_nobody_needs_it():
+def test_azure_preempts_a_machine_and_gets_an_early_approval():
     with azure() as (cloud, source):
         assert source.here()
         assert source.look() is None
@@ -189,7 +189,7 @@ def test_amazons_own_switch_turns_it_off():
 # ---- Slurm, and commands ---------------------------------------------------------------------------------------------
 
 
-def test_slurm_says_when_the_allocation_ends():
+def test_slurm_reports_the_end_of_the_allocation():
     def of(ends_in_s: float) -> slurm.Slurm:
         end = str(int(time.time() + ends_in_s))
         return slurm.Slurm({"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": end, "PATH": ""})
@@ -204,7 +204,7 @@ def test_slurm_says_when_the_allocation_ends():
 
 
 @pytest.mark.parametrize("said", ["", "SLURM_JOB_END_TIME"])
-def test_slurms_controller_is_asked_where_nothing_else_says_it_and_once_the_end_is_near(
+def test_slurms_controller_is_queried_without_another_source_and_once_near_the_end(
     said: str, monkeypatch: pytest.MonkeyPatch
 ):
     """As squeue prints it: seconds, as SLURM_TIME_FORMAT asks, or that there is none."""
@@ -231,7 +231,7 @@ def test_slurms_controller_is_asked_where_nothing_else_says_it_and_once_the_end_
     assert left_s(source.look()) > 8000, "what was known stands"
 
 
-def test_a_command_says_whether_and_when(tmp_path):
+def test_a_command_reports_whether_and_when(tmp_path):
     mark = tmp_path / "goes"
     source = command.Command(f"test -e {mark} && cat {mark}", os.environ)
     assert source.look() is None
@@ -267,7 +267,7 @@ def test_a_command_may_say_some_day(printed):
 
 
 @pytest.mark.parametrize("endpoint", ["http://host:port", "https://host", "http://", "http://[::"])
-def test_an_address_that_is_none_is_said(endpoint):
+def test_an_invalid_address_is_an_error(endpoint):
     with raises(Trouble):
         Aws({"AWS_EC2_METADATA_SERVICE_ENDPOINT": endpoint})
 
@@ -323,7 +323,7 @@ def watching(wanted: str, told: Told, cloud: Cloud) -> watch.Watch:
     return found
 
 
-async def test_auto_finds_which_cloud_it_is_and_hears_of_a_notice_and_that_it_is_off():
+async def test_auto_detects_the_cloud_and_reports_a_notice_and_its_end():
     with served(AwsCloud()) as cloud:
         told = Told()
         watched = watching("auto", told, cloud)
@@ -339,7 +339,7 @@ async def test_auto_finds_which_cloud_it_is_and_hears_of_a_notice_and_that_it_is
         watched.close()
 
 
-async def test_azure_is_told_once_nobody_works_there():
+async def test_azure_gets_its_approval_once_no_worker_is_left():
     with served(AzureServer()) as cloud:
         told = Told()
         watched = watching("azure", told, cloud)
@@ -352,7 +352,7 @@ async def test_azure_is_told_once_nobody_works_there():
         watched.close()
 
 
-async def test_who_works_on_after_a_notice_is_not_given_away_at_the_next():
+async def test_a_worker_that_stays_after_a_notice_is_not_released_by_the_next():
     told = Told()
     watched = watch.Watch("off", changed=told.changed, log=told.log, environ={})
     watched._update("Azure", Ends("it goes", None))
@@ -361,7 +361,7 @@ async def test_who_works_on_after_a_notice_is_not_given_away_at_the_next():
     assert not watched._released.is_set()
 
 
-async def test_a_cloud_that_fails_is_said_once_and_that_it_answers_again(monkeypatch):
+async def test_a_failing_cloud_service_and_its_recovery_are_logged_once(monkeypatch):
     monkeypatch.setattr(Aws, "pause_s", 0.001)
     with served(AwsCloud()) as cloud:
         told = Told()
@@ -388,7 +388,7 @@ def ended_by(training) -> str:
     return str(ended["type"])
 
 
-def test_the_only_machine_goes_and_the_same_command_goes_on_until_it_is_told_to_end(job, tmp_path):
+def test_the_only_machine_is_preempted_and_the_same_command_resumes(job, tmp_path):
     folder = tmp_path / "checkpoints"
     flags = f"-np 2 --min-np 1 --checkpoint-every 1h --checkpoint-dir {folder}"
     with served(AwsCloud()) as cloud:
@@ -422,7 +422,7 @@ def left_without_a_break(training, folder) -> None:
     assert sizes == [2, 2, 1]  # of init, of both, of the one that stays
 
 
-def test_one_of_two_machines_goes_and_no_step_fails(job, tmp_path):
+def test_one_of_two_machines_is_preempted_and_no_step_fails(job, tmp_path):
     goes = tmp_path / "goes"
     asked = f'test -e {goes} -a "$ELASTIC_HOST" = 127.0.0.2 && echo 60 the landlord wants it back'
     flags = [*TWO, "--preemption", asked, "--checkpoint-dir", str(tmp_path)]

@@ -122,7 +122,7 @@ async def test_its_command_line_is_shown_and_its_errors_are_those_of_the_script(
 
 
 @conversation
-async def test_one_with_another_environment_is_started_anew_and_the_log_says_why(host):
+async def test_a_process_with_another_environment_is_restarted_and_the_reason_is_logged(host):
     host.launcher.agent.prepared.modules = "auto"
     command = [sys.executable, "-c", "pass"]
     host.launcher.start(A, command, {"PATH": os.environ["PATH"]})
@@ -268,7 +268,7 @@ def test_a_job_takes_its_next_worker_from_it(job, tmp_path):
 
 
 @pytest.mark.nightly
-def test_of_several_lost_at_once_one_comes_from_it_and_all_come_back(job, tmp_path):
+def test_of_several_workers_lost_together_one_uses_it_and_all_return(job, tmp_path):
     flags = "-np 3 --min-np 1 --preload auto --blacklist-cooldown-range 0.1 0.2"
     training = job(f"{flags} --checkpoint-dir {tmp_path}", ["python", str(SCRIPTS / "durable.py")])
     training.wait_for("rank 0 begins at 0")
@@ -286,7 +286,7 @@ def test_of_several_lost_at_once_one_comes_from_it_and_all_come_back(job, tmp_pa
 
 
 @conversation
-async def test_as_many_are_kept_as_were_asked_for_and_the_warden_forgets_those_not_needed(host):
+async def test_the_requested_number_is_kept_and_unneeded_processes_are_released(host):
     told: list[str] = []
     warden = host.launcher.agent._warden
     tell = warden.tell

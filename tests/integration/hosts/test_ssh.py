@@ -120,7 +120,7 @@ class TestContract(StarterContract):
         async with closing(Bench(starter, folder, log)) as bench:
             yield bench
 
-    async def test_no_secret_stands_on_a_command_line_or_in_an_environment(self, opened):
+    async def test_no_secret_is_in_a_command_line_or_an_environment(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             ours = psutil.Process().children(recursive=True)  # both sides: sshd is a child too
@@ -134,7 +134,7 @@ class TestContract(StarterContract):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     assert SECRET not in str(process.environ())
 
-    async def test_a_connection_that_is_lost_without_a_word_is_noticed(self, opened):
+    async def test_a_silently_lost_connection_is_noticed(self, opened):
         async with opened as bench:
             python = str(bench.folder / ".python")
             starter = ssh_starter(self.hosts, bench.log, python=python, alive_s=1, alive_count=2)
@@ -198,7 +198,7 @@ def test_doctor_checks_another_host(hosts, capsys):
 # ---- each way it fails
 
 
-def test_a_name_that_is_not_known(hosts, tmp_path):
+def test_an_unknown_host_name(hosts, tmp_path):
     name = "x" * 70  # too long to be asked for: no question leaves this machine
     hosts.configure(delta=f"HostName {name}")
     text = refusal(hosts, tmp_path, host="delta")

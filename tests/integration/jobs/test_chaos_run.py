@@ -118,7 +118,7 @@ def test_the_exit_code_is_that_of_the_job(chaos):
 
 
 @pytest.mark.forked
-def test_a_short_freeze_and_a_slow_worker_lose_nobody(chaos):
+def test_a_short_freeze_and_a_slow_worker_lose_no_worker(chaos):
     plan = """
         [[fault]]
         after_commits = 5
@@ -166,7 +166,7 @@ def test_sigterm_for_the_tool_alone_ends_the_job_too(chaos):
 
 
 @pytest.mark.forked
-def test_a_job_that_ends_at_once_has_its_exit_code_and_what_was_not_due_is_said(chaos):
+def test_a_job_that_ends_at_once_has_its_exit_code_and_pending_faults_are_reported(chaos):
     plan = '[[fault]]\nat_s = 900\nkind = "kill"\n'
     run = chaos(plan, f"-np 2 --min-np 1 {STAY_AWAY}", STEPS="2")
     assert run.wait() == 0, run.output
@@ -208,7 +208,7 @@ PARTITION = '[[fault]]\nafter_commits = 3\nkind = "partition"\nfor_s = 60\nvicti
 
 @nft
 @pytest.mark.nightly
-def test_a_partition_is_there_and_is_gone_after_ctrl_c(chaos):
+def test_a_partition_is_removed_after_ctrl_c(chaos):
     run = chaos(PARTITION, f"-np 2 --min-np 1 {STAY_AWAY}", HOLD="5:file=never")
     pid = run.wait_for(r"partition for 60 s: .*\(process (\d+)\)")[1]
     assert f"elastic_chaos_{pid}" in tables()
@@ -276,7 +276,7 @@ def test_a_process_that_is_not_a_worker_of_this_job_is_not_touched(bystander, ki
     assert (injector.done, said, injector.next_at()) == ([], [], None)
 
 
-def test_a_process_that_is_gone_is_not_touched():
+def test_an_exited_process_is_not_touched():
     process = subprocess.Popen(["true"])
     process.wait()
     worker = Worker("localhost", 0)

@@ -37,7 +37,7 @@ def workers(running: Job) -> list[psutil.Process]:
     return [psutil.Process(running.pid(rank)) for rank in range(len(members))]
 
 
-def test_all_workers_are_killed_and_it_goes_on_from_the_newest_checkpoint(job, tmp_path):
+def test_all_workers_are_killed_and_training_resumes_from_the_newest_checkpoint(job, tmp_path):
     folder = tmp_path / "checkpoints"
     training = job(f"{FLAGS} {folder}", TRAINING)
     training.until(lambda: len([*folder.glob("*/manifest.json")]) >= 2, "two checkpoints")
@@ -87,7 +87,7 @@ def test_the_same_command_trains_on_once_data_that_it_does_not_name_have_changed
     assert ends() == ["5", "5"]
 
 
-def test_the_driver_is_killed_too_and_the_same_command_goes_on(job, tmp_path):
+def test_the_driver_is_killed_too_and_the_same_command_resumes(job, tmp_path):
     folder = tmp_path / "checkpoints"
     manual = FLAGS.replace("10commits", "manual")
     training = job(f"{manual} {folder}", TRAINING)
@@ -155,7 +155,7 @@ def test_sigterm_to_every_process_of_a_keras_job_with_loaders_makes_a_last_check
     a_last_checkpoint_was_made(training)
 
 
-def test_all_hosts_leave_the_list_and_come_back(job, tmp_path):
+def test_all_hosts_leave_the_list_and_return(job, tmp_path):
     """Nobody is started while there are none, and those that are back are used at once."""
     folder, listed = tmp_path / "checkpoints", tmp_path / "hosts"
     listed.write_text("localhost:2\n")

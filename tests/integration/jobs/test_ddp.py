@@ -90,7 +90,7 @@ def test_kills_and_joins(job: Any, kills: int):
 
 
 @pytest.mark.forked
-def test_two_ranks_speak_while_a_third_computes_in_each_world(job: Any):
+def test_two_ranks_communicate_while_a_third_computes_in_each_world(job: Any):
     training = job(
         "-np 3 --min-np 2 --blacklist-cooldown-range 0.01 0.02",
         ["python", SCRIPTS / "torch_messages.py"],
@@ -194,7 +194,7 @@ def test_a_script_that_knows_of_torch_alone_gives_the_losses_that_it_has_under_t
 
 
 @pytest.mark.forked
-def test_the_elastic_example_goes_on_after_a_kill(job: Any):
+def test_the_elastic_example_continues_after_a_kill(job: Any):
     training = job("-np 3 --min-np 1", ["python", EXAMPLES / "ddp_elastic.py", "--steps", "500"])
     training.wait_for_world(3)
     training.until(lambda: "step 50" in training.output, "step 50")
@@ -204,7 +204,7 @@ def test_the_elastic_example_goes_on_after_a_kill(job: Any):
 
 @pytest.mark.forked
 @pytest.mark.parametrize("how", ["kept", "read"])
-def test_a_script_that_saves_by_its_environment_is_told_once_that_slot_0_is_lost(
+def test_a_script_that_saves_by_its_environment_gets_one_warning_when_slot_0_is_lost(
     job: Any, how: str
 ):
     """What was kept at import does not follow the world; what is read each time does."""

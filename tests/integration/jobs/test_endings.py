@@ -208,7 +208,7 @@ def test_a_script_that_ends_while_a_group_is_being_formed_has_ended_well(job, la
 # ---- output --------------------------------------------------------------------------------------
 
 
-def test_output_has_the_rank_before_each_line_and_goes_to_files_too(job):
+def test_output_has_the_rank_before_each_line_and_is_also_written_to_files(job):
     words = ["sh", "-c", "sleep 0.2; echo out of $HOROVOD_RANK; echo err of $HOROVOD_RANK >&2"]
     running = job("-np 2 --output-filename out -prefix-timestamp", words)
     running.succeed()
@@ -233,7 +233,7 @@ def worker_ended(driver: subprocess.Popen[bytes]) -> bool:
     return not psutil.Process(driver.pid).children()
 
 
-def test_a_reader_that_comes_late_gets_everything_and_the_reason_last():
+def test_a_late_reader_gets_everything_and_the_reason_last():
     with unread("python", "-c", CHATTY) as driver:
         wait_until(lambda: bool(psutil.Process(driver.pid).children()), "a worker", 20)
         wait_until(lambda: worker_ended(driver), "its end", 20)
@@ -306,7 +306,7 @@ def test_streams_may_be_closed(closed, tmp_path):
 
 
 @pytest.mark.forked
-def test_output_of_ranks_goes_to_a_file_for_each(job):
+def test_output_of_each_rank_is_written_to_a_separate_file(job):
     running = job("-np 2 --output-filename out", ["python", SCRIPTS / "plain.py", "-1", "0"])
     running.succeed()
     running.wait_for(r"^\[0\] step 4")

@@ -52,7 +52,7 @@ def test_a_frozen_container_is_as_bad_as_a_stopped_process(job):
         assert training.fences() == {1: because(Why.FROZEN, how="its cgroup is frozen")}
 
 
-def test_a_stopped_worker_is_replaced_and_the_metrics_tell_it(job):
+def test_a_stopped_worker_is_replaced_and_counted_in_the_metrics(job):
     port = free_port()
     training = at_work(job, 3, f"{RETURN} --metrics-port {port}")
     assert 'elastic_workers{stage="training"} 3.0' in metrics(port)
@@ -71,7 +71,7 @@ def metrics(port: int) -> list[str]:
     return text.splitlines()
 
 
-def test_stops_for_which_nobody_is_fenced(job):
+def test_stops_for_which_no_worker_is_fenced(job):
     """One that is shorter than the lease; and one of the driver too, as when a laptop sleeps: all processes stand
     still, and all go on.
     """
@@ -91,7 +91,7 @@ def test_stops_for_which_nobody_is_fenced(job):
     assert training.fences() == {} and recoveries(training) == 0
 
 
-def test_who_trains_alone_may_be_stopped_for_as_long_as_one_likes(job):
+def test_a_worker_that_trains_alone_may_be_stopped_without_limit(job):
     training = at_work(job, 1)
     pid = pid_of(training, 0)
     os.kill(pid, signal.SIGSTOP)
@@ -105,7 +105,7 @@ def test_who_trains_alone_may_be_stopped_for_as_long_as_one_likes(job):
 # ---- can't be killed ------------------------------------------------------------------------------------------
 
 
-def test_nobody_waits_for_a_frozen_worker_that_not_even_sigkill_ends(job):
+def test_no_worker_waits_for_a_frozen_one_that_survives_sigkill(job):
     """A cgroup of the old kind holds a killed process until it is thawed."""
     with freezer("freezer") as cgroup:
         training = at_work(job, 3)
@@ -135,7 +135,7 @@ sys.exit(cli.main())
 """
 
 
-def test_who_wakes_after_it_was_given_up_changes_nothing_and_ends(job, tmp_path, monkeypatch):
+def test_an_abandoned_worker_that_wakes_changes_nothing_and_ends(job, tmp_path, monkeypatch):
     program = tmp_path / "withholding"
     program.write_text(WITHHOLDING.format(python=sys.executable))
     program.chmod(0o755)

@@ -41,7 +41,7 @@ def let_end(training: Job) -> None:
     assert not [r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"]
 
 
-def test_who_computes_or_writes_or_has_marked_it_as_long_is_not_idle(job):
+def test_a_worker_that_computes_writes_or_is_in_a_long_phase_is_not_idle(job):
     """An evaluation that is not marked as long on one rank, a checkpoint to a slow disk on another, and on the third
     one that is marked: it may even be idle. The fourth waits for all of them.
     """
@@ -56,7 +56,7 @@ def test_who_computes_or_writes_or_has_marked_it_as_long_is_not_idle(job):
     let_end(training)
 
 
-def test_who_comes_late_to_its_first_collective_is_waited_for(job):
+def test_a_late_worker_in_its_first_collective_is_waited_for(job):
     """Longer than it takes ranks to connect: rank 0 may validate a restored model before it trains."""
     connecting = ["env", "HOROVOD_GLOO_TIMEOUT_SECONDS=2", *STALLING]  # of the workers only
     rule = {"STALL": "slot=0,place=enter,how=evaluation,file=go"}

@@ -16,7 +16,7 @@ def command(script: str, flags: str = "") -> list[str | Path]:
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.name)
-def test_no_word_of_ours_is_in_it(script):
+def test_the_scripts_do_not_mention_elastic(script):
     """Horovod is the only thing that it imports from here."""
     tree = ast.parse(script.read_text())
     imported = {
@@ -49,7 +49,7 @@ def test_mnist(job):
 
 
 @pytest.mark.forked
-def test_imagenet_goes_on_after_its_last_checkpoint(job, tmp_path):
+def test_imagenet_resumes_from_its_last_checkpoint(job, tmp_path):
     """Its learning rate warms up; the second job finds what the first one's rank 0 has written."""
     flags = (
         "--images 256 --batches-per-allreduce 2 --fp16-allreduce --warmup-epochs 1"

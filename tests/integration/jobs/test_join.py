@@ -105,7 +105,7 @@ def test_a_newcomer_gets_everything_and_keeps_it_through_a_rollback(job, optimiz
     assert again == 6
 
 
-def test_collectives_of_reset_callbacks_are_among_those_who_call_them(job):
+def test_collectives_of_reset_callbacks_include_only_their_callers(job):
     """As in Horovod's example for Keras, which trains a step in one. A newcomer calls none, and awaits the state."""
     training = started(
         job,

@@ -84,12 +84,12 @@ def test_every_cell_of_a_job_ends_as_it_should(results, batch):
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CHOSEN if cell not in HERE], ids=str)
-def test_a_cell_that_can_not_be_run_here_says_why(cell: Cell):
+def test_a_cell_that_can_not_be_run_here_has_a_reason(cell: Cell):
     pytest.skip(f"{cell}: {command.not_here(cell)}")
 
 
 @pytest.mark.timeout(300)
-def test_a_cell_that_does_not_end_as_it_should_fails_and_says_what_was_seen(
+def test_a_cell_with_an_unexpected_end_fails_and_reports_what_happened(
     tmp_path, monkeypatch, capsys
 ):
     """A matrix that can't fail proves nothing: here a killed worker is wrongly expected to leave."""

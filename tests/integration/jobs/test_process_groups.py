@@ -71,7 +71,7 @@ except RuntimeError as error:
 
 
 @pytest.mark.forked
-def test_ranks_that_call_different_collectives_are_all_told_of_all(job: Any, tmp_path: Path):
+def test_ranks_that_call_different_collectives_all_get_the_calls_of_all(job: Any, tmp_path: Path):
     script = tmp_path / "differ.py"
     script.write_text(DIFFER)
     training = job("-np 3", ["python", script])

@@ -38,7 +38,7 @@ def test_those_that_wait_name_the_collective_and_say_when_it_is_over(job):
     History(training).check()
 
 
-def test_who_copied_its_state_to_a_newcomer_counts_as_the_others_do(job):
+def test_a_worker_that_copied_its_state_to_a_newcomer_counts_like_the_others(job):
     """Else two that wait in the same collective would look as if they were in different ones."""
     training = stalling(
         job, "slot=2,start=2,step=6", RETURN, DIE="slot=2,step=3,place=stepped", HOLD="5:size=3"

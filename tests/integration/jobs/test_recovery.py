@@ -119,7 +119,7 @@ def test_an_exception_of_one_worker_is_its_own_trouble_and_horovods_is_a_recover
     History(training).check()
 
 
-def test_nobody_waits_for_the_interpreter_of_a_worker_that_called_sys_exit(job):
+def test_no_worker_waits_for_the_interpreter_of_one_that_called_sys_exit(job):
     training = started(job, 3, RAISE="slot=1,step=5,place=stepped,error=exit")
     training.wait_for_world(3)
     training.wait_for_world(2)  # its sockets are still open, and its process runs on
@@ -192,7 +192,7 @@ def test_reset_limit_ends_the_job_at_one_failure_more(job):
     assert len(training.actions("BreakWorld")) == 1
 
 
-def test_below_min_np_the_job_waits_says_so_and_gives_up(job):
+def test_below_min_np_the_job_waits_logs_it_and_gives_up(job):
     """Defect A: no wait without an end."""
     training = job(
         f"-np 2 --min-np 2 {STAY_AWAY} --elastic-timeout 2",

@@ -18,7 +18,7 @@ def collector() -> Iterator[Traces]:
         yield traces
 
 
-def test_a_collector_hears_of_a_recovery(job, collector):
+def test_a_collector_receives_a_recovery(job, collector):
     env = {
         "ELASTIC_DIGESTS": "1",
         "ENDS": "end",

@@ -221,14 +221,14 @@ async def looked_at(browser: Browser, names: list[str]) -> None:
 NAMES = ["loss", "tokens_per_s", "lr", "delta"]
 
 
-async def test_the_charts_of_the_report_tell_values_and_have_a_log_scale_and_smoothing(tmp_path):
+async def test_the_charts_of_the_report_show_values_and_have_a_log_scale_and_smoothing(tmp_path):
     async with Browser() as browser:
         await browser.open(report_in(tmp_path))
         await looked_at(browser, NAMES)
         await browser.picture(tmp_path / "charts.png")
 
 
-async def test_the_charts_of_the_live_page_tell_values_and_have_a_log_scale_and_smoothing(tmp_path):
+async def test_the_charts_of_the_live_page_show_values_and_have_a_log_scale_and_smoothing(tmp_path):
     model = PageModel(name="job", command=["train.py"], least=1, most=9)
     for each in range(REPORTS):
         metrics = {

@@ -80,7 +80,7 @@ def driver(tmp_path) -> Iterator[Callable[..., Driver]]:
     assert not left, f"these processes outlived their job: {left}"
 
 
-def test_all_come_before_launch_returns_whatever_the_callback_does(driver):
+def test_all_reports_are_delivered_before_launch_returns_whatever_the_callback_does(driver):
     launched = driver("few")
     result = launched.result()
     assert result["values"] == [0, 1]
@@ -92,9 +92,7 @@ def test_all_come_before_launch_returns_whatever_the_callback_does(driver):
     assert launched.printed.count(wording.CALLBACK_REPORTS_RAISED_KEYERROR) == 1
 
 
-def test_a_driver_that_is_stopped_holds_no_worker_up_and_hears_the_newest_when_it_wakes(
-    driver, tmp_path
-):
+def test_a_stopped_driver_delays_no_worker_and_gets_the_newest_reports_later(driver, tmp_path):
     launched = driver("many")
     launched.until(lambda: "has 1 worker" in launched.printed, "its world")
     launched.process.send_signal(signal.SIGSTOP)
@@ -108,9 +106,7 @@ def test_a_driver_that_is_stopped_holds_no_worker_up_and_hears_the_newest_when_i
     assert launched.dropped() == 4000 - len(numbers)
 
 
-def test_through_agents_a_driver_that_is_killed_is_followed_by_one_that_hears_the_rest(
-    driver, tmp_path
-):
+def test_with_agents_the_successor_of_a_killed_driver_gets_the_remaining_reports(driver, tmp_path):
     hosts = ["-H", "localhost:1,127.0.0.2:1", "-np", "2", "--min-np", "1"]
     flags = [*hosts, "--journal", "journal", "--resume"]
     first = driver("drive", *flags)

@@ -160,7 +160,7 @@ def test_twenty_kills_and_joins(job: Any, apart: bool):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("feature", fsdp.FEATURES)
-def test_what_fsdp2_can_do_goes_on_after_a_kill_and_a_join(job: Any, feature: str):
+def test_fsdp2_features_continue_after_a_kill_and_a_join(job: Any, feature: str):
     place = "optimizer" if feature == "compiled" else "backward"  # which has no hooks of ours
     found = trained(
         job, f"{place} kill slot=1 incarnation=1 step=5", BACK, 14, FULL="10", FEATURE=feature
@@ -222,7 +222,7 @@ def test_with_any_least_number_of_shards_a_kill_and_a_join(job: Any, least: str)
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("feature", fsdp.FEATURES)
-def test_what_fsdp2_can_do_goes_on_with_replicas(job: Any, feature: str):
+def test_fsdp2_features_continue_with_replicas(job: Any, feature: str):
     place = "optimizer" if feature == "compiled" else "backward"
     rules = f"{place} kill slot=1 incarnation=1 step=5"
     found = trained(job, rules, BACK, 14, FULL="10", FEATURE=feature, LEAST="2")

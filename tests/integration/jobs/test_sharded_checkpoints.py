@@ -76,7 +76,7 @@ def goes_back_where_shards_are_lost(job: Any, tmp_path: Path, **env: str) -> Non
 
 
 @pytest.mark.timeout(300)
-def test_two_workers_go_on_from_what_three_have_written_and_a_plain_model_loads_it(
+def test_two_workers_resume_from_a_checkpoint_of_three_and_a_plain_model_loads_it(
     job: Any, tmp_path: Path
 ):
     folder = tmp_path / "all"
@@ -145,7 +145,7 @@ def test_survivors_go_back_to_a_checkpoint_where_entries_are_lost(
 @pytest.mark.parametrize(
     "feature", ["plain", "sgd", "bf16", "tied", "frozen", "ignored", "two_optimizers", "one_unit"]
 )
-def test_any_number_of_workers_goes_on_bit_for_bit(job: Any, tmp_path: Path, feature: str):
+def test_any_number_of_workers_resumes_bit_for_bit(job: Any, tmp_path: Path, feature: str):
     before = 0
     for size, steps in ((4, 4), (2, 6), (3, 8), (1, 10), (4, 12)):
         (found,) = trained(job, tmp_path / "all", size, steps, FEATURE=feature)
@@ -155,7 +155,7 @@ def test_any_number_of_workers_goes_on_bit_for_bit(job: Any, tmp_path: Path, fea
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_replicas_write_each_row_once_and_any_number_of_workers_goes_on(job: Any, tmp_path: Path):
+def test_replicas_write_each_row_once_and_any_number_of_workers_resumes(job: Any, tmp_path: Path):
     folder, flags, before = tmp_path / "all", "--min-np 2 --checkpoint-every 3commits", 0
     for size, steps in ((4, 4), (3, 6), (2, 8), (4, 10)):
         (found,) = trained(job, folder, size, steps, flags, LEAST="2")
@@ -187,7 +187,7 @@ def test_shards_lost_before_the_first_checkpoint_end_the_job(job: Any, tmp_path:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_all_workers_are_killed_and_new_ones_go_on_from_the_newest_checkpoint(
+def test_all_workers_are_killed_and_new_ones_resume_from_the_newest_checkpoint(
     job: Any, tmp_path: Path
 ):
     folder = tmp_path / "all"

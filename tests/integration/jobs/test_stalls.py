@@ -225,7 +225,7 @@ LONG = pytest.param(40.0, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize("seconds", [7.0, LONG])
-def test_an_endless_loop_is_told_by_all_surfaces_and_once_it_is_over(stalled, seconds):
+def test_an_endless_loop_and_its_end_are_shown_on_all_surfaces(stalled, seconds):
     it = stalled()
     it.lasts(seconds)
     culprits = check_live(it, "stalling.py")

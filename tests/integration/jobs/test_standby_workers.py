@@ -77,7 +77,7 @@ def pid_of(training: Job, name: str) -> int:
     return int(pid)
 
 
-def test_a_standby_that_is_killed_disturbs_nobody(job, tmp_path):
+def test_a_killed_standby_disturbs_no_worker(job, tmp_path):
     training = job(FLAGS, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})
     training.wait_for(wording.STANDBY_READY % "localhost:2#1")
     os.kill(pid_of(training, "localhost:2#1"), signal.SIGKILL)

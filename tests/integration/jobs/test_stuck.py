@@ -54,7 +54,7 @@ def test_a_busy_worker_is_named_and_later_fenced(job):
     History(training).check()
 
 
-def test_who_does_not_come_to_a_recovery_or_never_returns_is_fenced(job):
+def test_a_worker_that_misses_a_recovery_or_never_returns_is_fenced(job):
     """One died, all others gather: the one that hangs before it has said ready holds them up. At the end one does not
     return when all others have.
     """
@@ -71,7 +71,7 @@ def test_who_does_not_come_to_a_recovery_or_never_returns_is_fenced(job):
     History(training).check()
 
 
-def test_without_a_check_everybody_is_awaited(job):
+def test_without_a_check_all_workers_are_waited_for(job):
     """Nothing but the collective's own timeout ends it, if one is given."""
     flags = "--no-stall-check --gloo-timeout-seconds 3"
     training = stalling(job, 2, "slot=1,step=4,place=forward,how=sleep", flags)

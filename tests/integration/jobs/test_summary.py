@@ -176,7 +176,7 @@ def test_in_a_job_that_is_not_elastic_all_after_init_is_training(job, tmp_path):
     assert all(row["training"] >= 0.5 for row in rows.values())
 
 
-def test_without_the_flag_nothing_is_said(job, tmp_path):
+def test_without_the_flag_nothing_is_printed(job, tmp_path):
     (tmp_path / "enough").touch()
     flags = FLAGS.replace(" --summary", "")
     training = job(flags, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})

@@ -98,7 +98,7 @@ def test_rank_0_dies_in_the_middle_of_an_epoch(job: Any, library: str):
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("library", ["lightning"])
-def test_shards_have_the_same_bits_whoever_dies(job: Any, library: str):
+def test_shards_have_the_same_bits_whatever_worker_dies(job: Any, library: str):
     """One worker that nobody disturbs, and two of which rank 0 is killed: the same weights after as many steps."""
     words, env = f"{SHORT} --shards 4", {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     alone = job("-np 1", script(library, words), env=env)
@@ -186,7 +186,7 @@ def test_the_trainers_schedule_ends_with_the_last_step_after_a_loss(job: Any, li
 @pytest.mark.parametrize(
     ("library", "whose"), [("transformers", "own"), ("lightning", "lightning")]
 )
-def test_a_schedule_of_the_script_is_told_of_once_after_a_loss(job: Any, library: str, whose: str):
+def test_a_schedule_of_the_script_is_reported_once_after_a_loss(job: Any, library: str, whose: str):
     assert len(re.findall(r"StaleValueWarning:", of_a_schedule(job, whose).output)) == 1
 
 
@@ -223,7 +223,7 @@ def test_a_worker_that_joins_with_another_schedule_ends_before_it_trains(
 
 @library
 @pytest.mark.nightly
-def test_without_elasticrun_it_says_how_to_start(library: str):
+def test_without_elasticrun_the_error_says_how_to_start(library: str):
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{library}_elastic.py")],
         capture_output=True,

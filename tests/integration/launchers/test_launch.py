@@ -43,7 +43,7 @@ def launched(tmp_path: Path) -> Iterator[Launched]:
     assert not left, f"these processes outlived their job: {left}"
 
 
-def test_values_come_back_by_rank(launched: Launched):
+def test_values_are_returned_by_rank(launched: Launched):
     result, _ = launched("results")
     assert result == [["hello!", rank, 3] for rank in range(3)]
 

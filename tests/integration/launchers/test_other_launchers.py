@@ -150,7 +150,7 @@ def rank(number: int, size: int = 2, name: str = "job") -> Started:
     return Started("mpirun", number, size, None, ByFile(name))
 
 
-def test_the_file_is_private_carries_a_secret_and_goes(folder):
+def test_the_file_is_private_contains_a_secret_and_is_removed(folder):
     seen: list[int] = []
 
     def watch(started: Started) -> bytes:
@@ -173,7 +173,7 @@ def test_the_file_is_private_carries_a_secret_and_goes(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_what_a_dead_job_left_misleads_nobody(folder):
+def test_files_of_a_dead_job_mislead_no_other_job(folder):
     dead = listen("127.0.0.1")
     dead.close()
     find_rank0.private_folder()
@@ -184,14 +184,14 @@ def test_what_a_dead_job_left_misleads_nobody(folder):
         assert late.result(20).store.address.port != dead.address.port
 
 
-def test_a_rank_that_never_comes_is_told(folder):
+def test_a_missing_rank_is_reported(folder):
     with raises(CollectiveFailed):
         meet(rank(1), env(0.1))
     with raises(CollectiveFailed):
         meet(rank(0), env(0.1))
 
 
-def test_rank_0_may_come_last(monkeypatch):
+def test_rank_0_may_be_last(monkeypatch):
     monkeypatch.setattr(find_rank0, "REACH_S", 0.05)
     way = ByAddress("127.0.0.1", free_port(), b"secret")
     with ThreadPoolExecutor(1) as pool:
@@ -208,14 +208,14 @@ def test_a_folder_that_others_can_enter_is_refused(folder):
         meet(rank(0), env())
 
 
-def test_a_port_that_is_taken_is_told():
+def test_a_used_port_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         way = ByAddress("127.0.0.1", taken.getsockname()[1], b"")
         with raises(Invalid):
             meet(Started("srun", 0, 2, None, way), env())
 
 
-def test_a_host_that_is_unknown_is_told():
+def test_an_unknown_host_is_an_error():
     way = ByAddress("nowhere.invalid", 1, b"")
     with raises(Invalid):
         meet(Started("srun", 1, 2, None, way), env())

@@ -254,7 +254,7 @@ def ran(command: str, folder: Path) -> str:
         for command in sorted(RUN.get(page, ()))
     ],
 )
-def test_it_runs_as_it_stands(page: str, command: str, reader: Path) -> None:
+def test_a_quoted_command_runs_unchanged(page: str, command: str, reader: Path) -> None:
     (reader / "train.py").write_text(script_of(page))
     said = ran(command.replace(":8080", ":0"), reader)
     if command.endswith("train.py"):

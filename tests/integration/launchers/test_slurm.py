@@ -168,12 +168,12 @@ def goes_on_and_ends(cluster: Cluster, job: str, checkpoints: Path) -> None:
     cluster.until_state(job, "COMPLETED")
 
 
-def test_a_job_whose_time_is_over_is_queued_again_and_goes_on(cluster, tmp_path):
+def test_a_job_at_its_time_limit_is_requeued_and_resumes(cluster, tmp_path):
     job = cluster.submit(recipe(tmp_path, "1:00"))
     goes_on_and_ends(cluster, job, tmp_path)
 
 
-def test_a_job_that_makes_room_goes_on_after_the_other(cluster, tmp_path):
+def test_a_preempted_job_resumes_after_the_other(cluster, tmp_path):
     job = cluster.submit(recipe(tmp_path, "20:00"))
     cluster.until(job, "rank 0 begins at 0")
     other = "#!/bin/bash\nsleep 1\n"

@@ -106,7 +106,7 @@ def test_a_script_without_elastic_run_fails_plainly_under_an_elastic_launch(job)
 
 
 @pytest.mark.forked
-def test_with_a_reset_limit_all_begin_anew_where_one_is_killed_before_elastic_run(job):
+def test_with_a_reset_limit_all_restart_if_one_is_killed_before_elastic_run(job):
     """It is killed each time, so that the limit ends the job."""
     running = job("-np 3 --min-np 1 --reset-limit 1", [*PLAIN, "1", "kill"])
     assert running.wait(60) == 1

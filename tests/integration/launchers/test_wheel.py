@@ -58,7 +58,7 @@ def test_its_name_has_the_version_and_it_holds_what_pages_need(wheel):
     assert not [name for name in held if name.startswith(("driver/", "chaos/", "tests/"))]
 
 
-def test_it_trains_in_an_environment_of_its_own(wheel, tmp_path):
+def test_it_trains_in_a_separate_environment(wheel, tmp_path):
     trains(wheel, tmp_path)
 
 

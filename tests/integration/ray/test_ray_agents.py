@@ -45,7 +45,7 @@ def told(job: RayJob) -> Told:
     return of
 
 
-def test_workers_run_as_the_users_runtime_env_says(told):
+def test_workers_run_in_the_users_runtime_env(told):
     found = told("looked")
     environ = found["environ"]
     assert environ["MINE"] == "7"
@@ -103,7 +103,7 @@ def test_closing_leaves_nothing(told):
     assert found["names"] == []
 
 
-def test_a_dead_node_that_ray_holds_for_alive_fails_a_start_in_time_and_blocks_nobody(told):
+def test_a_dead_node_that_ray_believes_alive_fails_a_start_in_time_and_blocks_no_other(told):
     found = told("node-died")
     assert found["agents"] == 1 and found["took_s"] < 20.0
     assert "right" in found["why"] and found["failed_s"] < 20.0

@@ -185,7 +185,9 @@ def test_trials_of_tune_keep_to_their_bundles(
     assert not [name for name in seen if name.startswith("hvd-elastic:")]
 
 
-def test_from_a_task_and_from_an_actor_and_what_cannot_work_is_said(call: Callable[..., RayJob]):
+def test_from_a_task_and_from_an_actor_with_errors_for_impossible_cases(
+    call: Callable[..., RayJob],
+):
     """In one program: Python, torch and Ray are imported once."""
     job = call("tasks+refused")
     job.succeed(LONG_S)

@@ -70,7 +70,7 @@ def claims(cluster: RayCluster) -> dict[str, str]:
     }
 
 
-def test_nodes_come_drain_and_die_and_the_claims_follow(cluster):
+def test_nodes_join_drain_and_die_and_the_claims_follow(cluster):
     first, second = cluster.started
     with watched(cluster, "story", most=4, at_least=4) as job:
         job.until_listed({first: 2, second: 2})
@@ -98,7 +98,7 @@ def test_nodes_come_drain_and_die_and_the_claims_follow(cluster):
     assert not [line for line in job.lines if line.startswith("log warning")]
 
 
-def test_gpus_are_told_for_each_slot(cluster):
+def test_gpus_are_reported_for_each_slot(cluster):
     node = cluster.started[1]
     with watched(cluster, "gpus", most=2, resources={"CPU": 1, "GPU": 1}, at_least=2) as job:
         job.until_listed({node: 2})
@@ -124,7 +124,7 @@ def test_another_driver_finds_the_claims_of_one_that_was_killed(cluster):
     assert cluster.placement_groups() == []
 
 
-def test_without_room_it_is_refused_with_what_there_is(cluster):
+def test_without_room_it_is_refused_with_the_free_resources(cluster):
     with watched(cluster, "large", most=2, at_least=1, resources={"CPU": 64}, within_s=1) as job:
         said = job.wait_for("^refused: (.*)")[1]
         job.succeed()

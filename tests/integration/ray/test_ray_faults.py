@@ -83,7 +83,7 @@ def test_nodes_die_and_others_come(cluster: RayCluster, training: Stepping, kill
 
 
 @pytest.mark.nightly
-def test_a_node_comes_and_its_worker_trains_in_the_same_processes(
+def test_a_node_joins_and_its_worker_trains_in_the_same_processes(
     cluster: RayCluster, training: Stepping
 ):
     places = full(training)

@@ -50,7 +50,7 @@ def check_goes_on(job: RayJob, before: RayJob, term: int) -> None:
     assert states.get(int(number), digest) == digest
 
 
-def test_who_comes_after_a_driver_knows_what_it_did(cluster):
+def test_the_successor_of_a_driver_knows_its_actions(cluster):
     """One is killed; the next is only cut off and writes on; then the head's service starts anew."""
     with driver(cluster) as first:
         first.wait_for(SETTLED, count=100)  # with two snapshots

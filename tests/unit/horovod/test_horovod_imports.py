@@ -31,7 +31,7 @@ def test_import_is_refused_when_there_is_no_counterpart(statement):
 
 
 @pytest.mark.parametrize("name", table.with_framework(table.MODULES.split(), wanted=False))
-def test_each_module_of_horovod_is_there_or_refused(name):
+def test_each_module_of_horovod_exists_or_is_refused(name):
     if name.startswith("horovod.ray"):
         pytest.importorskip("ray")
     table.try_module(name)
