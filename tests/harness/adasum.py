@@ -1,4 +1,4 @@
-"""What Adasum has to give, by its formula, in float64: neighbours first, then pairs of pairs."""
+"""Expected results of Adasum by its formula, in float64: neighbours first, then pairs of pairs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ START_S, ANSWER_S = 30.0, 60.0
 
 
 class Browser:
-    """One page. ``errors``: what its console has said of errors, and exceptions of its script."""
+    """One page. ``errors``: errors of its console, and exceptions of its script."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -75,7 +75,7 @@ class Browser:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
-        await asyncio.sleep(0.3)  # its children write into its folder until they are gone
+        await asyncio.sleep(0.3)  # its children write into its folder until they have exited
 
     async def open(
         self, link: str, *, width: int = 1280, height: int = 900, dark: bool = False
@@ -88,7 +88,7 @@ class Browser:
         await self.call("Page.navigate", url=link)
 
     async def look(self, expression: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         answer = await self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -96,7 +96,7 @@ class Browser:
         return answer["result"].get("value")
 
     async def until(self, expression: str, timeout: float = 20.0) -> Any:
-        """Waits until it is true."""
+        """Wait until an expression is true."""
         for _ in range(int(timeout / 0.02)):
             look = f"(() => {{ try {{ return {expression} }} catch {{ return false }} }})()"
             if value := await self.look(look):
@@ -105,7 +105,7 @@ class Browser:
         raise AssertionError(f"{expression} was not true within {timeout} s; {self.errors}")
 
     async def picture(self, path: Path) -> None:
-        """A PNG of the whole page."""
+        """Return a PNG of the whole page."""
         answer = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(answer["data"]))
 

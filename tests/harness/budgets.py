@@ -49,14 +49,14 @@ BUDGETS_S = {
         "tests/unit/horovod": 1.0,
     },
 }
-TOO_MUCH = 1.5  # times the budget
+TOO_MUCH = 1.5  # factor of the budget
 SLACK_S = 10.0  # a small folder may vary by more than half
-IDLE = 0.5  # at most as many others per core wait to run
+IDLE = 0.5  # at most as many other runnable tasks per core
 LOOKS, LOOK_S = 20, 0.01
 
 
 def folder_of(nodeid: str) -> str:
-    """``tests/unit/elastic`` of ``tests/unit/elastic/state/test_sampler.py::test_it``."""
+    """Return ``tests/unit/elastic`` for ``tests/unit/elastic/state/test_sampler.py::test_it``."""
     parts = nodeid.partition("::")[0].split("/")[:-1]
     return "/".join(parts[:3] if parts[1:2] in (["unit"], ["integration"]) else parts[:2])
 
@@ -64,7 +64,7 @@ def folder_of(nodeid: str) -> str:
 def too_dear(
     costs_s: Mapping[str, float], budgets_s: Mapping[str, float]
 ) -> tuple[float, list[str]]:
-    """By how much all folders are slower, at least 1, and a sentence for each that passes its budget all the same."""
+    """Return the slowdown of all folders, at least 1, and a sentence for each that exceeds its budget despite it."""
     ratios = [costs_s[folder] / budget for folder, budget in budgets_s.items() if folder in costs_s]
     slower = max(1.0, statistics.median(ratios)) if ratios else 1.0
     return slower, [
@@ -76,13 +76,13 @@ def too_dear(
 
 
 def processors_s() -> float:
-    """What this process has used so far, with all its threads and with the children that it has waited for."""
+    """Return the CPU time of this process so far, with all its threads and reaped children."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def others() -> float:
-    """How many tasks of this machine run or wait for a processor, besides this one: the mean of some looks."""
+    """Return the number of other tasks of this machine that run or wait for a core: the mean of some samples."""
     found = 0
     for _ in range(LOOKS):
         running = re.search(r"^procs_running (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
@@ -92,7 +92,7 @@ def others() -> float:
 
 
 class Meter:
-    """Says with each report of a test what its part has used, in the process that runs it."""
+    """Attaches the CPU time of a test's part to its report, in the process that runs it."""
 
     def __init__(self) -> None:
         self._before_s = 0.0
@@ -110,7 +110,7 @@ class Meter:
 
 
 class Costs:
-    """Adds up, in the process that reports."""
+    """Adds up the reports, in the reporting process."""
 
     def __init__(self, enforced: bool) -> None:
         self.enforced = enforced

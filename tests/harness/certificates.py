@@ -1,4 +1,4 @@
-"""Certificates of this machine for tests, both for who listens and for who connects. Needs ``openssl``."""
+"""Certificates of this machine for tests, for servers and clients. Needs ``openssl``."""
 
 from __future__ import annotations
 

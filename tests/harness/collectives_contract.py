@@ -1,4 +1,4 @@
-"""What every implementation of the collectives seam has to do. Subclass it and say how to make a world."""
+"""Contract of every implementation of collectives. Subclass it and define how to create a world."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EVERY = [*INTEGERS, *FLOATS, torch.bool, torch.complex64]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LONGEST = 150_000
-WAKE_S = 2.0  # generous: measured are milliseconds
+WAKE_S = 2.0  # generous: milliseconds are measured
 
 REFERENCE: dict[Op, Callable[[Any, Any], Any]] = {
     Op.SUM: operator.add,
@@ -34,12 +34,12 @@ REFERENCE: dict[Op, Callable[[Any, Any], Any]] = {
 
 
 def small(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers that differ between ranks, and whose sums and products are exact in every dtype."""
+    """Return numbers that differ between ranks, and whose sums and products are exact in every dtype."""
     return ((torch.arange(length) + 2 * rank) % 3 + 1).to(dtype)
 
 
 class CollectivesContract:
-    """Tests run every rank in a thread of its own: ``self.on_all(world, function)``."""
+    """Base of the tests, which run every rank in a separate thread: ``self.on_all(world, function)``."""
 
     longest = LONGEST  # elements, of many pieces
 
@@ -84,7 +84,7 @@ class CollectivesContract:
                 assert torch.equal(result, wanted), dtype
 
     def test_min_and_max_have_the_same_bits_whoever_has_which_number(self, world):
-        """One NaN anywhere is the result, and -0.0 is less than 0.0."""
+        """A single NaN is the result, and -0.0 is less than 0.0."""
         for dtype, op in itertools.product(FLOATS, (Op.MIN, Op.MAX)):
             self.has_the_same_bits(world, dtype, op)
 
@@ -149,7 +149,7 @@ class CollectivesContract:
                 assert torch.equal(result.double(), expected), (dtype, op)
 
     def test_an_average_is_the_sum_divided_to_the_last_bit(self, world):
-        """Times 1/3 is another number for one in three of these."""
+        """Multiplication by 1/3 is inexact for one in three of these."""
 
         def divided(group):
             results = []
@@ -292,12 +292,12 @@ class CollectivesContract:
             work = group.allreduce(tensor, Op.SUM)
             while not work.within(WAKE_S):
                 pass
-            work.wait()  # again, or at last: the result is in place
+            work.wait()  # again, or finally: the result is in place
             return tensor.tolist()
 
         assert self.on_all(world, limited) == [[float(len(world))] * 3] * len(world)
         if len(world) > 1:
-            work = world[0].allreduce(torch.ones(3), Op.SUM)  # which nobody joins
+            work = world[0].allreduce(torch.ones(3), Op.SUM)  # which no other rank joins
             assert work.within(0.001) is False
             for group in world:
                 group.abort()
@@ -306,7 +306,7 @@ class CollectivesContract:
         if len(world) == 1:
             pytest.skip("nobody waits in a world of one")
         group = world[0]
-        work = group.allreduce(torch.ones(1_000_000), Op.SUM)  # which nobody joins
+        work = group.allreduce(torch.ones(1_000_000), Op.SUM)  # which no other rank joins
         assert not work.done()
         aborter = threading.Timer(0.0, group.abort)
         began = time.monotonic()

@@ -1,8 +1,8 @@
-"""Talking to a Membership: short words for events, a clock that only moves when told, invariants after every event.
+"""Short notation for events of a Membership, with a manual clock, and invariants after every event.
 
-talk = running(4)                                  # four workers train in generation 2, each on a slot of host h
-assert talk.tell(exited("h:0")) == [...]
-talk.wait(1.0)                                     # with TimePassed at every deadline on the way
+talk = running(4)                                  # four workers train in generation 2, each on a slot of host h assert
+talk.tell(exited("h:0")) == [...] talk.wait(1.0)                                     # with TimePassed at every deadline
+on the way
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ TICK_S = 0.001
 
 
 def worker(name: str) -> Worker:
-    """``h:0`` is the first incarnation, ``h:0#2`` the second."""
+    """Parse a worker: ``h:0`` is the first incarnation, ``h:0#2`` the second."""
     return Worker.parse(name if "#" in name else f"{name}#1")
 
 
 def store(name: str) -> Address:
-    """Every worker would serve the store at an address of its own."""
+    """Return an address of the store, which differs between workers."""
     return Address(worker(name).host, 7000 + worker(name).slot)
 
 
@@ -139,17 +139,17 @@ def inside(
     for_s: float = 1.0,
     line: str = "",
 ) -> Event:
-    """It waits in a collective, for one second already if nothing else is said."""
+    """The worker waits in a collective, by default for one second already."""
     return WorkerProgressed(worker(name), generation, entered, collective, for_s, line=line)
 
 
 def outside(name: str, generation: int, *, entered: int = 7, phase: str = "") -> Event:
-    """It is in user code; ``phase``: in one that is marked as long."""
+    """The worker is in user code; ``phase``: in a phase that is marked as long."""
     return WorkerProgressed(worker(name), generation, entered, "", 0.0, phase)
 
 
 def paced(name: str, generation: int, share: float, collectives: int = 100) -> Event:
-    """It has waited for this share of the last 30 seconds."""
+    """The worker has waited for this share of the last 30 seconds."""
     return WorkerPaced(worker(name), generation, collectives, 30.0 * share, 30.0)
 
 
@@ -166,7 +166,7 @@ def hosts(**slots: int) -> Event:
 
 
 class Talk:
-    """A conversation. ``m`` is the membership, ``now`` its clock."""
+    """A conversation with a Membership ``m`` at the time ``now``."""
 
     def __init__(self, **settings: Any) -> None:
         workers = settings.setdefault("np", 4)
@@ -177,17 +177,17 @@ class Talk:
         self.now = 0.0
         self.processes: dict[str, tuple[float, float]] = {}
         self.traced: set[str] = set()  # under a debugger
-        self.stopped: set[str] = set()  # standbys that answer nobody, without anybody knowing yet
+        self.stopped: set[str] = set()  # standbys that do not answer, which is not known yet
         self._probed: dict[str, tuple[float, float, float]] = {}
 
     def works(self, name: str, *, cpu: float = 0.0, io: float = 0.0, traced: bool = False) -> None:
-        """From here on probes are answered for it: it uses so much of a processor, and so many bytes per second."""
+        """Let probes of a worker report this CPU usage and these bytes per second from now on."""
         name = str(worker(name))
         self.processes[name] = (cpu, io)
         (self.traced.add if traced else self.traced.discard)(name)
 
     def tell(self, *events: Event) -> list[Action]:
-        """Events one after the other; everything that is answered."""
+        """Process events one after the other, and return all actions."""
         actions: list[Action] = []
         for event in events:
             self.now += TICK_S
@@ -195,7 +195,7 @@ class Talk:
         return actions
 
     def wait(self, seconds: float) -> list[Action]:
-        """Nothing happens, except what was due. A deadline that returns for ever would be caught here."""
+        """Let time pass with all due deadlines. Detects a deadline that returns forever."""
         actions: list[Action] = []
         until = self.now + seconds
         while (deadline := self.m.next_deadline()) is not None and deadline <= until:
@@ -218,7 +218,7 @@ class Talk:
         return actions
 
     def _answer(self, name: str) -> Event:
-        """What the kernel has counted: it grows as ``works`` has said."""
+        """Return the kernel's counters, which grow as set by ``works``."""
         cpu, io = self.processes[name]
         at, cpu_s, io_bytes = self._probed.get(name, (self.now, 100.0, 1e6))
         cpu_s, io_bytes = cpu_s + cpu * (self.now - at), io_bytes + io * (self.now - at)
@@ -236,19 +236,19 @@ class Talk:
         commit: tuple[int, int] | None = None,
         running: bool = True,
     ) -> list[Action]:
-        """These say that they wait for a world; ``generation`` is the present one if not given."""
+        """Workers report that they wait for a world; ``generation`` is the current one by default."""
         last = self.m.generation if generation is None else generation
         return self.tell(*(ready(name, last, commit, running=running) for name in names))
 
     def join(self, *names: str) -> list[Action]:
-        """Newcomers come as far as elastic.run."""
+        """Newcomers reach elastic.run."""
         return [*self.connect(*names), *self.ready(*names, generation=0)]
 
     def resume(self) -> list[Action]:
         return self.tell(*(resumed(str(w), self.m.generation) for w in self.m.members))
 
     def stop_all(self, check: int = 4) -> list[Action]:
-        """All members answer a planned change, stop where they are told, and wait for the next world."""
+        """All members answer a planned change, stop at the safepoint, and wait for the next world."""
         names, generation, change = self.members, self.m.generation, self.m.worlds.change.number
         actions = self.tell(*(checked(n, generation, check - 1, change) for n in names))
         return [*actions, *self.ready(*names, commit=(generation, check))]
@@ -284,7 +284,7 @@ def static(workers: int = 2, **settings: Any) -> Talk:
 
 
 def the(kind: type[Kind], actions: list[Action]) -> Kind:
-    """The only action of a kind."""
+    """Return the only action of a kind."""
     found = [action for action in actions if isinstance(action, kind)]
     assert len(found) == 1, actions
     return found[0]
@@ -295,14 +295,14 @@ def has(kind: type[Action], actions: list[Action]) -> bool:
 
 
 def all_lost(exits: dict[str, str], wrote: str = "") -> Reason:
-    """Why a job ends whose members of generation 2 are all gone. ``exits``: how each worker's process ended."""
+    """Return why a job ends after all members of generation 2 have exited. ``exits``: how each process ended."""
     causes = [because(Why.LOST_EXITED, worker=each, exit=how) for each, how in exits.items()]
     several = because(Why.SEVERAL, causes=causes, more=0)
     return because(Why.ALL_LOST, members=len(exits), generation=2, cause=several, wrote=wrote)
 
 
 def names(actions: list[Action], kind: type[Action] = StartWorker) -> list[str]:
-    """The workers that actions of a kind are about."""
+    """Return the workers of actions of a kind."""
     return [str(action.worker) for action in actions if isinstance(action, kind)]  # type: ignore[attr-defined]
 
 
@@ -311,5 +311,5 @@ def order(world: PublishWorld) -> list[str]:
 
 
 def said(actions: list[Action]) -> str:
-    """What the log is told."""
+    """Return the log lines of actions."""
     return "\n".join(action.text for action in actions if isinstance(action, Report))

@@ -32,7 +32,7 @@ END = object()
 
 
 class Numbers(IterableDataset[int]):
-    """A stream of numbers that deals itself out to loader workers, if it finds itself in one."""
+    """A stream of numbers that divides itself between loader workers."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -49,14 +49,14 @@ class Skipping(Numbers):
 
 
 class Reversed(SequentialSampler):
-    """A sampler of a script's own: the last sample first."""
+    """A sampler of the script: the last sample first."""
 
     def __iter__(self) -> Iterator[int]:
         return reversed(range(len(self)))
 
 
 class Uneven:
-    """A batch sampler of a script's own: batches of 1, 2, 3, 1, 2, ... samples in a drawn order."""
+    """A batch sampler of the script: batches of 1, 2, 3, 1, 2, ... samples in a random order."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -129,17 +129,17 @@ def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Event:
-    """After so many steps of the job the world is lost, or changes as planned, and has another size."""
+    """After this number of steps the world is lost, or changes as planned, and has another size."""
 
     step: int
     lost: bool
     size: int
-    staying: int  # at most so many of its members stay, at least one
+    staying: int  # at most this many members stay, at least one
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One drawn job."""
+    """One random job."""
 
     seed: int
     kind: str
@@ -157,7 +157,7 @@ class Schedule:
 
 
 def drawn(seed: int, *, most_workers: int = 0) -> Schedule:
-    """The same for the same seed. With loader workers, which take time to start, jobs are smaller."""
+    """Draw a schedule from a seed. With loader workers, which take time to start, jobs are smaller."""
     rng = random.Random(seed)
     kinds, small = list(KINDS), most_workers > 0
     workers = rng.randint(0, most_workers)
@@ -186,7 +186,7 @@ def drawn(seed: int, *, most_workers: int = 0) -> Schedule:
 
 
 class ReadAhead:
-    """Has loaded batches before they are asked for, as loader workers have."""
+    """Prefetches batches, as loader workers do."""
 
     def __init__(self, source: Source, batches: int) -> None:
         self._source = source
@@ -211,7 +211,7 @@ class ReadAhead:
 
 
 class Member:
-    """A rank's process."""
+    """The process of a rank."""
 
     def __init__(self, schedule: Schedule) -> None:
         options = {"batch_size": schedule.batch, "num_workers": schedule.workers, "seed": 5}
@@ -229,11 +229,11 @@ class Member:
         return weights
 
     def end(self) -> None:
-        """Its process is gone, and its loader workers with it."""
+        """End the process with its loader workers."""
         del self.loader._source
 
     def take_over(self, other: Member) -> None:
-        """What a newcomer is sent."""
+        """Return the state that a newcomer receives."""
         with torch.no_grad():
             self.weights.copy_(other.weights)
         self.loader.load_state_dict(pickle.loads(pickle.dumps(other.loader.state_dict())))
@@ -243,7 +243,7 @@ class Member:
 
 
 class DataJob:
-    """Runs one schedule. Raises AssertionError where ranks differ, or where a sample does not count once per epoch."""
+    """Runs one schedule. Raises AssertionError if ranks differ, or if a sample does not count once per epoch."""
 
     def __init__(self, schedule: Schedule, setattr: Callable[[Any, str, Any], None]) -> None:
         self.schedule = schedule
@@ -257,7 +257,7 @@ class DataJob:
         self.changes = 0
 
     def run(self) -> None:
-        """Trains all epochs, and looks at what was committed."""
+        """Train all epochs, and check the commits."""
         for member in self.members:
             member.state.save()
         while self.members[0].state.epoch < self.schedule.epochs:
@@ -271,7 +271,7 @@ class DataJob:
     # ---- the script ------------------------------------------------------------------------------
 
     def _pass(self) -> bool:
-        """Whether the pass came to its end."""
+        """Return whether the pass reached its end."""
         epoch = self.members[0].state.epoch
         for rank, member in enumerate(self.members):
             self._as(rank, member.loader.set_epoch, epoch)
@@ -335,7 +335,7 @@ class DataJob:
         assert all(each == saved[0] for each in saved), saved
 
     def _change(self, event: Event) -> None:
-        """Those who stay keep what they hold; newcomers are sent it by the first of them."""
+        """Remaining ranks keep their state; the first of them sends it to newcomers."""
         self.changes += 1
         if not event.lost:
             self._commit()
@@ -375,17 +375,17 @@ class DataJob:
 
 
 def ids_of(batch: Any) -> torch.Tensor:
-    """The numbers of a batch's samples."""
+    """Return the numbers of a batch's samples."""
     if isinstance(batch, dict):
         batch = batch["id"]
     return torch.as_tensor(batch).reshape(-1)
 
 
-# ---- a bug that is planted -------------------------------------------------------------------------------------------
+# ---- an injected bug -------------------------------------------------------------------------------------------------
 
 
 def position_by_rank(setattr: SetAttr) -> None:
-    """Each rank counts what it has been handed itself."""
+    """Each rank counts only its own samples."""
 
     def hand(self: DataProgress, consumed: int, real: Any = DataProgress.hand) -> None:
         found = lifecycle.position()

@@ -1,4 +1,4 @@
-"""Real etcd servers for tests: on loopback, with free ports and folders of their own, quick to start and to kill."""
+"""Real etcd servers for tests: on loopback, with free ports and separate folders, fast to start and to kill."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Member:
         return self._process
 
     def start(self) -> None:
-        """It keeps its data over a restart."""
+        """Restart it; it keeps its data."""
         url = f"{'https' if self.tls else 'http'}://{self.endpoint}"
         command = ["etcd", "--name", self.name, "--data-dir", str(self.folder / "data")]
         command += ["--unsafe-no-fsync", "--bcrypt-cost", "4", "--log-level", "warn"]
@@ -51,7 +51,7 @@ class Member:
         command += ["--initial-cluster", self.cluster, "--logger", "zap", *self._flags]
         if self.tls:
             command += ["--cert-file", self.tls.cert, "--key-file", self.tls.key]
-            # A certificate is demanded, but says nothing of the user: that would take --client-cert-auth.
+            # Client certificates are required, but do not identify the user: that needs --client-cert-auth.
             command += ["--trusted-ca-file", self.tls.ca]
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "log", "ab") as log:
@@ -68,10 +68,10 @@ class Member:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """It runs not, and answers not, in the meantime."""
+        """Stop it for the block: it does not run or answer."""
         self.signal(signal.SIGSTOP)
         try:
-            # Until its last thread has stopped, it may still answer. One that has ended stays to be waited for.
+            # Until its last thread has stopped, it may still answer. An ended one remains as a zombie.
             what = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
             pid = self.process.pid
             wait_until(lambda: os.waitid(os.P_PID, pid, what), f"the stop of {self.name}", STOP_S)
@@ -81,7 +81,7 @@ class Member:
 
 
 class Cluster:
-    """The members of one etcd. ``access`` is how tests reach it."""
+    """The members of one etcd. ``access`` is the client configuration of tests."""
 
     def __init__(self, members: list[Member], tls: TlsFiles | None = None) -> None:
         self.members = members
@@ -112,7 +112,7 @@ class Cluster:
                 return
 
     def leader(self) -> Member:
-        """The member that leads, by the status that each gives of itself."""
+        """Return the leader, by the members' status."""
         return asyncio.run(_leader(self.members, self.access))
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def one_etcd(folder: Path, *, tls: TlsFiles | None = None, flags: list[str] | None = None):
-    """A cluster of one that answers. Elections are quick, so leases of one second are possible."""
+    """Start a cluster of one. Elections are fast, so leases of one second are possible."""
     quick = ["--heartbeat-interval", "10", "--election-timeout", "100"]
     cluster = Cluster([Member(folder, "one", tls, [*quick, *(flags or [])])], tls)
     try:
@@ -134,7 +134,7 @@ def one_etcd(folder: Path, *, tls: TlsFiles | None = None, flags: list[str] | No
 
 @contextlib.contextmanager
 def three_etcds(folder: Path):
-    """A cluster of three that answers; it stands the loss of one."""
+    """Start a cluster of three, which survives the loss of one."""
     flags = ["--heartbeat-interval", "50", "--election-timeout", "500"]
     names = ["a", "b", "c"]
     cluster = Cluster([Member(folder / name, name, None, flags) for name in names])
@@ -146,13 +146,13 @@ def three_etcds(folder: Path):
 
 
 def add_user(cluster: Cluster, user: str, password: str, prefix: str) -> EtcdAccess:
-    """Turn authentication on, with a root and a user who may read and write what is under the prefix."""
+    """Enable authentication, with a root and a user who may read and write under the prefix."""
     asyncio.run(_add_user(cluster.access, user, password, prefix))
     return EtcdAccess(cluster.access.endpoints, cluster.access.tls, user, password)
 
 
 async def compact(access: EtcdAccess, revision: int) -> None:
-    """Make etcd forget what was before this revision."""
+    """Compact etcd's history before a revision."""
     from aetcd import rpc
 
     async with _channel(access, access.endpoints[0]) as channel:

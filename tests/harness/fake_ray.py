@@ -1,4 +1,4 @@
-"""A Ray cluster that a test steers: nodes with room, placement groups that are placed as Ray would. Owns no clock."""
+"""A Ray cluster that a test controls: nodes with resources, placement groups that are placed as by Ray. No clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FakeGroup:
 
 
 class FakeRay:
-    """Places what is pending with ``tick``. ``trouble``: what every call raises."""
+    """Places pending groups in ``tick``. ``trouble``: exception of every call."""
 
     def __init__(self, **rooms: int) -> None:
         self.table: dict[str, FakeNode] = {}
@@ -36,11 +36,11 @@ class FakeRay:
         self.trouble = ""
         self.tells_drains = True
         self.gpus_known = True
-        self.said: list[str] = []  # what was asked to be done
+        self.said: list[str] = []  # requested operations
         for name, room in rooms.items():
             self.add(name, room)
 
-    # ---- what happens to it
+    # ---- changes of the cluster
 
     def add(self, name: str, room: int) -> None:
         self.table[name] = FakeNode(f"10.0.0.{len(self.table) + 1}", room)
@@ -49,7 +49,7 @@ class FakeRay:
         self.table[name].draining = True
 
     def kill(self, name: str) -> None:
-        """Its groups are placed elsewhere at the next tick; until then Ray says that they are where they were."""
+        """Its groups are placed elsewhere at the next tick; until then Ray reports the old place."""
         self.table[name].alive = False
 
     def tick(self) -> None:
@@ -75,16 +75,16 @@ class FakeRay:
         return sum(g.nodes.count(name) for g in self.groups.values() if g.state != "REMOVED")
 
     def given(self, *bundles: dict[str, float], id: str = "aa") -> Any:
-        """The handle of a group that somebody else has made."""
+        """Return the handle of a group of another caller."""
         self.groups[id] = FakeGroup(id, "theirs", list(bundles), nodes=[""] * len(bundles))
         return SimpleNamespace(id=SimpleNamespace(hex=lambda: id))
 
     @property
     def live(self) -> dict[str, str]:
-        """The groups that were not removed: name -> node."""
+        """Return the groups that were not removed: name -> node."""
         return {g.name: g.nodes[0] for g in self.groups.values() if g.state != "REMOVED"}
 
-    # ---- what a discovery asks of it
+    # ---- queries of a discovery
 
     def _answer(self) -> None:
         if self.trouble:

@@ -73,7 +73,7 @@ class Forked:
         self.pid = int(number)
 
     def printed(self) -> str:
-        """All of it, once everybody who may write it has ended."""
+        """Return the whole output, once all writers have ended."""
         assert self.stdout is not None
         with self.stdout as stdout:
             return stdout.read()
@@ -101,12 +101,12 @@ class Forked:
         if self.returncode is None and select.select([self._guardian], [], [], timeout)[0]:
             self.returncode = int(self._said.readline())
             self._said.close()
-            self._guardian.close()  # now it is reaped
+            self._guardian.close()  # the process is reaped now
         return self.returncode
 
 
 class _Source:
-    """The process that has imported torch. It ends when its channel does."""
+    """The process that has imported torch. It ends with its channel."""
 
     def __init__(self, env: Mapping[str, str], modules: Sequence[str]) -> None:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -122,7 +122,7 @@ class _Source:
 
     @classmethod
     def of(cls, beginning: tuple[tuple[str, str], ...], modules: tuple[str, ...]) -> _Source:
-        """One for each kind, whichever thread asks; with room for a mark."""
+        """Return one per kind, for all threads, with room for a mark."""
         with _making:
             return cls._of(beginning, modules)
 

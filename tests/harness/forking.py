@@ -39,11 +39,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, TextIO
 
-MOST_BYTES = 1 << 18  # of what a process is told
-MOST_DESCRIPTORS = 8  # that it is given
+MOST_BYTES = 1 << 18  # of a process's instructions
+MOST_DESCRIPTORS = 8  # for a process
 SPARE = 4  # workers beyond those of -np, for slots that return, and agents ...
 SPARE_WORKERS = "ELASTIC_TEST_SPARE"  # ... unless this variable of a job says another number
-WHOLE_END = "ELASTIC_TEST_WHOLE_END"  # a variable: the interpreter is taken apart in the end
+WHOLE_END = "ELASTIC_TEST_WHOLE_END"  # a variable: the interpreter is finalized at the end
 # Read when a process starts, or when it imports torch or TensorFlow.
 EARLY = (
     "PYTHON",
@@ -63,7 +63,7 @@ KNOWN = {"jemalloc_bg_thd"}  # of pyarrow's allocator, which stops it for a fork
 PYTHON = ("python", sys.executable)
 AGENT_MODULE = "elastic.driver.agents.agent_process"
 CHAOS = ["-m", "elastic.chaos"]
-ROOM = "-"  # for a mark: what this process is told, so often
+ROOM = "-"  # for a mark: repetitions in this process's arguments
 
 Program = Callable[[], object]
 at_the_start = dict(os.environ)
@@ -71,7 +71,7 @@ at_the_start = dict(os.environ)
 
 @dataclass(frozen=True)
 class Told:
-    """What a forked process is to run, beside its descriptors."""
+    """Program of a forked process, without its descriptors."""
 
     words: list[str]
     env: dict[str, str]
@@ -85,13 +85,13 @@ def tell(channel: socket.socket, told: Told, descriptors: Sequence[int]) -> None
 
 
 def hear(channel: socket.socket, count: int) -> tuple[Told, list[int]] | None:
-    """None at the end of the channel."""
+    """Return None at the end of the channel."""
     message, descriptors, _, _ = socket.recv_fds(channel, MOST_BYTES, count)
     return (Told(*json.loads(message)), descriptors) if message else None
 
 
 def early(env: Mapping[str, str]) -> dict[str, str]:
-    """What a process reads of its environment once and for all: of forks it must be the same."""
+    """Return what a process reads from its environment only once: it must be the same in forks."""
     return {
         name: text
         for name, text in env.items()
@@ -103,14 +103,14 @@ def early(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class Becomes(BaseException):
-    """In a process that has just been forked: it leaves all that its parent was doing, and runs this program."""
+    """Leave all activities of the parent, and run this program, in a process that has just been forked."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
 
 
 def serve(channel: socket.socket) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for guardians
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guardians are not waited for
     while (heard := hear(channel, MOST_DESCRIPTORS)) is not None:
         told, (output, told_to, *passed) = heard
         if os.fork() == 0:
@@ -138,18 +138,18 @@ def guard(told: Told, descriptors: list[int], starter: socket.socket) -> None:
     ended = os.waitid(os.P_PID, driver, os.WEXITED | os.WNOWAIT)
     assert ended is not None
     code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-    with contextlib.suppress(OSError):  # who started it may be gone
+    with contextlib.suppress(OSError):  # the starter may have ended
         starter.sendall(f"{code}\n".encode())
         starter.recv(1)
     os.waitpid(driver, 0)
     os._exit(0)
 
 
-# ---- who has forks -------------------------------------------------------------------------------------------------
+# ---- starting forks ------------------------------------------------------------------------------------------------
 
 
 def begin(words: list[str]) -> None:
-    """Runs what starts workers, or a driver; or any other program of Python."""
+    """Run a program that starts workers, or a driver; or any other Python program."""
     if words[1:3] == CHAOS:
         have_forks(1, apart=False)
         return run_module(words[2:])
@@ -162,7 +162,7 @@ def begin(words: list[str]) -> None:
 
 
 def agent() -> None:
-    """Its workers are forked where it serves: it may have gone to the background before."""
+    """Fork workers in this process: it may have been sent to the background before."""
     from elastic.driver.agents import agent_process
 
     serve = agent_process.serve
@@ -176,7 +176,7 @@ def agent() -> None:
 
 
 def have_forks(count: int, *, apart: bool = True) -> None:
-    """So many of the next processes that this one starts are forks. ``apart``: each in a session of its own."""
+    """Let the next processes that this one starts be forks. ``apart``: each in a separate session."""
     parent = os.getpid()
     forks: list[tuple[int, socket.socket]] = []
     for _ in range(count):
@@ -193,7 +193,7 @@ def have_forks(count: int, *, apart: bool = True) -> None:
 
 
 class Fork(subprocess.Popen):
-    """As its base has it, but that the process is one of those that are ready, where it can be."""
+    """As the base class, but uses a prepared process if possible."""
 
     ready: ClassVar[list[tuple[int, socket.socket]]] = []
 
@@ -244,7 +244,7 @@ def wait_to_be_told(channel: socket.socket, parent: int, apart: bool) -> None:
         os._exit(0)
     heard = hear(channel, 3)
     channel.close()
-    if heard is None:  # its parent has no use for it
+    if heard is None:  # its parent does not need it
         os._exit(0)
     told, standard = heard
     become(told, standard)
@@ -263,7 +263,7 @@ def dies_with_its_parent(does: bool) -> None:
 
 
 def python(words: list[str]) -> None:
-    """As ``python SCRIPT WORDS`` and ``python -m MODULE WORDS`` do it, where torch has been imported."""
+    """Run as ``python SCRIPT WORDS`` or ``python -m MODULE WORDS`` in a process that has imported torch."""
     if os.environ.get("PYTHONUNBUFFERED"):
         sys.stdout, sys.stderr = unbuffered(sys.stdout), unbuffered(sys.stderr)
     from elastic.protocol.uncaught.at_start import sitecustomize
@@ -279,7 +279,7 @@ def python(words: list[str]) -> None:
 
     failpoints.use(environment.failpoints())
     autoload()  # as the import of torch would have called it, with this environment
-    sys.modules["numpy"].random.seed()  # Python draws anew after a fork, NumPy doesn't
+    sys.modules["numpy"].random.seed()  # Python reseeds after a fork, NumPy does not
     if words[1] == "-m":
         run_module(words[2:])
     else:
@@ -295,7 +295,7 @@ def become(told: Told, descriptors: Sequence[int]) -> None:
         os.dup2(descriptor, number)
     for name in os.listdir("/proc/self/fd"):
         if int(name) >= len(descriptors):
-            with contextlib.suppress(OSError):  # it was open for this look only
+            with contextlib.suppress(OSError):  # it was open only for this listing
                 os.close(int(name))
     for name, place in marks().items():
         room = at_the_start[name]
@@ -310,7 +310,7 @@ def become(told: Told, descriptors: Sequence[int]) -> None:
 
 @functools.cache
 def marks() -> dict[str, int]:
-    """Where the values of variables with room for a mark stand, which is what /proc/self/environ shows of them."""
+    """Return the locations of variables with room for a mark, which /proc/self/environ shows."""
     get = ctypes.CDLL(None).getenv
     get.restype = ctypes.c_void_p
     return {name: get(name.encode()) for name, text in at_the_start.items() if {*text} == {ROOM}}
@@ -322,7 +322,7 @@ def unbuffered(stream: TextIO) -> TextIO:
 
 
 def run_script(words: list[str]) -> None:
-    """As ``python SCRIPT WORDS`` does it."""
+    """Run as ``python SCRIPT WORDS``."""
     sys.argv = words
     sys.path[0] = str(Path(words[0]).parent.resolve())
     script = ModuleType("__main__")
@@ -332,7 +332,7 @@ def run_script(words: list[str]) -> None:
 
 
 def run_module(words: list[str]) -> None:
-    """As ``python -m MODULE WORDS`` does it."""
+    """Run as ``python -m MODULE WORDS``."""
     sys.argv = words
     sys.path[0] = os.getcwd()
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
@@ -385,7 +385,8 @@ def end(program: Program) -> None:
     if WHOLE_END in os.environ:
         return
     threading._shutdown()  # type: ignore[attr-defined]
-    flush()  # before what wakes threads: none of them is to run once there is nothing left to write
+    # first, because the next calls wake threads, which must not run without anything to flush
+    flush()
     atexit._run_exitfuncs()
     flush()
     os._exit(code & 0xFF)
@@ -393,7 +394,7 @@ def end(program: Program) -> None:
 
 def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed
+        with contextlib.suppress(OSError, ValueError):  # no reader, or it is closed
             stream.flush()
 
 

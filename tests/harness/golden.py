@@ -1,4 +1,4 @@
-"""Texts that people read, in one file for each surface: `tests/golden/errors.txt`, `log.txt`, `output.txt` and others.
+"""Texts for users, in one file for each surface: `tests/golden/errors.txt`, `log.txt`, `output.txt` and others.
 
     with raises(Invalid) as caught:     # as pytest.raises; the message is compared with the recorded one
         parse(["-np", "0"])
@@ -60,7 +60,7 @@ VOLATILE: list[tuple[str, str]] = [
 
 
 class Records:
-    """What the tests of a run have shown, and what is recorded for them."""
+    """Texts of a run's tests, and the recorded ones."""
 
     def __init__(self, rewrite: bool) -> None:
         self.rewrite = rewrite
@@ -90,7 +90,9 @@ class Records:
         return self.known[surface].get(key)
 
     def write(self) -> None:
-        """The entries of tests that ran are replaced, all others kept. Several processes of pytest may do so."""
+        """Replace the entries of tests that ran, and keep all others. Several processes of pytest may call it
+        concurrently.
+        """
         FOLDER.mkdir(exist_ok=True)
         for surface in {*self.shown, *(path.stem for path in FOLDER.glob("*.txt"))}:
             with (FOLDER / f"{surface}.txt").open("a+") as file:
@@ -144,14 +146,14 @@ def pytest_sessionfinish() -> None:
 
 
 def steady(text: str) -> str:
-    """Without what differs from run to run, and from machine to machine."""
+    """Replace parts of a text that differ from run to run, and between machines."""
     for pattern, name in VOLATILE:
         text = re.sub(pattern, name, text)
     for number, name in ((os.getpid(), "PID"), (os.getppid(), "PPID")):
         text = re.sub(rf"(?<![\w.]){number}(?![\w.]\d)", name, text)
     for word, name in ((socket.gethostname(), "HOST"), (getpass.getuser(), "USER")):
         text = re.sub(rf"(?<![\w/.]){re.escape(word)}(?![\w/])", name, text)
-    # No line of a golden file ends in blanks, and none has what a terminal would obey.
+    # Without blanks at line ends and terminal control characters.
     return "\n".join(
         "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line).rstrip()
         for line in text.split("\n")
@@ -159,7 +161,7 @@ def steady(text: str) -> str:
 
 
 def visible(page: str) -> str:
-    """What a page of HTML shows: without its styles, scripts and marks."""
+    """Return the visible text of an HTML page: without styles, scripts and tags."""
     page = re.sub(r"<(style|script)\b.*?</\1>", "", page, flags=re.DOTALL)
     lines = (html.unescape(line).strip() for line in re.sub(r"<[^>]*>", "\n", page).split("\n"))
     return "\n".join(filter(None, lines))
@@ -179,7 +181,7 @@ def _whole(shown: object) -> str:
 
 
 def recorded(surface: str, shown: object, *facts: object) -> None:
-    """Fails unless this is the text that is recorded here; the items of a list or the like are its lines."""
+    """Fail unless this is the recorded text; the items of a list are its lines."""
     assert _records is not None
     whole = _whole(shown)
     missing = [str(fact) for fact in facts if str(fact) not in whole]
@@ -213,7 +215,7 @@ def _raises(kind: Kinds, *facts: object) -> Iterator[pytest.ExceptionInfo[Any]]:
 
 
 def named(kind: type[BaseException]) -> str:
-    """Where a test of this process has imported `horovod`, interruptions are raised as subclasses of Horovod's."""
+    """If a test of this process has imported `horovod`, interruptions are raised as subclasses of Horovod's."""
     return next(each.__name__ for each in kind.__mro__ if "horovod_errors" not in each.__module__)
 
 

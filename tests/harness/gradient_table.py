@@ -36,7 +36,7 @@ class Case:
     op: str = ""
     factors: tuple[float, float] = (1.0, 1.0)
     grouped: bool = False
-    unsent: int = 0  # rows of an alltoall that go nowhere
+    unsent: int = 0  # unsent rows of an alltoall
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class Case:
         return 2 if self.grouped else 1
 
     def rows(self, place: int, size: int) -> int:
-        """Of this rank's tensors."""
+        """Return this rank's tensors."""
         match self.kind:
             case "allgather":
                 return place + 1
@@ -64,7 +64,7 @@ class Case:
         return [place + to + 1 for to in range(size)]
 
     def upstream(self, place: int, size: int) -> np.ndarray[Any, Any]:
-        """The gradient of this rank's (first) result."""
+        """Return the gradient of this rank's (first) result."""
         match self.kind:
             case "allgather":
                 rows = size * (size + 1) // 2
@@ -77,7 +77,7 @@ class Case:
         return (np.arange(rows * WIDTH).reshape(rows, WIDTH) + 1.0) * (place + 1)
 
     def wanted(self, place: int, size: int) -> np.ndarray[Any, Any]:
-        """The gradient of this rank's (first) tensor."""
+        """Return the gradient of this rank's (first) tensor."""
         every = [self.upstream(each, size) for each in range(size)]
         scale = self.factors[0] * self.factors[1]
         match self.kind:
@@ -99,7 +99,7 @@ class Case:
                 return np.concatenate(every) * scale * (size if self.op == "Sum" else 1)
 
     def call(self, hvd: Any, tensors: Sequence[Any], members: Sequence[int], among: Any) -> Any:
-        """The results, by a door's function; ``among``: the process set of these members."""
+        """Return the results of an API's function; ``among``: the process set of these members."""
         size, place = len(members), members.index(hvd.rank())
         options: dict[str, Any] = {"process_set": among}
         if self.op:
@@ -117,7 +117,7 @@ class Case:
 
 
 def hvd_splits(hvd: Any, splits: np.ndarray[Any, Any]) -> Any:
-    """As the door takes them."""
+    """Convert to the API's types."""
     if hvd.__name__.endswith("torch"):
         import torch
 

@@ -1,4 +1,4 @@
-"""Groups over a real store: as a rank under test connects one, and with all ranks as threads of this process."""
+"""Groups over a real store: connected as by a rank under test, and with all ranks as threads of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def at_once(function: Callable[..., Result], *arguments: Iterable[Any]) -> list[Result]:
-    """As `map`, with a thread for each call. Raises what the first of them raised that has not only lost the others."""
+    """Call like `map`, with a thread for each call. Raises the first exception that is not a lost peer."""
     calls = list(zip(*arguments, strict=True))
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(function, *call) for call in calls]
@@ -28,7 +28,7 @@ def at_once(function: Callable[..., Result], *arguments: Iterable[Any]) -> list[
 
 
 def wait_in_two_orders(works: Sequence[Work]) -> None:
-    """Two threads wait for all of them, one from the end."""
+    """Wait for all in two threads, one of them from the end."""
 
     def wait_for_all(mine: Sequence[Work]) -> None:
         for each in mine:

@@ -1,4 +1,4 @@
-"""What the workers of ``scripts/training.py`` wrote down, and what must be true of it whatever befell them."""
+"""Records of the workers of ``scripts/training.py``, and their invariants under any faults."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from harness.job import Job
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAINING = ["python", SCRIPTS / "training.py"]
-STAY_AWAY = "--blacklist-cooldown-range 60 60"  # the slots of the dead stay empty
+STAY_AWAY = "--blacklist-cooldown-range 60 60"  # the slots of dead workers stay empty
 RETURN = "--blacklist-cooldown-range 0.1 1"
 Json = dict[str, Any]
 
 
 def started(job: Callable[..., Job], np: int, flags: str = STAY_AWAY, **env: str) -> Job:
-    """A job of ``scripts/training.py``, which goes on with any number of workers."""
+    """Start a job of ``scripts/training.py``, which continues with any number of workers."""
     return job(f"-np {np} --min-np 1 {flags}", TRAINING, env={"ELASTIC_DIGESTS": "1"} | env)
 
 
 def sizes(job: Job) -> list[int]:
-    """Of all worlds so far. The first one is that of ``init()``, the second that of ``elastic.run``."""
+    """Number of worlds so far. The first one is that of ``init()``, the second that of ``elastic.run``."""
     return [len(world["members"]) for world in job.worlds()]
 
 
 def pid_of(job: Job, slot: int, host: str = "localhost") -> int:
-    """The newest worker of a slot that has connected."""
+    """Return the newest connected worker of a slot."""
     pids = {tuple(e["worker"][:2]): int(e["pid"]) for e in job.events("WorkerConnected")}
     return pids[host, slot]
 
@@ -54,7 +54,7 @@ class History:
             self.by_worker[path.stem] = [json.loads(line) for line in whole.splitlines()]
 
     def has(self, worker: str, what: str, **fields: Any) -> bool:
-        """Whether a worker, ``host:slot#start``, has written such a record."""
+        """Return whether a worker, ``host:slot#start``, has written such a record."""
         wanted = fields | {"what": what}
         return any(wanted.items() <= r.items() for r in self.by_worker.get(worker, []))
 
@@ -62,14 +62,14 @@ class History:
         return [r for records in self.by_worker.values() for r in records if r["what"] == what]
 
     def enters(self) -> dict[int, list[Json]]:
-        """Who entered the training function in each generation."""
+        """Return the workers that entered the training function in each generation."""
         entered: dict[int, list[Json]] = {}
         for record in self.all("enter"):
             entered.setdefault(record["generation"], []).append(record)
         return dict(sorted(entered.items()))
 
     def losses(self) -> list[float]:
-        """By step, as in the committed history: a step that was done again counts as it was done last."""
+        """Return the committed history by step: a repeated step counts as in its last run."""
         last: dict[int, Json] = {}
         for record in sorted(self.all("step"), key=lambda r: r["generation"]):
             before = last.get(record["step"])
@@ -80,14 +80,14 @@ class History:
         return [last[step]["loss"] for step in sorted(last)]
 
     def check(self, *, steps: int | None = 10, optimizer: str = "SGD") -> None:
-        """Nothing committed was lost, all were equal, and training went as it would have gone undisturbed."""
+        """Check that no commit was lost, all were equal, and training had the undisturbed results."""
         self.check_commits_kept()
         self.check_equal()
         if steps is not None:
             self.check_undisturbed(steps, optimizer)
 
     def check_commits_kept(self) -> None:
-        """Every world begins at the newest step that one of its members has saved."""
+        """Check that every world begins at the newest step that one of its members has saved."""
         for generation, entered in self.enters().items():
             saved = []
             for enter in entered:
@@ -121,7 +121,7 @@ class History:
             assert all(len(shas) == 1 for shas in by_place.values()), (what, by_place)
 
     def check_undisturbed(self, steps: int, optimizer: str = "SGD") -> None:
-        """The losses and final weights are those of one process that nothing happened to."""
+        """Check that losses and final weights are those of an undisturbed single process."""
         losses, parameters = undisturbed(steps, optimizer)
         torch.testing.assert_close(
             torch.tensor(self.losses()), torch.tensor(losses), rtol=1e-4, atol=1e-5
@@ -136,12 +136,12 @@ class History:
 
 @functools.cache
 def undisturbed(steps: int, optimizer: str = "SGD") -> tuple[list[float], torch.Tensor]:
-    """Losses by step and final parameters, float32 [parameters], trained here without any of our code."""
+    """Return losses by step and final parameters, float32 [parameters], trained here without any of our code."""
     return trained_alone([1] * steps, optimizer)
 
 
 def trained_alone(sizes: Sequence[int], optimizer: str) -> tuple[list[float], torch.Tensor]:
-    """The same, with so many ranks in each step, whose gradients are added in their order."""
+    """The same with this number of ranks in each step, whose gradients are added in their order."""
     problem = training_problem()
     model = problem.model()
     descent = problem.optimizer(optimizer, model)

@@ -1,4 +1,4 @@
-"""What Horovod's tests, its examples and scripts import of it, and all of its modules; tries one of them."""
+"""Imports of Horovod in its tests, its examples and scripts, and all of its modules; tries one of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from horovod.absent import INTERNALS
 
-FRAMEWORKS = ("horovod.tensorflow", "horovod.keras")  # importing these takes seconds
+FRAMEWORKS = ("horovod.tensorflow", "horovod.keras")  # their imports take seconds
 
-# All modules of release 0.28.1, as its sources on PyPI have them; its extensions come last.
+# All modules of release 0.28.1, from its sources on PyPI; its extensions are last.
 MODULES = """
     horovod horovod._keras horovod._keras.callbacks horovod._keras.elastic horovod.common
     horovod.common.basics horovod.common.elastic horovod.common.exceptions
@@ -117,7 +117,7 @@ STATEMENTS = """
     from horovod.keras.callbacks import BroadcastGlobalVariablesCallback
     from horovod.keras.elastic import KerasState
 """
-# What they import that has no counterpart here.
+# Imports without a counterpart here.
 REFUSED = """
     from horovod.common.basics import HorovodBasics
     import horovod._keras
@@ -166,20 +166,20 @@ def module_of(statement: str) -> str:
 
 
 def with_framework(names: Iterable[str], wanted: bool) -> list[str]:
-    """Those that import TensorFlow or Keras, or the others; MXNet's are neither."""
+    """Return the imports that need TensorFlow or Keras, or the others, without MXNet's."""
     found = [name for name in names if not name.removeprefix("import ").startswith("horovod.mxnet")]
     return [each for each in found if (FRAMEWORKS[0] in each or FRAMEWORKS[1] in each) == wanted]
 
 
 def refused(name: str) -> bool:
-    """Whether a module, or one that it is in, has no counterpart here."""
+    """Return whether a module, or its package, has no counterpart here."""
     words = name.removeprefix("horovod.").split(".")
     above = {".".join(words[:number]) for number in range(1, len(words) + 1)}
     return bool(above & {"spark", *INTERNALS})
 
 
 def try_module(name: str) -> None:
-    """Raises AssertionError where it can't be imported, or is refused otherwise than with what to do instead."""
+    """Raise AssertionError if it can't be imported, or is refused without advice."""
     if refused(name):
         try_refused(f"import {name}")
     else:
@@ -187,7 +187,7 @@ def try_module(name: str) -> None:
 
 
 def try_refused(statement: str) -> None:
-    """Raises AssertionError where it works, or Python says that there is no such module."""
+    """Raise AssertionError if the import works, or fails as for an unknown module."""
     try:
         exec(statement, {})
     except ImportError as error:

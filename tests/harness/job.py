@@ -67,20 +67,20 @@ class Job(Program):
         )
         self.driver = self.process
 
-    # ---- what it decided
+    # ---- decisions
 
     def records(self) -> list[Json]:
-        """The journal so far: ``{"at": ..., "event": {...}, "actions": [...]}``, without a line still being written."""
+        """Return the journal so far: ``{"at": ..., "event": {...}, "actions": [...]}``, without an incomplete line."""
         self._read_on()
         return list(self._records)
 
     def events(self, kind: str) -> list[Json]:
-        """The events of a type so far, e.g. ``WorkerConnected``."""
+        """Return the events of a type so far, e.g. ``WorkerConnected``."""
         self._read_on()
         return list(self._events[kind])
 
     def actions(self, kind: str) -> list[Json]:
-        """The actions of a type so far, e.g. ``PublishWorld``."""
+        """Return the actions of a type so far, e.g. ``PublishWorld``."""
         self._read_on()
         return list(self._actions[kind])
 
@@ -109,23 +109,23 @@ class Job(Program):
                 self._actions[action["type"]].append(action)
 
     def fences(self) -> dict[int, Reason]:
-        """Why the worker of a slot was killed, by slot."""
+        """Return why the worker of each slot was killed."""
         kills = self.actions("KillWorker")
         return {kill["worker"][1]: msgspec.convert(kill["reason"], Reason) for kill in kills}
 
     def worlds(self) -> list[Json]:
-        """Every world published so far, oldest first."""
+        """Return every world published so far, oldest first."""
         return self.actions("PublishWorld")
 
     def wait_for_action(self, kind: str, timeout: float = 30.0, *, count: int = 1) -> Json:
-        """The ``count``-th action of a type in the journal."""
+        """Wait for the ``count``-th action of a type in the journal."""
         self.until(
             lambda: len(self.actions(kind)) >= count, f"{count} x {kind} in the journal", timeout
         )
         return self.actions(kind)[count - 1]
 
     def wait_for_world(self, size: int, timeout: float = 30.0) -> Json:
-        """The newest world, once it has ``size`` members."""
+        """Wait for the newest world with ``size`` members."""
 
         def found() -> bool:
             worlds = self.worlds()
@@ -137,7 +137,7 @@ class Job(Program):
     # ---- its processes
 
     def pid(self, rank: int) -> int:
-        """The process that has this rank in the newest world."""
+        """Return the process with this rank in the newest world."""
         worlds = self.worlds()
         assert worlds, self._story("no world has been published")
         workers = [member["worker"] for member in worlds[-1]["members"]]
@@ -146,7 +146,7 @@ class Job(Program):
         return connected[tuple(workers[rank])]
 
     def kill(self, rank: int, with_signal: int = signal.SIGKILL) -> int:
-        """Sends a signal to the process with this rank in the newest world; returns its pid."""
+        """Send a signal to the process with this rank in the newest world; return its pid."""
         pid = self.pid(rank)
         os.kill(pid, with_signal)
         return pid
@@ -156,11 +156,11 @@ class Job(Program):
         check."""
         if self.unchecked or not self.journal.exists() or not read(self.journal)[1]:
             return None
-        # Only a driver that was killed itself has not said how its job ended.
+        # Only a driver that was killed has no end in its journal.
         return check_journal(self.journal, ended=(self.driver.returncode or 0) >= 0)
 
     def record(self, into: Path, name: str) -> None:
-        """Copies its journal, for `harness.kept_journals`. One that may break an invariant is not copied."""
+        """Copy its journal, for `harness.kept_journals`. One that may break an invariant is not copied."""
         if not self.unchecked and self.journal.exists():
             text = self.journal.read_bytes()
             for path, shown in (
@@ -178,7 +178,7 @@ class Job(Program):
 
 
 def elasticrun() -> str:
-    """The installed command beside the interpreter that runs the tests."""
+    """Return the installed command beside the interpreter that runs the tests."""
     command = Path(sys.executable).with_name("elasticrun")
     assert command.exists(), f"{command} isn't installed; run: make install"
     return str(command)

@@ -31,22 +31,22 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
 
 ROOT = "/hvd-elastic/night/"
-OPERATIONS, REQUEST = 128, 1_500_000  # what etcd takes in one transaction
+OPERATIONS, REQUEST = 128, 1_500_000  # etcd's limits of a transaction
 VALUE, VALUES = 1_100_000, 64  # what we put into one value of Ray's store, and ask for at once
 
 
 class Place(Protocol):
     def archive(self) -> Archive:
-        """Of the driver that comes now."""
+        """Start the next driver."""
 
     def kill(self, journal: Journal) -> None:
-        """Its driver, with SIGKILL."""
+        """Kill its driver with SIGKILL."""
 
     async def tear(self, journal: Journal) -> None:
-        """The same in the middle of writing one more entry."""
+        """Kill it while it writes one more entry."""
 
     async def refuses_a_second(self, journal: Journal) -> None:
-        """Two drivers can't both write it."""
+        """Check that two drivers can't both write it."""
 
     def contents(self) -> bytes: ...
 
@@ -79,7 +79,7 @@ class InFile:
 
 
 class FakeEtcd:
-    """Keys and values, and who leads. Transactions are checked against etcd's limits."""
+    """Keys, values and the leader. Transactions are checked against etcd's limits."""
 
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}
@@ -144,7 +144,7 @@ class InEtcd:
 
 
 class Killed(Exception):
-    """The process of a driver, in the middle of a call: it says nothing any more."""
+    """The driver's process was killed in a call."""
 
 
 class FakeKeyValues:
@@ -219,7 +219,7 @@ class InRay:
 
     async def refuses_a_second(self, journal: Journal) -> None:
         await self.archive().past()
-        journal.record(0.0, TimePassed())  # to which nobody does anything
+        journal.record(0.0, TimePassed())  # which has no actions
         # After it was written: `test_journal_ray` tells what becomes of it.
         with pytest.raises(Deposed):
             await journal.settle()

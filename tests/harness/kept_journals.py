@@ -1,4 +1,4 @@
-"""Journals of real jobs that are kept beside the tests: `make journals` records them anew.
+"""Recorded journals of real jobs: `make journals` records them again.
 
 ``python -m harness.kept_journals FOLDER`` keeps the fewest of the journals in FOLDER that together hold every action
 that any event of them led to, and every kind of reason.
@@ -32,20 +32,20 @@ KEPT = Path(__file__).parents[1] / "unit" / "driver" / "journal" / "kept"
 
 
 def unpacked(kept: Path, folder: Path) -> Path:
-    """The journal as a file in ``folder``."""
+    """Write the journal as a file in ``folder``."""
     file = folder / kept.stem
     file.write_bytes(lzma.decompress(kept.read_bytes()))
     return file
 
 
 def lines_of(journal: Path) -> tuple[bytes, list[Line]]:
-    """Its header, and the other lines."""
+    """Return its header, and the other lines."""
     header, *lines = journal.read_bytes().split(b"\n")[:-1]
     return header, [decoded(line) for line in lines]
 
 
 def without_actions(lines: Sequence[Line]) -> list[Line]:
-    """As etcd and Ray hold a journal: digests in the place of actions."""
+    """Convert it as etcd and Ray store a journal: digests instead of actions."""
     return [
         Entry(line.at, line.event, digest=digest_of(line.actions))
         if isinstance(line, Entry) and not line.error
@@ -55,7 +55,7 @@ def without_actions(lines: Sequence[Line]) -> list[Line]:
 
 
 def from_the_middle(header: bytes, lines: Sequence[Line]) -> list[Line]:
-    """A snapshot in the place of the first half."""
+    """Replace the first half by a snapshot."""
     entries = [line for line in lines if isinstance(line, Entry)]
     half = len(entries) // 2
     membership = Membership(decoded_header(header).checked())
@@ -76,7 +76,7 @@ def written(journal: Path, header: bytes, lines: Sequence[Line]) -> Path:
 
 
 def shown_by(journal: Path) -> Iterator[tuple[str, str]]:
-    """What the journal is an example of: pairs of an event and an action, actions and reasons."""
+    """Return the cases that the journal covers: pairs of an event and an action, actions and reasons."""
     for entry in read(journal)[1]:
         event = type(entry.event).__name__
         yield event, ""
@@ -87,7 +87,7 @@ def shown_by(journal: Path) -> Iterator[tuple[str, str]]:
 
 
 def fewest(found: dict[Path, set[tuple[str, str]]]) -> list[Path]:
-    """Greedy: next is always the journal with the most that no kept one shows, a short one before a long one."""
+    """Select greedily the journal with the most new cases, a short one before a long one."""
     kept: list[Path] = []
     missing = set().union(*found.values())
     while missing:

@@ -1,4 +1,4 @@
-"""Pods and nodes as the Kubernetes API gives them, with what the driver reads of them."""
+"""Pods and nodes as in the Kubernetes API, with the fields that the driver reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Json = dict[str, Any]
 
 
 def at(seconds: float) -> str:
-    """A time of the API, which knows whole seconds."""
+    """Format a time of the API, in whole seconds."""
     moment = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 MARK = "TEST_RUN"
-# Children of the process itself that end with it, and are for all of its tests.
+# Children of the process itself that end with it and serve all of its tests.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "harness/forking.py")
-COMMAND = 100  # characters of it that are shown
+COMMAND = 100  # shown characters of it
 
 
 class Process(NamedTuple):
-    """A live one."""
+    """A live process."""
 
     parent: int
     used_s: float  # of processors
@@ -30,7 +30,7 @@ class Process(NamedTuple):
 
 
 def living() -> dict[int, Process]:
-    """All whose environment may be read, by pid; no zombies."""
+    """Return all processes with a readable environment, by pid; no zombies."""
     found = {}
     for each in psutil.process_iter(["ppid", "status", "cpu_times", "cmdline", "environ"]):
         read = each.info
@@ -42,7 +42,7 @@ def living() -> dict[int, Process]:
 
 
 def started_by(me: int, mark: str, processes: Mapping[int, Process]) -> Iterator[int]:
-    """The pids of those that this process, or one that it has started, has started."""
+    """Return the pids of descendants of this process."""
     known: set[int] = {pid for pid, each in processes.items() if each.environment.get(MARK) == mark}
     more = known | {me}
     while more:
@@ -52,7 +52,7 @@ def started_by(me: int, mark: str, processes: Mapping[int, Process]) -> Iterator
 
 
 def sentences(me: int, mark: str, processes: Mapping[int, Process]) -> list[str]:
-    """One for each that is left."""
+    """Return a line for each remaining process."""
     told = []
     for each in (processes[pid] for pid in started_by(me, mark, processes)):
         if each.parent != me or not any(helper in each.command for helper in HELPERS):
@@ -63,7 +63,7 @@ def sentences(me: int, mark: str, processes: Mapping[int, Process]) -> list[str]
 
 
 class Leftovers:
-    """Looks in each process that runs tests, and tells in the one that reports."""
+    """Checks each process that runs tests, and reports in the reporting process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._mark = uuid.uuid4().hex
@@ -81,7 +81,7 @@ class Leftovers:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Of pytest-xdist: one of its processes has ended."""
+        """Hook of pytest-xdist: one of its processes has ended."""
         self._told += getattr(node, "workeroutput", {}).get("left_behind", [])
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

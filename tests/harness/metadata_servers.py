@@ -20,7 +20,7 @@ C = TypeVar("C", bound="Cloud")
 
 
 class Cloud(ThreadingHTTPServer):
-    """``trouble``: "hang", "close", "garbage", or a status with which all is answered."""
+    """``trouble``: "hang", "close", "garbage", or a status of all answers."""
 
     daemon_threads = True
 
@@ -83,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class AwsCloud(Cloud):
-    """Instance metadata service v2: nothing without a token."""
+    """Instance metadata service v2: requires a token."""
 
     action: dict[str, str] | None = None
     rebalance = False
@@ -116,7 +116,7 @@ class AwsCloud(Cloud):
 
 
 class GoogleServer(Cloud):
-    """Nothing without its header; answers wait for a change of what has the given tag."""
+    """Requires its header; answers wait for a change of a value with the given tag."""
 
     preempted = "FALSE"
     maintenance = "NONE"
@@ -143,7 +143,7 @@ class GoogleServer(Cloud):
 
 
 class AzureServer(Cloud):
-    """Nothing without its header. Events are those of a whole scale set, until they are acknowledged."""
+    """Requires its header. Events are those of a whole scale set, until they are acknowledged."""
 
     own_name = "worker_3"
 

@@ -42,7 +42,7 @@ class Door:
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port: int = self._listener.getsockname()[1]
-        self.refused = 0  # connections that met trouble
+        self.refused = 0  # connections with trouble
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
@@ -82,7 +82,7 @@ class Door:
         with self._lock:
             self._open -= {outer, inner}
             hung = self._trouble == "hang" or outer in self._hung
-        if hung:  # open, so that the other side hears nothing
+        if hung:  # open, so that the other side receives nothing
             self._hung.append(outer)
         else:
             outer.close()
@@ -125,7 +125,7 @@ class Door:
 
 @contextlib.contextmanager
 def one_store(folder: Path, bucket: str) -> Iterator[tuple[Door, dict[str, str]]]:
-    """The door, and the environment in which s3:// leads to it."""
+    """Start the proxy; yield it and the environment in which s3:// leads to it."""
     program = moto_server()
     assert program is not None
     port = free_port()

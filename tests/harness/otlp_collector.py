@@ -1,4 +1,4 @@
-"""A collector of traces that speaks OTLP over HTTP, in this process."""
+"""A trace collector with OTLP over HTTP, in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REQUESTS = "opentelemetry.proto.collector.trace.v1.trace_service_pb2"
 
 @dataclass
 class Traces:
-    """What was sent to ``address``: spans, and the names of the services that they are of."""
+    """Received data at ``address``: spans, and the names of their services."""
 
     address: str
     spans: list[Any] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Traces:
 
 @contextlib.contextmanager
 def otlp_collector() -> Iterator[Traces]:
-    """For a while. Skips the test where OpenTelemetry is not installed."""
+    """Run a collector. Skips the test if OpenTelemetry is not installed."""
     requests = pytest.importorskip(REQUESTS)
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 

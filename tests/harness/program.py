@@ -22,8 +22,8 @@ import psutil
 from elastic.chaos.harness.processes import kill_all, marked
 from harness.forked import Forked
 
-GRACE_S = 10.0  # to end after SIGTERM
-LINGER_S = 3.0  # for its last processes to go once it has ended
+GRACE_S = 10.0  # time to end after SIGTERM
+LINGER_S = 3.0  # time for its last processes to exit after its end
 SHOWN_LINES = 60
 Found = TypeVar("Found")
 
@@ -57,11 +57,11 @@ class Program:
         self._reader = threading.Thread(target=self._read, name="program output", daemon=True)
         self._reader.start()
 
-    # ---- what it prints
+    # ---- output
 
     @property
     def lines(self) -> list[str]:
-        """What it and its children have printed so far, in order."""
+        """Return the output of the program and its children so far, in order."""
         with self._news:
             return list(self._lines)
 
@@ -70,7 +70,7 @@ class Program:
         return "\n".join(self.lines)
 
     def wait_for(self, pattern: str, timeout: float = 30.0, *, count: int = 1) -> re.Match[str]:
-        """The ``count``-th line that the regular expression is found in; those already printed count too."""
+        """Wait for the ``count``-th line that matches the regular expression; earlier lines count, too."""
         expression = re.compile(pattern)
         deadline = time.monotonic() + timeout
         with self._news:
@@ -89,7 +89,7 @@ class Program:
     def until(
         self, found: Callable[[], Found | None], awaited: str, timeout: float = 30.0
     ) -> Found:
-        """What is found; looks every 10 ms. Fails at the deadline, or if the program ends first."""
+        """Poll a function every 10 ms. Fails at the deadline, or if the program ends first."""
         deadline = time.monotonic() + timeout
         while True:
             over = self.process.poll() is not None
@@ -100,7 +100,7 @@ class Program:
             time.sleep(0.01)
 
     def wait(self, timeout: float = 60.0) -> int:
-        """Its exit status, once all output has been read."""
+        """Return its exit status, once all output has been read."""
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -110,23 +110,23 @@ class Program:
         return code
 
     def succeed(self, timeout: float = 60.0) -> str:
-        """Waits for the end, asserts that it was success, returns the output."""
+        """Wait for success at the end, and return the output."""
         code = self.wait(timeout)
         assert code == 0, self._story(f"{self._called} exited with {code}")
         return self.output
 
-    # ---- its processes
+    # ---- processes
 
     def processes(self) -> list[psutil.Process]:
-        """Every one that is alive, wherever it stands in the process tree."""
+        """Return all its live processes, anywhere in the process tree."""
         return list(marked(self._mark))
 
     def end(self) -> list[psutil.Process]:
-        """Ends it if it still runs. Returns the processes that outlived it, killed by now."""
+        """End it if it still runs. Returns the processes that outlived it, which are killed."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # then it's among the leftovers
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then it is among the leftovers
                 self.process.wait(GRACE_S)
         deadline = time.monotonic() + LINGER_S
         while (left := self.processes()) and time.monotonic() < deadline:
@@ -138,7 +138,7 @@ class Program:
             self.process.stdout.close()
         return left
 
-    # ---- inside
+    # ---- implementation
 
     def _start(
         self, words: Sequence[str], folder: Path, env: Mapping[str, str]
@@ -178,7 +178,7 @@ class Program:
 
 
 def output_of(*words: object, timeout: float = 100.0, **how: Any) -> str:
-    """What a program writes, to stderr too, until its end, which has to be a success."""
+    """Run a program to its end, which must be a success, and return its output with stderr."""
     done: subprocess.CompletedProcess[str] = subprocess.run(
         [*map(str, words)],
         stdout=subprocess.PIPE,

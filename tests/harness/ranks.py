@@ -26,18 +26,19 @@ START_S = 60.0
 RUN_S = 60.0
 STORE_S = 20.0
 
-kept: dict[str, Any] = {}  # what a test's functions leave in a rank's process for later ones
+# objects that a test's functions leave in a rank's process for later ones
+kept: dict[str, Any] = {}
 
 
 def forks() -> multiprocessing.context.ForkServerContext:
-    """There is one server in a process of pytest: what it imports is what was asked for first."""
+    """One server per process of pytest; its imports are those of the first request."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*OURS, "pytest", "hypothesis"])
     return context
 
 
 class Died(Exception):
-    """The rank's process is gone."""
+    """The rank's process has ended."""
 
 
 class Ranks:
@@ -65,7 +66,7 @@ class Ranks:
         return pid
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Every rank's result. Raises AssertionError with the traceback of the first rank that raised."""
+        """Return every rank's result. Raises AssertionError with the traceback of the first rank that raised."""
         self.start(function, *arguments)
         results = [self.result(rank) for rank in range(self.size)]
         for rank, result in enumerate(results):
@@ -78,7 +79,7 @@ class Ranks:
             pipe.send_bytes(blob)
 
     def result(self, rank: int, timeout_s: float = RUN_S) -> Any:
-        """What one rank returned; an exception object if it raised or died."""
+        """Return the result of one rank; an exception object if it raised or died."""
         pipe = self._pipes[rank]
         if not pipe.poll(timeout_s):
             return TimeoutError(f"no result within {timeout_s:g} s")
@@ -88,7 +89,7 @@ class Ranks:
             return Died(f"exit code {self._processes[rank].exitcode}")
 
     def kill(self) -> None:
-        """All of them. The number of one that died in the test may be somebody else's by now, so not by number."""
+        """Kill all. By handle: the pid of a rank that died in the test may be reused by now."""
         for process in self._processes:
             process.kill()
 
@@ -120,7 +121,7 @@ def fixture(
     scope: Literal["function", "module"] = "module",
     enter: Callable[..., Any] | None = None,
 ) -> Any:
-    """Ranks for a module's tests, or for each test of its own: in a world by ``enter``, or in none."""
+    """Ranks for a module's tests, or for each test: in a world by ``enter``, or in none."""
 
     @pytest.fixture(scope=scope)
     def ranks() -> Iterator[Ranks]:
@@ -130,14 +131,14 @@ def fixture(
 
 
 def store_to_be() -> Address:
-    """Where rank 0 of a world may serve its store: nobody else takes the port before."""
+    """Reserve an address for the store of rank 0 of a world."""
     return Address("127.0.0.1", free_port())
 
 
 def on_all(
     test: Callable[[int, int], None], after: Callable[[int, int], None] | None = None
 ) -> Callable[[Ranks], None]:
-    """A test whose body runs on every rank at once, with ``(rank, size)``; then ``after`` does, as another call."""
+    """Decorate a test whose body runs on every rank, with ``(rank, size)``; then ``after`` runs as another call."""
 
     def run(ranks: Ranks) -> None:
         ranks.run(test)
@@ -160,7 +161,7 @@ def serve_stores(rank: int, size: int, count: int = 1) -> list[Address]:
 def open_store(
     rank: int, address: Address, generation: int = 0, timeout_s: float = STORE_S
 ) -> Store:
-    """In a rank's process: the next of the stores that rank 0 has bound, which is at this address."""
+    """Return the next of the stores that rank 0 has bound, which is at this address. In a rank's process."""
     listener = kept["listeners"].pop(0) if rank == 0 else None
     store = Store(address, listener, timeout_s, generation=generation)
     store.open()
@@ -170,7 +171,7 @@ def open_store(
 def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     if function.__module__ == __name__:
         return bytes(cloudpickle.dumps((function, arguments)))
-    # By value, because the ranks can't import test modules by the names that pytest gives them.
+    # By value, because the ranks can't import test modules by pytest's names.
     module = sys.modules[function.__module__]
     cloudpickle.register_pickle_by_value(module)
     try:

@@ -90,37 +90,37 @@ class RayCluster:
     # ---- nodes
 
     def nodes(self) -> list[Json]:
-        """All nodes there ever were: node (id), ip, alive, runs (sooner than alive), draining, resources, head."""
+        """Return all nodes so far: node (id), ip, alive, runs (earlier than alive), draining, resources, head."""
         return list(self.do("nodes"))
 
     def alive(self) -> list[str]:
-        """Ids of the nodes that Ray holds for alive, without the head."""
+        """Return the ids of the nodes that Ray believes alive, without the head."""
         return [node["node"] for node in self.nodes() if node["alive"] and not node["head"]]
 
     def add(self, **arguments: Any) -> str:
-        """A node more (num_cpus, num_gpus, resources, labels); returns its id."""
+        """Add a node (num_cpus, num_gpus, resources, labels); return its id."""
         return str(self.do("add", **arguments))
 
     def kill(self, node: str) -> int:
-        """The machine dies: SIGKILL to all that runs on this node. Returns how many processes that were."""
+        """Kill the machine: SIGKILL to all processes of this node. Returns their number."""
         return int(self.do("kill", node=node))
 
     def kill_raylet(self, node: str) -> int:
-        """SIGKILL to this raylet alone; returns its pid."""
+        """Kill only this raylet; return its pid."""
         return int(self.do("kill_raylet", node=node))
 
     def drain(self, node: str, deadline_s: float = 60.0, reason: str = "preemption") -> bool:
-        """As ``ray drain-node``; whether it was accepted."""
+        """Drain like ``ray drain-node``; return whether it was accepted."""
         return bool(self.do("drain", node=node, deadline_s=deadline_s, reason=reason))
 
     def processes(self, node: str) -> list[int]:
-        """Pids of all that runs on this node."""
+        """Return the pids of all processes of this node."""
         return list(self.do("processes", node=node))
 
     # ---- the head
 
     def restart_gcs(self) -> None:
-        """SIGKILL, and a new one at the same address that knows what the old one knew; needs ``redis``."""
+        """Kill it, and start a new one with the same address and state; needs ``redis``."""
         self.do("restart_gcs")
 
     def kill_gcs(self) -> None:
@@ -129,31 +129,31 @@ class RayCluster:
     def start_gcs(self) -> None:
         self.do("start_gcs")
 
-    # ---- what there is
+    # ---- inventory
 
     def actors(self) -> list[Json]:
-        """Those not dead: actor, name, class, state, node, pid, job."""
+        """Return the actors that are not dead: actor, name, class, state, node, pid, job."""
         return list(self.do("actors"))
 
     def placement_groups(self) -> list[Json]:
-        """Those not removed: group, name, state, bundles, nodes."""
+        """Return the groups that are not removed: group, name, state, bundles, nodes."""
         return list(self.do("placement_groups"))
 
     def jobs(self) -> list[Json]:
-        """Those whose driver runs: job, pid, entrypoint."""
+        """Return the jobs with a running driver: job, pid, entrypoint."""
         return list(self.do("jobs"))
 
     def available(self) -> dict[str, float]:
-        """Resources that nobody holds."""
+        """Return the free resources."""
         return dict(self.do("available"))
 
     def until(self, true: Callable[[], bool], awaited: str, timeout: float = 30.0) -> None:
         wait_until(true, awaited, timeout)
 
-    # ---- inside
+    # ---- implementation
 
     def do(self, command: str, **arguments: Any) -> Any:
-        """Any command of ``ray_nodes.py``."""
+        """Run any command of ``ray_nodes.py``."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": command, **arguments}).encode() + b"\n")
         self._process.stdin.flush()
@@ -162,7 +162,7 @@ class RayCluster:
     def _answer(self, command: str, timeout: float) -> Any:
         stdout = self._process.stdout
         assert stdout is not None
-        # An answer is one line, and only one is on its way: select isn't misled by what is buffered.
+        # An answer is one line, and only one is pending, so buffered data does not mislead select.
         readable, _, _ = select.select([stdout], [], [], timeout)
         assert readable, self._story(f"waited {timeout} s for the answer to {command!r}")
         line = stdout.readline()
@@ -172,7 +172,7 @@ class RayCluster:
         return answer["result"]
 
     def running(self) -> list[psutil.Process]:
-        """Its processes: those in its session, and those with its mark; Ray writes titles over environments."""
+        """Return its processes: those in its session, and those with its mark; Ray writes titles over environments."""
         found = [*marked(f"{CLUSTER_MARK}={self._mark}"), *in_session(self._process.pid)]
         return [*{*found}]
 
@@ -182,7 +182,7 @@ class RayCluster:
         )
 
     def stop(self) -> list[psutil.Process]:
-        """Ends it; returns what outlived that, killed by now."""
+        """End it; return the processes that outlived it, which are killed."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -224,7 +224,7 @@ class RayJob(Program):
 def ray_nodes(
     folder: Path, nodes: Sequence[Mapping[str, Any]] = (), **settings: Any
 ) -> Iterator[RayCluster]:
-    """A cluster for a while; see `RayCluster`."""
+    """Start a cluster for the block; see `RayCluster`."""
     cluster = RayCluster(folder, nodes, **settings)
     try:
         yield cluster
@@ -234,6 +234,6 @@ def ray_nodes(
 
 
 def ray_environment() -> dict[str, str]:
-    """Ours without traces of a job or a cluster, and with a Ray that tells nobody of us."""
+    """Return our environment without traces of a job or a cluster, and without Ray's usage reports."""
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0"}
     return clean_environment("RAY_") | quiet

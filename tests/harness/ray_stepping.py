@@ -1,4 +1,4 @@
-"""A job of `scripts/ray_stepping.py` on a Ray cluster: what its workers have done, and where they run."""
+"""A job of `scripts/ray_stepping.py` on a Ray cluster: its steps and places."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from elastic.chaos.harness.step_lines import Step, StepFiles
 from harness.ray_cluster import RayCluster, RayJob
 
 SCRIPT = Path(__file__).with_name("scripts") / "ray_stepping.py"
-START_S = 90.0  # on a busy machine; a new worker takes some five seconds
+START_S = 90.0  # on a busy machine; a new worker takes about five seconds
 
 Found = TypeVar("Found")
 
 
 class Stepping:
-    """A job that runs, until `finish`."""
+    """A job that runs until `finish`."""
 
     def __init__(self, cluster: RayCluster, folder: Path, script: Path, *arguments: str) -> None:
-        """Its script writes FOLDER/PID.steps as `scripts/ray_stepping.py` does."""
+        """Start a script that writes FOLDER/PID.steps like `scripts/ray_stepping.py`."""
         self.cluster = cluster
         self.folder = folder
         self._files = StepFiles(folder)
@@ -32,15 +32,15 @@ class Stepping:
     def elastic(
         cls, cluster: RayCluster, folder: Path, workers: int, most: int, step_s: float = 0.02
     ) -> Stepping:
-        """An elastic job, of one to ``most`` workers."""
+        """Start an elastic job of one to ``most`` workers."""
         return cls(cluster, folder, SCRIPT, str(workers), "1", str(most), str(step_s))
 
     def steps(self) -> list[Step]:
-        """All so far, by time."""
+        """Return all steps so far, by time."""
         return self._files.steps()
 
     def world(self, size: int) -> list[Step]:
-        """The last step of each member of the newest world, once that has ``size`` and each has stepped in it."""
+        """Wait for a newest world of ``size`` in which each member has made a step; return the last steps."""
 
         def found() -> list[Step] | None:
             world = self._files.newest_world()
@@ -49,7 +49,7 @@ class Stepping:
         return self.wait(found, f"a world of {size}")
 
     def later(self, than: float, pids: set[int], count: int = 5) -> None:
-        """Each of these processes does so many steps after this time."""
+        """Wait until each of these processes has made this many steps after this time."""
 
         def done() -> bool:
             counts: defaultdict[int, int] = defaultdict(int)
@@ -62,7 +62,7 @@ class Stepping:
         self.wait(done, f"{count} steps more of {sorted(pids)}")
 
     def gone(self, pid: int) -> None:
-        """Waits for the end of this process."""
+        """Wait for the end of this process."""
         self.wait(lambda: not psutil.pid_exists(pid), f"the end of {pid}")
 
     def wait(
@@ -71,13 +71,13 @@ class Stepping:
         return self.job.until(found, awaited, timeout)
 
     def node_of(self, pid: int) -> str:
-        """Where this process runs."""
+        """Return the node of this process."""
         for node in self.cluster.alive():
             if pid in self.cluster.processes(node):
                 return node
         raise AssertionError(f"process {pid} is on no node")
 
     def finish(self) -> None:
-        """Lets all stop at the same step, and succeed."""
+        """Let all stop at the same step, with success."""
         (self.folder / "stop").touch()
         self.job.succeed(START_S)

@@ -1,4 +1,4 @@
-"""With what bad input is refused."""
+"""Errors for invalid input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.errors import Invalid
 
 
 def refusal_of(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
-    """The one sentence of the Invalid that it raises; where it returns a coroutine, as that runs."""
+    """Return the message of the Invalid that a call raises; a returned coroutine is run."""
     with pytest.raises(Invalid) as caught:
         answer = call(*arguments, **named)
         if asyncio.iscoroutine(answer):

@@ -37,15 +37,15 @@ INDENT = "    "
 
 
 class Story(Protocol):
-    """One machine that things happen to."""
+    """A machine under test."""
 
     def happens(self, line: str) -> Iterator[str]:
-        """The answers, a line each. Raises ValueError on a line that means nothing."""
+        """Return the answers, one per line. Raises ValueError for an invalid line."""
         ...
 
 
 def played(text: str) -> str:
-    """The scenario as it goes now."""
+    """Return the scenario with its current answers."""
     lines = [line for line in text.splitlines() if not line.startswith(INDENT)]
     said = dict(re.findall(r"^(machine|settings|given|breaks): (.+)$", text, re.MULTILINE))
     story: Story
@@ -67,12 +67,12 @@ def title_of(text: str) -> str:
 
 
 def paragraph_of(text: str) -> str:
-    """What it shows: the first paragraph after the title, as one line."""
+    """Return its purpose: the first paragraph after the title, as one line."""
     return " ".join(text.split("\n\n")[1].split())
 
 
 class Recorded(Membership):
-    """Remembers what it heard and answered."""
+    """Records received messages and answers."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -86,7 +86,7 @@ class Recorded(Membership):
 
 
 class DriverStory(Talk):
-    """The driver's Membership. Every invariant is checked on the way, but the one that the story ``breaks``."""
+    """The driver's Membership. Every invariant is checked, except the one that the scenario ``breaks``."""
 
     def __init__(self, settings: str, given: str, breaks: str) -> None:
         named = [pair.split("=") for pair in settings.split()]
@@ -150,11 +150,11 @@ class DriverStory(Talk):
             yield from (f"{'':9}{line}" for line in rest)
 
     def generation_of(self, name: str) -> int:
-        """Of which world it speaks, if nothing is said: the present one if it is a member."""
+        """Return the generation of an event; by default the current one for a member."""
         return self.m.generation if worker(name) in self.m.members else 0
 
 
-# ---- what can happen -----------------------------------------------------------------------------------------------
+# ---- events --------------------------------------------------------------------------------------------------------
 
 
 def number(text: str) -> Any:
@@ -164,7 +164,7 @@ def number(text: str) -> Any:
 
 
 def slots_of(text: str) -> dict[str, int]:
-    """``h=2, g=1``"""
+    """Parse ``h=2, g=1``."""
     return {host: int(count) for host, count in (pair.split("=") for pair in text.split(", "))}
 
 
@@ -227,7 +227,7 @@ LINES: dict[str, Happening] = {
     r"the job is asked to stop: (?P<reason>.+)": lambda story, found: story.tell(
         events.StopRequested(found["reason"])
     ),
-    # What probes will find, from here on.
+    # Results of probes from now on.
     rf"{WHO} (?P<what>(?:does|do) nothing|computes?|(?:is|are) held by a debugger)": works,
 }
 SAID: dict[str, Saying] = {

@@ -1,4 +1,4 @@
-"""The driver's answers as lines of a scenario. ``h:2`` is the first worker of its slot, ``h:2#2`` the second."""
+"""The driver's actions as lines of a scenario. ``h:2`` is the first worker of its slot, ``h:2#2`` the second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One worker's Recovery in a scenario: what the driver says to it, what user code does, and what it does about it."""
+"""One worker's Recovery in a scenario: messages of the driver, user code, and its reactions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOES = {
 
 
 class WorkerStory:
-    """It is rank 1, and has just started."""
+    """Rank 1, which has just started."""
 
     def __init__(self) -> None:
         self.machine = Recovery()

@@ -38,21 +38,21 @@ SetAttr = Callable[[Any, str, Any], None]
 
 
 class Dies(BaseException):
-    """The process that comes to this place."""
+    """End the process that reaches this place."""
 
 
-# ---- what is trained -------------------------------------------------------------------------------------------------
+# ---- training --------------------------------------------------------------------------------------------------------
 
 
 class Toy(torch.nn.Module):
-    """Numbers whose sums depend on their order; counts of samples and of shards; and a running statistic."""
+    """Model with numbers whose sums depend on their order; counts of samples and of shards; and a running statistic."""
 
     statistic: torch.Tensor
 
     def __init__(self, schedule: ShardSchedule) -> None:
         super().__init__()
         self.numbers = torch.nn.Parameter(torch.ones(WIDTH))
-        self.more = torch.nn.Parameter(torch.ones(40, WIDTH))  # a bucket of its own
+        self.more = torch.nn.Parameter(torch.ones(40, WIDTH))  # in a separate bucket
         self.samples = torch.nn.Parameter(torch.zeros(schedule.length, dtype=torch.float64))
         self.shards = torch.nn.Parameter(
             torch.zeros(schedule.steps, schedule.count, dtype=torch.float64)
@@ -60,12 +60,12 @@ class Toy(torch.nn.Module):
         self.register_buffer("statistic", torch.zeros(WIDTH))
 
     def loss(self, step: int, shard: int, ids: torch.Tensor, weight: float) -> torch.Tensor:
-        """Draws from the generators of torch and Python. ``ids``: the samples."""
+        """Draw from the generators of torch and Python. ``ids``: the samples."""
         drawn = torch.randn(WIDTH) * 10.0 ** random.randint(-3, 3)
         self.statistic.mul_(0.9).add_(drawn + ids.sum())
         found = (self.numbers * drawn).sum() + (self.more * drawn).square().mean() + ids.sum()
         counted = self.samples[ids].sum() + self.shards[step, shard]
-        # The counts are to be whole numbers, whatever the loss: a step adds up 1 for each.
+        # The counts must be whole numbers for any loss: a step adds 1 for each.
         return found * weight + (counted - counted.detach())
 
     def averaged(self) -> list[torch.nn.Parameter]:
@@ -82,12 +82,12 @@ class Change:
     step: int
     lost: bool
     size: int
-    staying: int  # at most so many of its members stay; of a lost world, one less
+    staying: int  # at most this many members stay; of a lost world, one less
 
 
 @dataclass(frozen=True)
 class ShardSchedule:
-    """One drawn job."""
+    """One random job."""
 
     seed: int
     count: int
@@ -117,7 +117,7 @@ def drawn(seed: int) -> ShardSchedule:
 
 
 class Reference:
-    """What has to be committed before each step."""
+    """Return the expected commits before each step."""
 
     def __init__(self, schedule: ShardSchedule) -> None:
         self.schedule = schedule
@@ -158,7 +158,7 @@ class Reference:
             self.positions.append(at)
 
     def _sum(self, values: list[Any]) -> Any:
-        """The left half has the largest power of two that leaves something for the right one."""
+        """The left half has the largest power of two that leaves something for the right half."""
         if len(values) == 1:
             return values[0]
         middle = 1
@@ -182,11 +182,11 @@ def _seed(seed: int) -> None:
     random.seed(seed)
 
 
-# ---- threads that take turns -----------------------------------------------------------------------------------------
+# ---- alternating threads ---------------------------------------------------------------------------------------------
 
 
 class Turns:
-    """One thread for each rank, of which one runs at a time. Who is next is drawn whenever the present one waits."""
+    """One thread for each rank, one of which runs at a time. Whenever it waits, the next one is drawn."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -197,7 +197,7 @@ class Turns:
         self.stuck: Callable[[], None] = lambda: None
 
     def run(self, functions: list[Callable[[], None]]) -> None:
-        """Raises what a thread has raised."""
+        """Raise the exception of a thread."""
         errors: list[BaseException] = []
 
         def of_thread(number: int, function: Callable[[], None]) -> None:
@@ -226,7 +226,7 @@ class Turns:
             raise errors[0]
 
     def wait(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Lets others run. Returns after ``until`` was true."""
+        """Let others run until ``until`` is true."""
         number = self._own.number
         self._waits[number] = until
         self._next()
@@ -248,7 +248,7 @@ class Turns:
 
 
 class DrawnWork:
-    """A collective under way. Where it is broken off, it may write into its outputs until it is `over`."""
+    """A collective in progress. After an abort, it may write into its outputs until it is `over`."""
 
     def __init__(self, job: ShardJob, work: Work, outputs: list[torch.Tensor]) -> None:
         self._job, self._work, self._outputs = job, work, outputs
@@ -279,7 +279,7 @@ class DrawnWork:
 
 
 class DrawnGroup:
-    """A fake group whose waits are turns."""
+    """A fake group whose waits let others run."""
 
     scales_inside = False
 
@@ -317,7 +317,7 @@ class DrawnGroup:
 
 
 class DrawnWorld(World):
-    """What a rank sees of the runtime."""
+    """Runtime as seen by a rank."""
 
     def __init__(self, job: ShardJob, size: int, rank: int, meeting: Meeting) -> None:
         super().__init__(size, rank, meeting)
@@ -335,7 +335,7 @@ class DrawnWorld(World):
 
 
 class Member:
-    """A rank's process. Its numbers are its own, until it is sent those of others."""
+    """The process of a rank. It has its own numbers until it receives those of others."""
 
     def __init__(self, schedule: ShardSchedule, number: int) -> None:
         self.toy = toy = Toy(schedule)
@@ -374,13 +374,13 @@ class Member:
 
 
 class ShardJob:
-    """Runs one schedule. Raises AssertionError at the first commit that is not the reference's."""
+    """Runs one schedule. Raises AssertionError at the first commit that differs from the reference."""
 
     def __init__(self, schedule: ShardSchedule, setattr: SetAttr) -> None:
         self.schedule = schedule
         self.rng = random.Random(schedule.seed)
         self.generation = 0
-        self.late: list[DrawnWork] = []  # of older worlds, still under way
+        self.late: list[DrawnWork] = []  # of older worlds, still in progress
         self.deaths = self.planned = 0
         self.members: list[Member] = []
         self._changes = list(schedule.changes)
@@ -388,7 +388,7 @@ class ShardJob:
         self._own = threading.local()
         self._turns = Turns(self.rng)
         self._meeting = Meeting()
-        self._dying: tuple[int, int] | None = None  # the rank, and at how many more pauses of its
+        self._dying: tuple[int, int] | None = None  # the rank, and the remaining pauses
         setattr(logging.getLogger("elastic.exact"), "disabled", True)
         setattr(lifecycle, "current", lambda: self._own.world)
         setattr(lifecycle, "active", lambda: getattr(self._own, "world", None))
@@ -446,7 +446,7 @@ class ShardJob:
             member.state.on_reset()
             self._train(member)
         except (CollectiveFailed, PeerLost):
-            if self._living[rank] is not None:  # else it has never had anything
+            if self._living[rank] is not None:  # otherwise, it has never had any
                 member.state.restore()
         except Dies:
             self.deaths += 1
@@ -454,7 +454,7 @@ class ShardJob:
             self._meeting.abort()
 
     def pause(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Others may run, what is late may be written, and this rank may die."""
+        """Let others run; late data may be written, and this rank may die."""
         rank = self._own.world.place.rank
         if self._dying is not None and self._dying[0] == rank and self._due():
             if self._dying[1] == 0:
@@ -520,7 +520,7 @@ class ShardJob:
         assert losses == wanted.losses[:step], f"{where}: losses are {losses}"
         saved = member.loader.state_dict()
         at = Position(saved["epoch"], saved["consumed"])
-        if at != wanted.positions[step]:  # of an epoch that nobody has asked for more of
+        if at != wanted.positions[step]:  # of an epoch without further requests
             ended = at.consumed == self.schedule.length
             at = Position(at.epoch + 1) if ended else at
         assert at == wanted.positions[step], f"{where}: the position is {at}"
@@ -533,7 +533,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def run(seed: int, setattr: SetAttr) -> ShardJob:
-    """Raises AssertionError with the schedule."""
+    """Raise AssertionError with the schedule."""
     job = ShardJob(drawn(seed), setattr)
     try:
         job.run()

@@ -1,4 +1,4 @@
-"""Real jobs with a sharded state, for tests of each way to shard: which workers die where, and what all found."""
+"""Real jobs with a sharded state, for tests of each kind of sharding: faults, and the results of all workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.job import Job
 
 GONE = "--blacklist-cooldown-range 100 100"  # a killed worker does not return
 BACK = "--blacklist-cooldown-range 0.01 0.02 --slot-attempts 50"
-# No memory of a worker outlives it, as on different hosts.
+# Memory of a worker ends with it, as on different hosts.
 APART: dict[str, Any] = {"ELASTIC_NATIVE": "0"}
 PLACES = (
     "forward", "backward", "optimizer", "commit", "snapshot", "shard-copy", "shard-mirror", "shard-seal",
@@ -24,26 +24,26 @@ AGAIN = ("rendezvous", "state-copy", "shard-moved", "shard-placed")  # places of
 
 
 def results(training: Job) -> list[dict[str, Any]]:
-    """What every worker wrote at the end."""
+    """Return the final records of all workers."""
     return [json.loads(file.read_text()) for file in sorted(training.folder.glob("out/*.json"))]
 
 
 def at_once(folder: Path, rule: str) -> str:
-    """A rule that strikes several workers: from a file, which makes them wait for each other."""
+    """Return a rule that hits several workers: from a file, which makes them wait for each other."""
     file = folder / "rules"
     file.write_text(rule)
     return f"@{file}"
 
 
 def twice(place: str) -> str:
-    """Rules: a worker dies in backward, and another at this place while the others recover."""
+    """Return rules: a worker dies in backward, and another at this place while the others recover."""
     generation = " generation=2" if place == "rendezvous" else ""
     size = 4 if generation else 3
     return f"backward kill slot=1 step=5; {place} kill slot=3 size={size}{generation} step=5"
 
 
 def twenty() -> tuple[str, int]:
-    """Rules of twenty kills at all places, and steps to train: each killed worker returns."""
+    """Return rules of twenty kills at all places, and the steps to train: each killed worker returns."""
     places = [*PLACES, "backward", "shard-mirror"] * 2
     rules = [
         f"{place} kill slot={kill % 4} incarnation={kill // 4 + 1} step={10 * kill + 5}"
@@ -55,8 +55,8 @@ def twenty() -> tuple[str, int]:
 def of_two_that_stayed(
     job: Any, script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> list[dict[str, Any]]:
-    """Two of four workers leave together, as an operator asks. What the others found."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))  # in which no other job is found
+    """Two of four workers leave together on an operator's request. Returns the results of the others."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))  # no other job is found there
     env = {"STEPS": str(steps), "XDG_RUNTIME_DIR": str(folder)}
     training = job("-np 4 --min-np 1", ["python", SCRIPTS / script], env=env)
     training.until(lambda: len(training.worlds()) >= 2, "a world of elastic.run", 90)
@@ -67,7 +67,7 @@ def of_two_that_stayed(
 
 
 def ends_without_two_shards(job: Any, script: str, folder: Path) -> None:
-    """Two neighbours die at once, each the only holder of the other's copy: the job ends and says so."""
+    """Two neighbours die together, each the only holder of the other's copy: the job ends with an error."""
     rules = at_once(folder, "backward kill slot=1,2 step=5 victims=2")
     env = APART | {"STEPS": "10", "ELASTIC_FAILPOINTS": rules}
     training = job(f"-np 4 --min-np 2 {GONE}", ["python", SCRIPTS / script], env=env)

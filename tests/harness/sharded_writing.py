@@ -14,7 +14,7 @@ from elastic.state.torch_state import TorchState
 
 
 def share_of(state: TorchState, rank: int, size: int) -> Held:
-    """What this rank holds: its rows of all parameters and of optimizer entries like them. Release it."""
+    """Return the tensors of this rank: its rows of all parameters and of similar optimizer entries. Release it."""
     held = hold(state)
     held.release_shard = lambda: None
     for name, part in held.parts.items():
@@ -39,7 +39,7 @@ def _divided(part: HeldPart, rank: int, size: int) -> HeldPart:
 
 
 def written_by(storage: Storage, state: TorchState, name: Name, size: int) -> Manifest:
-    """A checkpoint of so many ranks. Raises what writing raises."""
+    """Write a checkpoint of this number of ranks. Raises exceptions of the writes."""
     for rank in range(size):
         held = share_of(state, rank, size)
         try:

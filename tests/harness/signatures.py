@@ -1,4 +1,4 @@
-"""Compares signatures with those of a reference, a line each."""
+"""Comparison of signatures with those of a reference, one per line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shown(name: str, default: Any) -> str:
 
 
 def split(reference: str) -> tuple[str, list[tuple[str, str]]]:
-    """The path, and each argument with its default."""
+    """Return the path, and each argument with its default."""
     path, _, text = reference.removesuffix(")").partition("(")
     arguments = [argument.strip().partition("=") for argument in text.split(",")]
     return path, [(name, default) for name, _, default in arguments if name]
@@ -63,14 +63,14 @@ def _check(path: str, wanted: list[tuple[str, str]], ours: list[tuple[str, str]]
     assert [name for name, _ in ours[:last]] == [name for name, _ in wanted[:last]], path
     assert {name for name, _ in wanted[last:]} <= {name for name, _ in ours}, path
     for (name, default), (_, its) in zip(ours, wanted[:last], strict=False):
-        # One that was required may have a default.
+        # A required argument may have a default here.
         assert default == its or not its, f"{path}: {name} is {default!r}, and was {its}"
     for name, default in ours[last:]:
         assert default or name.startswith("*"), f"{path}: {name} is ours, and has no default"
 
 
 def _defined(module: ast.Module, path: str) -> Iterator[list[tuple[str, str]]]:
-    """The arguments of what is ``NAME`` or ``CLASS.NAME`` in a module; none if it is not there."""
+    """Return the arguments of ``NAME`` or ``CLASS.NAME`` in a module; none if it does not exist."""
     first, _, method = path.partition(".")
     for node in module.body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name != first:

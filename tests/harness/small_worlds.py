@@ -1,4 +1,4 @@
-"""What an optimizer sees of the runtime, without one: a twin that always sends what we send, or ranks as threads."""
+"""Runtime for an optimizer under test: a twin that always sends the same data, or ranks as threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Twins:
         self.scales_inside = scales_inside
         self.calls: list[tuple[str, int]] = []
         self.failure: str | None = None
-        self.holding = False  # works under way don't end
+        self.holding = False  # works in progress don't end
 
     def allreduce(self, tensor, op, scale=1.0, divisor=1):
         if self.failure:
@@ -60,7 +60,7 @@ class TwinWork:
 
 
 class Meeting:
-    """The groups of a world of threads, which are made when the first rank asks for them."""
+    """Groups of a world of threads, which are created at the first request of a rank."""
 
     def __init__(self) -> None:
         self.made: dict[Any, Any] = {}
@@ -79,7 +79,7 @@ class Meeting:
 
 
 class World:
-    """What an optimizer sees of the runtime."""
+    """Runtime as seen by an optimizer."""
 
     def __init__(self, size: int, rank: int = 0, group=None) -> None:
         self.elastic = True
@@ -131,7 +131,7 @@ class World:
 
 
 def ranks_as_threads(monkeypatch):
-    """Runs a function of the rank on every rank of a world, each in a thread; returns what they return."""
+    """Run a function of the rank on every rank of a world, each in a thread; return the results."""
     own = threading.local()
     monkeypatch.setattr(lifecycle, "current", lambda: own.world)
 
@@ -152,7 +152,7 @@ def ranks_as_threads(monkeypatch):
 
 
 class Rounding:
-    """A user's compression: integers travel."""
+    """A user's compression to integers."""
 
     @staticmethod
     def compress(tensor):
@@ -164,7 +164,7 @@ class Rounding:
 
 
 class AllJoin:
-    """What the engine tells: all have joined once every one has asked to."""
+    """Answer of the engine: all have joined once each one has requested it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -187,7 +187,8 @@ class AllJoin:
 def net(*widths: int) -> Any:  # a torch.nn.Sequential
     model = torch.nn.Sequential(*[torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)])
     with torch.no_grad():
-        for parameter in model.parameters():  # no random numbers: threads share their generator
+        # no random numbers, because threads share their generator
+        for parameter in model.parameters():
             parameter.copy_(torch.linspace(-1.0, 1.0, parameter.numel()).view_as(parameter))
     return model
 
@@ -198,7 +199,7 @@ def sgd(model: torch.nn.Module, lr: float = 0.1, **options):
 
 
 def small(*widths: int, **options) -> tuple[Any, Any]:
-    """A model of linear layers, and the optimizer that is tested."""
+    """A model of linear layers, and the tested optimizer."""
     model = net(*widths)
     return model, sgd(model, **options)
 

@@ -1,4 +1,4 @@
-"""What the files of this repository say about themselves: each is parsed once for all tests that ask."""
+"""Facts about the files of this repository: each is parsed once for all tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SELF = ("self", "cls", "super()")
 
 
 class Use(NamedTuple):
-    """Of a private attribute that the file itself does not give."""
+    """Use of a private attribute that the file itself does not define."""
 
     line: int
     name: str
@@ -21,20 +21,21 @@ class Use(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Of one file. Trees are not kept: they are half a gigabyte."""
+    """Facts about one file. Trees are not kept: they need half a gigabyte."""
 
     docstring: str
-    imported: list[tuple[str, int]]  # every module's full name, wherever it stands, and the line
-    classes: list[tuple[str, int, int]]  # name, line, and how many methods each has of its own
-    functions: set[str]  # their names, those of methods too
+    imported: list[tuple[str, int]]  # every module's full name anywhere in the file, and the line
+    classes: list[tuple[str, int, int]]  # name, line, and number of own methods
+    functions: set[str]  # their names, also those of methods
     names: set[str]  # of variables that are read or written
-    given: set[str]  # to functions, classes and variables, and to attributes of its own objects
+    # defined names of functions, classes, variables, and attributes of its own objects
+    given: set[str]
     uses: list[Use]
-    of_torch: list[tuple[str, int, set[str]]]  # functions that are called, the line, and keywords
+    of_torch: list[tuple[str, int, set[str]]]  # called functions, the line, and keywords
 
 
 def sources(*folders: str) -> list[Path]:
-    """Every Python file under the folders. The links elastic/driver and elastic/chaos aren't followed."""
+    """Iterate over every Python file in the folders. The links elastic/driver and elastic/chaos aren't followed."""
     return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-# Their tests start a job each, and share nothing.
+# Tests that start a job each, and share nothing.
 SPREAD = {
     "test_endings",
     "test_failure_phases",
@@ -31,7 +31,7 @@ SPREAD = {
     "test_stuck",
     "test_traps",
 }
-# What takes longest begins first: else one process would be busy with it after the other has nothing left to do.
+# The longest tests start first: otherwise, one process is busy with them when the other has finished.
 LONGEST = (
     "cluster",
     "two Ray nodes",
@@ -43,7 +43,7 @@ LONGEST = (
     "tests/integration/jobs/test_checkpoints.py",
     "tests/integration/jobs/test_matrix.py",
 )
-# Modules that share a Ray cluster, which ends when a test of another comes: tests/integration/ray/conftest.py.
+# Modules that share a Ray cluster, which ends at the first other test: tests/integration/ray/conftest.py.
 TOGETHER = {
     "test_horovod_ray": "two Ray nodes",
     "test_ray_agents": "two Ray nodes",
@@ -51,7 +51,7 @@ TOGETHER = {
     "test_ray_journal": "Ray with Redis",
 }
 
-# They compute, and have many times as long for it as they need: the filler runs them, at a lower priority.
+# They compute, and have generous deadlines: the filler runs them, at a lower priority.
 LIGHT = (
     "tests/unit/",
     "tests/simulation/",
@@ -83,7 +83,7 @@ def scope(nodeid: str) -> str:
 
 
 def together(nodeids: Iterable[str]) -> list[str]:
-    """Tests of TOGETHER next to the first of their scope, all others in their order: a run may have but one process."""
+    """Move tests of TOGETHER next to the first of their scope; all others keep their order. For a single process."""
     groups: dict[str, list[str]] = {}
     for each in nodeids:
         name = scope(each)
@@ -92,12 +92,12 @@ def together(nodeids: Iterable[str]) -> list[str]:
 
 
 def light(name: str) -> bool:
-    """Whether the filler has the tests of this scope."""
+    """Return whether the filler has the tests of this scope."""
     return name.startswith(LIGHT)
 
 
 def longest_first(scopes: Iterable[str]) -> list[str]:
-    """Those of LONGEST before all others, which stay in their order."""
+    """Move the tests of LONGEST before all others, which keep their order."""
 
     def place(name: str) -> int:
         return next((at for at, each in enumerate(LONGEST) if name.startswith(each)), len(LONGEST))
@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """All collect the tests alike: the others wait for it."""
+    """All collect the same tests: the others wait for it."""
     config = session.config
     told = getattr(config, "workerinput", None)
     if told and config.getoption("--filler") and told["workerid"] == f"gw{told['workercount'] - 1}":
@@ -139,7 +139,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return scope(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
-            """The filler takes what is light; the others do so when nothing else is left."""
+            """Give light tests to the filler; the others run them when nothing else is left."""
             if self._filler is not None:
                 fits = (name for name in self.workqueue if light(name) == (node is self._filler))
                 if name := next(fits, ""):
@@ -147,7 +147,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             super()._assign_work_unit(node)
 
         def schedule(self) -> None:
-            """Every process has begun with the scopes that have most tests; then come those that take longest."""
+            """Start every process with the scopes that have most tests; then come the longest ones."""
             begins = self.collection is None
             if begins and config.getoption("--filler") and len(self.nodes) > 1:
                 self._filler = max(self.nodes, key=lambda node: int(node.gateway.id[2:]))

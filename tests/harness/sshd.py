@@ -1,4 +1,4 @@
-"""Real ssh servers on loopback for tests, one per "host", each on a port of its own, with keys made for it.
+"""Real ssh servers on loopback for tests, one per "host", each on a separate port, with its own keys.
 
 They need no account but the present one and no configuration of the machine's: everything is in one folder, and ends
 with the `SshHosts` that it was made by.
@@ -22,11 +22,11 @@ from elastic.chaos.harness.ports import free_port
 
 DEADLINE_S = 60.0
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
-SEPARATION = Path("/run/sshd")  # an sshd of root insists on this empty folder
+SEPARATION = Path("/run/sshd")  # a root sshd requires this empty folder
 
 
 def missing() -> str:
-    """Why there can be no server here; empty if there can."""
+    """Return why no server can run here; empty if one can."""
     for program, found in (("sshd", SSHD), ("ssh", shutil.which("ssh"))):
         if not found:
             return f"needs {program}; apt-get install openssh-server openssh-client"
@@ -34,7 +34,7 @@ def missing() -> str:
 
 
 class Sshd:
-    """One server; it accepts connections once this returns."""
+    """One server; it accepts connections when the constructor returns."""
 
     def __init__(self, folder: Path, authorized: Path) -> None:
         folder.mkdir()
@@ -93,14 +93,14 @@ class Sshd:
         listens.set()
 
     def processes(self) -> list[psutil.Process]:
-        """Those of its connections and all that was started by them, without what has left them."""
+        """Return the processes of its connections and their descendants, without detached ones."""
         assert self._process is not None
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self._process.pid).children(recursive=True)
         return []
 
     def stop(self) -> None:
-        """At once, with its connections and what runs in them."""
+        """End it immediately, with its connections and their processes."""
         if self._process is None:
             return
         doomed = [psutil.Process(self._process.pid), *self.processes()] if self.runs else []
@@ -120,7 +120,7 @@ class Sshd:
 
 
 class SshHosts:
-    """Servers by name, and a client's configuration that leads to them: ``ssh -F str(hosts.config) alpha``."""
+    """Servers by name, and a client's configuration for them: ``ssh -F str(hosts.config) alpha``."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.folder = folder
@@ -140,12 +140,12 @@ class SshHosts:
         self.configure()
 
     def authorize(self, yes: bool = True) -> None:
-        """Whether the servers let the key in."""
+        """Set whether the servers accept the key."""
         self.authorized.write_text(Path(f"{self.key}.pub").read_text() if yes else "")
         self.authorized.chmod(0o600)
 
     def trust(self, names: Sequence[str] | None = None) -> None:
-        """Make the keys of these servers known, and no others."""
+        """Write the keys of these servers as known hosts, and no others."""
         lines = []
         for name in self.servers if names is None else names:
             server = self.servers[name]

@@ -1,4 +1,4 @@
-"""Ways in which a process that lives does not run: its cgroup is frozen, or a debugger holds it. Undone at the end."""
+"""Ways to stop a live process: its cgroup is frozen, or a debugger holds it. Undone at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILES = {"unified": ("cgroup.freeze", "1", "0"), "freezer": ("freezer.state", "F
 
 
 class Freezer:
-    """A cgroup of its own, empty at first. In the old kind, ``freezer``, not even SIGKILL ends a frozen process."""
+    """A separate cgroup, initially empty. In the old kind, ``freezer``, not even SIGKILL ends a frozen process."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._folder = folder
@@ -37,7 +37,7 @@ class Freezer:
 
 @contextlib.contextmanager
 def freezer(kind: str) -> Iterator[Freezer]:
-    """Skips the test where this kind of cgroups can't be made."""
+    """Skip the test if this kind of cgroup can't be created."""
     mount = proc_stats.parse_mounts(Path("/proc/self/mounts").read_bytes()).get(kind)
     if mount is None:
         pytest.skip(f"no cgroups of the kind {kind!r} here")
@@ -57,7 +57,7 @@ def freezer(kind: str) -> Iterator[Freezer]:
 
 
 def leave(procs: Path) -> str:
-    """Whoever is left goes back to the root."""
+    """Return remaining processes to the root."""
     left = procs.read_text()
     for pid in left.split():
         with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ def leave(procs: Path) -> str:
 
 @contextlib.contextmanager
 def debugged(pid: int) -> Iterator[None]:
-    """All threads of the process are held by a debugger. Skips the test where that is forbidden."""
+    """Hold all threads of the process by a debugger. Skips the test if that is forbidden."""
     debugger = subprocess.Popen(
         [sys.executable, str(SCRIPTS / "debugger.py"), str(pid)],
         stdin=subprocess.PIPE,

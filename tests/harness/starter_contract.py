@@ -76,7 +76,7 @@ sys.stdin.read()
 
 
 def stand_in(folder: Path) -> str:
-    """The path of a program that stands in for python there. It notes each agent in ``folder``, by its host."""
+    """Return the path of a program that replaces python there. It records each agent in ``folder``, by its host."""
     program = folder / ".python"
     program.write_text(
         STAND_IN.format(
@@ -92,13 +92,13 @@ def stand_in(folder: Path) -> str:
 
 
 def noted(folder: Path, host: str) -> dict[str, Any]:
-    """What the agent of this host has noted: ``pid``, ``told``, ``environ``."""
+    """Return the record of this host's agent: ``pid``, ``told``, ``environ``."""
     record: dict[str, Any] = json.loads((folder / host).read_text())
     return record
 
 
 def agents(folder: Path) -> dict[str, int]:
-    """Process numbers of agents that have begun, by host."""
+    """Return the process ids of started agents, by host."""
     return {
         file.name: noted(folder, file.name)["pid"]
         for file in folder.iterdir()
@@ -107,7 +107,7 @@ def agents(folder: Path) -> dict[str, int]:
 
 
 def end_agents(folder: Path) -> None:
-    """Kill what a test has left behind on purpose."""
+    """Kill what a test has left running on purpose."""
     for pid in agents(folder).values():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
@@ -130,7 +130,7 @@ def bootstrap(host: str, job: str = "trains", *, outlives: bool = False) -> Boot
 
 
 async def failure(starter: Starter, told: Bootstrap) -> str:
-    """The one sentence that says why this start has failed."""
+    """Return the message of this failed start."""
     with pytest.raises(StartFailed) as caught:
         await starter.start(told)
     text = str(caught.value)
@@ -141,7 +141,7 @@ async def failure(starter: Starter, told: Bootstrap) -> str:
 
 
 class Bench:
-    """One starter under test and where its agents note what they were told. ``hosts`` are three that it can reach."""
+    """One starter under test, and the folder of its agents' records. ``hosts`` are three reachable hosts."""
 
     def __init__(self, starter: Starter, folder: Path, log: Log) -> None:
         self.starter = starter
@@ -159,12 +159,12 @@ class Bench:
         os.kill(noted(self.folder, host)["pid"], signal.SIGKILL)
 
     async def ended(self, host: str) -> None:
-        """Waits for it."""
+        """Wait for it."""
         await asyncio.to_thread(gone, noted(self.folder, host)["pid"])
 
 
 def descriptors() -> set[tuple[str, str]]:
-    """The open ones of this process: number, and what it leads to, with its inode for sockets and pipes."""
+    """Return the open descriptors of this process: number and target, with the inode for sockets and pipes."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the one that lists them
@@ -173,14 +173,16 @@ def descriptors() -> set[tuple[str, str]]:
 
 
 class StarterContract:
-    """Subclasses define ``open``, an async context manager that yields a Bench. Agents of jobs named ``wrong`` fail."""
+    """Tests of a starter. Subclasses define ``open``, an async context manager of a Bench. Agents of jobs named
+    ``wrong`` fail.
+    """
 
     def open(self, folder: Path) -> contextlib.AbstractAsyncContextManager[Bench]:
         raise NotImplementedError
 
     @pytest.fixture
     def opened(self, tmp_path: Path) -> Iterator[contextlib.AbstractAsyncContextManager[Bench]]:
-        """A Bench, to be entered; afterwards no child and no descriptor of ours is left."""
+        """Yield a Bench; afterwards no child and no descriptor of ours is left."""
         before = {child.pid for child in psutil.Process().children()}
         fds = descriptors()
         try:

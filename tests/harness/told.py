@@ -1,4 +1,4 @@
-"""Journals in the making, for tests of what is checked on them: each line is told word by word, nobody decides."""
+"""Journals under construction, for tests of their checks: each line is given explicitly, without decisions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def returned_from(generation: int, *, members: int) -> Reason:
 
 
 class Told:
-    """A journal in the making: a line each 10 ms."""
+    """A journal under construction: a line every 10 ms."""
 
     def __init__(self, **settings) -> None:
         np = settings.setdefault("np", 3)
@@ -77,7 +77,7 @@ class Told:
         return self
 
     def end(self, code: int = 0, reason: str = "") -> Summary:
-        """With success, after all members have returned; or with this exit code."""
+        """End with success, after all members have returned; or with this exit code."""
         if code:
             self.line(TimePassed(), EndJob(code, in_words(reason)))
         else:
@@ -86,7 +86,7 @@ class Told:
         return self.invariants.summary
 
     def all_return(self) -> Told:
-        """Every member that lives: the job ends with success."""
+        """Every live member returns, and the job ends with success."""
         present = self.present()
         *others, last = [member.worker for member in present.members if self.lives(member.worker)]
         for each in others:
@@ -98,7 +98,7 @@ class Told:
         )
 
     def present(self) -> PublishWorld:
-        """The newest world."""
+        """Return the newest world."""
         actions = [action for _, _, answer in self.lines for action in answer]
         return [action for action in actions if isinstance(action, PublishWorld)][-1]
 
@@ -106,7 +106,7 @@ class Told:
         return not any(isinstance(e, WorkerExited) and e.worker == each for _, e, _ in self.lines)
 
     def breaks(self, invariant: str, event: Event, *actions: Action, after: float = 0.01) -> str:
-        """The next line breaks this one."""
+        """Expect the next line to break this invariant."""
         with pytest.raises(BrokenInvariant, match=f"^{invariant}: ") as caught:
             self.line(event, *actions, after=after)
         assert f"line {len(self.lines) + 1}, at " in str(caught.value)
@@ -114,7 +114,7 @@ class Told:
 
 
 def training(workers: int = 3, names: list[str] | None = None, **settings) -> Told:
-    """h:0, h:1, ... train in generation 2, or these."""
+    """h:0, h:1, ... train in generation 2, or these workers."""
     names = names or [f"h:{slot}" for slot in range(workers)]
     told = Told(np=workers, **settings)
     told.line(hosts(h=workers, g=workers), *map(started, names))
@@ -127,7 +127,7 @@ def training(workers: int = 3, names: list[str] | None = None, **settings) -> To
 
 
 def gathering(workers: int = 3, commit: tuple[int, int] = (2, 5), **settings) -> Told:
-    """h:2 was killed; h:1 is ready and holds the commit."""
+    """h:2 was killed; h:1 is ready and has the commit."""
     told = training(workers, **settings)
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
     return told.line(ready("h:1", 2, commit))

@@ -1,4 +1,4 @@
-"""torch's own launcher, with which tests compare."""
+"""torch's own launcher, for comparisons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def torchrun(script: Path, *words: str, env: Mapping[str, str], restarts: int = 
             stderr=subprocess.STDOUT,
             text=True,
             timeout=LIMIT_S,
-            # Whatever name this machine has, and whether it is known.
+            # Independent of this machine's name and its resolution.
             env={**env, "GLOO_SOCKET_IFNAME": "lo"},
         )
         if ABORTED not in done.stdout:

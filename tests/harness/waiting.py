@@ -1,4 +1,4 @@
-"""Waits for what sends no event: looks until it is true, and fails at the deadline with what was awaited."""
+"""Waits without events: polls a condition, and fails at the deadline with its description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the made-up CUDA: ``python tests/harness/fake_cuda/build.py``. A second call does only what is missing.
+"""Builds the fake CUDA: ``python tests/harness/fake_cuda/build.py``. A second call does only what is missing.
 
 Downloads the CUDA build of torch and the headers of the CUDA runtime and of NCCL that this torch was built with, 735 MB
 in all, none of NVIDIA's libraries. In the place of these come our own runtime and NCCL, and for the rest empty ones
@@ -35,7 +35,7 @@ OURS = {
     CUDA: ("driver",),
 }
 OPERATORS = "libfakeoperators.so"
-# By which the libraries' symbols begin; the first that fits.
+# Prefixes of the libraries' symbols; the first match counts.
 PREFIXES = {
     "cublasLt": "libcublasLt.so.13",
     "cublas": "libcublas.so.13",
@@ -62,7 +62,7 @@ def main() -> None:
         return
     BUILT.unlink(missing_ok=True)  # a folder of hard links shares it with others
     unpack()
-    # As pip does. Else each process compiles what it imports, for 10 s, and again where Python may not write bytecode.
+    # As pip does. Otherwise, each process compiles its imports for 10 s, and again if Python may not write bytecode.
     compileall.compile_dir(SITE / "torch", quiet=2, workers=2)
     shutil.rmtree(LIB, ignore_errors=True)
     LIB.mkdir()
@@ -71,7 +71,7 @@ def main() -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(compiled, ["operators", *modules]))
     needed = symbols()
-    # Of functions that torch calls without wanting anything of them.
+    # Functions that torch calls without using a result.
     major, minor, patch = pinned("nvidia-cudnn-cu13").split(".")[:3]
     version = 10000 * int(major) + 100 * int(minor) + int(patch)
     parts = f"(int[]){{{major}, {minor}, {patch}}}"
@@ -97,7 +97,7 @@ def run(*words: str | Path) -> str:
     return done.stdout
 
 
-# ---- what is downloaded ----------------------------------------------------------------------------------------------
+# ---- downloads -------------------------------------------------------------------------------------------------------
 
 
 def unpack() -> None:
@@ -116,7 +116,7 @@ def unpack() -> None:
     ) as wheels:
         for wheel in wheels:
             headers(wheel)
-    # By this entry torch finds what to call at the end of its import.
+    # torch calls this entry point at the end of its import.
     entry = SITE / "fake_cuda-1.dist-info"
     entry.mkdir()
     (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-cuda\nVersion: 1\n")
@@ -133,7 +133,7 @@ def downloaded(*words: str) -> Iterator[list[zipfile.ZipFile]]:
 
 
 def pinned(package: str) -> str:
-    """The version of one of NVIDIA's packages that this torch was built with."""
+    """Return the version of one of NVIDIA's packages with which this torch was built."""
     metadata = (SITE / f"torch-{TORCH}.dist-info" / "METADATA").read_text()
     found = re.search(rf"^Requires-Dist: {package}(\[.*\])?==([\d.]+)", metadata, re.MULTILINE)
     if not found:
@@ -156,7 +156,7 @@ def headers(wheel: zipfile.ZipFile) -> None:
         path.write_bytes(content)
 
 
-# ---- what is built ---------------------------------------------------------------------------------------------------
+# ---- builds ----------------------------------------------------------------------------------------------------------
 
 
 def compiled(module: str) -> None:
@@ -180,7 +180,7 @@ def compiled(module: str) -> None:
 
 
 def symbols() -> dict[str, dict[str, str]]:
-    """What torch's libraries need of NVIDIA's: library, symbol, version."""
+    """Return the symbols that torch's libraries need from NVIDIA's: library, symbol, version."""
     needed: dict[str, dict[str, str]] = {library: {} for library in PREFIXES.values()}
     for library in (SITE / "torch" / "lib").glob("*.so*"):
         for line in run("readelf", "--dyn-syms", "--wide", library).splitlines():
@@ -195,7 +195,7 @@ def symbols() -> dict[str, dict[str, str]]:
 
 
 def link(library: str, needed: dict[str, str], answers: dict[str, str]) -> None:
-    """Our objects, if there are any, and for the other symbols functions that say that they are not made up."""
+    """Link our objects, and for the other symbols functions that report that they are not implemented."""
     objects = [OBJECTS / f"{module}.o" for module in OURS.get(library, ())]
     have = run("nm", "--defined-only", "--format=posix", *objects) if objects else ""
     defined = {line.split()[0] for line in have.splitlines() if line}

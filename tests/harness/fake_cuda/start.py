@@ -1,4 +1,4 @@
-"""Starts processes on made-up GPUs: `environment` is what they need. See README.md.
+"""Starts processes on fake GPUs: `environment` has their variables. See README.md.
 
 By hand: ``python tests/harness/fake_cuda/start.py 3 python train.py`` runs a command on three.
 """
@@ -18,18 +18,18 @@ TORCH = os.environ.get("FAKE_CUDA_TORCH", "2.13.0")
 FOLDER = Path(  # outside of git
     os.environ.get("FAKE_CUDA_FOLDER", ROOT / "build" / f"fakecuda-{TORCH}")
 )
-BUILT = FOLDER / "built"  # holds the digest of what it was built from
+BUILT = FOLDER / "built"  # contains the digest of its sources
 
 
 def sources() -> str:
-    """A digest of all that decides how it is built."""
+    """Return a digest of everything that affects the build."""
     files = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), HERE / "build.py"])
     content = [TORCH.encode(), *(file.read_bytes() for file in files)]
     return hashlib.sha256(b"".join(content)).hexdigest()
 
 
 def missing() -> str | None:
-    """Why nothing can be started; None if all is there."""
+    """Return why no process can be started; None if everything exists."""
     if not BUILT.exists():
         return "the made-up CUDA is not built; run: make fakecuda"
     if BUILT.read_text() != sources():

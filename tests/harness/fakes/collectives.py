@@ -26,7 +26,7 @@ _FOLD: dict[Op, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def world(size: int, timeout_s: float = 10.0) -> list[FakeCollectives]:
-    """The ranks of one group; give each to a thread of its own."""
+    """The ranks of one group, each for a separate thread."""
     shared = _Shared(size, timeout_s)
     return [FakeCollectives(rank, shared) for rank in range(size)]
 
@@ -45,7 +45,7 @@ class _Shared:
         self.changed = threading.Condition()
         self.rounds: dict[int, _Round] = {}
         self.broken: str | None = None
-        self.aborted = False  # that is why
+        self.aborted = False  # by an abort
 
     def fail(self, reason: str, *, aborted: bool = False) -> None:
         with self.changed:
@@ -138,7 +138,7 @@ class _FakeWork:
 
 
 def _compute(joined: _Round) -> None:
-    """All arguments of one round are here: put every rank's result in place."""
+    """Compute every rank's result, once all arguments of a round are here."""
     calls = [joined.calls[rank] for rank in sorted(joined.calls)]
     match joined.kind.split()[0]:
         case "allreduce":

@@ -1,4 +1,4 @@
-"""A discovery that a test steers: what is pushed is yielded."""
+"""A discovery that a test controls: it yields pushed values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 
 class FakeDiscovery:
-    """Yields the given lists, then those that are pushed, until it is closed. Repeated lists are left out."""
+    """Yields the given lists, then pushed ones, until it is closed. Repeated lists are left out."""
 
     def __init__(self, *lists: dict[str, int]) -> None:
         self._queue: asyncio.Queue[dict[str, int] | None] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""A launcher without processes, for tests: it notes what it was asked and reports the exits it is told to."""
+"""A launcher without processes, for tests: it records its calls and reports exits on request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic.protocol.messages import Worker
 
 
 class FakeLauncher:
-    """Workers live until ``exit`` is called or they are killed."""
+    """Launcher whose workers live until ``exit`` is called or they are killed."""
 
     def __init__(self) -> None:
         self.started: list[Worker] = []
@@ -30,7 +30,7 @@ class FakeLauncher:
         self.noticed = noticed
 
     def lose_program(self, program: str) -> None:
-        """From now on starting ``program`` fails as a missing file does."""
+        """Let starts of ``program`` fail from now on as with a missing file."""
         self._missing.add(program)
 
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
@@ -42,7 +42,7 @@ class FakeLauncher:
             self.exit(worker, 127, reason=f"cannot start {command[0]!r}: it does not exist")
 
     def exit(self, worker: Worker, code: int, *, reason: str = "", output: str = "") -> None:
-        """The worker's process ends."""
+        """End the worker's process."""
         self._alive.remove(worker)
         self._exited(WorkerExited(worker, code, reason, output))
 
@@ -52,7 +52,7 @@ class FakeLauncher:
             self.exit(worker, -9)
 
     def probe(self, workers: Sequence[Worker]) -> None:
-        """What comes of it, the test says through ``noticed``."""
+        """Record the kill; the test reports its result with ``noticed``."""
         self.probed += workers
 
     def dump(self, worker: Worker) -> None:

@@ -1,4 +1,4 @@
-"""A starter without processes, for tests: it notes what it was asked, and fails as it is told to."""
+"""A starter without processes, for tests: it records its calls, and fails on request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic.driver.launch.starter import Bootstrap, StartFailed
 
 
 class FakeStarter:
-    """Agents run until they are ended, or this is closed and they don't outlive it."""
+    """Agents run until they are ended, or until this is closed if they don't outlive it."""
 
     def __init__(self) -> None:
         self.started: list[Bootstrap] = []  # every call
@@ -27,7 +27,7 @@ class FakeStarter:
         self.running[bootstrap.host] = bootstrap
 
     def end(self, host: str) -> None:
-        """The agent's process is gone."""
+        """The agent's process has ended."""
         del self.running[host]
 
     async def close(self) -> None:

@@ -51,7 +51,7 @@ def train(state: elastic.TorchState) -> None:
         for batch in loader:
             while state.epoch == 1 and elastic.size() < int(os.environ.get("FULL", "0")):
                 time.sleep(0.01)
-                state.commit()  # before the step that this batch leads to
+                state.commit()  # before the step of this batch
             model[0][batch].sum().backward()
             pending += 1
             if pending == ACCUMULATE:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Not in the process of the tests, which may compile.
+# In a separate process: the tests' process may compile.
 if __name__ == "__main__" and os.environ["FEATURE"] != "compiled":
     import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
@@ -29,12 +29,12 @@ FEATURES = (
     "plain", "fp16", "builtin", "powersgd", "no_sync", "static_graph", "buffers", "unused", "bucket_view", "join",
     "sparse", "compiled",
 )  # fmt: skip
-SIZE = 96  # of a batch: worlds of 1, 2 and 3 share it equally
-dying: set[int] = set()  # the steps in which this worker dies
+SIZE = 96  # batch size; worlds of 1, 2 and 3 share it equally
+dying: set[int] = set()  # steps in which this worker dies
 
 
 class Network(nn.Module):
-    """With more buckets than one, and whatever the feature needs."""
+    """Return a model with several buckets, and whatever the feature needs."""
 
     def __init__(self, feature: str) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Network(nn.Module):
         hidden = self.first(points + self.table(words))
         if hidden.requires_grad and self.step in dying:
             hidden.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        # Smooth: where a sum in another order moves a sample over a kink, the loss drifts away.
+        # Smooth, because a sum in another order that moves a sample over a kink changes the loss.
         hidden = self.norm(hidden).tanh()
         used = self.feature != "unused" or self.step % 2
         found: torch.Tensor = self.second(hidden)
@@ -75,7 +75,7 @@ def wrapped(network: Network, feature: str) -> Any:
         "unused": {"find_unused_parameters": True},
         "bucket_view": {"gradient_as_bucket_view": True},
     }.get(feature, {})
-    # The compiler takes no first bucket that is the largest.
+    # The compiler accepts no first bucket that is the largest.
     small = None if feature == "compiled" else 0.005
     model = DistributedDataParallel(network, bucket_cap_mb=small, **options)
     if feature == "fp16":
@@ -110,7 +110,7 @@ def take_step(model: Any, network: Network, optimizer: torch.optim.Optimizer, st
 
 
 def alone(feature: str, steps: int) -> float:
-    """The loss after so many steps of one process with the whole batch."""
+    """Return the loss after this number of steps of one process with the whole batch."""
     torch.manual_seed(1)
     network = Network(feature)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.005)

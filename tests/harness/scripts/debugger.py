@@ -7,7 +7,7 @@ import os
 import sys
 
 ATTACH, DETACH = 16, 17
-WALL = 0x40000000  # threads too
+WALL = 0x40000000  # includes threads
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]

@@ -22,7 +22,7 @@ SAMPLES, EPOCHS, DIES_IN = 60, 4, 1
 
 
 class Ours(DistributedSampler[Any]):
-    """Reads rank and size in a method of its own."""
+    """Reads rank and size in its own method."""
 
     def __iter__(self) -> Any:
         return iter(range(self.rank, self.total_size, self.num_replicas))

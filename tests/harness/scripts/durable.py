@@ -1,4 +1,4 @@
-"""Trains until a file says enough. What it has learned depends on the step alone, so that it can be compared."""
+"""Trains until a file ends it. Its weights depend only on the step, so that they can be compared."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""One part of a job as a process of its own, to be stopped and killed: ``leader`` or ``agent``, then job and ttl.
+"""One part of a job as a separate process, to be stopped and killed: ``leader`` or ``agent``, then job and ttl.
 
 How etcd is reached comes as one line on standard input. It says what it is on standard output, one line each.
 """
@@ -20,7 +20,7 @@ from elastic.driver.network.credentials import EtcdAccess
 
 
 async def lead(etcd: Etcd, job: str, ttl_s: float) -> None:
-    """Leads, and writes all the time that it does, until it is told that it doesn't."""
+    """Lead, and write continuously while leading."""
     leadership = Leadership(etcd, job, quiet, ttl_s=ttl_s)
     term = await leadership.acquire()
     guard = leadership.guard_pid
@@ -36,7 +36,7 @@ async def lead(etcd: Etcd, job: str, ttl_s: float) -> None:
 
 
 async def serve(etcd: Etcd, job: str, ttl_s: float) -> None:
-    """Is registered as host ``a`` until a later one takes over."""
+    """Register as host ``a`` until a later one takes over."""
     registration = Registration(etcd, job, "a", 2, time.time_ns(), quiet, ttl_s=ttl_s)
     await registration.open()
     print("registered", flush=True)

@@ -1,4 +1,4 @@
-"""Trains three small models in shards, while what EVENTS names befalls the workers; tells the digests of each commit.
+"""Trains three small models in shards under the faults in EVENTS; reports the digests of each commit.
 
 The models are those that go wrong most easily: an MLP with momentum; a convnet with BatchNorm, dropout and
 augmentation; a GPT with dropout, AdamW, a learning rate schedule and clipping. Each step trains all.
@@ -7,9 +7,9 @@ EVENTS   ``7:kill:1:backward 9:hold:3 12:leave:0``: at this step the worker with
          world, is killed after the backward pass of its first shard, asked to leave, or frozen; or all wait until the
          world has this size. ``all`` kills every worker. Each happens once, whatever is done again. Who is asked to
          leave does not come back.
-THREADS  of workers that are started again; step 4 then waits for a file ``go`` where nobody is to hold.
-HOLD_S   how long to wait for that, in seconds.
-STEPS, SHARDS, EXACT=0, PLANT (a bug, see `planted`), OWN_DIGESTS (a file for them, where there is no driver).
+THREADS  of workers that are started again; step 4 then waits for a file ``go`` where nobody is to hold. HOLD_S   how
+long to wait for that, in seconds. STEPS, SHARDS, EXACT=0, PLANT (a bug, see `planted`), OWN_DIGESTS (a file for them,
+where there is no driver).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class GPT(nn.Module):
 
 
 def batch(step: int, shard: int) -> tuple[torch.Tensor, ...]:
-    """Of a shard: numbers, pictures, labels, words."""
+    """Return the inputs of a shard: numbers, pictures, labels, words."""
     drawn = torch.Generator().manual_seed(1000 * step + shard)
     return (
         torch.randn(6, WIDTH, generator=drawn),
@@ -84,7 +84,7 @@ def losses_of(models: nn.ModuleDict, step: int, shard: int) -> list[torch.Tensor
     ]
 
 
-# ---- what befalls the workers ------------------------------------------------------------------------------------
+# ---- faults ------------------------------------------------------------------------------------------------------
 
 
 def events_at(step: int) -> list[list[str]]:
@@ -93,7 +93,7 @@ def events_at(step: int) -> list[list[str]]:
 
 
 def once(name: str) -> bool:
-    """Whether this worker is the first of all to ask."""
+    """Return whether this worker is the first to call it."""
     try:
         os.close(os.open(f"event.{name}", os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -133,14 +133,14 @@ def hold(state: Any) -> None:
             time.sleep(0.005)
             state.check_host_updates()
         if kind == "hold":
-            passed.touch()  # what is done again does not wait again
+            passed.touch()  # repeated steps do not wait again
 
 
-# ---- bugs that the digests have to show --------------------------------------------------------------------------
+# ---- bugs that the digests must show -----------------------------------------------------------------------------
 
 
 def planted(state: Any, step: int) -> None:
-    """Mistakes of this process, at step 3."""
+    """Errors of this process, at step 3."""
     if step != 3:
         return
     if "buffer" in PLANT and elastic.rank() == 0:
@@ -149,7 +149,7 @@ def planted(state: Any, step: int) -> None:
 
         def add(gradient: torch.Tensor) -> torch.Tensor:
             gradient = gradient.clone()
-            gradient.view(torch.int32).add_(1)  # a single one may be lost where shards are added up
+            gradient.view(torch.int32).add_(1)  # a single one may be lost when shards are summed
             return gradient
 
         state.models["gpt"].places.weight.register_hook(add)
@@ -196,7 +196,7 @@ def without_a_partial(program: Any) -> Any:
 def train(state: Any) -> None:
     models, shards = state.models, state.shards
     while shards.step < STEPS:
-        # Here, as commit() does not return where the world changes.
+        # Here, because commit() does not return if the world changes.
         suffer(shards.step - 1, "commit")
         hold(state)
         step = shards.step
@@ -212,7 +212,7 @@ def train(state: Any) -> None:
             torch.stack(losses).sum().backward()
             suffer(step, "backward")
             found.append(torch.stack(losses).sum().detach())
-        if not found:  # a spare
+        if not found:  # a spare worker
             suffer(step, "forward")
             suffer(step, "backward")
         nn.utils.clip_grad_norm_(models["gpt"].parameters(), 1.0)
@@ -237,8 +237,8 @@ def own(state: Any) -> None:
 def main() -> None:
     elastic.init()
     if "THREADS" in os.environ and not os.environ["ELASTIC_WORKER"].endswith("#1"):
-        torch.set_num_threads(int(os.environ["THREADS"]))  # of who comes later
-    torch.manual_seed(3)  # newcomers begin with these, until they get the others'
+        torch.set_num_threads(int(os.environ["THREADS"]))  # of later workers
+    torch.manual_seed(3)  # initial weights of newcomers, until they receive the others'
     models = nn.ModuleDict(
         {
             "mlp": nn.Sequential(nn.Linear(WIDTH, 40), nn.ReLU(), nn.Linear(40, 4)),

@@ -1,4 +1,4 @@
-"""A script that fails at its fifth step, in the way that CASE says."""
+"""A script that fails at its fifth step in the way of CASE."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ import horovod.torch as hvd
 
 
 class Mute(Exception):
-    """Has no words."""
+    """An exception without a message."""
 
     def __str__(self) -> str:
         raise RuntimeError("no words")

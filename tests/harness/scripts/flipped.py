@@ -1,4 +1,4 @@
-"""Trains until a file says enough, and writes down what each commit holds: an account that is not the job's own.
+"""Trains until a file ends it, and records the content of each commit independently of the job.
 
 A line for each commit in FOLDER/<worker>: its generation and number, and a hash of all that must be equal on all ranks.
 """
@@ -41,7 +41,7 @@ def train(state):
             tensors = [each.detach() for each in replicated()]
             content = hashlib.sha256(b"".join(each.numpy().tobytes() for each in tensors))
             commit = rt.session.recovery.newest
-            time.sleep(0.01)  # there is room for others
+            time.sleep(0.01)  # leaves time for other processes
             log.write(f"{commit} {content.hexdigest()}\n")
             over = torch.tensor(float((folder / "enough").exists()))
             if elastic.allreduce(over, name="over"):

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 import elastic
 from elastic.failpoints import failpoint, set_step
 
-SIZE = 24  # of a batch: worlds of 1, 2, 3 and 4 share it equally
+SIZE = 24  # batch size; worlds of 1, 2, 3 and 4 share it equally
 FEATURES = (
     "plain", "sgd", "fused", "bf16", "keep_gathered", "reshard_root", "clip", "accumulate", "checkpointing", "tied",
     "frozen", "ignored", "two_optimizers", "schedule", "named_mesh", "evaluate", "one_unit", "no_root", "compiled",
@@ -32,7 +32,7 @@ FEATURES = (
 
 
 class Network(nn.Module):
-    """Rows that no number of ranks divides, shards without rows, and a buffer that every rank has."""
+    """A model with rows that no number of ranks divides, shards without rows, and a buffer on every rank."""
 
     def __init__(self, feature: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Network(nn.Module):
 
 
 class Training:
-    """Of one process, sharded or not."""
+    """Return the whole state of one process, sharded or not."""
 
     def __init__(self, feature: str, *, sharded: bool) -> None:
         self.feature = feature
@@ -150,7 +150,7 @@ class Training:
 
 
 def alone(steps: int, feature: str) -> list[float]:
-    """The losses of one undisturbed process."""
+    """Return the losses of one undisturbed process."""
     training = Training(feature, sharded=False)
     return [float(training.step(step)) for step in range(steps)]
 
@@ -199,7 +199,7 @@ def main() -> None:
                 dist.barrier()
                 continue
             set_step(state.step)
-            # Not after the step, which leaves gathered parameters behind where FEATURE is evaluate.
+            # Not after the step, which leaves gathered parameters behind if FEATURE is evaluate.
             shape = list(next(model.parameters()).device_mesh.shape)
             loss = training.step(state.step, rank, size)
             dist.all_reduce(loss, dist.ReduceOp.AVG)

@@ -25,7 +25,7 @@ from elastic.failpoints import set_step
 
 
 def digest(training: Any) -> str:
-    """Of all parameters, buffers and optimizer entries, whole. Collective."""
+    """Return a digest of all whole parameters, buffers and optimizer entries. Collective."""
     found = hashlib.sha256()
     for each in [*training.model.parameters(), *training.model.buffers()]:
         found.update(content(each))

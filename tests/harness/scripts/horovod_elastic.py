@@ -1,4 +1,4 @@
-"""A script as Horovod's users write it: sampler, DataLoader, a commit every few batches, a callback; no word of ours.
+"""A script written for Horovod only: sampler, DataLoader, a commit every few batches, a callback.
 
 When it commits, a rank appends to ``samples/<worker>`` what it has done since, so that the files hold the committed
 history and nothing else. ``DIE`` has pairs of slot and total number of batches at which its first worker dies, or one
@@ -66,12 +66,12 @@ def commit(state: hvd.elastic.TorchState) -> None:
 
 @hvd.elastic.run
 def train(state: hvd.elastic.TorchState) -> None:
-    done.clear()  # rolled back
+    done.clear()  # undone
     while state.epoch < EPOCHS:
         offset = state.batch
         for number, (indices, data, target) in enumerate(loader):
             state.batch = offset + number
-            # Also who comes back here.
+            # Also for workers that return here.
             waits = (state.epoch, state.batch) >= (1, BATCHES_PER_COMMIT)
             while waits and hvd.size() < int(os.environ.get("FULL", "0")):
                 time.sleep(0.01)

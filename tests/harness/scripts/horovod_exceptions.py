@@ -1,4 +1,4 @@
-"""A script of Horovod's that catches what its users catch, and raises what they raise. Its weight is its step.
+"""A script for Horovod that catches and raises the exceptions of its users. Its weight is its step.
 
 Commits after every fourth step. ``SCENES`` says what happens before a step, once per process: ``2:die=2`` slot 2 dies;
 ``6:updated=1`` slot 1 raises HostsUpdatedInterrupt; ``6:internal=0`` HorovodInternalError; ``5:full=3`` commit until

@@ -1,4 +1,4 @@
-"""A script of Horovod's with a retry loop of its own and no elastic.run. The weight is the number of steps.
+"""A script for Horovod with its own retry loop and without elastic.run. The weight is the number of steps.
 
 At step 5 slot 1 raises HorovodInternalError itself; at the step in ``DIE`` it is killed.
 """

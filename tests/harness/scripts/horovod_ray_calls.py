@@ -26,7 +26,7 @@ class Trainer:
         self.value = start + by
 
     def train(self) -> dict:
-        """init() in every call, and a collective."""
+        """Call init() and a collective in every call."""
         import torch
 
         import horovod.torch as hvd
@@ -34,7 +34,7 @@ class Trainer:
 
         hvd.init()
         self.value += 1
-        if "ELASTIC_DRIVER" in os.environ:  # one of ours, and not of Ray Train
+        if "ELASTIC_DRIVER" in os.environ:  # one of our jobs, and not of Ray Train
             ray_logger.log({"rank": hvd.rank(), "value": self.value})
         total = hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum).item()
         return {"rank": hvd.rank(), "size": hvd.size(), "value": self.value, "sum": total}
@@ -51,7 +51,7 @@ def place(shut_down: bool = False) -> list:
 
 
 def fail_on(rank: int) -> None:
-    """The others wait in a collective for the one that fails."""
+    """The other ranks wait in a collective for the failing one."""
     import torch
 
     import horovod.torch as hvd
@@ -71,7 +71,7 @@ def error_of(call, *arguments) -> list[str]:
 
 
 def in_group() -> list:
-    """The caller holds no CPU: every bundle of its group is for a worker."""
+    """The caller has no CPU: every bundle of its group is for a worker."""
     executor = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=20), num_workers=2)
     free = sum(RayHostDiscovery().find_available_hosts_and_slots().values())
     executor.start()
@@ -129,7 +129,7 @@ def static() -> None:
 
 
 def free() -> None:
-    executor = RayExecutor(RayExecutor.create_settings(), min_workers=1)  # all that is free
+    executor = RayExecutor(RayExecutor.create_settings(), min_workers=1)  # all free resources
     executor.start(Trainer, [5], None, {"MARK": 7})
     say("single", executor.execute_single(lambda trainer: [trainer.value, *place()]))
     executor.shutdown()
@@ -147,7 +147,7 @@ def elastic() -> None:
 
 
 def trainer() -> None:
-    """Ray Train's own, of its first version."""
+    """Ray Train's integration, of its first version."""
     from ray import train
     from ray.train.horovod import HorovodTrainer
 

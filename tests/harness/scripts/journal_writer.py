@@ -1,4 +1,4 @@
-"""A driver that does nothing but write its journal: FILE. It goes on with what is there, and tells what may be done."""
+"""A driver that only writes its journal: FILE. It resumes from existing entries, and prints commands that may run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches functions on workers and prints what comes of it: ``launching.py WHAT``."""
+"""Launches functions on workers and prints the results: ``launching.py WHAT``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fails(rank: int) -> int:
 
 
 def elastic_training(steps: int, victim: int) -> tuple[int, int, list[int]]:
-    """Step, size and the steps that were seen by this process."""
+    """Return step, size and the steps of this process."""
     import signal
 
     import light  # noqa: F401

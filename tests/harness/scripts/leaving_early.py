@@ -17,7 +17,7 @@ from elastic.collectives.gloo import sockets
 
 
 class Lingering:
-    """In sys: the interpreter clears that last."""
+    """Stored in sys, which the interpreter clears last."""
 
     def __del__(self, sleep=time.sleep):
         sleep(1.0)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-if "OWN_GROUP" not in os.environ:  # whose first group needs torch's compiler
+if "OWN_GROUP" not in os.environ:  # otherwise, the first group needs torch's compiler
     import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ def main() -> None:
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         group = dist.group.WORLD
     if "GRANDCHILD" in os.environ:
-        # Out of the worker's process group, as daemons of libraries are.
+        # Outside of the worker's process group, like daemons of libraries.
         subprocess.Popen(["sh", "-c", "sleep 600 & exec sleep 600"], preexec_fn=os.setpgrp)
     model = torch.nn.Linear(4, 2)
     optimizer = elastic.DistributedOptimizer(

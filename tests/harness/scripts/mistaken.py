@@ -62,7 +62,7 @@ class Kept(torch_data.Sampler[int]):
 
 
 class Own(hvd.elastic.TorchState):
-    """Saves a model that it does not hold."""
+    """Saves a model that is not part of the state."""
 
     def save(self) -> None:
         self.weights = {name: each.clone() for name, each in model.state_dict().items()}

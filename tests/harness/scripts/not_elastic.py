@@ -19,7 +19,7 @@ import elastic
 
 
 def sharded(how: str) -> tuple[Any, Any, Any]:
-    """A model, its optimizer and a process group to add up a number in, or None."""
+    """A model, its optimizer and a process group for sums, or None."""
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     group = None
     if how in ("zero", "zero_overlap"):

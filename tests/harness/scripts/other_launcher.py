@@ -1,4 +1,4 @@
-"""What a script sees under another launcher than elasticrun: ``other_launcher.py WHAT``. Says it as a line of JSON."""
+"""State of a script under another launcher than elasticrun: ``other_launcher.py WHAT``. Prints it as a line of JSON."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 import horovod.torch as hvd
 
 CYCLES = 100
-EARLY = 20  # by then everything that is made once has been made
-SETTLE_S = 5.0  # for what is closed in the background
+EARLY = 20  # by then all one-time resources exist
+SETTLE_S = 5.0  # time for asynchronous closing
 
 
 def total(value: float) -> float:
@@ -37,7 +37,7 @@ def threads() -> int:
 
 
 def cycles() -> dict[str, object]:
-    """shutdown() and init() again and again, with a collective between two of them."""
+    """Repeat shutdown() and init(), with a collective between two of them."""
     before = (0, 0)
     for cycle in range(CYCLES):
         hvd.shutdown()
@@ -52,10 +52,10 @@ def cycles() -> dict[str, object]:
 
 
 def under_torchrun() -> dict[str, object]:
-    """The first start fails; in the second, the script also makes torch's own process group."""
+    """The first start fails; in the second, the script also creates torch's own process group."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and hvd.rank() == 1:
         sys.exit(3)
-    # Until the agent has killed the first start's other ranks, this can't end.
+    # This can't end until the agent has killed the first start's other ranks.
     said: dict[str, object] = {"sum": total(hvd.rank() + 1.0)}
     torch.distributed.init_process_group("gloo")
     ones = torch.ones(1)
@@ -93,7 +93,7 @@ def main(what: str) -> None:
             said |= under_torchrun()
         case "loss":
             said |= loses_a_peer()
-    # In one piece: several processes write into one pipe.
+    # In one write, because several processes write into one pipe.
     sys.stdout.write(f"\nsaid {json.dumps(said)}\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""Writes down what a worker can know of its own process, and ends with 0; or it waits, with ``wait``, for its end."""
+"""Records what a worker can know about its own process, and ends with 0; with ``wait`` it waits to be ended."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def facts() -> dict[str, object]:
 
 
 def shown_variables() -> dict[str, str]:
-    """As other processes see them."""
+    """Return the values that other processes see."""
     with open("/proc/self/environ") as file:
         entries = [each.partition("=") for each in file.read().split("\0") if each]
     return {name: text for name, _, text in entries}
@@ -54,7 +54,7 @@ def main() -> None:
     with open(f"facts.{elastic.rank()}", "w") as file:
         drawn = [random.random(), float(numpy.random.random())]
         json.dump({**found, "pid": os.getpid(), "parent": os.getppid(), "drawn": drawn}, file)
-    print("wrote its facts")  # not flushed: what workers write is seen at once
+    print("wrote its facts")  # not flushed: workers' output must be visible immediately
     while sys.argv[1:] == ["wait"]:
         time.sleep(1)
 

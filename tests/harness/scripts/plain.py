@@ -1,4 +1,4 @@
-"""Training as before elastic times: collectives in a loop without ``elastic.run``. One rank ends badly in the middle.
+"""Training with collectives in a loop without ``elastic.run``. One rank fails in the middle.
 
 ``plain.py BAD_RANK HOW``, where HOW is an exit code, ``kill``, ``raise``, or ``late``: after the last collective.
 """

@@ -1,4 +1,4 @@
-"""What `training.py` learns, and the test that repeats it alone: data, model, optimizers. Starts nothing."""
+"""Task of `training.py`, also for the test that repeats it alone: data, model, optimizers. Starts nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SAMPLES = 12
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs float32 [12, 6] and targets float32 [12, 3] of a step."""
+    """Return the inputs float32 [12, 6] and targets float32 [12, 3] of a step."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(SAMPLES, 6, generator=generator)
     return inputs, inputs.sin() @ torch.ones(6, 3)
@@ -32,7 +32,7 @@ def optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def change_options(step: int, optimizer: torch.optim.Optimizer) -> None:
-    """Once, so that a worker that joins later has to be told."""
+    """Once, so that it must be sent to later workers."""
     if step == 1:
         for group in optimizer.param_groups:
             group["lr"] *= 0.5

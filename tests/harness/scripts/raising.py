@@ -27,7 +27,7 @@ def counted(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
     own = Path(f"{os.getpid()}.count")
     own.write_text(str(len(lines)))
-    own.replace(f"plain.{kind.__name__}")  # whole, whichever rank is the last
+    own.replace(f"plain.{kind.__name__}")  # complete, whichever rank is the last
     shown(kind, error, trace)
 
 
@@ -85,12 +85,12 @@ def fail() -> None:
             try:
                 damaged()
             except ValueError:
-                traceback.print_exc()  # caught, and shown by the script: none of our business
+                traceback.print_exc()  # caught, and printed by the script
             raise KeyError("own")
 
 
 def step() -> None:
-    elastic.allreduce(torch.ones(1))  # all have come this far
+    elastic.allreduce(torch.ones(1))  # all have reached this point
     if everywhere or elastic.rank() == elastic.size() - 1:
         fail()
     for _ in range(100):

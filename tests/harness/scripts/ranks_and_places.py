@@ -1,4 +1,4 @@
-"""Every rank says where it stands, by the library and by the environment, and takes part in a collective."""
+"""Every rank prints its place, from the library and from the environment, and takes part in a collective."""
 
 from __future__ import annotations
 

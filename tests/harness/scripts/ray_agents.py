@@ -1,4 +1,4 @@
-"""Starts agents on the nodes of a Ray cluster and does things to them; prints what it sees, a line ``NAME {...}`` each.
+"""Starts agents on the nodes of a Ray cluster and injects faults; prints observations as lines ``NAME {...}``.
 
 ray_agents.py FOLDER      # of the user's program, which Ray brings to the nodes
 """
@@ -63,7 +63,7 @@ async def until(true: Callable[[], Any], awaited: str) -> float:
 
 
 class Lag:
-    """The longest time in which the event loop did nothing else."""
+    """Return the longest time without another task of the event loop."""
 
     def __init__(self) -> None:
         self.most_s = 0.0
@@ -81,7 +81,7 @@ class Lag:
 
 
 class Bench:
-    """Two nodes, a fleet, and what its workers have printed."""
+    """Two nodes, a fleet, and the output of its workers."""
 
     def __init__(self, nodes: dict[str, str]) -> None:
         self.nodes = nodes
@@ -115,7 +115,7 @@ class Bench:
         return Bootstrap(JOB, host, SECRET.hex(), drivers)
 
     async def look(self, worker: Worker, *words: str) -> dict[str, Any]:
-        """What a worker that is started now finds around it."""
+        """Return the environment of a newly started worker."""
         before = self.printed.count(b"LOOK")
         self.fleet.start(worker, ["python", "-c", LOOKS, *words], {})
         await until(
@@ -175,7 +175,7 @@ async def main(folder: str) -> None:
     )
     say("actor-killed", took_s=took_s)
 
-    # A new one there begins with the removal of what was left.
+    # A new one there first removes the remains.
     other = Worker("left", 1)
     await until(lambda: any(isinstance(each, HostLost) for each in lost), "the loss of the host")
     seen = await bench.look(other)
@@ -189,7 +189,7 @@ async def main(folder: str) -> None:
     await until(lambda: name_of(JOB, "left") not in actors.names(), "Ray's noticing")
     say("agent-killed", took_s=took_s, folder=folder_of_left.exists(), log=bench.log)
 
-    # A detached one is told where the next driver is.
+    # A detached one gets the next driver's address.
     callers: asyncio.Queue[str] = asyncio.Queue()
 
     async def answer(name: str) -> tuple[asyncio.Server, str]:
@@ -219,7 +219,7 @@ async def main(folder: str) -> None:
     for server in (first, second):
         server.close()
 
-    # Everything that is left is closed.
+    # Close everything that is left.
     agent, actor = again["agent"], psutil.Process(again["agent"]).ppid()
     files = [
         Path(opened.path).parent
@@ -241,7 +241,7 @@ async def main(folder: str) -> None:
         names=actors.names(),
     )
 
-    # A node dies, and Ray does not know yet.
+    # A node dies, and Ray has not noticed yet.
     last = bench.new_starter("last")
     await last.start(bench.bootstrap("right", [first_at]))
     actor = await asyncio.wrap_future(actors.ask(actors.find(name_of("last", "right")), "pid"))

@@ -21,7 +21,7 @@ from elastic.errors import Invalid, JobFailed
 
 Json = dict[str, Any]
 ONE_EACH = {"CPU": 1.0}
-remote: Any = ray.remote  # its types are of another taste
+remote: Any = ray.remote  # its types do not fit
 
 
 def say(kind: str, what: object) -> None:
@@ -29,7 +29,7 @@ def say(kind: str, what: object) -> None:
 
 
 def meet() -> Callable[[Json], Json]:
-    """Every worker adds its number to that of the others, and tells where it is."""
+    """Add the numbers of all workers, and return the place of each."""
 
     def train(config: Json) -> Json:
         import torch
@@ -44,7 +44,7 @@ def meet() -> Callable[[Json], Json]:
 
 
 def stay() -> Callable[[], None]:
-    """Trains until somebody ends it."""
+    """Train until killed."""
 
     def train() -> None:
         import elastic
@@ -68,7 +68,7 @@ def job(number: int, workers: int = 2) -> list[Json]:
 
 
 def from_tasks(_: str) -> None:
-    """In a task and in an actor, both at once."""
+    """Call in a task and in an actor, concurrently."""
 
     class Caller:
         def call(self, number: int) -> list[Json]:
@@ -81,7 +81,7 @@ def from_tasks(_: str) -> None:
 
 def by_client(url: str) -> None:
     for _ in range(3):
-        # Ray gives the client's server 30 s to start, which a busy machine may not do.
+        # Ray gives the client's server 30 s to start, which may be too short on a busy machine.
         with contextlib.suppress(ConnectionAbortedError):
             ray.init(url)
             break
@@ -93,7 +93,7 @@ def by_client(url: str) -> None:
 
 
 def in_trials(results: str) -> None:
-    """Two trials of Ray Tune at once, each with a bundle for itself and two for its workers."""
+    """Two concurrent trials of Ray Tune, each with a bundle for itself and two for its workers."""
     from ray import tune
 
     def train(config: Json) -> None:
@@ -124,7 +124,7 @@ def in_trials(results: str) -> None:
         tune.with_resources(trial, bundles),
         param_space={"number": tune.grid_search([4, 5])},
         tune_config=tune.TuneConfig(max_concurrent_trials=2),
-        # Tune itself ends the one that would go on for ever.
+        # Tune ends the endless one.
         run_config=tune.RunConfig(
             storage_path=results, verbose=0, stop=lambda _, told: told.get("number") == 5
         ),
@@ -136,7 +136,7 @@ def in_trials(results: str) -> None:
 
 
 def refused(_: str) -> None:
-    """What can't work, one after another."""
+    """Try impossible calls, one after another."""
     lock = threading.Lock()
 
     def holds_a_lock() -> None:
@@ -157,13 +157,13 @@ def refused(_: str) -> None:
 
 
 def until_ended(_: str) -> None:
-    # The tests may run in the background of a shell, which has their programs ignore Ctrl-C.
+    # The tests may run in the background of a shell, whose programs ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     elastic.ray.run(stay(), num_workers=1, on_report=show)
 
 
 def inside(_: str) -> None:
-    """Every worker uses Ray; those that are there after a node has died went on in the same process."""
+    """Every worker uses Ray; survivors of a dead node continue in the same process."""
 
     def train(folder: str) -> Json:
         import time
@@ -205,7 +205,7 @@ def inside(_: str) -> None:
 
 
 def detached(name: str) -> None:
-    """Steps until the file ``go`` is there; the values are how often each step was made."""
+    """Make steps until the file ``go`` exists; the values are the repetitions of each step."""
 
     def train(folder: str) -> Json:
         import time
@@ -240,7 +240,7 @@ def detached(name: str) -> None:
 
 
 def steered(name: str) -> None:
-    """A detached job that is made smaller, larger and thinned out while it trains, through Ray."""
+    """Run a detached job that is scaled down, scaled up and loses workers while it trains, through Ray."""
 
     def train() -> Json:
         import time
@@ -269,7 +269,7 @@ def steered(name: str) -> None:
         loop(state)
         return {"made": made}
 
-    wanted = [(3, 2), (2, 3), (3, 1)]  # in a world of so many: so many are wanted
+    wanted = [(3, 2), (2, 3), (3, 1)]  # number of requested workers in a world of this size
 
     def steer(report: Any) -> None:
         job = elastic.Job(name, ray=True)

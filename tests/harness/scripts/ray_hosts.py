@@ -1,4 +1,4 @@
-"""Watches the hosts of one job on a Ray cluster, without any worker: prints what a driver would be told.
+"""Follows the hosts of one job on a Ray cluster, without any worker: prints the events of a driver.
 
     ray_hosts.py JOB '{"most": 4, "resources": {"CPU": 1}, "at_least": 2, "within_s": 30, "detached": false,
                        "bundles": [{"CPU": 1}, ...], "in_use": {"0": {"CPU": 1}}, "answer_s": 5}'

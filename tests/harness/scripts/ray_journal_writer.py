@@ -1,4 +1,4 @@
-"""A driver that does nothing but keep its journal in Ray's store: JOB [forget]. It goes on with what is there.
+"""A driver that only keeps its journal in Ray's store: JOB [forget]. It resumes from existing entries.
 
 It tells what may be acted upon, as ``settled NUMBER DIGEST``. With ``forget`` it tells what is there, and removes it.
 """
@@ -58,7 +58,7 @@ async def main(job: str, *task: str) -> None:
         try:
             await journal.settle()
             say("settled", number, digest(membership))
-            await journal.rest()  # a snapshot is a record too: another driver may be there by now
+            await journal.rest()  # a snapshot is a record, too: another driver may exist by now
         except Deposed:
             say("deposed", number)
             return

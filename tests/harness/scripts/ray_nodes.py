@@ -1,13 +1,13 @@
-"""A Ray cluster of its own on this machine, told by lines of JSON on stdin what to do; see `harness.ray_cluster`.
+"""A separate Ray cluster on this machine, controlled by lines of JSON on stdin; see `harness.ray_cluster`.
 
     ray_nodes.py FOLDER '{"nodes": [{"num_cpus": 2}, ...], "redis": true, "dashboard": true, "system": {...}}'
 
 Answers are lines of JSON on stdout: ``{"result": ...}`` or ``{"error": "..."}``; the first one says that the cluster
 runs. Everything else is printed on stderr. The end of stdin stops the cluster.
 
-Each node's processes, what they start included, inherit an environment variable with the node's mark. By it, and by
-who started whom, a node can die as a machine does: at once, with all that ran on it, and nothing of its neighbours.
-The mark alone is not enough: Ray writes its processes' titles over their environment.
+Each node's processes, what they start included, inherit an environment variable with the node's mark. By it, and by who
+started whom, a node can die as a machine does: at once, with all that ran on it, and nothing of its neighbours. The
+mark alone is not enough: Ray writes its processes' titles over their environment.
 
 What keeps the start of a head and two nodes at seven seconds of CPU, five of them Ray's imports for its own agents:
 - RAY_enable_worker_prestart=0: no idle Python processes, one per CPU, before anybody asks (0.5 s of CPU each);
@@ -53,7 +53,7 @@ Json = dict[str, Any]
 
 
 class Bench:
-    """The cluster and what may be done to it: every public method is a command."""
+    """The cluster and its operations: every public method is a command."""
 
     def __init__(self, folder: Path, plan: Mapping[str, Any]) -> None:
         from ray.cluster_utils import Cluster
@@ -61,7 +61,7 @@ class Bench:
         self._folder = folder
         self._redis: subprocess.Popen[bytes] | None = None
         self._sockets = os.environ["RAY_TMPDIR"]
-        # Node id -> what all its processes have in their environment.
+        # Node id -> mark in the environment of all its processes.
         self._marks: dict[str, str] = {}
         head: Json = {
             "num_cpus": 0,
@@ -82,7 +82,7 @@ class Bench:
     # ---- nodes
 
     def hello(self) -> Json:
-        """Where the cluster is."""
+        """Return the cluster's address."""
         return {
             "address": self._cluster.address,
             "dashboard": self._cluster.head_node.webui_url or "",
@@ -92,7 +92,7 @@ class Bench:
         }
 
     def nodes(self) -> list[Json]:
-        """All nodes there ever were, as Ray tells it, in no order."""
+        """Return all nodes so far as reported by Ray, in no order."""
         draining = self._state.get_draining_nodes()
         running = {
             node.node_id
@@ -104,7 +104,7 @@ class Bench:
                 "node": node["NodeID"],
                 "ip": node["NodeManagerAddress"],
                 "alive": node["Alive"],
-                "runs": node["NodeID"] in running,  # Ray finds out later
+                "runs": node["NodeID"] in running,  # Ray notices later
                 "draining": node["NodeID"] in draining,
                 "resources": node["Resources"],
                 "head": node["NodeID"] == self._head_id,
@@ -113,16 +113,16 @@ class Bench:
         ]
 
     def add(self, **arguments: Any) -> str:
-        """A node more: num_cpus, num_gpus, resources, labels; returns its id once Ray knows it."""
+        """Add a node: num_cpus, num_gpus, resources, labels; return its id once Ray knows it."""
         return self._add(arguments)
 
     def kill(self, node: str) -> int:
-        """SIGKILL to every process of this node at once, as when a machine dies; returns how many."""
+        """Kill every process of this node with SIGKILL, as when a machine dies; return their number."""
         found = self._node(node)
         killed: set[int] = set()
-        # What forks while it is looked for is met in the next round.
+        # Processes that fork meanwhile are found in the next round.
         while pids := pids_of([self._marks[node]]):
-            if not killed:  # or it would start again what has been killed
+            if not killed:  # otherwise, it would restart killed processes
                 found.all_processes["raylet"][0].process.send_signal(signal.SIGSTOP)
                 pids = pids_of([self._marks[node]])
             killed |= kill(pids)
@@ -131,7 +131,7 @@ class Bench:
         return len(killed)
 
     def kill_raylet(self, node: str) -> int:
-        """SIGKILL to the raylet alone; its workers find out by themselves. Returns its pid."""
+        """Kill only the raylet with SIGKILL; its workers notice by themselves. Returns its pid."""
         found = self._node(node)
         raylet = found.all_processes["raylet"][0].process
         raylet.kill()
@@ -139,7 +139,7 @@ class Bench:
         return int(raylet.pid)
 
     def drain(self, node: str, deadline_s: float = 60.0, reason: str = "preemption") -> bool:
-        """As ``ray drain-node`` does it; says whether it was accepted. ``reason``: preemption, or idle termination."""
+        """Drain like ``ray drain-node``; return whether it was accepted. ``reason``: preemption, or idle end."""
         from ray.core.generated import autoscaler_pb2 as messages
 
         name = f"DRAIN_NODE_REASON_{reason.upper().replace(' ', '_')}"
@@ -151,17 +151,17 @@ class Bench:
         return bool(accepted)
 
     def processes(self, node: str) -> list[int]:
-        """The pids of everything that runs on this node, its workers' children included."""
+        """Return the pids of all processes of this node, including its workers' children."""
         return sorted(pids_of([self._marks[node]]))
 
     # ---- the head's own service
 
     def kill_gcs(self) -> None:
-        """SIGKILL to the GCS. Without Redis it never comes back with what it knew."""
+        """Kill the GCS with SIGKILL. Without Redis its state is lost."""
         self._cluster.head_node.kill_gcs_server()
 
     def start_gcs(self) -> None:
-        """It reads what it knew from Redis, and listens where it did before."""
+        """Restart it with its state from Redis, at the same address."""
         if self._redis is None:
             raise ValueError("the GCS keeps nothing over a restart without redis=True")
         self._cluster.head_node.start_gcs_server()
@@ -171,10 +171,10 @@ class Bench:
         self.kill_gcs()
         self.start_gcs()
 
-    # ---- what there is
+    # ---- inventory
 
     def actors(self) -> list[Json]:
-        """Every actor that is not dead."""
+        """Return every actor that is not dead."""
         return [
             {
                 "actor": actor["ActorID"],
@@ -190,7 +190,7 @@ class Bench:
         ]
 
     def placement_groups(self) -> list[Json]:
-        """Every placement group that has not been removed."""
+        """Return every placement group that has not been removed."""
         return [
             {
                 "group": group["placement_group_id"],
@@ -204,7 +204,7 @@ class Bench:
         ]
 
     def jobs(self) -> list[Json]:
-        """Every job whose driver still runs."""
+        """Return every job with a running driver."""
         return [
             {"job": job["JobID"], "pid": job["DriverPid"], "entrypoint": job["Entrypoint"]}
             for job in self._state.job_table()
@@ -212,18 +212,18 @@ class Bench:
         ]
 
     def available(self) -> Json:
-        """Resources that nobody holds, over all nodes."""
+        """Return the free resources of all nodes."""
         return dict(self._state.available_resources())
 
     def stop(self) -> None:
-        """Ends all of it, and leaves no file behind but what the caller's folder holds."""
-        # A worker that was just forked has lost its parent by now, and a title may stand where its mark was.
+        """End all of it, and leave no file outside of the caller's folder."""
+        # A worker that was just forked has lost its parent by now, and a title may have replaced its mark.
         while pids := self._pids() - {os.getpid()}:
             kill(pids)
             self._reap()
         shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 
-    # ---- inside
+    # ---- implementation
 
     def _pids(self) -> set[int]:
         ours = [process.pid for process in in_session(os.getsid(0))]
@@ -246,7 +246,7 @@ class Bench:
         settings = {
             "object_store_memory": STORE_BYTES,
             "include_log_monitor": False,
-            # Not os.environ, and no names that Ray finds free: several nodes start at the same time.
+            # Not os.environ, and no names that Ray selects: several nodes start at the same time.
             "env_vars": {NODE_MARK: mark},
             "raylet_socket_name": f"{self._sockets}/{mark}r",
             "plasma_store_socket_name": f"{self._sockets}/{mark}p",
@@ -264,7 +264,7 @@ class Bench:
         raise ValueError(f"there is no node {node_id}")
 
     def _reap(self) -> None:
-        """A child of ours that has been killed is a process until we ask for its end."""
+        """Reap a killed child of ours."""
         for node in self._cluster.list_all_nodes():
             for _, process in node.live_processes():
                 process.poll()
@@ -273,7 +273,7 @@ class Bench:
         time.sleep(0.01)
 
     def _start_redis(self) -> Json:
-        """A server that only we can use. Its configuration comes by stdin: a password is no argument."""
+        """Start a server that only we can use. Its configuration is passed by stdin, because arguments are visible."""
         port, password = free_port(), secrets.token_hex(16)
         folder = self._folder / "redis"
         folder.mkdir()
@@ -301,7 +301,7 @@ class Bench:
 
 
 def pids_of(marks: Iterable[str], others: Iterable[int] = ()) -> set[int]:
-    """The live processes with one of these marks, these others, and all that they have started; no zombies."""
+    """Return the live processes with one of these marks, these others, and their descendants; no zombies."""
     children: dict[int, list[int]] = {}
     for process in psutil.process_iter(["ppid", "status"]):
         if process.info["status"] != psutil.STATUS_ZOMBIE:
@@ -318,7 +318,7 @@ def pids_of(marks: Iterable[str], others: Iterable[int] = ()) -> set[int]:
 
 
 def kill(pids: Iterable[int]) -> set[int]:
-    """SIGKILL to each; returns those that were there."""
+    """Send SIGKILL to each; return those that existed."""
     killed = set()
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -328,7 +328,7 @@ def kill(pids: Iterable[int]) -> set[int]:
 
 
 def commands(bench: Bench, requests: Iterator[str], answer: Callable[[Json], None]) -> None:
-    """One after another, until there are no more or one was ``stop``."""
+    """Execute commands until the end of input or ``stop``."""
     for line in requests:
         request: Json = json.loads(line)
         name = request.pop("do")
@@ -345,7 +345,7 @@ def commands(bench: Bench, requests: Iterator[str], answer: Callable[[Json], Non
 def main() -> None:
     os.environ.update(QUIET | dict(json.loads(sys.argv[2]).get("env") or {}))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what Ray prints is no answer
+    os.dup2(2, 1)  # Ray's output must not mix with answers
 
     def answer(what: Json) -> None:
         print(json.dumps(what), file=answers, flush=True)

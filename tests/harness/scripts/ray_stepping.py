@@ -20,7 +20,7 @@ def train(config: dict[str, Any]) -> int:
     import os
     import time
 
-    gc.disable()  # while torch is imported: its objects are not searched for garbage
+    gc.disable()  # during the import of torch, so that its objects are not scanned
     import torch
 
     gc.freeze()
@@ -53,7 +53,7 @@ def train(config: dict[str, Any]) -> int:
             place = context.place
             words = [context.generation, place.size, place.rank, state.step]
             os.write(log, " ".join(map(str, [time.monotonic(), *words])).encode() + b"\n")
-            # Everybody has to stop at the same step.
+            # All must stop at the same step.
             stop = torch.tensor([float(os.path.exists(f"{config['folder']}/stop"))])
             if elastic.allreduce(stop, name="stop", op=elastic.Sum).item():
                 return int(state.step)

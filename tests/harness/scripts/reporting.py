@@ -25,11 +25,11 @@ def until_exists(name: str) -> None:
         time.sleep(0.005)
 
 
-# ---- what workers do
+# ---- workers
 
 
 def few() -> int:
-    """Some reports of each kind, the last after the training."""
+    """Send some reports of each kind, the last one after the training."""
     import light  # type: ignore[import-not-found]  # noqa: F401
     import torch
 
@@ -46,7 +46,7 @@ def few() -> int:
 
 
 def many() -> None:
-    """While the driver is stopped: more than anybody keeps. None of it may wait for the driver."""
+    """Report more than is kept, while the driver is stopped. The worker must not wait for the driver."""
     import light  # noqa: F401
 
     import elastic
@@ -61,7 +61,7 @@ def many() -> None:
 
 
 def work() -> None:
-    """Trains with the others until a file ``go`` exists; reports three times a step."""
+    """Train with the others until a file ``go`` exists; report three times a step."""
     import light  # noqa: F401
     import torch
 
@@ -93,7 +93,7 @@ def work() -> None:
     elastic.report({"samples seen": n, "step": state.step, "last": True})
 
 
-# ---- what is done with it
+# ---- commands
 
 
 def drive(flags: list[str]) -> int:

@@ -71,7 +71,7 @@ def trainer(*, own: bool = False) -> None:
 
 
 def over(size: int) -> bool:
-    """Asked at the beginning of a step, on every rank."""
+    """Called at the beginning of a step, on every rank."""
     return size > 1 or (Path(os.environ.get("OUT_DIR", "out")) / "stop").exists()
 
 

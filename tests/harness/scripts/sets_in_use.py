@@ -57,7 +57,7 @@ def train(state: hvd.elastic.ObjectState) -> None:
         for name, each in sets.items():
             if not each.included():
                 continue
-            # Not only at that step: who is not in the set may have committed it, and all go on from there.
+            # Not only at that step: another rank may have committed it, and all continue from there.
             if name == "late" and state.step >= DIES_AT:
                 die()
             rank = torch.tensor([hvd.rank()])

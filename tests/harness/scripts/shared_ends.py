@@ -1,4 +1,4 @@
-"""One of two ranks that share memory, whose program ends in an unusual moment. Says "done" last, and nothing else."""
+"""One of two ranks that share memory, whose program ends at an unusual moment. Prints only "done" at the end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tensors() -> list[torch.Tensor]:
 
 
 def leave_under_way(group: Collectives) -> None:
-    """Rank 0 starts what rank 1 never joins; both end with their globals as they are."""
+    """Rank 0 starts a collective that rank 1 never joins; both end with their globals unchanged."""
     kept.append([group.allreduce(tensor, Op.SUM) for tensor in tensors() if group.rank == 0])
     kept.append(group)
 
@@ -73,10 +73,10 @@ def leave_a_thread_waiting(group: Collectives) -> None:
 
 
 def fork(group: Collectives) -> None:
-    """The child ends as programs do, while the parent's collectives are under way."""
+    """The child ends normally, while the parent's collectives are in progress."""
     mine = tensors()
     works = [group.allreduce(tensor, Op.SUM) for tensor in mine] if group.rank == 0 else []
-    with warnings.catch_warnings():  # Python 3.12 and newer warn where there are threads
+    with warnings.catch_warnings():  # Python 3.12 and newer warn if there are threads
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -88,7 +88,7 @@ def fork(group: Collectives) -> None:
 
 
 def leave_first(group: Collectives) -> None:
-    """Rank 1 ends at once after its last collective; rank 0 looks for its result when that process is gone."""
+    """Rank 1 ends immediately after its last collective; rank 0 reads its result after that."""
     other = torch.zeros(1, dtype=torch.int64) + os.getpid()
     group.broadcast(other, 1).wait()
     watched = os.pidfd_open(int(other)) if group.rank == 0 else -1

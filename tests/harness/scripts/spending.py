@@ -1,4 +1,4 @@
-"""Trains until a file says enough, and says how its time went. ELASTIC_TEST_FOLDER: where that file will be.
+"""Trains until a file ends it, and prints its time account. ELASTIC_TEST_FOLDER: where that file will be.
 
 Where there is a file ``die``, rank 1 does: in the third step after a commit, and after 50 steps in its world.
 """

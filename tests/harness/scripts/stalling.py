@@ -38,8 +38,8 @@ def loops(rule: dict[str, str]) -> None:
 
 def holds_the_interpreter_in_c(rule: dict[str, str]) -> None:
     mutex = ctypes.create_string_buffer(64)
-    for _ in range(2):  # not sleep(), which ends when a signal comes
-        # Unlike CDLL, which would let other threads run.
+    for _ in range(2):  # not sleep(), which ends at a signal
+        # Unlike CDLL, which lets other threads run.
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 

@@ -1,4 +1,4 @@
-"""A driver in small: starts agents on the hosts named, says so, and waits; Ctrl-C makes it say ``interrupted``."""
+"""A small driver: starts agents on the given hosts, reports it, and waits; Ctrl-C makes it print ``interrupted``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains nothing, step by step, until somebody makes FOLDER/stop; each process writes its steps to a file of its own.
+"""Makes empty steps until FOLDER/stop exists; each process writes its steps to a separate file.
 
 A line is ``[step, rank, size, time]``: the step that was made, and committed after it.
 """
@@ -19,7 +19,7 @@ folder = sys.argv[1]
 stop = os.path.join(folder, "stop")
 hvd.init()
 state = hvd.elastic.ObjectState(step=0)
-# Numbers of processes begin anew in each container of a pod.
+# Process ids restart in each container of a pod.
 name = f"{os.environ['POD_NAME']}-{os.environ['NODE_NAME']}-{os.getpid()}-{time.time_ns()}.jsonl"
 with open(os.path.join(folder, name), "a", buffering=1) as steps:
 

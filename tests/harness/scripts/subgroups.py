@@ -24,7 +24,7 @@ def members(group: dist.ProcessGroup) -> list[int]:
 
 
 def made() -> dict[str, dist.ProcessGroup]:
-    """The groups that this rank is in, and how each was made."""
+    """Return the groups of this rank, and how each was created."""
     rank, size = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group([first, first + 1]) for first in range(0, size - 1, 2)]
     found = {"new_group": pairs[rank // 2]} if rank // 2 < len(pairs) else {}

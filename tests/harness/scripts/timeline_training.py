@@ -36,7 +36,7 @@ def main() -> None:
         elastic.start_timeline("second.json", mark_cycles=True)
         handle = elastic.allreduce_async(torch.ones(1), name="again")
         while not elastic.poll(handle):
-            time.sleep(0.001)  # so that the engine's own thread drives: only that one has cycles
+            time.sleep(0.001)  # so that the engine's own thread runs: only that one has cycles
         elastic.synchronize(handle)
         elastic.stop_timeline()
         with open("second.json") as file:

@@ -24,16 +24,17 @@ os.environ |= {
 import torch  # noqa: E402
 from torch.testing._internal.distributed import distributed_test  # noqa: E402
 
-# So that the ranks needn't import them.
+# So that the ranks need not import them.
 from elastic.collectives import construct, local  # noqa: E402, F401
 from elastic.torch_backend import in_place_of_others, registration  # noqa: E402, F401
 
 torch.set_num_threads(1)
-# Events of its own backends in a profile, which C++ ends in another thread. Ours are others: see `FollowingGroup.call`.
+# Events of its own backends in a profile, which C++ ends in another thread. Ours are different: see
+# `FollowingGroup.call`.
 distributed_test.PROFILING_SUPPORTED_BACKENDS.clear()
 distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.clear()
 sync: Any = distributed_test.Barrier.sync
-# 10 s are few where two cores have much to do.
+# 10 s are too short on two busy cores.
 sync.__func__.__defaults__ = (None, 60)
 
 
@@ -44,7 +45,7 @@ class TestElastic(distributed_test.TestDistBackend, distributed_test.Distributed
 
     @classmethod
     def _run(cls, rank: int, *args: Any, **options: Any) -> None:
-        os.environ |= {"RANK": str(rank), "MASTER_PORT": "1"}  # they meet in a file
+        os.environ |= {"RANK": str(rank), "MASTER_PORT": "1"}  # they rendezvous in a file
         super()._run(rank, *args, **options)
 
 

@@ -1,15 +1,15 @@
-"""Trains a small model the same way whatever the world: the batch of a step is fixed, and dealt out to the ranks.
+"""Trains a small model equally in any world: the batch of a step is fixed, and divided between the ranks.
 
-What happens it appends to ``history/<worker>.jsonl``, which `harness.history` reads. What it is to suffer comes
-from the environment, as rules like ``slot=0,step=7,place=forward;...``. A rule means the first worker of its slot, or
+What happens it appends to ``history/<worker>.jsonl``, which `harness.history` reads. What it is to suffer comes from
+the environment, as rules like ``slot=0,step=7,place=forward;...``. A rule means the first worker of its slot, or
 ``start=2`` the second, or ``start=any``; without a slot, every worker; ``size=1`` or ``generation=2``, only in such a
 world.
 
-DIE      SIGKILL at the place.
-RAISE    an exception at the place: ``error=`` value, horovod, shape, late; or exit: ``sys.exit(3)``, and the end of the
+DIE      SIGKILL at the place. RAISE    an exception at the place: ``error=`` value, horovod, shape, late; or exit:
+``sys.exit(3)``, and the end of the
          interpreter takes until a file ``exit`` exists.
-WAIT     stop at the place until a file exists: ``file=``; ``then=collective`` takes part in one afterwards.
-HOLD     ``4:size=3;9:file=go``: at that step go on committing, without a step, until the world has this size, or a file
+WAIT     stop at the place until a file exists: ``file=``; ``then=collective`` takes part in one afterwards. HOLD
+``4:size=3;9:file=go``: at that step go on committing, without a step, until the world has this size, or a file
          exists.
 ENDS     a file, and no number of steps, ends the training. PACE: seconds of rest after each step.
 SHARDED  the parameters are sharded by FSDP2.
@@ -38,9 +38,9 @@ from elastic.runtime import lifecycle
 DEADLINE_S = 60.0
 WORKER = os.environ["ELASTIC_WORKER"]
 HOST = WORKER.rpartition(":")[0]
-DEVICE = os.environ.get("DEVICE", "cpu")  # of each worker's own, where it is cuda
+DEVICE = os.environ.get("DEVICE", "cpu")  # each worker's own GPU if it is cuda
 if "FAKE_GPUS" in os.environ:
-    os.environ.setdefault("FAKE_HOST", HOST)  # GPUs of its own
+    os.environ.setdefault("FAKE_HOST", HOST)  # its own GPUs
 SLOT, START = map(int, WORKER.rpartition(":")[2].split("#"))
 STEPS = int(os.environ.get("STEPS", "10"))
 SHARDED = "SHARDED" in os.environ
@@ -56,12 +56,12 @@ RULES = {name: rules(name) for name in ("DIE", "RAISE", "WAIT")}
 
 
 def at(place: str, step: int) -> None:
-    """Here this worker may have to wait, to raise, or to die."""
+    """A place where this worker may have to wait, to raise, or to die."""
     for rule in RULES["WAIT"]:
         if meant(rule, place, step):
             Path(f"waits.{place}.{SLOT}".replace(" ", "_")).touch()
             until_exists(rule["file"])
-            if rule.get("then") == "collective":  # which raises, if the world has broken meanwhile
+            if rule.get("then") == "collective":  # which raises if the world has broken meanwhile
                 elastic.allreduce(torch.ones(1), name="then")
     for rule in RULES["DIE"]:
         if meant(rule, place, step):
@@ -112,7 +112,7 @@ def record(what: str, **fields: Any) -> None:
 
 
 class State(elastic.TorchState):
-    """Says what it saves. A save inside ``commit`` is a place to die at, before and after."""
+    """Reports its saves. A save inside ``commit`` is a place to die, before and after."""
 
     committing = False
 
@@ -173,7 +173,7 @@ def digest(state: State) -> str:
 
 
 def holding(step: int) -> bool:
-    """The same on all ranks: they compare what they see."""
+    """Return the same on all ranks: they compare their values."""
     for rule in os.environ.get("HOLD", "").split(";"):
         place, _, wish = rule.partition(":")
         if not rule or int(place) != step:
@@ -188,7 +188,7 @@ def holding(step: int) -> bool:
 
 
 def ended(state: State) -> bool:
-    """The same on all ranks: the first one looks, all hear."""
+    """Return the same on all ranks: the first one checks, all receive."""
     if "ENDS" not in os.environ:
         return bool(state.step >= STEPS)
     found = torch.tensor([float(elastic.rank() == 0 and Path(os.environ["ENDS"]).exists())])
@@ -217,7 +217,7 @@ def one_step(state: State) -> float:
 
 
 def careless_step(state: State) -> float:
-    """As in scripts that expect any error to be one of theirs."""
+    """Catch all errors, as in scripts that expect only their own."""
     try:
         return one_step(state)
     except Exception as error:
@@ -226,13 +226,13 @@ def careless_step(state: State) -> float:
 
 
 def greet() -> None:
-    """Collectives before ``elastic.run``, more than one."""
+    """Call several collectives before ``elastic.run``."""
     for name in ("hello", "again"):
         total = elastic.allreduce(torch.ones(1), op=elastic.Sum, name=name)
         record("greeted", total=float(total), name=name)
 
 
-least: list[dict[str, int]] = []  # of resources, in the first worlds
+least: list[dict[str, int]] = []  # resources in the first worlds
 
 
 def resources() -> dict[str, int]:
@@ -277,7 +277,7 @@ def main() -> None:
             descent, named_parameters=model.named_parameters(), op=elastic.Sum
         )
     )
-    # `seen` grows in place: a commit has to copy it, not to refer to it.
+    # `seen` grows in place: a commit must copy it.
     state = State(model=model, optimizer=optimizer, step=0, seen=[])
     state.register_reset_callbacks([lambda: at("reset", state.step)])
     model[0].register_forward_hook(lambda *_: at("forward", state.step))

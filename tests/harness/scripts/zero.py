@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import elastic
 from elastic.failpoints import failpoint, set_step
 
-SIZE = 24  # of a batch: worlds of 1, 2, 3 and 4 share it equally
+SIZE = 24  # batch size; worlds of 1, 2, 3 and 4 share it equally
 FEATURES = (
     "plain", "sgd", "adam", "fused", "groups", "frozen", "schedule", "bucket_view", "without_ddp", "few_parameters",
     "two_optimizers", "late_entries", "channels_last",
@@ -75,7 +75,7 @@ class Network(nn.Module):
 
 
 class Training:
-    """Of one process, sharded or not."""
+    """Training of one process, sharded or not."""
 
     def __init__(self, feature: str, sharded: str = "") -> None:
         self.feature = feature
@@ -117,7 +117,7 @@ class Training:
         return ZeroRedundancyOptimizer(parameters, kind, parameters_as_bucket_view=view, **options)
 
     def reduced(self, optimizer: torch.optim.Optimizer, zero: int = 0) -> torch.optim.Optimizer:
-        """Where DDP doesn't reduce gradients."""
+        """Without DDP's reduction of gradients."""
         if self.sharded != "ours":
             return optimizer
         trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -148,7 +148,7 @@ class Training:
         return [id(each) for each in (self.model, *self.optimizers, *self.model.parameters())]
 
     def entries(self) -> int:
-        """Bytes of the optimizers' entries in this process."""
+        """Return the bytes of the optimizers' entries in this process."""
         return sum(
             entry.nbytes
             for optimizer in self.optimizers
@@ -159,9 +159,9 @@ class Training:
 
 @functools.cache
 def alone(steps: int, feature: str) -> list[float]:
-    """The losses of one undisturbed process."""
+    """Return the losses of one undisturbed process."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several wait for each other on a machine with more to do
+    torch.set_num_threads(1)  # several wait for each other on a busy machine
     training = Training(feature)
     losses = [float(training.step(step)) for step in range(steps)]
     torch.set_num_threads(threads)

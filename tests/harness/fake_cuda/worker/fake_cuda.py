@@ -1,4 +1,4 @@
-"""In a process on the made-up GPUs: torch calls `install` at the end of its import (its entry point for backends).
+"""For a process on the fake GPUs: torch calls `install` at the end of its import (its entry point for backends).
 
 Test scripts may ask for more: ``import fake_cuda; fake_cuda.contexts()``.
 """
@@ -15,7 +15,7 @@ def install() -> None:
     assert operators.fake_cuda_install() > 1000, (
         "torch has too few operators for CUDA: is this the CUDA build?"
     )
-    # Nobody computes these kernels. Torch then takes those that `operators.cpp` stands in for.
+    # No kernels are computed. Torch then uses those that `operators.cpp` replaces.
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -23,7 +23,7 @@ def install() -> None:
 
 
 def contexts() -> list[int]:
-    """The devices that this process has touched: each costs hundreds of megabytes on a real GPU."""
+    """Return the devices that this process has initialized: each costs hundreds of megabytes on a real GPU."""
     runtime = ctypes.CDLL("libcudart.so.13")
     runtime.fake_cuda_contexts.restype = ctypes.c_ulong
     bits = runtime.fake_cuda_contexts()
@@ -31,7 +31,7 @@ def contexts() -> list[int]:
 
 
 def held() -> dict[str, int]:
-    """What this process has now, and a leak makes more of: bytes, threads of streams, communicators."""
+    """Return this process's current resources, which a leak would increase: bytes, stream threads, communicators."""
     runtime, nccl = ctypes.CDLL("libcudart.so.13"), ctypes.CDLL("libnccl.so.2")
     runtime.fake_cuda_bytes.restype = ctypes.c_ulong
     for each in (runtime.fake_cuda_streams, nccl.fake_nccl_communicators):
@@ -60,7 +60,7 @@ COUNTS = (
 
 
 def counts() -> dict[str, int]:
-    """What this process has asked of the GPU and of NCCL so far. Bytes are what a real GPU would read and write."""
+    """Return the calls of this process to the GPU and NCCL so far. Bytes are those of a real GPU."""
     runtime = ctypes.CDLL("libcudart.so.13")
     runtime.fake_cuda_count.restype = ctypes.c_ulong
     return {name: runtime.fake_cuda_count(number) for number, name in enumerate(COUNTS)}
