@@ -12,7 +12,7 @@ import torch
 import horovod.torch as hvd
 
 CYCLES = 100
-SETTLED = 30  # from here on memory is looked at
+SETTLED = 30  # memory is measured from here on
 
 torch.set_num_threads(1)
 
@@ -23,7 +23,7 @@ def resident_kb() -> int:
 
 
 def grown_per_cycle(kb: list[int]) -> float:
-    """Slope by Theil and Sen: the median of those of all pairs, which single jumps don't move."""
+    """Return the Theil-Sen slope: the median of the slopes of all pairs, which single jumps do not affect."""
     pairs = [(j - i, kb[j] - kb[i]) for i in range(len(kb)) for j in range(i + 5, len(kb))]
     return statistics.median(grown / cycles for cycles, grown in pairs)
 

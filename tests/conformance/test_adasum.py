@@ -44,7 +44,7 @@ def test_it_is_the_formula_for_any_length_and_dtype(rank, size):
 
 @everywhere(2, 4)
 def test_each_tensor_has_its_own_dot_products(rank, size):
-    """Fused or in a group, as alone."""
+    """Fused or in a group, the result is the same as alone."""
     generator = torch.Generator().manual_seed(rank)
     tensors = [torch.randn(n + 1, generator=generator) for n in range(6)]
     alone = [hvd.allreduce(tensor, op=hvd.Adasum) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""allreduce: what it computes for every dtype, op and form, its scales, and its gradients."""
+"""allreduce: results for every dtype, op and form, its scales, and its gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLD: dict[int, Callable[[Any, Any], Any]] = {
 
 
 def forms() -> dict[str, Callable[..., torch.Tensor]]:
-    """All ways to say it; those with an underscore overwrite their argument."""
+    """All forms of the call; those with an underscore overwrite their argument."""
     return {
         "allreduce": hvd.allreduce,
         "allreduce_": hvd.allreduce_,
@@ -33,7 +33,7 @@ def forms() -> dict[str, Callable[..., torch.Tensor]]:
 
 
 def expected(every: list[torch.Tensor], op: int, dtype: torch.dtype) -> torch.Tensor:
-    """In float64, from what every rank has."""
+    """Return the expected result in float64."""
     if op == hvd.Average:
         mean = sum(every) / len(every)
         assert isinstance(mean, torch.Tensor)
@@ -151,7 +151,7 @@ def test_parameters_can_be_reduced_in_place(rank, size):
 
 @everywhere()
 def test_many_small_tensors_give_the_bits_that_each_alone_gives(rank, size):
-    """1,024 at once, which travel fused, in an order of submission that differs between the ranks."""
+    """1,024 at once, which are fused, in an order of submission that differs between the ranks."""
     generator = torch.Generator().manual_seed(rank)
     tensors = [torch.randn(1 + n % 37, generator=generator) for n in range(1024)]
     order = torch.randperm(1024, generator=generator).tolist()

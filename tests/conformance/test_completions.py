@@ -1,4 +1,4 @@
-"""Collectives whose callers are called back, in place of waiting: in whatever order they end."""
+"""Collectives whose callers get a callback instead of waiting: in whatever order they end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Several:
         )  # of this thread; `start` may be called in another one
 
     def start(self, name: str, count: int, then: Callable[[], None] = lambda: None) -> None:
-        """``count``: of all that are started; when they have ended, `all_ended` is set."""
+        """``count``: number of started ones; when they have ended, `all_ended` is set."""
         handle = submission.start_allreduce(
             [torch.ones(2, device=self.device)], name, Op.SUM, soon=True
         )
@@ -50,7 +50,7 @@ class Several:
 
 @everywhere()
 def test_one_that_ends_late_holds_up_none_that_came_after_it(rank, size):
-    """The first of each rank waits for what the other ranks start when the second has ended."""
+    """The first one of each rank waits for a collective that the other ranks start when the second one has ended."""
     several = Several(size)
     first, last = ("a", "x") if rank == 0 else ("x", "a")
     several.start(first, 3)

@@ -1,4 +1,4 @@
-"""torch's default device and default dtype are the script's: nothing of ours depends on them."""
+"""torch's default device and default dtype belong to the script: our code does not depend on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not fit together raises HorovodInternalError on every rank, says who and what, and breaks nothing."""
+"""Mismatched calls raise HorovodInternalError on every rank, with ranks and calls, and the world stays usable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conformance.worlds import everywhere, raises, works
 
 
 def all_raise(size: int, call: Callable[[], Any], *texts: str) -> None:
-    """Twice, so that what was cached of the first time matters; then the world is in order."""
+    """Twice, so that the cache of the first time matters; then the world is checked."""
     for _ in range(2):
         with raises(
             hvd.HorovodInternalError, "[Mm]ismatched|differ|do not fit", r"[Rr]ank", *texts
@@ -123,7 +123,7 @@ def test_a_mismatch_leaves_tensors_in_place_as_they_were(rank, size):
 
 @everywhere()
 def test_a_mismatch_is_not_recovered_by_elastic_run(rank, size):
-    """It would come again for ever: `hvd.elastic.run` lets it through."""
+    """The error would repeat forever: `hvd.elastic.run` passes it on."""
     try:
         hvd.allreduce(torch.ones(2 + rank), name="wrong")
     except RuntimeError as error:
@@ -135,7 +135,7 @@ def test_a_mismatch_is_not_recovered_by_elastic_run(rank, size):
 
 @everywhere()
 def test_arguments_are_checked_before_anything_is_sent(rank, size):
-    """Only one rank is wrong, and it alone raises: the others notice nothing."""
+    """Only one rank is wrong, and it alone raises: the others are not affected."""
     if rank == 0:
         with raises(TypeError):
             hvd.allreduce([1.0, 2.0])  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def test_a_group_and_a_single_tensor_of_one_name_do_not_match(rank, size):
 
 @everywhere()
 def test_a_group_that_one_rank_makes_smaller_fails_as_a_whole(rank, size):
-    """No tensor of it is reduced in place: every rank is told, and all tensors are as they were."""
+    """None of its tensors is reduced in place: every rank gets an error, and all tensors are unchanged."""
     count = 2 if rank == 0 else 3
     tensors = [torch.full((2,), float(rank)) for _ in range(count)]
     with raises(hvd.HorovodInternalError, "rank"):

@@ -13,7 +13,7 @@ from harness.waiting import wait_until
 
 @everywhere()
 def test_a_rank_that_joined_contributes_zeros(rank, size):
-    """Rank r has r + 1 steps. An average divides by all ranks, whoever has data left."""
+    """Rank r has r + 1 steps. An average divides by the number of all ranks, also of those without data."""
     for turn in range(3):  # names are cached by then
         for step in range(rank + 1):
             there = [r for r in range(size) if r >= step]
@@ -29,7 +29,7 @@ def test_a_rank_that_joined_contributes_zeros(rank, size):
 
 @everywhere()
 def test_an_average_is_divided_to_the_last_bit_where_a_rank_has_joined(rank, size):
-    """As Horovod's own test of join wants it: times 1/3 is off by a bit for one in three of these."""
+    """As in Horovod's own test of join: multiplication by 1/3 is off by a bit for one in three of these."""
     for dtype in (torch.float32, torch.float64):
         numbers = torch.arange(-100, 100, dtype=dtype)
         if rank != 0:
@@ -107,7 +107,7 @@ def test_the_others_can_not_gather_or_broadcast_once_one_has_joined(rank, size):
             with raises(hvd.HorovodInternalError, "join"):
                 call()
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="go on").item() == size - 1
-        # In rank order, so that it is known who is last.
+        # In rank order, so that the last rank is known.
         for r in range(1, rank):
             hvd.allreduce(torch.ones(1), op=hvd.Sum, name=f"wait for {r}")
         assert hvd.join() == size - 1
@@ -116,7 +116,7 @@ def test_the_others_can_not_gather_or_broadcast_once_one_has_joined(rank, size):
 
 @everywhere()
 def test_a_mismatch_among_those_that_are_left(rank, size):
-    """Where only one is left there is nobody to differ from."""
+    """With a single remaining rank there is nothing to differ from."""
     if rank == 0 or size == 2:
         hvd.join()
     else:
@@ -151,7 +151,7 @@ def test_uneven_batches_in_training(rank, size):
 
 @everywhere()
 def test_a_barrier_holds_everyone_until_the_last_has_come(rank, size):
-    """By one clock, that of the machine; each rank is late once."""
+    """By the machine's clock; each rank is late once."""
     for late in range(size):
         if rank == late:
             time.sleep(0.05)
@@ -200,7 +200,7 @@ def test_handles_can_be_synchronized_in_any_order(rank, size):
 
 @everywhere()
 def test_what_is_in_flight_may_be_changed_only_after_synchronize_but_may_be_dropped(rank, size):
-    """The caller lets go of its tensor: the collective keeps it."""
+    """The caller releases its tensor: the collective keeps it."""
     handles = [
         hvd.allreduce_async_(torch.full((1000,), float(n)), op=hvd.Sum, name=f"dropped {n}")
         for n in range(50)

@@ -1,4 +1,4 @@
-"""init, shutdown and the queries; a hundred of them in one process leave nothing behind."""
+"""init, shutdown and the queries; a hundred of them in one process leave no resources behind."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_init_again_changes_nothing(rank, size):
 
 
 def in_a_fork(body: Callable[[], Any]) -> Any:
-    """What it returns in a forked child, which goes through JSON; or the error that it raises."""
+    """Return the result in a forked child as JSON; or the error that it raises."""
     heard, said = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""allgather, broadcast, alltoall and reducescatter: rows that move, ragged or not, of every dtype; their gradients."""
+"""allgather, broadcast, alltoall and reducescatter: ragged or even, of every dtype; their gradients."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_alltoall_in_which_some_send_or_receive_nothing(rank, size):
     nothing = torch.zeros(size, dtype=torch.int32)
     output, received = hvd.alltoall(torch.ones(0, 2), nothing)
     assert output.shape == (0, 2) and received.tolist() == [0] * size
-    # Everything goes to rank 0.
+    # All data goes to rank 0.
     splits = torch.tensor([rank + 1] + [0] * (size - 1), dtype=torch.int32)
     output, received = hvd.alltoall(torch.full((rank + 1,), float(rank)), splits)
     if rank == 0:

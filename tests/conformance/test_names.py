@@ -1,4 +1,4 @@
-"""Collectives match by name, in whatever order the ranks submit them; what does not fit raises on every rank."""
+"""Collectives match by name, in any order of submission; mismatches raise on every rank."""
 
 import random
 
@@ -74,7 +74,7 @@ def test_names_belong_to_an_operation(rank, size):
 
 @everywhere()
 def test_a_name_in_flight_can_not_be_submitted_again(rank, size):
-    """The second call raises; the first goes on, and the name is free once it was synchronized."""
+    """The second call raises; the first one continues, and the name is free once it was synchronized."""
     calls = {
         "allreduce": lambda: hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="twice"),
         "allgather": lambda: hvd.allgather_async(torch.ones(2), name="twice"),
@@ -87,7 +87,8 @@ def test_a_name_in_flight_can_not_be_submitted_again(rank, size):
             if rank == who:
                 first = call()
                 with raises(ValueError, "twice"):
-                    call()  # the others have not come yet, so that it is in flight for certain
+                    # the other ranks have not arrived yet, so that it is certainly in flight
+                    call()
             hvd.barrier()
             if rank != who:
                 first = call()
@@ -97,7 +98,7 @@ def test_a_name_in_flight_can_not_be_submitted_again(rank, size):
 
 @everywhere()
 def test_a_duplicate_before_the_other_ranks_have_arrived(rank, size):
-    """Rank 0 is alone with its name when it submits it again; the others come afterwards."""
+    """Rank 0 is alone with its name when it submits it again; the others arrive later."""
     handle = None
     if rank == 0:
         handle = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="early")
@@ -126,7 +127,7 @@ def test_collectives_without_a_name_match_in_their_own_order(rank, size):
 
 @everywhere()
 def test_a_shape_that_changes_under_one_name(rank, size):
-    """On all ranks alike, so nothing is wrong: what was cached of the name is forgotten."""
+    """On all ranks alike, which is valid: the cache entry of the name is dropped."""
     for shape in ((2,), (2,), (3, 1), (2,), (), (2,)):
         result = hvd.allreduce(torch.ones(shape), op=hvd.Sum, name="changing")
         assert result.shape == shape and (result == size).all()

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: trains as one process with the whole batch would; Horovod's methods, warnings and errors."""
+"""DistributedOptimizer: trains like one process with the whole batch; Horovod's methods, warnings and errors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_it_trains_as_one_process_with_the_whole_batch(rank, size):
         "listed groups",
         groups=lambda m: [list(m[0].parameters()), list(m[2].parameters())],
     )
-    if DEVICE == "cpu":  # made-up GPUs have no sparse tensors
+    if DEVICE == "cpu":  # fake GPUs have no sparse tensors
         compare(rank, size, "sparse", sparse=True)
         compare(rank, size, "sparse as dense", sparse=True, sparse_as_dense=True)
 
@@ -197,7 +197,7 @@ def test_zero_grad_between_backward_and_step(rank, size):
 
 @everywhere()
 def test_a_parameter_that_only_some_ranks_use(rank, size):
-    """The others send zeros for it, so that nobody waits; which rank it is changes with each step."""
+    """The others send zeros for it, so that no rank waits; the rank changes with each step."""
     torch.manual_seed(0)
     layers: Any = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(3)])
     optimizer = wrapped(layers, sgd(layers, lr=1.0))
@@ -272,7 +272,7 @@ def test_two_optimizers_and_two_models_at_once(rank, size):
 
 @everywhere()
 def test_gradients_and_named_collectives_at_once(rank, size):
-    """A metric is under way while the gradients travel."""
+    """A metric is in progress during the reduction of gradients."""
     model = build()
     optimizer = wrapped(model)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Process sets: some ranks run collectives among themselves, in sets that may overlap; the others can't."""
+"""Process sets: some ranks run collectives among themselves, in sets that may overlap; the other ranks can't."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conformance.worlds import everywhere, raises, works
 
 @contextmanager
 def added(*sets: list[int]) -> Iterator[Any]:
-    """Registered for the length of the block, on all ranks."""
+    """Register sets during the block, on all ranks."""
     made = [hvd.add_process_set(ranks) for ranks in sets]
     yield made[0] if len(made) == 1 else made
     for each in made:
@@ -221,7 +221,7 @@ def test_gradients_within_a_set(rank, size):
 
 @everywhere(4)
 def test_an_optimizer_within_a_set(rank, size):
-    """Two models at once, each trained by two ranks of its own."""
+    """Two models at once, each trained by two separate ranks."""
     with added([0, 2], [1, 3]) as pairs:
         own = pairs[rank % 2]
         torch.manual_seed(rank % 2)

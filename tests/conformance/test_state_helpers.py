@@ -1,4 +1,4 @@
-"""broadcast_parameters, broadcast_optimizer_state, and objects: all ranks end with what one had, exactly."""
+"""broadcast_parameters, broadcast_optimizer_state, and objects: all ranks end with exactly the state of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conformance.worlds import everywhere, raises, works
 
 
 def same_everywhere(value: Any) -> bool:
-    """Compared by what it prints, which shows every digit that a float32 has."""
+    """Compared by repr, which shows every digit of a float32."""
     torch.set_printoptions(precision=9, threshold=10_000)
     texts = hvd.allgather_object(re.sub("cuda:[0-9]+", "its own GPU", repr(value)))
     return len(set(texts)) == 1

@@ -1,4 +1,4 @@
-"""SyncBatchNorm: as batch normalisation over the batches of all ranks put together, uneven ones too."""
+"""SyncBatchNorm: as batch normalization over the batches of all ranks together, uneven ones too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conformance.worlds import everywhere, works
 
 
 def inputs(size: int, shape: tuple[int, ...], *, uneven: bool) -> list[torch.Tensor]:
-    """Of every rank, in float64."""
+    """Return the expected values of every rank in float64."""
     generator = torch.Generator().manual_seed(3)
     return [
         torch.randn(2 + r * uneven, *shape, generator=generator, dtype=torch.float64) * (r + 1) + r

@@ -23,8 +23,8 @@ from harness.ranks import Ranks, store_to_be
 SIZES = (pytest.param(2, marks=pytest.mark.nightly), 3, 4)
 # cuda: needs as many GPUs as the largest world has ranks.
 DEVICE = os.environ.get("CONFORMANCE_DEVICE", "cpu")
-TEST_S = 20.0  # a test that takes longer waits for something that will not come
-FORM_S = 60.0  # with the imports that come first
+TEST_S = 20.0  # a longer test waits for something that will not happen
+FORM_S = 60.0  # including the imports
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -33,7 +33,7 @@ Body = Callable[[int, int], Any]
 
 
 class World:
-    """``run(body)`` calls it on every rank. A test that fails costs the world; the next one gets a new one."""
+    """``run(body)`` calls it on every rank. A failing test ends the world; the next test gets a new one."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -42,7 +42,7 @@ class World:
     def run(
         self, body: Callable[..., Any], *arguments: Any, timeout_s: float = TEST_S
     ) -> list[Any]:
-        """What every rank returned. Raises AssertionError with the tracebacks of those that raised."""
+        """Return the results of all ranks. Raises AssertionError with the tracebacks of those that raised."""
         ranks = self._started()
         try:
             ranks.start(body, *arguments)
@@ -96,7 +96,7 @@ def shared_worlds(folder: Path) -> tuple[Any, Callable[..., None]]:
 
 
 def form(world: World) -> None:
-    """Every rank enters a new world, as after ``hvd.init()``."""
+    """Enter a new world on every rank, as after ``hvd.init()``."""
     world.run(_enter, store_to_be(), timeout_s=FORM_S)
 
 
@@ -104,7 +104,7 @@ def _enter(rank: int, size: int, address: Any) -> None:
     from elastic.runtime import lifecycle
     from harness.scripts import light  # noqa: F401
 
-    if DEVICE == "cuda":  # what tests make without saying where lies on the rank's own GPU
+    if DEVICE == "cuda":  # tensors without an explicit device are on the rank's own GPU
         torch.cuda.set_device(rank)
         torch.set_default_device("cuda")
     lifecycle.init_static(rank, size, address)
@@ -116,7 +116,7 @@ def _failed(result: Any) -> bool:
 
 
 def everywhere(*sizes: int) -> Callable[[Body], Callable[[World], None]]:
-    """A test that runs in worlds of these sizes; of 3 and 4 without any, and at night of 2."""
+    """Decorate a test that runs in worlds of these sizes; by default of 3 and 4, and at night of 2."""
 
     def decorate(body: Body) -> Callable[[World], None]:
         @pytest.mark.parametrize("world", sizes or SIZES, indirect=True, ids="{}-ranks".format)
@@ -137,7 +137,7 @@ def everywhere(*sizes: int) -> Callable[[Body], Callable[[World], None]]:
 def raises(
     kind: type[BaseException] | tuple[type[BaseException], ...], *texts: str
 ) -> Iterator[None]:
-    """The block raises it, with every text (a regular expression) in its message."""
+    """Expect the block to raise it, with every text (a regular expression) in its message."""
     with pytest.raises(kind) as caught:
         yield
     for text in texts:
@@ -145,11 +145,11 @@ def raises(
 
 
 def works(size: int) -> None:
-    """The world is in order: collectives with and without names give what they should."""
+    """Check that collectives with and without names have the right results."""
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [size, size]
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="still works").tolist() == [size, size]
 
 
 def each(size: int, make: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-    """What every rank has, so that a rank can work out the result by itself."""
+    """Return the inputs of all ranks, so that a rank can compute the result itself."""
     return [make(rank) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""The command line: what can be known to be wrong is said in one sentence, before anything is started."""
+"""The command line: known errors are reported in one sentence, before anything is started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OFTEN = ["--mean-time-between-faults", "1"]
 
 
 def refused(capsys, *words: str) -> str:
-    """The sentence with which a command is refused."""
+    """Return the sentence with which a command is refused."""
     assert main(list(words)) == 2
     said: str = capsys.readouterr().err.strip()
     assert "\n" not in said

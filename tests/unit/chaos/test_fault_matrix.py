@@ -1,4 +1,4 @@
-"""The fault matrix as a plan: every cell is possible or says why not, ends in one way, and some cover all pairs."""
+"""The fault matrix as a plan: every cell is possible or has a reason, ends in one way, and some cover all pairs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_impossible_cell_has_a_reason(cell):
     recorded("messages", faults.impossible(cell))
 
 
-# ---- how a cell ends -----------------------------------------------------------------------------
+# ---- ends of cells -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_worker_leaves_while_all_hold():
 
 
 def test_several_victims_of_a_change_are_hit_where_all_stop():
-    """One may hold a check before the others, who wait for it in their next step: they would never meet."""
+    """One victim may hold a check before the others, which wait for it in their next step: a deadlock."""
     assert asked(faults.ALL_BUT_ONE, faults.KILL, faults.CHANGE) == [
         "stop kill worker=h:0#1,h:1#1,h:2#1 victims=3 id=x",
         "forward term worker=h:3#1 id=x-before",
@@ -173,7 +173,7 @@ def test_victims_of_an_outside_fault_wait_for_it():
     assert asked(faults.LAST, faults.DROP, faults.STEP)[0].startswith("optimizer-step wait=/go")
 
 
-# ---- few that cover much -------------------------------------------------------------------------
+# ---- covering sets -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_workers_with_shared_memory_get_no_connection_faults():
         assert shuts_connections(cell) is by_rule, cell
 
 
-# ---- what is asked for ---------------------------------------------------------------------------
+# ---- selections ----------------------------------------------------------------------------------
 
 
 def chosen_by(*words: str) -> list[Cell]:
@@ -232,7 +232,7 @@ def test_cells_that_do_not_exist_are_refused(text):
         chosen_by("--only", text)
 
 
-# ---- what the journal tells ----------------------------------------------------------------------
+# ---- facts from the journal ----------------------------------------------------------------------
 
 
 def world(generation: int, *slots: int) -> dict:

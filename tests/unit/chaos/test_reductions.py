@@ -1,4 +1,4 @@
-"""What `reductions` draws, what must come out of it, and what it holds to be a finding."""
+"""`reductions`: random rounds, expected results, and findings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def call(kind: Kind = Kind.REDUCE, **others) -> Call:
     return replace(made, **others)
 
 
-# ---- what is drawn ------------------------------------------------------------------------------------------------
+# ---- random rounds ------------------------------------------------------------------------------------------------
 
 
 def test_a_seed_draws_the_same_rounds_again():
@@ -65,12 +65,12 @@ def test_everything_is_drawn_that_can_be():
     assert min(each.elements for each in calls) == 1
     assert all(0 < each <= MOST_BYTES for each in sizes)
     assert max(sizes) > MOST_BYTES // 2
-    assert sum(size % (64 << 10) == 0 for size in sizes) > 20  # where a chunk ends
+    assert sum(size % (64 << 10) == 0 for size in sizes) > 20  # at the end of a chunk
     inside = Counter("all" if all(c.inside) else "some" if any(c.inside) else "none" for c in calls)
     assert min(inside[each] for each in ("all", "some", "none")) > len(calls) / 20
 
 
-# ---- what must come out ---------------------------------------------------------------------------------------------
+# ---- expected results -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_results_are_compared_bit_by_bit():
     assert not same(torch.tensor([1]), torch.tensor([2]))
 
 
-# ---- what is a finding ----------------------------------------------------------------------------------------------
+# ---- findings -------------------------------------------------------------------------------------------------------
 
 
 def found(done: Round, *told: Told) -> list[str]:

@@ -1,4 +1,4 @@
-"""What grows is told from what breathes."""
+"""Growth is distinguished from variation."""
 
 from __future__ import annotations
 

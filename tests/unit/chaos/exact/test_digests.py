@@ -1,4 +1,4 @@
-"""Which step and tensor is said to differ first."""
+"""The first differing step and tensor of two runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_tensor_that_one_run_lacks_differs():
 
 
 def with_gradients(worker: Worker, odd: int, **gradients: int) -> WorkerDigested:
-    """After step 1. ``s3_a``: of shard 3 and the parameter a."""
+    """Digests after step 1. ``s3_a``: of shard 3 and the parameter a."""
     named = {key.removeprefix("s").replace("_", " "): value for key, value in gradients.items()}
     commit = Commit(1, 2)
     return WorkerDigested(worker, 1, commit, 9, step=2, tensors={"model.a": odd}, gradients=named)
@@ -80,7 +80,7 @@ def test_where_shards_agree_it_is_their_sum():
 
 
 def test_of_steps_without_a_commit_none_is_accused():
-    """What the last of them has computed follows from what one before it may have spoilt."""
+    """The values of the last one follow from a possibly corrupt earlier one."""
     undisturbed: list[Event] = [told(4, a=1), replace(with_gradients(FIRST, 1, s0_a=2), step=8)]
     other: list[Event] = [told(4, a=1), replace(with_gradients(FIRST, 5, s0_a=3), step=8)]
     found = compared(undisturbed, other)

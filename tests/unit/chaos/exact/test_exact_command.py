@@ -1,4 +1,4 @@
-"""`python -m elastic.chaos exact`: what ends it before the job is run under faults."""
+"""`python -m elastic.chaos exact`: errors before the job is run under faults."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_commits_of_other_steps_are_not_equal(runs, capsys):
 
 @pytest.mark.parametrize("last", [1, 3])
 def test_a_run_that_ends_by_itself_after_another_step_differs(runs, capsys, last):
-    """Equal as far as both went: an epoch's rest was lost or done twice after a restore."""
+    """Equal as far as both went: the rest of an epoch was lost or repeated after a restore."""
     runs(
         [told(0, step, step) for step in (1, 2)],
         then=[told(0, step, step) for step in range(1, last + 1)],

@@ -1,4 +1,4 @@
-"""Following a journal: who trains under which process id, how many commits there were; line by line, as it grows."""
+"""Reading of a growing journal: members, process ids, number of commits; line by line."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_world_and_its_process_ids_as_they_change(tmp_path):
     written = Written(tmp_path)
     assert written.follower.look() == Story()  # there is no file yet
     written.begin()
-    assert written.follower.look() == Story()  # the settings tell nothing
+    assert written.follower.look() == Story()  # the settings have no facts
     written.happens(WorkerConnected(B, 102))
     written.happens(WorkerConnected(A, 101))
     story = written.happens(TimePassed(), world(1, A, B))
@@ -71,7 +71,7 @@ def test_the_world_and_its_process_ids_as_they_change(tmp_path):
     assert story.present() == [B]
     assert A not in story.pids
     written.happens(WorkerConnected(A.next(), 103))
-    assert story.present() == [B]  # it is there, but in no world
+    assert story.present() == [B]  # it is connected, but in no world
     story = written.happens(TimePassed(), world(2, B, A.next()))
     assert story.present() == [B, A.next()]
     assert story.arrived() == [B, A.next()]
@@ -98,14 +98,15 @@ def test_a_commit_counts_once_for_all_its_reports(tmp_path):
     assert commits(B, 2, 1) == 1
     assert commits(B, 2, 2) == 2
     assert commits(A, 2, 2) == 2
-    assert commits(A, 3, 0) == 2  # what a world began with, nobody has committed in it
+    assert commits(A, 3, 0) == 2  # the initial state of a world is no commit
     assert commits(A, 3, 1) == 3
 
 
 def test_a_state_without_counted_steps_is_known_from_its_first_commit(tmp_path):
     written = Written(tmp_path)
     written.begin()
-    assert not written.happens(WorkerDigested(A, 1, Commit(1, 0), 1)).no_steps  # as a world begins
+    # the initial state of a world
+    assert not written.happens(WorkerDigested(A, 1, Commit(1, 0), 1)).no_steps
     assert not written.happens(WorkerDigested(A, 1, Commit(1, 1), 1, step=1)).no_steps
     assert written.happens(WorkerDigested(B, 1, Commit(1, 1), 1)).no_steps
 

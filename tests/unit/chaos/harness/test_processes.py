@@ -1,4 +1,4 @@
-"""Processes that end while they are looked for."""
+"""Processes that end during the search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.chaos.harness.processes import in_session, marked
 def test_one_that_became_a_zombie_meanwhile_does_not_count(monkeypatch):
     process = create_autospec(psutil.Process, instance=True)
     process.pid = 1
-    # As psutil tells it, where it was alive when it was asked for the first of these.
+    # As psutil reports it if it was alive at the first query.
     process.info = {"cmdline": None, "environ": {"A": "b"}, "status": psutil.STATUS_SLEEPING}
     monkeypatch.setattr(psutil, "process_iter", lambda attributes: iter([process]))
     monkeypatch.setattr("os.getsid", lambda pid: 1)

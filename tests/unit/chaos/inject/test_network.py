@@ -1,4 +1,4 @@
-"""Whose sockets are whose, and what is to be dropped."""
+"""Sockets of processes, and the packets to drop."""
 
 import os
 import socket

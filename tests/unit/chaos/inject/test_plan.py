@@ -1,4 +1,4 @@
-"""What goes wrong, when and to whom: read from a plan, or drawn from a seed. Mistakes name their line."""
+"""Faults, their times and victims: read from a plan, or drawn from a seed. Errors name their line."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_mistake_is_one_sentence_with_its_line(text):
     recorded("messages", refusal_of(read_plan, text, "plan.toml"))
 
 
-# ---- by chance -----------------------------------------------------------------------------------
+# ---- random faults -------------------------------------------------------------------------------
 
 
 def first(chance: Chance, count: int) -> list[Fault]:
@@ -161,7 +161,7 @@ def test_a_plan_without_a_seed_gets_one_and_otherwise_keeps_its_own():
     assert Plan(chance=Chance(1.0, seed=3)).seeded(9).chance == Chance(1.0, seed=3)
 
 
-# ---- when ----------------------------------------------------------------------------------------
+# ---- times ---------------------------------------------------------------------------------------
 
 
 def test_each_fault_is_due_once_when_its_moment_has_come():
@@ -206,7 +206,7 @@ def test_of_the_drawn_ones_that_are_overdue_only_some_are_given_out_at_once():
         assert len(schedule.due(since_s=1e6, commits=0, generation=1)) == DRAWN_PER_LOOK
 
 
-# ---- whom ----------------------------------------------------------------------------------------
+# ---- victims -------------------------------------------------------------------------------------
 
 
 def chosen(victim: str, members=(A, B, C), arrived=(B, A, C), **rest) -> list[Worker]:
@@ -242,7 +242,7 @@ def test_random_faults_spare_one_worker_with_the_state():
     assert chosen("random", drawn=True, members=(A, B), suffering=(A,)) == []
     assert chosen("random", drawn=True, suffering=(A, B)) == []
     assert chosen("random", drawn=True, members=(A, B), spare=["gpu1:0"]) == [B]
-    assert chosen("random", members=(A,)) == [A]  # a plan that asks for it gets it
+    assert chosen("random", members=(A,)) == [A]  # a plan with such a fault gets it
 
 
 def test_chance_slows_down_even_the_last_one():

@@ -1,4 +1,4 @@
-"""The report of a job that never was: a journal of a few lines, and the faults that were done to it."""
+"""The report of a fictitious job: a journal of a few lines, and its faults."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_goodput_counts_the_time_whose_work_was_kept():
     told.ends(120.0)
     goodput = told.report().goodput
     assert goodput.total_s == pytest.approx(20.0)
-    assert goodput.training_s == pytest.approx(9.5 + 9.94)  # 0.5 s of work was done again
+    assert goodput.training_s == pytest.approx(9.5 + 9.94)  # 0.5 s of work was repeated
     assert goodput.full_s == pytest.approx(9.5)
     assert goodput.worker_s == pytest.approx(3 * 9.5 + 2 * 9.94)
     assert goodput.worker_share == pytest.approx((3 * 9.5 + 2 * 9.94) / 60)
@@ -164,7 +164,7 @@ def test_the_commit_of_a_ready_worker_counts():
     told.commit(109.5, 2, 1, A, B)
     told.lost(110.0, C, 2, A, B)
     told.event(110.05, WorkerReady(A, 2, Commit(2, 1), STORE))
-    told.world(110.1, 3, A, B)  # from the very beginning
+    told.world(110.1, 3, A, B)  # from the beginning
     told.ends(111.0)
     assert told.report().steps.lost == 1
 
@@ -250,7 +250,7 @@ def test_a_freeze_without_fencing_is_a_stall_and_no_training():
 
 
 def test_a_long_gap_without_a_fault_is_attributed_to_the_script():
-    """A validation, for example."""
+    """For example, a validation."""
     told = Told()
     for number in range(1, 40):
         told.commit(100.0 + 0.1 * number, 2, number, A, B, C)

@@ -1,4 +1,4 @@
-"""A stopped process goes on when whoever stopped it is gone."""
+"""A stopped process is continued when the process that stopped it is gone."""
 
 import os
 import select
@@ -23,7 +23,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture
 def echo():
-    """Answers as soon as it runs."""
+    """Answer as soon as it runs."""
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     yield process
     process.kill()

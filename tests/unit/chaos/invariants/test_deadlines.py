@@ -1,4 +1,4 @@
-"""Every wait ends: conversations in which one does, and in which one does not."""
+"""Every wait must end: conversations in which it does, and in which it does not."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_lost_host_is_gone_unless_all_members_are_there():
 
 
 def test_a_host_is_awaited_for_a_member_that_is_being_killed_too():
-    """Its exit was not seen yet, and nobody else is left: a newcomer there is lost no more than it is."""
+    """Its exit was not noticed yet, and no other worker is left: a newcomer there is not more lost than it is."""
     told = Told(np=2, workers_min=1).line(hosts(h=2), started("h:0"), started("h:1"))
     told.lines_of(connected("h:0"), connected("h:1"), ready("h:0", 0, running=False))
     told.line(ready("h:1", 0, running=False), world(1, "h:0", "h:1"))

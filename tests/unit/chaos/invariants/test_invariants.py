@@ -1,4 +1,4 @@
-"""Each invariant: a short conversation that keeps it, and one that breaks it. Nobody decides here."""
+"""Each invariant: a short conversation that satisfies it, and one that breaks it, without decisions."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_no_commit_is_from_an_older_world():
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
     told.line(TimePassed(), KillWorker(worker("h:0"), in_words("it is late")))
     told.line(ready("h:1", 2, (2, 5)), world(3, "h:1", holders=1, commit=(2, 5)))
-    told.line(digested("h:0", (2, 7)))  # it is being killed: nobody listens
+    told.line(digested("h:0", (2, 7)))  # it is being killed: its messages are ignored
 
     told = started_late()
     told.line(digested("h:2", (1, 0)))
@@ -172,7 +172,7 @@ def test_the_commits_of_one_worker_do_not_go_back():
 
 def test_messages_of_a_lost_connection_may_be_overtaken_but_no_others():
     told = gathering().lines_of(digested("h:1", (2, 5)), disconnected("h:1"))
-    told.line(digested("h:1", (2, 3)))  # it was under way
+    told.line(digested("h:1", (2, 3)))  # it was in progress
     told.line(WorkerReconnected(worker("h:1"), 2, True)).line(digested("h:1", (2, 4)))
     told.line(ready("h:0", 2, (2, 5)), world(3, "h:0", "h:1", holders=2, commit=(2, 5)))
     told.lines_of(digested("h:1", (3, 2)), digested("h:1", (3, 3)))
@@ -200,7 +200,7 @@ def test_training_does_not_restart_without_a_report():
 
 
 def told_to_stop(check: int) -> Told:
-    """They have passed 4, 5 and 4 checks."""
+    """They have passed 4, 5 and 4 safepoints."""
     everybody = [worker("h:0"), worker("h:1"), worker("h:2")]
     told = training()
     told.line(leaving("h:2"), PrepareChange(2, 1, everybody, in_words("h:2 leaves")))
@@ -248,7 +248,7 @@ def test_a_world_begins_with_the_bits_that_were_committed():
     recorded("log", said)
 
 
-# ---- sizes, words, ranks -------------------------------------------------------------------------------------------
+# ---- sizes, messages, ranks ----------------------------------------------------------------------------------------
 
 
 def test_a_world_may_be_too_large_only_while_a_worker_leaves():
@@ -271,7 +271,7 @@ def test_no_more_are_started_than_the_largest_world_and_the_standbys():
 
 
 def test_a_worker_started_in_place_of_an_ended_one_counts():
-    """Only those that were there when it announced its end do not: they leave, and others take their places."""
+    """Only those present at its notice do not: they leave, and others take their places."""
     told = Told(np=1, workers_min=1).line(hosts(h=2, g=2), started("h:0"))
     told.line(HostLeaving("h", Notice("it goes", 5.0)), started("g:0"))
     said = told.breaks("SIZE", TimePassed(), started("h:1"), after=6.0)
@@ -314,7 +314,7 @@ def test_a_worker_reports_only_worlds_that_it_was_in():
 
 
 def test_after_it_spoke_of_a_world_nothing_is_from_before_it_had_any():
-    """Words of one connection come in their order, though those of a lost one may come late."""
+    """Messages of one connection are in order, but those of a lost one may be late."""
     told = training().lines_of(disconnected("h:1"))
     told.line(WorkerReconnected(worker("h:1"), 2, True))
     said = told.breaks("NO MIXING", ready("h:1", 0))
@@ -427,7 +427,7 @@ def test_success_is_what_returned():
     recorded("log", said)
 
     told = training().lines_of(returned("h:0", 2))
-    told.line(TimePassed(), released("h:0"), after=55.0)  # it has waited for the others long enough
+    told.line(TimePassed(), released("h:0"), after=55.0)  # it has waited long enough for the others
     said = told.breaks("THE END", TimePassed(), EndJob(0, returned_from(2, members=1)))
     recorded("log", said)
 
@@ -469,7 +469,7 @@ def test_the_code_of_a_failure_is_that_of_the_exit():
 
 
 def outside_elastic_run() -> Told:
-    """Two programs that have called init(), and train by themselves."""
+    """Two programs that have called init(), and train independently."""
     told = Told(np=2).line(hosts(h=2), started("h:0"), started("h:1"))
     told.lines_of(connected("h:0"), connected("h:1"), ready("h:0", 0, running=False))
     return told.line(ready("h:1", 0, running=False), world(1, "h:0", "h:1"))

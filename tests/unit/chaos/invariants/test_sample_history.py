@@ -1,4 +1,4 @@
-"""Each sample of the committed history counts once: reports as workers make them, and what is said about them."""
+"""Each sample of the committed history counts once: reports of workers, and the findings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_each_sample_of_the_committed_history_counts_once():
         digested("h:0", (2, 1), samples=[0, 3]),
         digested("h:1", (2, 1), samples=[1, 4]),
         digested("h:2", (2, 1), samples=[2, 5]),
-        digested("h:2", (2, 2), samples=[8]),  # undone: nobody goes on from it
+        digested("h:2", (2, 2), samples=[8]),  # undone: no worker continues from it
     )
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
     told.line(ready("h:1", 2, (2, 1)))

@@ -1,4 +1,4 @@
-"""Compression: what travels, and what comes back."""
+"""Compression: the sent tensor, and the result."""
 
 import pytest
 import torch

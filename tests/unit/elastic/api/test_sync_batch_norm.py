@@ -1,4 +1,4 @@
-"""SyncBatchNorm in one process: where it is torch's layer, what it refuses, and what it sends."""
+"""SyncBatchNorm in one process: when it is torch's layer, what it refuses, and what it sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adasum among threads: against its formula, taken recursively over whole vectors in float64."""
+"""Adasum among threads: compared with its formula, computed recursively over whole vectors in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 
 
 def reduced(per_rank: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """What every rank's tensors become."""
+    """Return the result on every rank."""
     groups = fake.world(len(per_rank))
 
     def on_rank(rank: int) -> list[torch.Tensor]:
@@ -111,7 +111,7 @@ def test_a_number_of_ranks_that_is_no_power_of_two_is_refused(size):
 
 def test_nothing_is_sent_before_size_and_dtypes_are_checked():
     class Silent(LocalCollectives):
-        size = 3  # and every call of a LocalCollectives would return at once
+        size = 3  # and every call of a LocalCollectives returns at once
 
     tensor = torch.ones(3)
     with raises(ValueError):

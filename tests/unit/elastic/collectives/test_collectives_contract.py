@@ -1,4 +1,4 @@
-"""The seam's contract on the implementations that need no network; Gloo's turn is in integration/test_gloo.py."""
+"""The contract on implementations that need no network; Gloo is in integration/test_gloo.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.ranks import store_to_be
 
 
 class TestFake(CollectivesContract):
-    longest = 10_000  # nothing is cut into pieces
+    longest = 10_000  # nothing is divided into pieces
 
     def make(self) -> list[Collectives]:
         return list(fake.world(3))

@@ -1,4 +1,4 @@
-"""What the ranks' parts come to on a rank that has them all."""
+"""Result of the ranks' parts on a rank that has them all."""
 
 import math
 
@@ -10,7 +10,7 @@ from elastic.collectives.interface import Op
 
 
 def test_parts_are_added_up_in_the_order_of_the_ranks():
-    """So the bits are the same on every machine, whatever its vectors are."""
+    """The bits are the same on every machine, for any vector width."""
     parts = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])
     assert dtypes_and_ops.total(parts, Op.SUM).tolist() == [1.0]
 

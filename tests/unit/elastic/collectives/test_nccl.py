@@ -1,4 +1,4 @@
-"""How waiting on NCCL ends, with a backend that is told what to report; no CUDA is needed for that."""
+"""The end of a wait on NCCL, with a simulated backend, without CUDA."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from harness.golden import raises, recorded
 
 
 class Kernel:
-    """A collective on the stream: completes, fails or hangs on command. ``work`` is what torch hands out for it."""
+    """A collective on the stream: completes, fails or hangs on command. ``work`` is torch's object for it."""
 
     def __init__(self) -> None:
         self.completed = False
@@ -47,7 +47,7 @@ class Kernel:
 
 
 class Backend:
-    """Hands out one kernel; an abort completes it, as NCCL's does, without an error."""
+    """Returns one kernel; an abort completes it without an error, as in NCCL."""
 
     def __init__(self) -> None:
         self.kernel = Kernel()
@@ -70,10 +70,10 @@ EVENT = torch.cuda.Event
 
 
 class MadeUpEvent:
-    """Says whether the GPU has come to where it was recorded, as it is told."""
+    """Simulated event: whether the GPU has reached it is given."""
 
     made: ClassVar[list[Any]] = []
-    ended: ClassVar[list[bool]] = []  # what is answered next; then True
+    ended: ClassVar[list[bool]] = []  # next answers; then True
 
     def __new__(cls) -> Any:
         event = create_autospec(EVENT, instance=True)
@@ -89,7 +89,7 @@ class MadeUpEvent:
 
 @pytest.fixture(autouse=True)
 def devices(monkeypatch) -> list[torch.device]:
-    """The devices that threads have turned to, in order; without CUDA torch's own guard can't be used."""
+    """Devices that threads have selected, in order; without CUDA torch's own guard can't be used."""
     turned: list[torch.device] = []
 
     @contextlib.contextmanager
@@ -119,7 +119,7 @@ def nccl(monkeypatch) -> SimpleNamespace:
 
 
 def test_a_collective_is_queried_on_its_own_gpu_from_any_thread(nccl, devices):
-    """CUDA would begin to use GPU 0 there, which costs hundreds of megabytes of it."""
+    """CUDA would initialize GPU 0 there, which costs hundreds of megabytes of it."""
     work = nccl.group.allreduce(torch.ones(3), Op.SUM)
     nccl.kernel.work.is_completed.side_effect = lambda: devices[-1:] == [nccl.group._device]
     assert work.done()
@@ -127,7 +127,7 @@ def test_a_collective_is_queried_on_its_own_gpu_from_any_thread(nccl, devices):
 
 
 def test_a_collective_that_torch_gave_up_has_not_ended_before_its_kernel(nccl):
-    """Once NCCL has noticed an error, torch takes all of a communicator's collectives for completed."""
+    """Once NCCL has noticed an error, torch regards all of a communicator's collectives as complete."""
     nccl.group.allreduce(torch.ones(3), Op.SUM)
     nccl.kernel.completed = True
     MadeUpEvent.ended[:] = [False, False]
@@ -162,7 +162,7 @@ def test_an_abort_wakes_waiters_and_runs_in_a_separate_thread(nccl):
     aborter = threading.Thread(target=nccl.group.abort)
     aborter.start()
     with pytest.raises(CollectiveFailed, match="aborted"):
-        work.wait()  # although the kernel has ended as if all were well
+        work.wait()  # although the kernel has ended normally
     aborter.join()
     assert nccl.group.drain(5.0)
     nccl.group.abort()
@@ -224,7 +224,7 @@ def test_what_nccl_cannot_reduce_is_refused(nccl):
 
 
 class Building:
-    """A torch with NCCL, whose group is made as slowly as a test wants it."""
+    """A torch with NCCL, whose group is created as slowly as a test wants."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.backend = Backend()
@@ -296,7 +296,7 @@ def test_making_a_group_leaves_the_environment_alone(monkeypatch):
 
 
 def test_a_collective_in_a_cuda_graph_is_refused_with_a_sentence(nccl, monkeypatch):
-    """Replayed, it would go by everything that tells whether a step was whole."""
+    """A replay would bypass everything that detects incomplete steps."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with raises(Invalid):
         nccl.group.allreduce(torch.ones(3), Op.SUM)
@@ -304,7 +304,7 @@ def test_a_collective_in_a_cuda_graph_is_refused_with_a_sentence(nccl, monkeypat
 
 
 class Revocable:
-    """An NCCL that revokes, with what torch asks of it, in the order in which it was asked."""
+    """An NCCL with revoke, which records torch's calls in order."""
 
     POINTER = 4711
 
@@ -374,7 +374,7 @@ def test_a_kernel_that_outlives_a_revoke_is_aborted(revocable):
 
 
 def test_an_error_that_nccl_has_noticed_frees_nothing_either(revocable):
-    """Torch's own wait would abort the communicator in the thread that waits."""
+    """Torch's own wait would abort the communicator in the waiting thread."""
     work = revocable.group.allreduce(torch.ones(3), Op.SUM)
     revocable.nccl.kernel.completed, revocable.error = True, 6
     with raises(CollectiveFailed):
@@ -385,7 +385,7 @@ def test_an_error_that_nccl_has_noticed_frees_nothing_either(revocable):
 
 
 def test_a_waiter_does_not_query_errors_while_a_collective_is_launched(revocable):
-    """NCCL's state is not to be asked for then by two threads."""
+    """Two threads must not query NCCL's state then."""
     work = revocable.group.allreduce(torch.ones(3), Op.SUM)
     revocable.nccl.kernel.completed = True
     with revocable.group._launching:
@@ -426,7 +426,7 @@ def test_what_was_connected_only_after_the_group_was_closed_is_freed_too(monkeyp
 
 
 def test_a_group_that_broke_while_it_was_connected_is_revoked_where_it_can_be(monkeypatch):
-    """A peer may have been quicker, and be in the first collective."""
+    """A peer may have been faster, and be in the first collective."""
     torchs = Building(monkeypatch)
     monkeypatch.setattr("elastic.collectives.nccl._revocable", lambda backend: Revocable.POINTER)
     revoke = create_autospec(nccl_library.revoke, return_value=0)

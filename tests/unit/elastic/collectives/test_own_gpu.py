@@ -1,4 +1,4 @@
-"""One process trains on one GPU: which one is known in every thread, and a second one is refused."""
+"""A process trains on one GPU, which is known in every thread; a second one is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from harness.refusals import refusal_of
 
 @pytest.fixture(autouse=True)
 def current(monkeypatch) -> Iterator[SimpleNamespace]:
-    """CUDA's current device, which each thread has for itself, and which is 0 until it says otherwise."""
+    """CUDA's current device, which each thread has separately, and which is 0 by default."""
     chosen = threading.local()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(chosen, "index", 0))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -35,7 +35,7 @@ def current(monkeypatch) -> Iterator[SimpleNamespace]:
 
 
 def elsewhere(work: Any) -> Any:
-    """In the engine's thread, say, where nobody has chosen a device."""
+    """For example in the engine's thread, where no device was selected."""
     box: list[Any] = []
     thread = threading.Thread(target=lambda: box.append(work()))
     thread.start()

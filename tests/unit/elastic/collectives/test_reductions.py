@@ -1,4 +1,4 @@
-"""Reductions of several tensors at once: where they lie, and where their results do."""
+"""Reductions of several tensors at once: location of inputs and results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.collectives.local import LocalCollectives
 
 
 def watched():
-    """A group of one rank that reduces, and whose calls can be asked for."""
+    """A group of one rank that reduces, and records its calls."""
     group: Any = LocalCollectives()
     group.allreduce = create_autospec(group.allreduce, side_effect=group.allreduce)
     return group
@@ -135,7 +135,7 @@ def test_a_group_that_scales_inside_scales_floats_and_nothing_is_scaled_again():
     floats = torch.ones(4)
     both = [floats, ints]
     _, finish = reductions.allreduce(group, both, Op.SUM, 1.0, 0.5, both)
-    assert floats.tolist() == [0.5] * 4  # before anybody has asked for the result
+    assert floats.tolist() == [0.5] * 4  # before the result was requested
     finish()
     assert (floats.tolist(), ints.tolist()) == ([0.5] * 4, [1] * 3)
 
@@ -144,10 +144,10 @@ def test_a_group_that_scales_inside_scales_floats_and_nothing_is_scaled_again():
     ("tensor", "op", "prescale", "read"),
     [
         (torch.ones(2, 3), Op.AVERAGE, 1.0, True),
-        (torch.ones(3, 2).t(), Op.SUM, 1.0, False),  # not in one piece: it has to be copied
+        (torch.ones(3, 2).t(), Op.SUM, 1.0, False),  # not contiguous: it has to be copied
         (torch.ones(1).expand(4), Op.SUM, 1.0, False),  # a sum's gradient: one element in memory
         (torch.arange(8.0)[::2], Op.SUM, 1.0, False),
-        (torch.ones(3), Op.SUM, 2.0, False),  # what is scaled before is a copy
+        (torch.ones(3), Op.SUM, 2.0, False),  # scaled inputs are copies
         (torch.ones(3, dtype=torch.uint8), Op.AVERAGE, 1.0, False),  # its sum needs a wider copy
     ],
 )

@@ -1,4 +1,4 @@
-"""How the ranks of a group on the CPU reach each other, by what each says of itself."""
+"""Connections of the ranks of a group on the CPU, from the ranks' own data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A collective under way that several threads wait for, as those of a fused batch do."""
+"""A collective in progress that several threads wait for, as those of a fused batch do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def over_gloo(gloo: Work, then: Callable[[], None]) -> GlooWork:
 
 def over_nccl(nccl: Work, then: Callable[[], None]) -> NcclWork:
     group = create_autospec(NcclCollectives, instance=True)
-    group._failed = ""  # so that no GPU is asked whether the collective is over
+    group._failed = ""  # so that no GPU is queried whether the collective is over
     return NcclWork(group, nccl, then)
 
 
@@ -53,7 +53,7 @@ def test_no_waiter_returns_before_the_result_is_in_place(begin):
     first.start()
     assert begun.wait(10)
     second.start()
-    second.join(0.1)  # it would be back by now
+    second.join(0.1)  # it would have returned by now
     go_on.set()
     first.join(10)
     second.join(10)

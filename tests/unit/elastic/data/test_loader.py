@@ -1,4 +1,4 @@
-"""A loader in a script's hands: epochs, commits, breaks, what is refused and with which sentence."""
+"""A loader in a script: epochs, commits, breaks, and refused arguments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Stream(IterableDataset[int]):
 
 
 class Augmented:
-    """What is random in it comes from all three generators."""
+    """Random parts come from all three generators."""
 
     def __len__(self) -> int:
         return 6
@@ -60,7 +60,7 @@ class Augmented:
         return index, random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
 
-# ---- as users expect it ----------------------------------------------------------------------------------------------
+# ---- expectations of users -------------------------------------------------------------------------------------------
 
 
 def test_it_is_a_name_of_the_package():
@@ -124,7 +124,7 @@ def test_each_rank_has_its_part_and_all_take_as_many_steps(monkeypatch):
         loader = DataLoader(range(8), batch_size=2)
         parts.append(lists(loader))
         assert len(loader) == 2
-    # The second step would have two samples for three ranks: the two share what there is.
+    # The second step would have two samples for three ranks: the two are shared.
     assert parts == [[[0, 1], [4, 5]], [[2], [6]], [[3], [7]]]
 
 
@@ -154,7 +154,7 @@ def test_a_change_of_the_world_redistributes_the_rest(monkeypatch):
     assert next(passing).tolist() == [0, 1]
     world(monkeypatch, 0, 1, generation=2)
     state.on_reset()
-    # Even the old iterator goes on right.
+    # Even the old iterator continues correctly.
     assert lists(passing) == [[4, 5], [6, 7], [8, 9], [10, 11]]
 
 
@@ -263,7 +263,7 @@ def test_sharded_files_are_read_one_after_the_other():
     assert len(opened) == 4  # once each, and one to see how files are read
 
 
-# ---- others' loaders -------------------------------------------------------------------------------------------------
+# ---- other loaders ---------------------------------------------------------------------------------------------------
 
 
 def test_what_opening_a_file_draws_is_no_sample_s():
@@ -291,7 +291,7 @@ def test_loaders_that_were_made_for_torch():
         from_torch([1, 2])
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Each sample of an epoch is in exactly one part of exactly one step, whatever is dealt to whom from where on."""
+"""Each sample of an epoch is in exactly one part of exactly one step, for any assignment and start."""
 
 from collections import Counter
 
@@ -69,7 +69,7 @@ def test_how_much_is_left_beyond_its_reach_does_not_matter(dealing, left, more):
 
 @given(st.integers(1, 300), st.lists(st.tuples(dealings, st.integers(0, 12)), max_size=12))
 def test_worlds_that_follow_each_other_deal_each_sample_once(length, worlds):
-    """Each world trains some steps from where the one before it had come to; the last one finishes."""
+    """Each world trains some steps from where the previous one stopped; the last one finishes."""
     counted, position = Counter[int](), Position()
     for dealing, steps in [*worlds, (Dealing(2, 5), length)]:
         for _ in range(steps):

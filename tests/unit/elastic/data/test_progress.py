@@ -1,4 +1,4 @@
-"""What a commit counts of what a loader has handed out: conversations between a training loop and its loader."""
+"""Committed samples of a loader: conversations between a training loop and its loader."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_commit_in_the_last_batch_is_at_the_end_of_its_epoch():
     progress.stepped()
     restored = DataProgress()
     restored.load_state_dict(progress.state_dict())
-    # There is nothing left of it: the script counts its epoch itself.
+    # Nothing of it is left: the script counts its epoch itself.
     assert restored.begin(10) == at(0, 10)
     restored.finish()
     assert restored.position == at(1, 0)
@@ -75,7 +75,7 @@ def test_a_loop_that_prefetches_a_batch_trains_on_the_previous_one():
     progress.hand(10)
     progress.stepped()
     assert progress.committed() == at(0, 8)
-    progress.finish()  # asked for a batch after the last, which is trained on now
+    progress.finish()  # requested a batch after the last one, which is trained on now
     progress.stepped()
     assert (progress.position, progress.committed()) == (at(1, 0), at(0, 10))
     progress.settle()

@@ -1,4 +1,4 @@
-"""What a forward pass may change, and what it may not: each worker runs it as often as it has shards."""
+"""Allowed and forbidden changes in a forward pass: each worker runs it as often as it has shards."""
 
 from __future__ import annotations
 

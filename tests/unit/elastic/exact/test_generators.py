@@ -1,4 +1,4 @@
-"""What a script draws between two steps: a commit knows where the generators are."""
+"""Random numbers between two steps: a commit contains the state of the generators."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_is_drawn_before_the_first_step_belongs_to_the_run():
 
 
 def test_numbers_drawn_before_a_commit_count():
-    """Whoever goes on from it draws what the others draw, not what they drew before it."""
+    """A worker that continues from it draws what the others draw, not what they drew before it."""
     shards = Shards(2, seed=1)
     shards.state_dict()
     list(shards)

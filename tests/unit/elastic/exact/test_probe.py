@@ -1,4 +1,4 @@
-"""What a process says of how it computes: equal where it is, and different where it is not."""
+"""A process's description of its numerics: equal where it is equal, and different where it is not."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def said_with(**env: str) -> dict[str, str]:
 
 
 def measured(said: dict[str, str]) -> dict[str, str]:
-    """Without what is said of settings."""
+    """Without the settings."""
     settings = ("torch", "instructions", "threads")
     return {k: v for k, v in said.items() if k.removeprefix("arithmetic.") not in settings}
 
 
-# What torch and oneDNN are told where the machine has these instructions.
+# Settings of torch and oneDNN if the machine has these instructions.
 FEWER = {"AVX512": ("avx2", "AVX2"), "AVX2": ("default", "SSE41")}
 
 
@@ -41,7 +41,7 @@ FEWER = {"AVX512": ("avx2", "AVX2"), "AVX2": ("default", "SSE41")}
     torch.backends.cpu.get_cpu_capability() not in FEWER, reason="needs a machine with AVX2"
 )
 def test_other_threads_and_other_instructions_show_in_the_numbers():
-    """Not only in what is said of the settings: so would what nobody has thought of."""
+    """Not only in the reported settings: also in unknown ones."""
     usual = said_with()
     assert said_with() == usual
     torchs, onednns = FEWER[torch.backends.cpu.get_cpu_capability()]

@@ -1,4 +1,4 @@
-"""The order of a sum over shards: one expression, whoever holds which shard."""
+"""The order of a sum over shards: one expression for any assignment of shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.golden import raises
 
 
 def expression(held: list[list[int]], shards: int) -> str:
-    """What is added up to what, where each rank holds these shards."""
+    """Return the additions if each rank has these shards."""
     stacks, partials = [], []
     for own in held:
         merges, nodes = tree.schedule(own, shards)

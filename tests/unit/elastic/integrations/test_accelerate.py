@@ -1,4 +1,4 @@
-"""Accelerate in a world that has lost workers: who prints."""
+"""Accelerate in a world that has lost workers: which rank prints."""
 
 from unittest.mock import create_autospec
 

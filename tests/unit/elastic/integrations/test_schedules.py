@@ -35,13 +35,13 @@ def test_a_changed_world_ends_its_schedule_with_its_last_step(left, last):
 def test_several_changes_follow_one_another():
     factor = Following(linear, 100)
     factor.follow(20, 160)  # one of two is lost
-    factor.follow(100, 40)  # and comes back
+    factor.follow(100, 40)  # and returns
     assert factor(100) == pytest.approx(0.4)
     assert factor(140) == pytest.approx(0)
 
 
 def test_a_newcomers_schedule_becomes_that_of_the_others():
-    """It was made for another number of steps."""
+    """It was created for another number of steps."""
 
     def schedule(steps):
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)

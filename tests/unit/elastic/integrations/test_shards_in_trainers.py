@@ -1,4 +1,4 @@
-"""Trainers whose loops train with DDP refuse a loader that cuts steps into shards, before training."""
+"""Trainers whose loops train with DDP refuse a loader that divides steps into shards, before training."""
 
 from __future__ import annotations
 

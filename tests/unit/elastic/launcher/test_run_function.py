@@ -1,4 +1,4 @@
-"""Where a worker that runs a function finds its call, and where an agent finds its driver: files, read anew."""
+"""A worker's function call, and an agent's driver: files, read again each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`elastic.goodput`, and what counts as waiting for data."""
+"""`elastic.goodput`, and waits for data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.monitoring.time_account import TimeAccount
 
 
 class Slow(Dataset):
-    """Each item is said to have taken a second: the account's clock is moved on by hand."""
+    """Each item takes one second of the account's manual clock."""
 
     def __init__(self, seen: list[str], account: TimeAccount) -> None:
         self.seen, self.account = seen, account

@@ -1,4 +1,4 @@
-"""Reports from a worker's queue to a driver's ledger: none twice, none out of order, and what is missing is counted."""
+"""Reports from a worker's queue to a driver's ledger: none twice, none out of order, and missing ones are counted."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_an_exited_worker_is_forgotten():
 
 
 class Road:
-    """A worker, an agent and drivers that follow each other. Messages come in order, or not at all."""
+    """A worker, an agent and successive drivers. Messages arrive in order, or not at all."""
 
     def __init__(self) -> None:
         self.queue = ReportQueue(kept=4, kept_bytes=10**9)
@@ -203,7 +203,7 @@ class Road:
             assert driver == sorted(set(driver)), "in order, and none twice"
         everything = set().union(*self.drivers)
         dropped = sum(ledger.dropped.get(A, 0) for ledger in self.ledgers)
-        # A driver that was killed may have counted what the next one counts again.
+        # A killed driver may have counted what the next one counts again.
         assert self.made - len(everything) <= dropped
         if len(self.drivers) == 1:
             assert self.made - len(everything) == dropped

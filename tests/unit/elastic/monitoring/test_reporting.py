@@ -1,4 +1,4 @@
-"""`elastic.report` in a worker, and what a driver does with what it hears. No processes."""
+"""`elastic.report` in a worker, and a driver's processing of reports. No processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLACE = Place(1, 2, 0, 1, 0, 1)
 
 
 class Link:
-    """Notes what is sent, or fails."""
+    """Records sent messages, or fails."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -181,7 +181,7 @@ def test_a_link_that_breaks_ends_it_in_silence(worker):
     link.broken = False
     elastic.report({"n": 2})
     assert link.reports() == [], "there is no other connection"
-    rt.close()  # and nobody waits
+    rt.close()  # and no thread waits
 
 
 def test_at_the_end_it_waits_until_all_is_taken_but_not_for_ever(monkeypatch, capsys):
@@ -217,7 +217,7 @@ def said(number: int, oldest: int = 1, *, rank: int = 0, dropped: int = 0, **met
 
 
 class Listener:
-    """What a driver's side does, with its callback and its log."""
+    """A driver's side with its callback and its log."""
 
     def __init__(self, reported: Any = None) -> None:
         self.heard: list[Report] = []
@@ -300,7 +300,7 @@ async def test_a_long_report_is_shortened_in_the_log_and_is_one_line():
 
 
 def told_story(test):
-    """A job under way, and what its callback has heard."""
+    """A running job, and the reports of its callback."""
 
     async def run() -> None:
         heard: list[Report] = []

@@ -1,4 +1,4 @@
-"""How a worker's time is booked, moment by moment."""
+"""Accounting of a worker's time."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_a_loss_ends_everything():
 
 @pytest.fixture
 def rows_of():
-    """The buffer of a timeline that is on, and how often somebody was woken."""
+    """The buffer of an active timeline, and the number of wake-ups."""
     buffer, pokes = TraceBuffer(), []
     timeline.record(buffer, lambda: pokes.append(len(buffer)), cycles=False)
     yield buffer, pokes
@@ -118,7 +118,7 @@ def test_call_sites_write_into_the_present_buffer(rows_of):
     timeline.tick("w", 2)
     with timeline.during("state", "commit"):
         timeline.tick("state", 3)
-    timeline.cycle()  # cycles are not to be marked
+    timeline.cycle()  # cycles are not marked
     timeline.end("w")
     timeline.spans(["v", "w"], "GLOO_ALLREDUCE", 5, 7)
     records = buffer.take(99)
@@ -191,7 +191,7 @@ def test_the_error_of_the_offset_is_within_its_bound(true_ns, questions):
     assert abs(clock.offset_ns - true_ns) <= 2 * clock.error_ns + 1
 
 
-# ---- what is sent, and when ------------------------------------------------------------------------------------------
+# ---- sending ---------------------------------------------------------------------------------------------------------
 
 
 class Talk:
@@ -230,7 +230,7 @@ class Talk:
 def test_first_the_clocks_are_compared_then_records_are_sent():
     talk = Talk(ahead=7 * S)
     talk.fill(3)
-    assert talk.sending.due(0) == []  # nobody has asked for any
+    assert talk.sending.due(0) == []  # none was requested
     talk.say(protocol.Tracing(1, True))
     assert len(talk.of(protocol.ClockAsked)) == ROUND
     talk.fill(3)
@@ -329,7 +329,7 @@ def test_a_worker_is_a_process_and_a_tensor_a_thread():
     assert (span["ts"], span["dur"], span["tid"]) == (2.5, 1.5, row["tid"])
     assert instant["ts"] == 0 and instant["s"] == "t"  # never before the beginning
     assert (open_["ph"], open_["pid"], open_["ts"]) == ("B", 2, 1.5)
-    # A viewer takes equal numbers of threads for one thread, whatever their process.
+    # A viewer treats equal thread numbers as one thread, in all processes.
     assert other["tid"] not in (row["tid"], instant["tid"])
 
 
@@ -397,7 +397,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path, monkeypatch, path):
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- what a job's timeline shows -------------------------------------------------------------------------------------
+# ---- the timeline of a job -------------------------------------------------------------------------------------------
 
 
 def world(generation, *workers):

@@ -1,4 +1,4 @@
-"""Which line is named: that of the script, whatever has called what."""
+"""The named line is that of the script, for any callers."""
 
 from __future__ import annotations
 

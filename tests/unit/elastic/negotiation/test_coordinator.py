@@ -1,4 +1,4 @@
-"""Which collectives may run, in what order: ranks talk with their coordinator, by the line and at random."""
+"""Which collectives may run, in what order: ranks communicate with their coordinator, by the line and at random."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def scatter(name: str, *splits: int) -> Request:
 
 
 class Ranks:
-    """``size`` ranks and their coordinator; what is said is delivered at once."""
+    """``size`` ranks and their coordinator; messages are delivered at once."""
 
     def __init__(self, size: int, capacity: int = 1024) -> None:
         self.size = size
@@ -95,7 +95,7 @@ class Ranks:
             self.deliver(decision)
 
     def wait(self, rank: int, name: str, line: str = "", members: Members = ALL) -> None:
-        """It submits nothing before this is over."""
+        """It submits nothing before the end of this wait."""
         said = RequestList(members, 0, requests=(Request(WAIT, name, payload=line),))
         for decision in self.coordinator.offer(rank, said):
             self.deliver(decision)
@@ -316,7 +316,7 @@ def test_what_waits_too_long_is_named_once_with_the_missing_ranks():
 
 def test_progress_between_two_checks_restarts_the_wait():
     def always(ranks: Ranks, request: Request) -> None:
-        """Whenever somebody looks, rank 0 has submitted it and waits; it ran many times meanwhile."""
+        """At every check, rank 0 has submitted it and waits; it ran many times in between."""
         ranks.submit(0, request)
         for now in range(200):
             assert ranks.coordinator.stalled(float(now), 60.0, 100.0) == ([], [])
@@ -325,7 +325,7 @@ def test_progress_between_two_checks_restarts_the_wait():
                 ranks.submit(0, request)
         assert ranks.names().count("a") == 400
         assert ranks.coordinator.stalled(200.0, 60.0, 100.0) == ([], [])
-        [sentence], _ = ranks.coordinator.stalled(260.0, 60.0, 100.0)  # and now it does wait
+        [sentence], _ = ranks.coordinator.stalled(260.0, 60.0, 100.0)  # now it really waits
         recorded("messages", sentence, request.name)
 
     always(Ranks(2, capacity=0), reduce("a"))  # by its name every time
@@ -425,7 +425,7 @@ def test_a_wait_for_ranks_that_can_arrive_is_no_deadlock():
     ranks.wait(2, "allreduce.b")
     ranks.submit(0, reduce("b"))
     ranks.submit(1, reduce("b"))
-    ranks.wait(0, "allreduce.a")  # over before it was heard
+    ranks.wait(0, "allreduce.a")  # over before the message arrived
     ranks.wait(1, "allreduce.b")
     assert not any(each.error for rank in ranks.ran for each in rank)
     assert ranks.names(2) == ["a", "b"]
@@ -469,7 +469,7 @@ def test_a_mismatch_lists_the_calls_of_each_group_of_ranks():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_order_of_the_same_calls_makes_ranks_wait_for_each_other(seed):
-    """Each rank submits all calls of a round in an order of its own, then waits for each, saying so at random."""
+    """Each rank submits all calls of a round in its own order, then waits for each, announced at random."""
     chance = random.Random(seed)
     size = chance.randrange(2, 5)
     coordinator = Coordinator(size, capacity=chance.choice([0, 2, 1024]))
@@ -506,7 +506,7 @@ def test_no_order_of_the_same_calls_makes_ranks_wait_for_each_other(seed):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_at_random_all_ranks_run_the_same_in_the_same_order(seed):
-    """Each rank submits the same calls in an order of its own; messages take any time, in order on each way."""
+    """Each rank submits the same calls in its own order; messages take any time, in order on each connection."""
     chance = random.Random(seed)
     size = chance.randrange(2, 6)
     coordinator = Coordinator(size, capacity=chance.choice([0, 1, 3, 1024]))

@@ -1,4 +1,4 @@
-"""The end of an engine; what it does before is told by the tests of named collectives on real ranks."""
+"""The end of an engine; earlier behaviour is tested by named collectives on real ranks."""
 
 import weakref
 

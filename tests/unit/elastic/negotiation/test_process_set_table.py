@@ -1,4 +1,4 @@
-"""The table of process sets, without processes: what ranks ask for, and that all tables end equal whatever happened."""
+"""The table of process sets, without processes: requests of ranks, and equal tables at the end in all cases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def world(size: int) -> list[SetTable]:
 
 
 def ask(tables: list[SetTable], do: str, *sets: tuple[int, ...], generation: int = 1) -> list[Wish]:
-    """Everybody's wish, after it has travelled."""
+    """Return every rank's request, after its transfer."""
     return [Wish.parse(table.wish(do, sets, generation).text()) for table in tables]
 
 
@@ -230,13 +230,13 @@ def test_a_survivor_that_lags_behind_takes_the_table_over_in_silence():
     assert add([ahead, behind], (0, 1), generation=2) == [3]  # 2 was used, if only by one
 
 
-# ---- whatever happens --------------------------------------------------------------------------------------------
+# ---- random changes ----------------------------------------------------------------------------------------------
 
 FIRST_LINES = [(0, 1), (1, 2), (0, 3)]
 
 
 class Job:
-    """Random changes among workers that come and go; a world may break when only some have made a change."""
+    """Random changes among workers that join and leave; a world may break when only some have made a change."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -284,7 +284,7 @@ class Job:
 
 
 def test_every_table_ends_equal():
-    """What training repeats is repeated by all; so the tables are equal wherever a change has come through."""
+    """Repeated training is repeated by all; so the tables are equal after every completed change."""
     for seed in range(50):
         job = Job(seed)
         for _ in range(30):

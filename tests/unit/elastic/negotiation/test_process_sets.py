@@ -1,4 +1,4 @@
-"""Process sets as a script sees them, in a world whose other ranks ask for the same; see also `test_set_table`."""
+"""Process sets as a script sees them, in a world whose other ranks request the same; see also `test_set_table`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from harness.golden import raises, recorded
 
 
 class World(SimpleNamespace):
-    """What of the runtime is looked at. Other ranks are echoes of this one."""
+    """Required parts of the runtime. Other ranks are echoes of this one."""
 
     def change(self, rank: int, size: int) -> None:
         self.generation += 1
@@ -229,13 +229,13 @@ def test_a_newcomer_is_promised_a_place_and_registers_what_it_likes(world, monke
     process_sets.unregister_all()
     world.provisional, world.generation = True, 0
     world.place.size = 2
-    monkeypatch.delattr(submission, "agree")  # the others train: nobody would answer
+    monkeypatch.delattr(submission, "agree")  # the others train: no rank would answer
     basics.init(comm=[0, 1, 2], process_sets="dynamic")
     assert add_process_set([0, 7]).process_set_id == 1
 
 
 class Link(LocalCollectives):
-    """Rank 0's broadcasts, kept and handed to whoever joins."""
+    """Rank 0's broadcasts, kept for joining ranks."""
 
     def __init__(self, sent: list[torch.Tensor], rank: int) -> None:
         super().__init__()

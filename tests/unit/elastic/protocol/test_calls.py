@@ -1,4 +1,4 @@
-"""What ranks called, as values and as a sentence."""
+"""The calls of ranks, as values and as a sentence."""
 
 from __future__ import annotations
 

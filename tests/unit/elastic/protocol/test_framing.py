@@ -1,4 +1,4 @@
-"""What ranks say to each other: sealed from the first frame. Control connections: tests/unit/driver/network."""
+"""Messages between ranks: sealed from the first frame. Control connections: tests/unit/driver/network."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Messages survive the wire; anything else is refused in one sentence."""
+"""Messages are unchanged by the wire; anything else is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_sealed_frame_cannot_be_changed_by_one_bit(message, data):
         received = list(worker.receive(bytes(frame)))
     except ProtocolError:
         return
-    assert not received  # its length was made greater: nothing is read before all of that has come
+    assert not received  # its length was increased: nothing is read before all of that has arrived
 
 
 def refused(wire, data):
@@ -188,9 +188,9 @@ def refused(wire, data):
 def test_a_sealed_frame_is_taken_once_in_its_order_and_by_the_other_end_only():
     driver, worker = sealed()
     first, second = driver.frame(protocol.Finish(1)), driver.frame(protocol.Finish(2))
-    refused(sealed()[1], second)  # the first was held back
+    refused(sealed()[1], second)  # the first was delayed
     assert list(worker.receive(first)) == [protocol.Finish(1)]
-    refused(worker, first)  # it was said again
+    refused(worker, first)  # it was replayed
     echoing, _ = sealed()
     refused(echoing, first)  # it was sent back
 

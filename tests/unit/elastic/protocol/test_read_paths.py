@@ -1,4 +1,4 @@
-"""What of a script's reading Python's audit events show, in an interpreter of its own: a hook stays for its life."""
+"""Reads of a script that Python's audit events show, in a separate interpreter, because a hook is permanent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be reported: plain values come out as they went in, numbers of any kind as numbers, the rest is named."""
+"""Reported values: plain values are unchanged, numbers of any kind are numbers, anything else is named."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Kind(str, enum.Enum):
 
 
 class Text(str):
-    """Of somebody's own."""
+    """A class of the script."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a job on a Ray cluster is given: what can't be meant is told before anything is started."""
+"""Arguments of a job on a Ray cluster: invalid ones are refused before anything is started."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a driver tells whoever follows it: everything once, in order, and how much of it had to be dropped."""
+"""News of a driver to its followers: each once, in order, and the amount of dropped ones."""
 
 from __future__ import annotations
 

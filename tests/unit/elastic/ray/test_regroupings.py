@@ -1,4 +1,4 @@
-"""A world is met for one word to regroup, whichever rank hears that word first."""
+"""A world is formed for one message to regroup, whichever rank receives that message first."""
 
 from __future__ import annotations
 

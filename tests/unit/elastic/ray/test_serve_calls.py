@@ -19,7 +19,7 @@ called_off = threading.Event()
 
 
 def until_called_off() -> bool:
-    """A call that comes to its end only when it is called off."""
+    """A call that ends only when it is cancelled."""
     return called_off.wait(30)
 
 
@@ -28,7 +28,7 @@ def refuse() -> None:
 
 
 class World:
-    """Remembers what it is told."""
+    """Records its messages."""
 
     rank = 3
 
@@ -123,7 +123,7 @@ class Counter:
 
 
 class Odd(Exception):
-    """Goes into a pickle and does not come out."""
+    """Can be pickled, but not unpickled."""
 
     def __init__(self, one, two) -> None:
         super().__init__("odd")
@@ -209,7 +209,7 @@ def test_it_ends_when_its_caller_is_gone(worker, world):
     worker.close()
     worker.thread.join(30)
     assert not worker.thread.is_alive()
-    assert world.told == ["call off"]  # what blocks in a collective has to come back
+    assert world.told == ["call off"]  # calls that block in a collective must return
 
 
 def test_a_failure_is_seen_without_opening_the_value():

@@ -1,4 +1,4 @@
-"""What a worker reads of its environment."""
+"""Environment variables of a worker."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_a_sampler_that_the_script_has_changed_is_left_alone(world):
 
 
 class Reversed(Sampler):  # type: ignore[misc]
-    """Reads the numbers in a method of its own."""
+    """Reads the numbers in its own method."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(SAMPLES[self.rank : self.total_size : self.num_replicas][::-1])

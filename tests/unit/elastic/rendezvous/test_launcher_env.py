@@ -1,4 +1,4 @@
-"""Who started a process, as which of how many, and how the ranks meet: from the environment alone."""
+"""Launcher, rank and size of a process, and the rendezvous of the ranks: from the environment alone."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_process_started_alone_or_by_elasticrun_has_no_static_rendezvous():
         (OPEN_MPI, "mpirun", 2),
         (MPICH, "mpirun", 2),
         (SLURM, "srun", 0),
-        # The more explicit wins.
+        # The more explicit one wins.
         (TORCHRUN | {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "4"}, "HOROVOD_RANK and HOROVOD_SIZE", None),
         (SLURM | OPEN_MPI, "mpirun", 2),
         (SLURM | OPEN_MPI | BY_HAND, "RANK and WORLD_SIZE", None),
@@ -96,7 +96,7 @@ def test_the_launcher_is_detected(env, by, local_rank):
     assert (found.by, found.rank, found.size, found.local_rank) == (by, 2, 4, local_rank)
 
 
-# ---- how they meet
+# ---- rendezvous
 
 
 def test_under_torchrun_ranks_rendezvous_at_its_agent_once_for_each_restart():
@@ -229,7 +229,7 @@ def test_local_ranks_that_contradict_each_other_do_not():
     assert place(1, ["a", "a"], [1, None]) == Place(1, 2, 1, 2, 0, 1)
 
 
-# ---- what the worker makes of it
+# ---- the worker's view
 
 
 def test_a_worker_reads_its_launcher():

@@ -1,4 +1,4 @@
-"""RANK and its kin after the world has changed, and which lines of a script have kept another world's."""
+"""RANK and related variables after a change of the world, and lines of a script that kept old values."""
 
 from types import SimpleNamespace
 

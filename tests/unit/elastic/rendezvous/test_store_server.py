@@ -1,4 +1,4 @@
-"""The server of a world's store, turn by turn: who is ready is what the test says."""
+"""The server of a world's store, turn by turn; the test decides which sockets are ready."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def asks(size: int, key: str = "end") -> bytes:
 
 
 def answered(caller):
-    """What a caller that has asked was told."""
+    """Return the answer that a caller received."""
     wire = Wire(store._replies)
     secret, nonce = derived(SECRET, "store", 0), bytes(NONCE_BYTES)
     wire.seal(secret, mine=nonce, theirs=b"", caller=True, limit=1 << 20)

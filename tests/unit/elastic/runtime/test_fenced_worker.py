@@ -1,4 +1,4 @@
-"""A worker whose driver has let go of it says so in one sentence, whether it knows why or not."""
+"""A worker that its driver has abandoned prints one sentence, with the reason if known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.golden import raises, recorded
 
 
 class Silent:
-    """A link on which nothing comes, and nothing is heard of what goes."""
+    """A link without incoming messages; outgoing ones are dropped."""
 
     def send(self, message: messages.Message) -> None:
         pass
@@ -76,7 +76,7 @@ def test_a_sleep_of_long_ago_has_nothing_to_do_with_it(worker, clock):
     worker.session.driver_lost("the driver closed the connection")
     with raises(JobFailed) as caught:
         worker.session.raise_over()
-    assert not isinstance(caught.value, JobOver)  # nobody else has said it
+    assert not isinstance(caught.value, JobOver)  # no other process has reported it
 
 
 def test_a_worker_that_knows_why_the_job_ended_prints_nothing_more(worker):

@@ -1,4 +1,4 @@
-"""Who hears that the hosts are about to change: states under elastic.run, and whoever registers as with Horovod."""
+"""Notifications of host changes: states under elastic.run, and listeners registered as in Horovod."""
 
 from __future__ import annotations
 

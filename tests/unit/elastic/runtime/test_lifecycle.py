@@ -1,4 +1,4 @@
-"""What a script is told that asks for a runtime which is not there."""
+"""Errors of a script without a runtime."""
 
 from unittest.mock import create_autospec
 

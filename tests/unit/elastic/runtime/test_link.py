@@ -1,4 +1,4 @@
-"""A worker's link and a control server, each in a thread of its own, in the clear and with TLS. Real sockets."""
+"""A worker's link and a control server, each in a separate thread, with and without TLS. Real sockets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def paths(request):
 
 
 class Driver:
-    """A server, its loop in a thread, and what it hears."""
+    """A server, its loop in a thread, and its received messages."""
 
     def __init__(self, tls=None) -> None:
         self.heard: queue.Queue = queue.Queue()
@@ -86,7 +86,7 @@ class Driver:
         return self.heard.get(timeout=DEADLINE_S)
 
     def line(self) -> str:
-        """The next one that it logs."""
+        """Return the next logged line."""
         return self.log.get(timeout=DEADLINE_S)
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ def test_a_requested_check_runs_immediately(paths):
 
 @contextlib.contextmanager
 def impostor(*said) -> Iterator[Address]:
-    """Listens, says this to who comes, and then nothing."""
+    """Listen, send this to a client, and then nothing."""
     listening = socket.create_server(("127.0.0.1", 0))
     over = threading.Event()
 
@@ -261,7 +261,7 @@ def framed(*messages) -> bytes:
 
 
 def test_a_second_connection_gets_the_reason_of_its_refusal(paths):
-    """A child of a worker has its environment, and so all it takes to introduce itself."""
+    """A child of a worker has its environment, and so everything for authentication."""
     with driving(paths) as driver, linked(driver, paths):
         with raises(DriverLost):
             Link(driver.address, SECRET, A, tls=paths)
@@ -295,7 +295,7 @@ def test_a_driver_that_drips_is_given_up_in_time(monkeypatch):
     def drip() -> None:
         sock, _ = listening.accept()
         with sock, contextlib.suppress(OSError):
-            for _ in range(60):  # then it hangs up, for who is still there
+            for _ in range(60):  # then it closes the connection, if it still exists
                 if over.wait(0.05):
                     break
                 sock.sendall(b"\0")
@@ -337,7 +337,7 @@ def test_a_driver_without_tls_gets_an_error_that_says_what_is_missing(files):
 def test_a_certificate_of_another_authority_is_refused_on_both_sides(files, tmp_path):
     stranger = new_authority(tmp_path, "others").sign("stranger")
     with driving(files) as driver:
-        with raises(DriverLost):  # it takes ours, and shows its own
+        with raises(DriverLost):  # it accepts ours, and shows its own
             Link(driver.address, SECRET, A, tls=(stranger[0], stranger[1], files[2]))
         recorded("messages", driver.line())
         assert driver.heard.empty()

@@ -1,4 +1,4 @@
-"""What a worker's link thread makes of the driver's words, and what it says by itself about how the time goes."""
+"""Reactions of a worker's link thread to the driver's messages, and its own reports of time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_sigterm_in_a_job_of_a_fixed_size_ends_the_worker_unless_a_checkpoint_is
 
 
 class Worker:
-    """One whose words to the driver are kept."""
+    """A worker whose messages to the driver are recorded."""
 
     def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch, elastic: bool = True) -> None:
         env = dataclasses.replace(environment.read({}), elastic=elastic)
@@ -79,7 +79,7 @@ class Worker:
         self.thread.receive(World(generation, place, STORE, 0, None, "because"))
 
     def passes(self, seconds: float) -> list[TimeSpent]:
-        """What it says of its time after that."""
+        """Return its reports of time after that."""
         self.clock.now += seconds
         self.said.clear()
         self.thread.poked()

@@ -1,4 +1,4 @@
-"""A GPU that does not come back from what was aborted on it: its process ends at once, and says why."""
+"""A GPU that does not recover from an abort: its process ends immediately, with a reason."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_abort_that_takes_long_spoils_nothing_once_all_kernels_have_ended(gpu
 
 
 def test_no_worker_is_ready_before_the_gpu_memory_of_the_world_before_last_is_free(gpu):
-    """Where worlds break in a row, communicators would pile up."""
+    """If worlds break in a row, communicators would accumulate."""
     gpu.kernel.is_completed.return_value = True
     stuck = create_autospec(NcclCollectives, instance=True)
     stuck.freed.side_effect = lambda timeout_s: gpu.clock.now > 103.0
@@ -86,7 +86,7 @@ def test_a_group_that_did_not_connect_is_drained_and_closed_as_others(gpu):
     with raises(DeviceLost):
         gpu.groups.drain(1.0)
     gpu.groups.retire()
-    unmade.close.assert_not_called()  # not in the thread that trains
+    unmade.close.assert_not_called()  # not in the training thread
     assert gpu.groups._unconnected == [unmade]
 
 

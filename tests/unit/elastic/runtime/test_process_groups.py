@@ -1,4 +1,4 @@
-"""When a broken group counts as drained: nothing can write into a tensor any more, whether or not Gloo says so."""
+"""Drain of a broken group: nothing can write into a tensor any more, whether or not Gloo reports it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Unwoken:
 
 
 class Clock:
-    """The time that `drain` sees; its sleeps are what lets it pass."""
+    """The time of `drain`; only its sleeps let it pass."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -134,7 +134,7 @@ def test_torch_records_no_collectives_by_default(given, size):
 
 
 class Ending:
-    """A work under way whose end the test decides."""
+    """A work in progress whose end the test decides."""
 
     def __init__(self) -> None:
         self.over = False
@@ -158,4 +158,4 @@ def test_what_could_not_be_freed_is_freed_by_a_later_close(clock):
 
 
 class Freed:
-    """Stands for Gloo's group."""
+    """Replacement of Gloo's group."""

@@ -1,4 +1,4 @@
-"""What a worker says of its own progress: nothing while nobody waits, and a little when somebody does."""
+"""A worker's reports of its progress: nothing without waits, and a little with them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_waiting_worker_reports_the_progress_of_its_gpu():
     assert progress.tell(10.9, gpu) == [] and not asked
     (said,) = progress.tell(11.2, gpu)
     assert isinstance(said, protocol.Progress) and said.gpu == [counts]
-    assert progress.tell(12.2, gpu) == [] and len(asked) == 2  # looked at, though not told
+    assert progress.tell(12.2, gpu) == [] and len(asked) == 2  # queried, though not reported
     progress.leave(13.0)
     (said,) = progress.tell(13.0, gpu)
     assert isinstance(said, protocol.Progress) and said.gpu == [] and len(asked) == 2
@@ -87,7 +87,7 @@ def test_a_waiting_worker_reports_its_line():
 
 def test_whom_a_wait_is_for_is_forgotten_with_it():
     progress = ProgressCounter()
-    progress.told(2, 1, "train.py:40")  # nobody waits yet
+    progress.told(2, 1, "train.py:40")  # no worker waits yet
     progress.enter(2, "allreduce.loss", 10.0)
     assert progress.awaited() == {}
     progress.told(1, 3, "old.py:1")  # of another generation
@@ -141,7 +141,7 @@ def test_a_long_phase_is_reported_at_both_ends_and_restores_the_outer_one():
 
 
 def test_a_long_phase_is_of_the_present_world_also_where_it_had_no_collective_yet():
-    """A driver does not listen to what is said of a world before, and would take it for stuck."""
+    """A driver ignores reports of an earlier world, and would regard the worker as stuck."""
     progress = ProgressCounter()
     progress.enter(2, "gradients", 0.0)
     progress.leave(0.0)

@@ -1,4 +1,4 @@
-"""What a worker does when its world changes: each case a conversation with one Recovery."""
+"""Reactions of a worker to changes of its world: each case a conversation with one Recovery."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def training(generation: int = 2, commit: Commit | None = None) -> Recovery:
 
 
 def phase(r: Recovery) -> Phase:
-    """Asked anew each time, which a type checker would not."""
+    """Read again each time, which a type checker does not assume."""
     return r.phase
 
 
@@ -86,7 +86,7 @@ def test_a_newcomer_does_not_wait_in_init():
     r.enter()
     r.wait_for_world(STORE, "x")
     r.receive(world(7))
-    assert not r.newcomer  # from now on its init() waits like everybody's
+    assert not r.newcomer  # from now on its init() waits like that of the others
 
 
 def test_the_first_world_may_be_formed_without_a_worker_that_waits_for_it():
@@ -173,7 +173,7 @@ def test_a_change_that_is_called_off_lets_go():
     assert r.arrive() is Verdict.HOLD
     r.receive(Proceed(2, 1))
     assert r.verdict() is Verdict.PASS
-    r.receive(StopAt(2, 2, 5))  # of a change it knows nothing of
+    r.receive(StopAt(2, 2, 5))  # of an unknown change
     assert r.arrive() is Verdict.PASS
 
 
@@ -271,7 +271,7 @@ def test_returning_waits_for_all():
     assert phase(r) is Phase.RETURNED
     r.receive(Finish(2))
     assert phase(r) is Phase.FINISHED
-    assert r.driver_lost("gone") == []  # nothing is awaited from it any more
+    assert r.driver_lost("gone") == []  # nothing is expected from it any more
 
 
 def finished() -> Recovery:
@@ -312,7 +312,7 @@ def test_a_loss_before_all_have_returned_brings_it_back():
 def test_init_again():
     r = outside()
     r.pause()
-    r.receive(Broken(1, "lost"))  # concerns it no more
+    r.receive(Broken(1, "lost"))  # no longer relevant for it
     assert r.phase is Phase.OUTSIDE
     assert r.wait_for_world(STORE, "") == [Send(Ready(1, None, STORE, "", False, number=2))]
     r.receive(world(2))
@@ -432,7 +432,7 @@ def test_a_wish_to_leave_and_an_exception_are_reported_again():
 
 
 def test_a_repeated_query_of_the_safepoint_number_gets_the_same_answer():
-    """The first one may have been heard: all may be about to stop where it said."""
+    """The first one may have been received: all may be about to stop at its safepoint."""
     r = training(2)
     r.arrive()
     assert r.receive(Prepare(2, 1)) == [Send(Checked(2, 1, 1))]

@@ -1,4 +1,4 @@
-"""What travels in the first exchange of a collective over Gloo, and what is found in it."""
+"""Data of the first exchange of a collective over Gloo, and its checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUM = first_exchange.header(CollectiveKind.ALLREDUCE, 8, dtype=1, op=1)
 
 
 def exchanged(calls: list[tuple[Header, torch.Tensor | None]]) -> list[Places]:
-    """What each rank has received, were it sent by Gloo."""
+    """Return the data that each rank receives."""
     size = len(calls)
     begun = [FirstExchange(rank, size).begin(*call) for rank, call in enumerate(calls)]
     for rank, (places, _, rows, _) in enumerate(begun):

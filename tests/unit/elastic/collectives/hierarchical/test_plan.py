@@ -1,4 +1,4 @@
-"""Who carries what between hosts: ranks, chunks, the order of turns, and the ways of broadcasts and parcels."""
+"""Data paths between hosts: ranks, chunks, the order of turns, and the paths of broadcasts and parcels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic.collectives.hierarchical import plan
 from elastic.collectives.hierarchical.plan import Exchange, Parcel, Topology, Turn
 
 EVEN = ((0, 1), (2, 3), (4, 5))
-MIXED = ((0, 3), (2, 1))  # as ranks that were dealt out to hosts in turn
+MIXED = ((0, 3), (2, 1))  # as ranks that were assigned to hosts round-robin
 UNEVEN = ((0,), (1, 2), (3, 4, 5))
 ALL = pytest.mark.parametrize("hosts", [EVEN, MIXED, UNEVEN, ((0, 1, 2), (3,))], ids=str)
 
@@ -124,7 +124,7 @@ def test_only_the_roots_lane_carries_a_broadcast():
 def carried_out(
     held: dict[int, list[Parcel]], step: str, everybody: list[Topology]
 ) -> dict[int, list[Parcel]]:
-    """Who holds which parcels after one step; what is sent must be held, and expected as it comes."""
+    """Track the holders of parcels after each step; sent ones must be held, and expected at the receiver."""
     exchanges: dict[int, Exchange | None] = {
         each.rank: getattr(plan.posting(each), step) for each in everybody
     }

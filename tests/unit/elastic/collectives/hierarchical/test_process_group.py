@@ -1,4 +1,4 @@
-"""The seam over several hosts, on parts that need neither memory of other processes nor a network."""
+"""Collectives over several hosts, with parts that need neither memory of other processes nor a network."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ def closed(world: Sequence[Collectives]) -> None:
 
 
 class Contract(CollectivesContract):
-    """With chunks so small that a thousand elements make several."""
+    """With chunks so small that a thousand elements need several."""
 
     hosts: Hosts
-    longest = 5000  # of 5 chunks at least: more than are under way at once
+    longest = 5000  # at least 5 chunks: more than are in progress at once
 
     @pytest.fixture(autouse=True)
     def small_chunks(self, monkeypatch):

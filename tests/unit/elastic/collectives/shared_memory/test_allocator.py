@@ -1,4 +1,4 @@
-"""Which bytes of an arena are lent."""
+"""Allocation of an arena's bytes."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_a_gap_joins_those_on_both_sides():
 
 
 def test_it_is_full_when_no_gap_is_wide_enough_and_has_room_again_later():
-    regions = Regions(45, PAGE)  # the last half page is never lent
+    regions = Regions(45, PAGE)  # the last half page is never allocated
     assert regions.allocate(41) is None
     assert regions.allocate(20) == 0
     assert regions.allocate(30) is None

@@ -1,4 +1,4 @@
-"""Tensors in memory that peers can map: where they lie, when their memory returns, and who must not touch it."""
+"""Tensors in memory that peers can map: their location, the return of their memory, and access by others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tensor(arena: Arena, elements: int, dtype: torch.dtype = torch.float32) -> t
 
 
 def pages_of(arena: Arena) -> int:
-    """How many the kernel holds for it."""
+    """Return the number of descriptors in the kernel."""
     return os.fstat(arena.fd).st_blocks * 512 // memfd.PAGE
 
 
@@ -119,7 +119,7 @@ def test_a_full_arena_lends_no_more_until_something_returns(arena):
     assert arena.take(1) is not None
 
 
-# ---- the one of this process -------------------------------------------------------------------
+# ---- the arena of this process -----------------------------------------------------------------
 
 
 def test_a_process_creates_its_arena_at_the_first_use(none_yet):

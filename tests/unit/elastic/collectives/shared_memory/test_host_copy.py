@@ -1,4 +1,4 @@
-"""Copies for a commit: every bit arrives, by the C++ library or by torch, whatever the tensors look like."""
+"""Copies for a commit: every bit is copied, by the C++ library or by torch, for all kinds of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.state.snapshots.snapshot import same_bits
 
 @pytest.fixture(params=["library", "torch"])
 def way(request, monkeypatch):
-    """Who copies what can be copied byte by byte."""
+    """Copies of tensors that can be copied byte by byte, with or without the library."""
     if request.param == "torch":
         monkeypatch.setattr(native_library, "load", lambda: None)
     elif native_library.load() is None:
@@ -25,7 +25,7 @@ def way(request, monkeypatch):
 
 @pytest.fixture
 def by_torch(monkeypatch):
-    """How many tensors torch was asked to copy, each time."""
+    """Record how many tensors torch has to copy, each time."""
     counted: list[int] = []
     real = torch._foreach_copy_
 
@@ -58,7 +58,7 @@ def test_any_number_of_bytes_at_any_alignment(way):
         buffer = room[33 - shift : 33 - shift + size]
         HostCopy([source], [buffer]).run([source], [source.data_ptr()])
         assert torch.equal(buffer, source), (size, shift)
-        assert (room[: 33 - shift] == 7).all(), (size, shift)  # and nothing beside it
+        assert (room[: 33 - shift] == 7).all(), (size, shift)  # and nothing outside
         assert (room[33 - shift + size :] == 7).all(), (size, shift)
 
 

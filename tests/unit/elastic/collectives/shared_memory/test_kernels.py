@@ -1,4 +1,4 @@
-"""The reductions in C++, bit for bit against numpy's and torch's, with every set of instructions that runs here."""
+"""The reductions in C++, compared bit by bit with numpy and torch, with every available instruction set."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def runs(kind: str) -> bool:
 KINDS = [kind for kind in ("baseline", "neon", "avx2", "avx512") if runs(kind)]
 
 
-# ---- what is expected ------------------------------------------------------------------------------------------------
+# ---- expected results ------------------------------------------------------------------------------------------------
 
 
 def least(a: Bits, b: Bits) -> Bits:
@@ -110,7 +110,7 @@ def rescaled(values: Bits, scale: Scale) -> Bits:
 
 
 def same(found: Bits, wanted: Bits, dtype: DType) -> bool:
-    """Equal in every bit, but for which NaN it is."""
+    """Compare every bit, except for the kind of NaN."""
     if dtype in HALVES:
         nan = np.isnan(widened(wanted, dtype))
         agree = np.array_equal(np.isnan(widened(found, dtype)), nan)
@@ -121,11 +121,11 @@ def same(found: Bits, wanted: Bits, dtype: DType) -> bool:
     return agree and np.array_equal(found.view(unsigned)[~nan], wanted.view(unsigned)[~nan])
 
 
-# ---- what is called --------------------------------------------------------------------------------------------------
+# ---- calls -----------------------------------------------------------------------------------------------------------
 
 
 def numbers(dtype: DType, count: int, seed: int) -> Bits:
-    """Every kind of number of a dtype: any bits at all, and among them floating point numbers of one magnitude."""
+    """Return all kinds of numbers of a dtype: random bits, and floating point numbers of one magnitude."""
     random = np.random.default_rng(seed)
     stored = np.dtype(STORED[dtype])
     drawn: Bits = np.frombuffer(random.bytes(count * stored.itemsize), stored).copy()
@@ -153,7 +153,7 @@ class Place:
 
 
 def check(kind, dtype, op, count, n_sources, scale, overwritten, added, seed=0):
-    """Reduces into some of the sources and into some places more, and looks at every byte."""
+    """Reduce into some of the sources and some other places, and check every byte."""
     inputs = [numbers(dtype, count, seed + 100 * rank) for rank in range(n_sources)]
     sources = [Place(each, shift=(rank * 3 + 1) % 8) for rank, each in enumerate(inputs)]
     more = [Place(np.zeros(count, STORED[dtype]), shift=5) for _ in range(added)]
@@ -169,7 +169,7 @@ def check(kind, dtype, op, count, n_sources, scale, overwritten, added, seed=0):
 
 
 def into(n_sources: int) -> tuple[list[int], int]:
-    """In place for an even number of sources, as the ranks of a group; else one source and two places more."""
+    """In place for an even number of sources, as in a group; otherwise, one source and two other places."""
     return (list(range(n_sources)), 0) if n_sources % 2 == 0 else ([n_sources // 2], 2)
 
 
@@ -252,7 +252,7 @@ def test_one_nan_anywhere_is_the_result(kind, dtype, op):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_megabyte_that_is_added_up_elsewhere_has_the_same_bits(kind):
-    """It is written past the caches, from the first register on that begins at a multiple of its width."""
+    """Written past the caches, starting at the first aligned register."""
     for dtype in (DType.FLOAT32, DType.FLOAT64, DType.INT16, DType.BFLOAT16):
         megabyte = (1 << 20) // np.dtype(STORED[dtype]).itemsize
         for n_sources, more, scale in itertools.product(

@@ -1,4 +1,4 @@
-"""monitored_barrier: what each rank sends, waits for and raises."""
+"""monitored_barrier: messages, waits and errors of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++ library is loaded whole or not at all, and a line says why not."""
+"""The C++ library is loaded completely or not at all, and the reason is logged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.golden import raises, recorded
 
 ROOT = Path(__file__).parents[5]
 needed = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
-SIZES = {  # of what C calls by these names
+SIZES = {  # sizes of C types by these names
     "void": 0,
     "int": 4,
     "int32_t": 4,
@@ -31,7 +31,7 @@ SIZES = {  # of what C calls by these names
 
 
 def read_elsewhere(file: Path) -> str:
-    """What is said of a file, in a process of its own, since a bad one could end it."""
+    """Check a file in a separate process, because a bad one could end it."""
     program = (
         "import sys\nfrom pathlib import Path\nfrom elastic.collectives.shared_memory import native_library as library\n"  # noqa: E501
         "found, why = library.read(Path(sys.argv[1]))\n"
@@ -54,7 +54,7 @@ def copy(tmp_path: Path) -> Path:
 COMPILERS = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
 
 
-# Else a mistake in native/ would turn most tests of shared memory into skipped ones.
+# Otherwise, an error in native/ would skip most tests of shared memory.
 @pytest.mark.skipif(not COMPILERS, reason="there is no C++ compiler")
 def test_where_there_is_a_compiler_there_is_a_library():
     assert native_library.load() is not None, native_library.missing()
@@ -84,7 +84,7 @@ def test_what_cannot_be_read_is_no_reason_to_fail(tmp_path):
 
 
 def damaged_copies():
-    """What a full disk, a lost page or an interrupted copy leaves behind."""
+    """Damage of a full disk, a lost page or an interrupted copy."""
 
     def cut(content: bytes) -> bytes:
         return content[: len(content) // 2]
@@ -147,7 +147,7 @@ def test_loading_needs_no_torch():
     assert done.returncode == 0, done.stderr
 
 
-# ---- both sides say the same -----------------------------------------------------------------------------------------
+# ---- both sides agree ------------------------------------------------------------------------------------------------
 
 
 def source(name: str) -> str:
@@ -218,12 +218,12 @@ def test_unsupported_kinds_are_refused_with_the_same_message_everywhere():
 
 @pytest.mark.slow
 def test_a_group_that_outlives_the_modules_is_silent():
-    """The last group of a job that has ended well: its finalizer runs when ``os`` and the rest are gone."""
+    """The last group of a job that has ended normally: its finalizer runs after ``os`` and the rest are gone."""
     program = (
         "import ctypes, os\nfrom elastic.collectives.shared_memory import process_group as shared\n"
         "kept = object.__new__(shared._Native)\n"
         "kept.handle, kept._closed, kept._forgotten, kept._pid = 1, True, False, os.getpid()\n"
-        # Its module is still referred to, and loses its names one by one: ``os`` before this one.
+        # Its module is still referenced, and loses its names one by one: ``os`` before this one.
         "ctypes.pythonapi.Py_IncRef(ctypes.py_object(shared))\n"
         "shared.kept = kept\ndel kept\n"
     )

@@ -1,4 +1,4 @@
-"""Mapping memory that a process offers, and what is said where that fails. Other processes: integration tests."""
+"""Mapping of another process's memory, and errors. Other processes: integration tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def offered() -> Iterator[Shareable]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(mappings_of_its_own: None) -> Iterator[None]:
-    """Whatever happens, a test leaves as many descriptors as there were."""
+    """Check that a test leaves as many descriptors as there were."""
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert not peer_memory._open
@@ -70,7 +70,7 @@ def test_two_groups_use_one_mapping_until_both_have_released_it(me, offered):
 def test_a_mapping_that_is_kept_serves_the_next_generation(me, offered, monkeypatch):
     mapping = open_peer(me, offered, keep=True)
     mapping.release()
-    peer_memory.sweep()  # its process lives
+    peer_memory.sweep()  # its process is alive
     again = open_peer(me, offered, keep=True)
     assert again.address == mapping.address
     monkeypatch.setattr(peer_memory._Mapped, "gone", lambda self: True)
@@ -91,7 +91,7 @@ def test_a_mapping_whose_process_has_gone_is_swept(me, offered, monkeypatch):
 
 
 def test_a_release_in_the_middle_of_another_call_waits_for_its_end(me, offered):
-    """As where the collector frees a group while its thread is in here."""
+    """As when the collector frees a group while its thread is in here."""
     mapping = open_peer(me, offered)
     with peer_memory._lock:
         mapping.release()

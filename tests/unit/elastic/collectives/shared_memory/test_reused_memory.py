@@ -1,4 +1,4 @@
-"""Memory of results that others hold: used again once they have let go of it, and not before."""
+"""Memory of results that other frameworks hold: reused only after its release."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_next_tensor_of_its_size_has_the_pages_of_one_that_died(arena):
     address, view = first.data_ptr(), first[:10].numpy()
     del first
     other = memory.tensor(MIB, torch.float32)
-    assert other.data_ptr() != address  # a view of numpy's holds it
+    assert other.data_ptr() != address  # a numpy view holds it
     assert view[0] == 7
     del view
     again = memory.tensor(MIB // 2, torch.float64)

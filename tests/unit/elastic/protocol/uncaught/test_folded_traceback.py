@@ -1,4 +1,4 @@
-"""The frames of this package are one line; those of the script, and what it raised, stay as Python prints them."""
+"""The frames of this package are folded to one line; those of the script, and its exception, are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's exception reaches the agent, or is printed where there is none."""
+"""A worker's exception is sent to the agent, or printed without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which error of user code is one of a worker that is about to end, and what is done about SIGCHLD meanwhile."""
+"""Errors of user code in a worker that is about to end, and the handling of SIGCHLD meanwhile."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def fixed():
 
 
 def later(monkeypatch, session, happens):
-    """At the third look; returns the lengths of the waits."""
+    """Return the lengths of the waits until the third check."""
     looks: list[float] = []
 
     def look(timeout: float) -> bool:

@@ -1,4 +1,4 @@
-"""Ranks that have called different collectives tell each other which."""
+"""Ranks that have called different collectives exchange their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a worker reaches its agent although PYTHONPATH had no effect."""
+"""A worker's exception is sent to its agent although PYTHONPATH had no effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which exceptions are the GPU's and NCCL's, told by their types."""
+"""Exceptions of the GPU and NCCL, by their types."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_scripts(error):
 
 
 def test_where_the_context_is_lost_it_is_the_gpus_whatever_the_exception(monkeypatch):
-    """A library's error after a sticky one has a type of its own; the device tells the truth."""
+    """A library's error after a sticky one has its own type; the device has the true state."""
 
     def refuses() -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
