@@ -1,10 +1,10 @@
-"""Our tensors lie where we say, with the type that we say: a script may set torch's defaults as it likes."""
+"""Our tensors have an explicit device and dtype: a script may set any defaults of torch."""
 
 from __future__ import annotations
 
 from harness.sources import Facts, facts, facts_of, sources
 
-# Those that look at torch's default device, and whether they look at its default dtype.
+# Factories that use torch's default device, and whether they use its default dtype.
 FACTORIES = {
     "arange": True,
     "as_tensor": True,
@@ -27,7 +27,7 @@ FACTORIES = {
 
 
 def unsaid(found: Facts) -> list[str]:
-    """Calls of torch's factories that leave device or dtype to torch's defaults."""
+    """Find calls of torch's factories without an explicit device or dtype."""
     missing = []
     for name, line, named in found.of_torch:
         wanted = {"device", "dtype"} if FACTORIES.get(name) else {"device"}

@@ -1,4 +1,4 @@
-"""Failpoints: rules are read or refused with a sentence, and strike whom they mean, once."""
+"""Failpoints: rules are read or refused with a sentence, and hit their targets once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.golden import raises, recorded
 
 @pytest.fixture
 def struck(monkeypatch):
-    """The arguments of every action that was carried out; all actions only note them."""
+    """Record the arguments of every action instead of executing it."""
     arguments: list[str] = []
     for action in actions.ACTIONS:
         monkeypatch.setitem(actions.ACTIONS, action, arguments.append)
@@ -26,7 +26,7 @@ def struck(monkeypatch):
 
 @pytest.fixture
 def rules(monkeypatch):
-    """Makes this process one that was started with these rules, as localhost:2#1."""
+    """Set these rules for this process, as worker localhost:2#1."""
 
     def set_rules(text: str) -> None:
         monkeypatch.setattr(failpoints, "_text", text)
@@ -79,7 +79,7 @@ def test_a_text_that_is_no_rule_is_refused_with_a_sentence(text):
         parse(text)
 
 
-# ---- who is struck -------------------------------------------------------------------------------
+# ---- targets -------------------------------------------------------------------------------------
 
 
 def test_a_rule_matches_workers_with_one_of_the_values_of_each_condition():
@@ -161,7 +161,7 @@ def test_a_file_is_read_again_when_it_was_replaced(rules, struck, tmp_path):
 def test_a_rule_in_a_file_hits_the_given_number_of_processes(rules, struck, tmp_path):
     file = tmp_path / "rules"
     replace(file, "bucket exit=1 id=cell")
-    for _ in range(2):  # as two processes would
+    for _ in range(2):  # like two processes
         rules(f"@{file}")
         failpoint("bucket")
     assert struck == ["1"]
@@ -181,7 +181,7 @@ def test_several_victims_wait_for_each_other(struck, tmp_path):
     assert struck == ["1", "1"]
 
 
-# ---- what is done --------------------------------------------------------------------------------
+# ---- actions -------------------------------------------------------------------------------------
 
 
 def test_a_user_exception_is_raised_as_it_is():

@@ -1,4 +1,6 @@
-"""What the script defines is pickled by its name, all else whole; and tensors that torch's own pickles can't carry."""
+"""Definitions of the script are pickled by name, all others by value; also tensors that torch's pickles can't
+contain.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_what_no_name_leads_to_is_sent_whole(script: Any, monkeypatch: pytest.Mo
     class Local(enum.Enum):
         A = 1
 
-    Local.__module__ = "__main__"  # as in a script's function
+    Local.__module__ = "__main__"  # as in a function of the script
     nameless = eval("lambda x: x + 1", script.__dict__)
     blob = pickled((Local.A, nameless))
     started(monkeypatch)

@@ -1,4 +1,4 @@
-"""What torch makes of a loss on its way through its futures is undone; what a world begins with."""
+"""Losses in torch's futures are raised as such; and the start of a world."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def session():
 
 
 def hook_that_reduces_twice() -> None:
-    """As PowerSGD's: the second reduction begins in a callback of the first one's future."""
+    """As in PowerSGD: the second reduction begins in a callback of the first one's future."""
 
     def second(_: object) -> None:
         raise PeerLost("lost h:0#1")
@@ -58,7 +58,7 @@ def test_a_result_is_returned(session):
 
 @pytest.mark.parametrize("error", [PeerLost("lost h:0#1"), WorldChanging("h:2#1 joined")])
 def test_no_handler_of_sigchld_runs_from_the_end_of_a_world_until_user_code_runs_again(error):
-    """torch's raises in this thread once a loader worker has died."""
+    """torch raises in this thread once a loader worker has died."""
 
     def raises_(*_: object) -> None:
         raise RuntimeError("a loader worker died")

@@ -1,4 +1,4 @@
-"""What `import torch` calls in a worker: whoever imports torch first, and whatever of ours is half imported then."""
+"""The entry point that `import torch` calls in a worker, for any order of imports."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def test_it_is_an_entry_point_of_the_installed_package():
             marks=pytest.mark.slow,
         ),
         pytest.param("import torch", "0 1", "ElasticProcessGroup", marks=pytest.mark.slow),
-        pytest.param(  # a group of its own, of this worker alone
+        pytest.param(  # a separate group of this worker only
             "import horovod.torch", "1 2", "ProcessGroup", marks=pytest.mark.slow
         ),
     ],

@@ -1,4 +1,4 @@
-"""What a compute job and training jobs tell each other, over real sockets of this machine."""
+"""Communication of a compute job and training jobs, over real sockets of this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_waiter_gets_the_address_of_a_dispatcher_once_its_workers_serve(servic
     thread = threading.Thread(target=train)
     thread.start()
     compute.register_dispatcher(1, "grpc://a:1")
-    compute.register_dispatcher(1, "grpc://a:1")  # said twice
+    compute.register_dispatcher(1, "grpc://a:1")  # repeated
     for worker in (2, 3):
         compute.register_worker_for_dispatcher(1, worker)
     compute.wait_for_shutdown()
@@ -75,7 +75,7 @@ def test_a_waiter_for_the_end_notices_that_the_service_vanished():
     thread = threading.Thread(target=wait)
     thread.start()
     waiting.wait(10)
-    made._store.close()  # as its process's end does
+    made._store.close()  # as at the end of its process
     thread.join(10)
     assert len(ended) == 1
 
@@ -86,7 +86,7 @@ def test_a_service_that_this_process_shut_down_may_vanish_before_the_next_query(
     clients[0].shutdown()
     made.shutdown()
     clients[1].wait_for_shutdown()
-    with pytest.raises(ConnectionError):  # not that service, though at its address
+    with pytest.raises(ConnectionError):  # another service at its address
         ComputeClient(made.addresses(), b"another", timeout=0.05).wait_for_shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Loaders that read ahead: every batch once and in order, errors where the batch would come, and no thread left."""
+"""Loaders with prefetching: every batch once and in order, errors in place of a batch, and no remaining thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAIT_S = 60.0
 
 
 class Numbers(BaseDataLoader):
-    """``fails_at``: the number whose reading raises."""
+    """``fails_at``: the number whose read raises."""
 
     def __init__(self, count: int, fails_at: int | None = None) -> None:
         self.count = count

@@ -1,4 +1,4 @@
-"""The door: every name that a Horovod script may use is there, under the paths that they use."""
+"""Horovod's API: every name that a Horovod script may use exists, under the usual paths."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_everything_can_be_imported_by_star():
     assert names["allreduce"] is hvd.allreduce
 
 
-PATHS = {  # besides those that docs/horovod.md names
+PATHS = {  # in addition to those in docs/horovod.md
     "horovod": "run",
     "horovod.common.process_sets": "ProcessSet global_process_set add_process_set remove_process_set"
     " process_sets process_set_by_id get_process_set_ids_and_ranks",
@@ -72,7 +72,7 @@ def test_names_are_found_under_the_paths_that_scripts_import_from():
 
 
 def test_the_environment_is_another_one_for_a_block(monkeypatch):
-    """As Horovod's tests set it."""
+    """As in Horovod's tests."""
     monkeypatch.setenv("WAS_SET", "before")
     monkeypatch.delenv("WAS_NOT", raising=False)
     with pytest.raises(KeyError), util.env(WAS_SET="in", WAS_NOT="in", LEFT=None):
@@ -129,7 +129,7 @@ def test_importing_horovod_alone_brings_neither_torch_nor_the_launcher():
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What ``launch`` was called with."""
+    """Return the arguments of ``launch``."""
     calls = []
 
     def launch(*args, **kwargs):

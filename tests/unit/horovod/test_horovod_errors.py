@@ -1,4 +1,4 @@
-"""Horovod's exceptions: what is raised once a script has imported them, and what elastic.run makes of each."""
+"""Horovod's exceptions: raised after a script has imported them, and handled by elastic.run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def world_of_one(monkeypatch):
     return rt
 
 
-# ---- what is raised ------------------------------------------------------------------------------
+# ---- raised exceptions ---------------------------------------------------------------------------
 
 
 def test_a_script_of_elastics_cannot_swallow_an_interruption(only_elastic):
@@ -129,11 +129,11 @@ def test_they_travel_as_pickles(raised):
     assert vars(copy) == vars(raised)
 
 
-# ---- what elastic.run makes of them --------------------------------------------------------------
+# ---- elastic.run ---------------------------------------------------------------------------------
 
 
 def trained(raises: BaseException) -> tuple[list[int], ObjectState]:
-    """The step of each call of the function, which commits 4, goes on to 5, and raises the first time."""
+    """Return the step of each call of the function, which commits 4, continues to 5, and raises the first time."""
     state, steps = ObjectState(step=0), []
 
     @run
@@ -178,20 +178,20 @@ def test_what_would_only_happen_again_ends_the_script(world_of_one, raises):
 
 
 def test_a_world_that_can_not_be_formed_again_is_not_retried(world_of_one):
-    """Of a fixed size, without a driver: no endless circle."""
+    """Of a fixed size, without a driver: no endless loop."""
     world_of_one.session.recovery.phase = Phase.TRAINING
     with pytest.raises(HorovodInternalError, match="enough"):
         trained(HorovodInternalError("enough"))
 
 
 def test_after_a_loss_that_was_swallowed_nothing_is_committed(world_of_one):
-    """The step was cut short: its state is nobody's."""
+    """The step was interrupted: its state is invalid."""
     state = ObjectState(step=4)
     world_of_one.session.recovery.phase = Phase.TRAINING
     world_of_one.session.recovery.generation = 2
     world_of_one.mark_broken(2, "reset by peer")
     state.step = 5
-    state.commit()  # not heard of yet: the step before it was whole
+    state.commit()  # not reported yet: the step before it was complete
     with pytest.raises(HorovodInternalError), world_of_one.guard("allreduce"):
         pass
     state.step = 6

@@ -1,4 +1,4 @@
-"""What scripts import of Horovod can be imported, or is refused with what to do instead."""
+"""Imports of Horovod by scripts work, or are refused with advice."""
 
 from __future__ import annotations
 

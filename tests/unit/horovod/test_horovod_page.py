@@ -1,4 +1,6 @@
-"""docs/horovod.md: no name of Horovod's is left out, and what the page says of a name, flag or variable is so."""
+"""docs/horovod.md: the page has all of Horovod's names, and its statements about names, flags and variables are
+true.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from harness.golden import raises, recorded
 
 PAGE = Path(__file__).parents[3] / "docs" / "horovod.md"
 ROOT = PAGE.parents[1]
-# What Horovod has besides horovod.torch's own names.
+# Modules of Horovod besides horovod.torch.
 MODULES = """
     horovod.run horovod.spark horovod.ray
     horovod.data.BaseDataLoader horovod.data.AsyncDataLoaderMixin
@@ -80,7 +82,7 @@ READERS = [
 
 @functools.cache
 def rows() -> dict[str, str]:
-    """What the page says of each name in the first column: same, better, ..."""
+    """Return the page's value for each name in the first column: same, better, ..."""
     said: dict[str, str] = {}
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -91,7 +93,7 @@ def rows() -> dict[str, str]:
     return said
 
 
-# Their names are looked for where these frameworks are imported: tests/frameworks.
+# Their names are checked where these frameworks are imported: tests/frameworks.
 ELSEWHERE = ("horovod.tensorflow.", "horovod.keras.", "horovod.mxnet.")
 NAMES = [name for name in rows() if not name.startswith(("-", "HOROVOD_", *ELSEWHERE))]
 OPTIONS = [name for name in rows() if name.startswith("-")]
@@ -99,7 +101,7 @@ ENVIRONMENT = [name for name in rows() if name.startswith("HOROVOD_")]
 
 
 def there(name: str) -> Any:
-    """What a name stands for. Raises ImportError, AttributeError."""
+    """Resolve a name. Raises ImportError, AttributeError."""
     first, *rest = name.replace("hvd.", "horovod.torch.", 1).split(".")
     value: Any = importlib.import_module(first)
     path = first

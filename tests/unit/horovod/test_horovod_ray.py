@@ -1,4 +1,4 @@
-"""horovod.ray without a cluster: names, signatures, what is refused before anything is started, what is asked of whom."""
+"""horovod.ray without a cluster: names, signatures, refused arguments, and calls of our executor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from horovod.ray.strategy import ColocatedStrategy, PGStrategy
 from horovod.ray.utils import detect_nics, nics_to_env_var
 from horovod.runner.common.util.timeout import Timeout, TimeoutException
 
-# Where Horovod has them.
+# Their modules in Horovod.
 PLACES = """
     horovod.ray.RayExecutor horovod.ray.ElasticRayExecutor horovod.ray.BaseHorovodWorker
     horovod.ray.runner.RayExecutor horovod.ray.runner.MiniSettings
@@ -78,7 +78,7 @@ class Said:
 
 
 class Executor:
-    """In place of `elastic.ray.Executor`: what it was asked, in order. Functions are called here."""
+    """Replacement of `elastic.ray.Executor`, which records its calls in order. Functions are called here."""
 
     made: list[Executor]
     refuses = ""
@@ -120,7 +120,7 @@ class Executor:
 
 @pytest.fixture
 def ours(monkeypatch):
-    """What is asked of our executor; the arguments are checked by the real one before."""
+    """Calls of our executor; the real one checks the arguments before."""
     import elastic.ray
 
     real = elastic.ray.Executor
@@ -171,7 +171,7 @@ def test_the_import_does_not_import_ray_and_names_the_missing_package():
     assert done.returncode == 0, done.stderr
 
 
-# ---- what is refused before anything is started ------------------------------------------------------------------------
+# ---- refusals before the start -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_no_room_is_a_timeout_and_a_value_error(ours, monkeypatch):
                 executor.start()
 
 
-# ---- what is asked of our executor -------------------------------------------------------------------------------------
+# ---- calls of our executor ---------------------------------------------------------------------------------------------
 
 
 def test_a_static_job(ours):
@@ -405,7 +405,7 @@ def test_what_the_deprecated_executor_refuses():
         ElasticRayExecutor(ElasticRayExecutor.create_settings(), gpus_per_slot=1)
 
 
-# ---- small things ------------------------------------------------------------------------------------------------------
+# ---- small functions ---------------------------------------------------------------------------------------------------
 
 
 def test_strategies_say_how_many_workers():
@@ -479,12 +479,12 @@ def test_a_node_counts_with_what_is_free_or_else_with_what_it_has():
     node = {"NodeID": "1", "NodeManagerAddress": "a", "Alive": True, "Resources": {"CPU": 8.0}}
     assert rooms_of([node], {"1": {"CPU": 3.0}}) == [("a", {"CPU": 3.0})]
     assert rooms_of([node | {"Alive": False}], {"1": {"CPU": 3.0}}) == []
-    new = node | {"NodeID": "2"}  # it came after the others were asked
+    new = node | {"NodeID": "2"}  # it was added after the query of the others
     assert rooms_of([new], {"1": {"CPU": 3.0}}) == [("a", {"CPU": 8.0})]
 
 
 def test_nodes_may_lack_a_key():
-    """Programs under test put lists of their own in place of Ray's, in the form of its older releases."""
+    """Programs under test replace Ray's lists by their own, in the form of its older releases."""
     node = {"NodeManagerAddress": "a", "alive": True, "Resources": {"CPU": 8.0}}
     assert rooms_of([node], {}) == [("a", {"CPU": 8.0})]
     assert rooms_of([node | {"alive": False}, {"NodeID": "1"}, {"alive": True}], {}) == []
@@ -499,7 +499,7 @@ def test_churn_stays_between_its_bounds(monkeypatch):
         discovery.change(hosts, chance)
         seen.add(len(hosts) - len(discovery._hidden))
     assert seen == {2, 3, 4, 5}
-    discovery.change({"h0": 1}, chance)  # hosts that have gone are not hidden any more
+    discovery.change({"h0": 1}, chance)  # removed hosts are not hidden any more
     assert discovery._hidden <= {"h0"}
 
 

@@ -1,4 +1,4 @@
-"""States, samplers and handlers as scripts written for Horovod subclass them."""
+"""States, samplers and handlers as subclassed by scripts for Horovod."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def world_of_one(monkeypatch):
 
 
 class Rows:
-    """Rank 0's answer to a broadcast, and what was broadcast."""
+    """Rank 0's answer to a broadcast, and the broadcast value."""
 
     def __init__(self, answer: Any = None) -> None:
         self.answer = answer
@@ -43,7 +43,7 @@ class Rows:
 
 
 class Counters(State):
-    """All three methods its own, the broadcast given by the script."""
+    """All three methods are overridden, with the script's broadcast."""
 
     def __init__(self, bcast_object: Any, get_rank: Any) -> None:
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
@@ -62,7 +62,7 @@ class Counters(State):
 
 
 class Values(ObjectState):
-    """Takes rank 0's saved values over, as Horovod's own does."""
+    """Adopts rank 0's saved values, as Horovod's own does."""
 
     def sync(self) -> None:
         received = self._bcast_object(self._saved_state)
@@ -142,7 +142,7 @@ class Scores:
 
 
 class ScoresHandler(StateHandler):
-    """As Horovod's handlers are written: it saves when it is made."""
+    """As in Horovod's handlers: it saves when it is created."""
 
     synced = 0
 

@@ -1,4 +1,4 @@
-"""What a report says of the parts of a recovery."""
+"""The report of the parts of a recovery."""
 
 from elastic.runtime.recovery_phases import Phases
 

@@ -1,4 +1,4 @@
-"""How long a worker waits for the driver's word, and what a second training may not do once it broke."""
+"""Waits for the driver, and limits of a second training after a failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from harness.golden import raises
 
 
 class Hours:
-    """A clock on which every look is an hour after the one before, and a condition that waits for none."""
+    """A clock that advances by an hour with every read, and a condition that never waits."""
 
     def __init__(self, session: Session, looks: int) -> None:
         self.session, self.left, self.now = session, looks, 0.0

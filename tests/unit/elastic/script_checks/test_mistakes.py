@@ -1,4 +1,4 @@
-"""Which mistakes follow from what was seen in the first steps."""
+"""Mistakes that follow from the observations of the first steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the observer sees in real steps of torch, in a world of one process."""
+"""Observations in real steps of torch, in a world of one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from elastic.state.torch_state import TorchState
 
 
 class Job:
-    """A training of one process, whose batches come from ``batches``."""
+    """A training of one process, with batches from ``batches``."""
 
     def __init__(self) -> None:
         lifecycle.init()
@@ -79,7 +79,7 @@ def job(monkeypatch):
 
 @pytest.fixture
 def following():
-    """As in a worker of an elastic job."""
+    """Environment of a worker of an elastic job."""
     following_samplers.install(lambda: lifecycle.current().place)
     yield
     following_samplers.uninstall()
@@ -132,7 +132,7 @@ def test_members_beside_the_model_are_missed(job, held):
 
 
 class NativeScaler:
-    """A wrapper as timm has it."""
+    """A wrapper as in timm."""
 
     def __init__(self) -> None:
         self._scaler = torch.amp.GradScaler("cpu")
@@ -215,7 +215,7 @@ class Kept(torch_data.Sampler[int]):
 
 
 class Subclass(torch_data.DistributedSampler[Any]):
-    """Follows the world as torch's own does."""
+    """Follows the world like torch's sampler."""
 
 
 class Stream(torch_data.IterableDataset[torch.Tensor]):
@@ -351,13 +351,13 @@ def test_a_loss_after_the_check_is_judged_though_a_loader_was_seen(job, followin
 
 
 def seen_after(job: Job, monkeypatch, collective) -> set[Kind]:
-    """As one of two ranks, of which each calls ``collective`` in a step."""
+    """One of two ranks, each of which calls ``collective`` in a step."""
     monkeypatch.setattr(
         type(job.rt), "place", property(lambda self: Place(0, 2, 0, 2, 0, 1)), raising=True
     )
     state = job.whole(step=0)
     watching = job.observes(state)
-    moved_tensors.took_elements(10**6)  # as of a broadcast of the model before the first step
+    moved_tensors.took_elements(10**6)  # as in a broadcast of the model before the first step
     for _ in range(STEPS):
         job.train(state, 1)
         job.rt.activity += 1

@@ -1,4 +1,4 @@
-"""When a script calls commit(), read from its source."""
+"""Calls of commit() in a script, from its source."""
 
 from __future__ import annotations
 

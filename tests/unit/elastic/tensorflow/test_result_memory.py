@@ -1,4 +1,4 @@
-"""Where the results of a step's gradients lie side by side."""
+"""Memory layout of the results of a step's gradients."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def test_unfused_tensors_are_first_and_each_dtype_is_contiguous():
     floats = found[:5]
     for each, following in itertools.pairwise(floats):
         assert following.data_ptr() == each.data_ptr() + each.nbytes
-    # TensorFlow takes over what starts at a multiple: that of the largest, as long as their sizes are multiples.
+    # TensorFlow adopts memory with the largest alignment, as long as sizes are multiples of it.
     assert [each.data_ptr() % result_memory.ALIGNED for each in floats[:3]] == [0, 0, 0]
 
 

@@ -1,4 +1,4 @@
-"""torch.distributed's collectives in a world of one: what is left of a world may be one worker."""
+"""torch.distributed's collectives in a world of one, which may be left after losses."""
 
 from __future__ import annotations
 

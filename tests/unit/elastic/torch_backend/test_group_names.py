@@ -1,4 +1,4 @@
-"""Names of process groups that a worker and one that has just joined agree on."""
+"""Names of process groups that an old worker and a new one agree on."""
 
 from __future__ import annotations
 

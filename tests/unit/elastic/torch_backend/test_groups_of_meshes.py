@@ -20,7 +20,7 @@ ROWS, COLUMNS = [(0, 1), (2, 3)], [(0, 2), (1, 3)]
 
 @pytest.fixture
 def rt(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What groups see of the runtime: rank 1 of 4, before elastic.run."""
+    """Runtime of the groups: rank 1 of 4, before elastic.run."""
     names = GroupNames()
     names.before += [*ROWS, *COLUMNS]
     mesh = SimpleNamespace(mesh=torch.tensor([[0, 1], [2, 3]]), ndim=2)

@@ -1,4 +1,4 @@
-"""What a worker that has joined no world yet finds on the other ranks: what it has itself."""
+"""Collectives of a worker before its first world: the other ranks have the same data as this one."""
 
 from unittest.mock import create_autospec
 
@@ -38,13 +38,14 @@ def test_the_scatter_input_of_rank_0_is_its_own(size):
 
 @pytest.mark.parametrize("provisional", [True, False])
 def test_objects_of_rank_0_arrive_with_the_state_and_not_before(monkeypatch, provisional):
-    """torch's receiver would take a number of bytes from memory that nobody has written."""
+    """torch's receiver would read a number of bytes from uninitialized memory."""
     runtime = create_autospec(Runtime, instance=True)
     runtime.provisional = provisional
     monkeypatch.setattr(lifecycle, "active", lambda: runtime)
     theirs = create_autospec(distributed.broadcast_object_list)
     monkeypatch.setitem(in_place_of_others._theirs, "broadcast_object_list", theirs)
     objects = ["mine"]
-    in_place_of_others.broadcast_object_list(object_list=objects, src=0)  # by torch's own names
+    # torch's own argument names
+    in_place_of_others.broadcast_object_list(object_list=objects, src=0)
     assert objects == ["mine"]
     assert theirs.called is not provisional

@@ -1,4 +1,4 @@
-"""A process group of a backend that is not ours, where ours stands in the place of torch's."""
+"""A process group of another backend, if ours replaces torch's."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is split among ranks is found in modules, optimizers and states, and refused in another world."""
+"""Sharded state is found in modules, optimizers and states, and refused in another world."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.fixture
 def four():
-    """A mesh of four ranks, of which three are made up."""
+    """A mesh of four ranks, three of which are fake."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -129,7 +129,7 @@ def test_a_fully_sharded_model_is_taken_with_the_versions_of_torch_that_were_tes
 ):
     model = fully_sharded(four)
     with pytest.raises(NotElastic):
-        TorchState(optimizer=sgd(model))  # whose model no state follows
+        TorchState(optimizer=sgd(model))  # whose model is in no state
     monkeypatch.setattr(fsdp2, "TESTED", ("2.9",))
     with pytest.raises(NotElastic) as refused:
         TorchState(model=model)
@@ -141,7 +141,7 @@ def test_a_fully_sharded_model_is_taken_with_the_versions_of_torch_that_were_tes
     sharding_guard.begin()
     sharding_guard.check(optimizer, 2, 4)
     with pytest.raises(NotElastic) as refused:
-        sharding_guard.check(sgd(model), 2, 4)  # which is in no state, though its model is
+        sharding_guard.check(sgd(model), 2, 4)  # which is in no state, although its model is
     assert refused.value.kind is Fixed.OPTIMIZER
     with pytest.raises(NotElastic):
         sharding_guard.check(sgd(tensor_parallel(four)), 3, 3)
@@ -159,13 +159,13 @@ def test_tensor_parallel_layers_are_trained_in_the_world_for_which_they_were_mad
     optimizer = sgd(tensor_parallel(four))
     sharding_guard.check(optimizer, 2, 4)
     sharding_guard.check(optimizer, 2, 4)
-    for generation, size in ((3, 3), (3, 4)):  # one is lost; another one has come in its place
+    for generation, size in ((3, 3), (3, 4)):  # one is lost; another one has replaced it
         with pytest.raises(NotElastic) as refused:
             sharding_guard.check(optimizer, generation, size)
         assert refused.value.kind is Fixed.PARAMETERS
     with pytest.raises(NotElastic):
         sharding_guard.check(sgd(tensor_parallel(four)), 3, 3)  # before its first step
-    sharding_guard.check(sgd(tensor_parallel(four)), 3, 4)  # made anew
+    sharding_guard.check(sgd(tensor_parallel(four)), 3, 4)  # newly created
 
 
 def test_a_fully_sharded_module_is_refused_before_training_and_at_its_first_step(four):

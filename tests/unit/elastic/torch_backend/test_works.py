@@ -1,4 +1,4 @@
-"""Works of torch.distributed and their futures: what became of a collective belongs to the world it was begun in."""
+"""Works of torch.distributed and their futures: the result of a collective belongs to the world of its start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Group:
 
 
 class Reduces(torch.autograd.Function):
-    """Begins a collective in the backward pass, as DDP's buckets do."""
+    """Starts a collective in the backward pass, like DDP's buckets."""
 
     @staticmethod
     def forward(ctx, tensor, group, fails):
@@ -81,7 +81,7 @@ def test_a_reported_failure_names_its_world():
 
 
 def test_what_a_future_calls_may_wait_for_it_and_for_its_work():
-    """As comm hooks do: ``future.then(lambda future: future.wait()[0] / size)``."""
+    """As in comm hooks: ``future.then(lambda future: future.wait()[0] / size)``."""
     work = Group().work()
     future = work.get_future()
     found = []

@@ -1,4 +1,4 @@
-"""Memory that TensorFlow holds without a copy: the C++ library is called as TensorFlow calls it."""
+"""Memory that TensorFlow holds without a copy: the test calls the C++ library like TensorFlow."""
 
 from __future__ import annotations
 
