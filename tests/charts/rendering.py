@@ -1,4 +1,4 @@
-"""What helm makes of the chart: objects, or the sentence with which it refuses."""
+"""Output of helm for the chart: objects, or the sentence of its refusal."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Json = dict[str, Any]
 
 
 class Refused(Exception):
-    """What helm says."""
+    """Output of helm."""
 
 
 def merged(*values: Json) -> Json:
-    """Later ones win; dicts are merged."""
+    """Merge dicts; later values win."""
     result: Json = {}
     for each in values:
         for key, value in each.items():
@@ -38,7 +38,7 @@ def merged(*values: Json) -> Json:
 
 
 class Objects:
-    """By kind and name."""
+    """Index objects by kind and name."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -56,7 +56,7 @@ class Objects:
         return {each["kind"] for each in self.all}
 
     def pods(self) -> tuple[Json, Json]:
-        """Templates of the driver's pod and the workers'."""
+        """Return the templates of the driver's pod and the workers'."""
         driver, worker = (
             next(each for each in self.all if each["kind"] == kind)
             for kind in ("Job", "StatefulSet")
@@ -77,11 +77,11 @@ class Helm:
         self.program = program
 
     def render(self, *values: Json, release: str = "r", version: str = "1.37") -> Objects:
-        """With a command that trains, and these values. Raises Refused."""
+        """Render with a training command and these values. Raises Refused."""
         return Objects(self.text(merged(JOB, *values), release=release, version=version))
 
     def text(self, values: Json, *, release: str = "r", version: str = "1.37") -> str:
-        """With these values alone. Raises Refused."""
+        """Render with these values alone. Raises Refused."""
         command = [
             self.program,
             "template",
@@ -105,7 +105,7 @@ class Helm:
 
 
 def everywhere(value: Any) -> Iterator[Any]:
-    """Each dict, list and leaf in it."""
+    """Iterate over each dict, list and leaf in it."""
     yield value
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for part in parts:

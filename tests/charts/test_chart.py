@@ -1,4 +1,4 @@
-"""The chart makes what Kubernetes takes, and refuses what can't work before anything is installed."""
+"""The chart renders valid objects, and refuses invalid values before anything is installed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ EXTRAS: Json = {
     "volumeMounts": [{"name": "data", "mountPath": "/data"}],
 }
 
-# Of each group one is taken; the matrix takes every combination.
+# One of each group is used; the matrix has every combination.
 JOURNALS = [{"journal": {"kind": kind}} for kind in ("volume", "emptyDir", "none")] + [ETCD]
 TLS: list[Json] = [{"tls": {"kind": kind}} for kind in ("none", "chart", "certManager")]
 TLS.append({"tls": {"kind": "existing", "existingSecret": "mine"}})
@@ -114,10 +114,10 @@ HANDFUL: dict[str, tuple[Json, ...]] = {
 
 
 def invalid(objects: Iterable[Json], version: str) -> list[str]:
-    """What the API of that version would not take."""
+    """Return what the API of that version would refuse."""
     import kubernetes_validate
 
-    utils = kubernetes_validate.utils  # it would read a megabyte for each object
+    utils = kubernetes_validate.utils  # otherwise, it would read a megabyte for each object
     utils.schema_contents = _read_once(utils)
     found = []
     for each in objects:
@@ -156,7 +156,7 @@ def test_the_api_takes_every_object(helm, which, version):
 
 
 def first_alike(version: str) -> str:
-    """The first version for which the chart makes the same: its templates compare with a few, and nothing else."""
+    """Return the first version with the same objects: the templates compare with few versions only."""
     templates = "".join(path.read_text() for path in (CHART / "templates").iterdir())
     compared = re.findall(r'semverCompare ">=1\.(\d+)-0" \$?\.Capabilities\.KubeVersion', templates)
     assert len(compared) == templates.count("Capabilities") > 0, "it asks otherwise too"
@@ -166,7 +166,7 @@ def first_alike(version: str) -> str:
 
 @pytest.fixture(scope="module")
 def combinations(helm: Helm) -> Callable[[str], dict[str, Sequence[Json]]]:
-    """Every object of every combination for a version, as JSON, each once; and values of which it comes."""
+    """Return every object of every combination for a version, as JSON, each once; and values that create it."""
 
     @functools.cache
     def of_first(version: str) -> dict[str, Sequence[Json]]:
@@ -195,7 +195,7 @@ def test_versions_that_the_chart_treats_alike_get_the_same_objects(helm, version
     )
     assert first.kinds() == own.kinds()
     for kind, name in ((each["kind"], each["metadata"]["name"]) for each in own.all):
-        assert kind == "Secret" or first[kind, name] == own[kind, name]  # its bytes are drawn
+        assert kind == "Secret" or first[kind, name] == own[kind, name]  # its bytes are random
 
 
 def test_a_cluster_of_1_20_gets_nothing_that_it_does_not_know(helm):
@@ -316,7 +316,7 @@ def test_both_ends_use_tls_or_neither(helm, tls):
 
 
 def test_slots_are_what_the_driver_takes_them_for(helm):
-    """It counts the GPUs of a pod by itself, or takes one."""
+    """It counts the GPUs of a pod itself, or accepts a number."""
     for values, slots, told in (
         ({}, "1", False),
         ({"worker": {"gpus": 4}}, "4", False),
@@ -500,7 +500,7 @@ OLD: dict[str, tuple[Json, str]] = {
 
 
 def test_all_errors_are_reported_together(helm):
-    """Whoever comes from there has a whole file of them."""
+    """Users of Horovod's chart have a whole file of them."""
     values = merged(*(values for values, _ in OLD.values()))
     with pytest.raises(Refused) as refused:
         helm.render(values)
@@ -547,7 +547,7 @@ def test_names_that_yaml_takes_for_something_else_stay_names(helm, name):
 
 
 def test_quantities_are_texts(helm):
-    """Server-side apply at 1.20 takes no numbers."""
+    """Server-side apply at 1.20 accepts no numbers."""
     numbers: Json = {"requests": {"cpu": 2, "memory": 20_000_000_000}, "limits": {"cpu": 2.5}}
     given = {"worker": {"gpus": 8, "resources": numbers}, "driver": {"resources": numbers}}
     driver, worker = (each["resources"] for each in helm.render(given).containers())
@@ -692,7 +692,7 @@ def test_the_dashboard_shows_only_metrics_that_exist():
 
 
 def rendered_base(helm: Helm) -> dict[str, str]:
-    """What the base holds, by its files: without what only helm has a use for."""
+    """Return the content of the base by file: without parts that only helm needs."""
     values = merged(JOB, {"job": {"existingSecret": "hvd-elastic-job"}})
     files: dict[str, str] = {}
     for part in re.split(r"^---\n", helm.text(values, release="hvd-elastic"), flags=re.MULTILINE):

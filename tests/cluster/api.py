@@ -42,7 +42,7 @@ PATHS = {
 }
 MERGE = "application/merge-patch+json"
 STRATEGIC_MERGE = "application/strategic-merge-patch+json"
-# What a server says or does that dies, or comes back: to be tried again.
+# Errors of a server that dies or restarts: retry.
 BROKEN = (OSError, http.client.HTTPException, json.JSONDecodeError)
 
 
@@ -55,11 +55,11 @@ class Refused(Exception):
 
 
 class Expired(Exception):
-    """A watch has ended with an error, mostly since what it asked for is too old: list again."""
+    """A watch has ended with an error, usually because its version is too old: list again."""
 
 
 class Api:
-    """One user's way to the API server; each call has a connection of its own. Usable from all threads."""
+    """One user's access to the API server; each call has a separate connection. Thread-safe."""
 
     def __init__(self, host: str, port: int, ca: Path, token: str) -> None:
         self.host = host
@@ -69,7 +69,7 @@ class Api:
 
     @classmethod
     def of(cls, kubeconfig: Path) -> Api:
-        """With the first cluster and the first user of a file that `ControlPlane.kubeconfig` has written."""
+        """Use the first cluster and the first user of a file from `ControlPlane.kubeconfig`."""
         content = yaml.safe_load(kubeconfig.read_text())
         cluster = content["clusters"][0]["cluster"]
         server = urllib.parse.urlsplit(cluster["server"])
@@ -87,7 +87,7 @@ class Api:
         content: str = "application/json",
         timeout_s: float = 10.0,
     ) -> Any:
-        """The answer: an object, or text where it isn't JSON."""
+        """Return the answer: an object, or text if it isn't JSON."""
         with self._asked(method, path, body, content, timeout_s) as response:
             text = response.read()
             if response.headers.get_content_type() == "application/json":
@@ -114,7 +114,7 @@ class Api:
     def watch(
         self, path: str, version: str, *, timeout_s: float = 300.0, **query: Any
     ) -> Iterator[tuple[str, Object]]:
-        """``ADDED``, ``MODIFIED`` or ``DELETED`` with the object, until the server or the time ends it."""
+        """Iterate over ``ADDED``, ``MODIFIED`` or ``DELETED`` with the object, until the server or the time ends it."""
         query |= {"watch": 1, "resourceVersion": version, "timeoutSeconds": max(1, int(timeout_s))}
         with self._asked("GET", with_query(path, query), None, "", timeout_s + 1) as response:
             while line := response.readline():
@@ -177,7 +177,7 @@ class Api:
 
 
 class Namespace:
-    """A namespace of a test, and short words for what tests do in it."""
+    """A namespace of a test, with short operations."""
 
     def __init__(self, name: str, api: Api) -> None:
         self.name = name
@@ -188,7 +188,7 @@ class Namespace:
         return "/".join(part for part in parts if part)
 
     def create(self, *manifests: Object) -> Any:
-        """As they are given, in this order; the last one comes back as it was made."""
+        """Create the objects in this order; return the last one."""
         made: Object = {}
         for manifest in manifests:
             made = self.api.create(self.path(manifest["kind"]), manifest)
@@ -208,7 +208,7 @@ class Namespace:
         return self.api.delete(self.path(kind, name), grace_s=grace_s)
 
     def evict(self, pod: str) -> Any:
-        """As a drain of its node does."""
+        """Evict a pod, as a drain of its node does."""
         body = {
             "apiVersion": "policy/v1beta1",
             "kind": "Eviction",
@@ -227,7 +227,7 @@ class Namespace:
         return self.api.wait(self.path(kind, name), until, timeout_s=timeout_s)
 
     def wait_pod(self, name: str, phase: str = "Running", *, timeout_s: float = 30.0) -> Object:
-        """The pod once it is in this phase; where that is Running, once it is ready too."""
+        """Wait for a pod in this phase; if it is Running, also for its readiness."""
         wanted = ready if phase == "Running" else lambda pod: pod["status"].get("phase") == phase
         pod = self.wait("Pod", name, lambda pod: pod and wanted(pod), timeout_s=timeout_s)
         assert pod is not None
@@ -238,12 +238,12 @@ class Namespace:
 
 
 def ready(found: Object) -> bool:
-    """Of pods and nodes."""
+    """Return the conditions of pods and nodes."""
     return condition(found, "Ready") == "True"
 
 
 def condition(found: Object, kind: str) -> str | None:
-    """``True``, ``False`` or ``Unknown``, and None where nothing is said of it."""
+    """Return ``True``, ``False`` or ``Unknown``, and None without this condition."""
     said = {each["type"]: each["status"] for each in found["status"].get("conditions", [])}
     return said.get(kind)
 
@@ -254,5 +254,5 @@ def with_query(path: str, query: dict[str, Any]) -> str:
 
 
 def decoded(secret: Object) -> dict[str, bytes]:
-    """What a Secret, or a ConfigMap's binaryData, holds."""
+    """Return the content of a Secret, or of a ConfigMap's binaryData."""
     return {name: base64.b64decode(value) for name, value in (secret or {}).items()}

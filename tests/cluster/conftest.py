@@ -36,7 +36,7 @@ def namespace(control_plane: ControlPlane) -> Iterator[Namespace]:
 
 @pytest.fixture
 def add_node(control_plane: ControlPlane) -> Iterator[Callable[..., Node]]:
-    """``add_node(heartless=True)`` and so on, as `ControlPlane.add_node`: it goes at the end of the test."""
+    """``add_node(heartless=True)`` and so on, as `ControlPlane.add_node`; it is removed after the test."""
     added: list[Node] = []
 
     def add(**options: Any) -> Node:
@@ -50,7 +50,7 @@ def add_node(control_plane: ControlPlane) -> Iterator[Callable[..., Node]]:
 
 @pytest.fixture
 def node(add_node: Callable[..., Node]) -> Node:
-    """One that is ready."""
+    """A ready node."""
     return add_node()
 
 

@@ -31,21 +31,21 @@ SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 CLIENTS = ("helm", "kubectl")
 NEEDED = ("etcd", "openssl", "unshare", "nsenter", "setpriv")
 MARK = "TEST_CLUSTER"
-NODE_MARK = "TEST_NODE"  # processes of pods have it as well
-START_S = 90.0  # a second or five on an idle machine
+NODE_MARK = "TEST_NODE"  # also of processes of pods
+START_S = 90.0  # one to five seconds on an idle machine
 END_S = 5.0
-LEEWAY_S = 60.0  # for clocks that differ, the API server takes a token that has expired
+LEEWAY_S = 60.0  # for clock differences, the API server accepts an expired token
 TESTS = Path(__file__).parent.parent
 
 
 def cache() -> Path:
-    """Where the programs are. `build_control_plane.sh` says the same."""
+    """Return the folder of the programs, as `build_control_plane.sh`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "hvd-elastic" / "kubernetes-1.20.2"
 
 
 def missing() -> str | None:
-    """Why there can be no control plane here."""
+    """Return why no control plane can run here."""
     there = all((cache() / name).exists() for name in (*SERVERS, *CLIENTS))
     if not there or not all(shutil.which(name) for name in NEEDED):
         return "the control plane is not built: run `make kubernetes`"
@@ -93,14 +93,14 @@ class Server:
         return self.log.read_text(errors="replace")[-3000:]
 
     def kill(self) -> None:
-        """With SIGKILL; whether it's frozen, or has ended, doesn't matter."""
+        """Kill it with SIGKILL, also if it is frozen or has ended."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def freeze(self) -> None:
-        """It has stopped when this returns."""
+        """Stop it; it has stopped when this returns."""
         os.kill(self.pid, signal.SIGSTOP)
         what = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
         wait_until(lambda: os.waitid(os.P_PID, self.pid, what), f"the stop of {self.name}", END_S)
@@ -118,7 +118,7 @@ class Server:
 
 
 class Node(Server):
-    """A kubelet in a process of its own. Freeze it, and its pods live on, but nobody hears of them."""
+    """A kubelet in a separate process. If it is frozen, its pods live on without reports."""
 
     def __init__(self, plane: ControlPlane, name: str, subnet: str, flags: Sequence[str]) -> None:
         command = [sys.executable, "-m", "cluster.kubelet", str(plane.kubeconfig()), name]
@@ -131,7 +131,7 @@ class Node(Server):
         self._plane = plane
 
     def wait_ready(self, timeout_s: float = 30.0) -> None:
-        """Until pods may be put on it."""
+        """Wait until pods may be placed on it."""
 
         def usable(node: Object | None) -> bool:
             self.check()
@@ -140,19 +140,19 @@ class Node(Server):
         self._plane.api.wait(f"{PATHS['Node']}/{self.name}", usable, timeout_s=timeout_s)
 
     def pids(self) -> list[int]:
-        """Of its pods' processes, as this machine counts them."""
+        """Return the pids of its pods' processes, in this machine's namespace."""
         return [process.pid for process in marked(f"{NODE_MARK}={self._plane.mark}/{self.name}")]
 
     def wait_pids(self, number: int) -> list[int]:
-        """Until so many run, on the whole node."""
+        """Wait until this number of processes runs on the whole node."""
         eventually(lambda: len(self.pids()) == number, f"{number} processes run on {self.name}")
         return self.pids()
 
     def remove(self) -> None:
-        """It ends with all its pods, and the API knows no such node any more."""
+        """End it with all its pods, and remove the node from the API."""
         self.kill()
         folder = str(self._plane.folder / "nodes" / self.name / "pods")
-        # Those who make a pod's namespaces have its folder in their command. When they end, all ends in there.
+        # Processes that create a pod's namespaces have its folder in their command. With them, all processes in it end.
         kill_all(
             lambda: (
                 each
@@ -166,13 +166,13 @@ class Node(Server):
 
 
 class ControlPlane:
-    """Start it once for a run of tests, and give each test a namespace."""
+    """A control plane: start it once for a run of tests, with a namespace for each test."""
 
     def __init__(self, folder: Path, *, scheduler: bool = True) -> None:
         self.folder = folder
         self.mark = secrets.token_hex(8)
         self.admin_token = secrets.token_hex(16)
-        self.user_token = secrets.token_hex(16)  # of one who may do nothing
+        self.user_token = secrets.token_hex(16)  # of a user without permissions
         self.port, etcd_port, peer_port, manager_port, scheduler_port = free_ports(5)
         self.host = "127.0.0.1"
         self.server = f"https://{self.host}:{self.port}"
@@ -229,7 +229,7 @@ class ControlPlane:
         self._with_scheduler = scheduler
 
     def start(self) -> None:
-        """It answers, and its controllers have made the first service account, when this returns."""
+        """Start it; it answers, and its controllers have created the first service account, when this returns."""
         self._sweeper = subprocess.Popen(
             [sys.executable, "-m", "cluster.sweeper", f"{MARK}={self.mark}", str(self.folder)],
             stdin=subprocess.PIPE,
@@ -246,7 +246,7 @@ class ControlPlane:
         )
 
     def close(self) -> None:
-        """No process is left of it, its nodes and their pods, and no folder."""
+        """Stop it; no process of it, its nodes and their pods, and no folder is left."""
         self.api_server.kill()
         kill_all(lambda: marked(f"{MARK}={self.mark}"))
         for server in (self.etcd, self.controllers, self.scheduler, *self._nodes):
@@ -258,13 +258,13 @@ class ControlPlane:
             self._sweeper.stdin.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # What may happen to it
+    # Faults
 
     def kill_api_server(self) -> None:
         self.api_server.kill()
 
     def start_api_server(self) -> None:
-        """It answers when this returns."""
+        """Restart it; it answers when this returns."""
         self.api_server.start()
         deadline = time.monotonic() + START_S
         while True:
@@ -276,10 +276,10 @@ class ControlPlane:
             time.sleep(0.05)
 
     def etcd_frozen(self) -> contextlib.AbstractContextManager[None]:
-        """Meanwhile reads and writes of the API hang."""
+        """Freeze etcd during the block: reads and writes of the API hang."""
         return self.etcd.frozen()
 
-    # What tests do with it
+    # Operations of tests
 
     def api_of(self, token: str) -> Api:
         return Api(self.host, self.port, self.ca, token)
@@ -300,7 +300,7 @@ class ControlPlane:
         return f"{signed}.{encoded(done.stdout)}"
 
     def kubeconfig(self, token: str | None = None) -> Path:
-        """A file for a client who has this token; the admin's by default."""
+        """Write a file for a client with this token; the admin's by default."""
         token = token or self.admin_token
         path = self.folder / "keys" / f"kubeconfig-{token[:8]}"
         cluster = {"server": self.server, "certificate-authority": str(self.ca)}
@@ -318,7 +318,7 @@ class ControlPlane:
 
     @contextlib.contextmanager
     def namespace(self, prefix: str = "test") -> Iterator[Namespace]:
-        """One of its own name, in which a service account has been made."""
+        """Create a namespace with a unique name, in which a service account exists."""
         found = Namespace(f"{prefix}-{secrets.token_hex(4)}", self.api)
         self.api.create(PATHS["Namespace"], {"metadata": {"name": found.name}})
         try:
@@ -344,7 +344,7 @@ class ControlPlane:
         labels: Mapping[str, str] | None = None,
         wait: bool = True,
     ) -> Node:
-        """Another node; see `cluster.kubelet` for what these mean. ``remove`` ends it, or the end of the run."""
+        """Add a node; see `cluster.kubelet` for the arguments. ``remove`` ends it, or the end of the run."""
         number = next(self._numbers)
         subnet = f"127.{1 + self.port % 250}.{number}"
         flags = ["--back-off", str(back_off_s)]
@@ -366,12 +366,12 @@ class ControlPlane:
         return node
 
     def log(self, namespace: Namespace, pod: str) -> str:
-        """What all containers that this pod's name has had have written."""
+        """Return the output of all containers of pods with this name so far."""
         path = self.folder / "logs" / f"{namespace.name}_{pod}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def claim(self, namespace: Namespace, name: str) -> Path:
-        """The folder that pods find where they mount this claim."""
+        """Return the folder that pods mount for this claim."""
         return self.folder / "claims" / f"{namespace.name}_{name}"
 
     def helm(self, *arguments: str, timeout_s: float = 60.0) -> str:
@@ -381,17 +381,17 @@ class ControlPlane:
         return self._client("kubectl", arguments, timeout_s)
 
     def environment(self, token: str | None = None) -> dict[str, str]:
-        """With which helm, kubectl and the Python client find it, and write into its folder alone."""
+        """Return the environment of helm, kubectl and the Python client; they write only into its folder."""
         home = str(self.folder / "home")
         own = {"HOME": home, "KUBECONFIG": str(self.kubeconfig(token))}
         own |= {f"HELM_{kind}_HOME": f"{home}/{kind}" for kind in ("CACHE", "CONFIG", "DATA")}
         clean = clean_environment("KUBE", "HELM_", "XDG_")
         return clean | own | {"PATH": f"{cache()}{os.pathsep}{clean['PATH']}"}
 
-    # How it is made
+    # Its creation
 
     def _client(self, program: str, arguments: Sequence[str], timeout_s: float) -> str:
-        """What it has written; where it fails, that is what the error says."""
+        """Run a program and return its output, which is the message of an error."""
         done = subprocess.run(
             [str(cache() / program), *arguments],
             env=self.environment(),
@@ -408,7 +408,7 @@ class ControlPlane:
         return Server(self.folder, name, [str(part) for part in command], self.mark)
 
     def _make_keys(self) -> None:
-        """A certificate authority, the server's certificate, and the keys that sign tokens of service accounts."""
+        """Create a certificate authority, the server's certificate, and the keys that sign service account tokens."""
         keys = self.folder / "keys"
         names = "DNS:localhost,DNS:kubernetes,DNS:kubernetes.default.svc,IP:127.0.0.1,IP:10.96.0.1"
         (keys / "names").write_text(f"subjectAltName={names}\nauthorityKeyIdentifier=keyid\n")
@@ -451,7 +451,7 @@ class ControlPlane:
 
 
 def encoded(data: bytes) -> str:
-    """As parts of a token are."""
+    """Encode like the parts of a token."""
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 

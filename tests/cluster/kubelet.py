@@ -40,7 +40,7 @@ PODS = "/api/v1/pods"
 
 
 class Kubelet:
-    """A node. Each pod has threads of its own; those here watch what the server says."""
+    """A node. Each pod has separate threads; those here follow the server's changes."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.api = Api.of(given.kubeconfig)
@@ -88,7 +88,7 @@ class Kubelet:
     def _changes(
         self, path: str, listed: Callable[[list[Object]], None], **query: Any
     ) -> Iterator[tuple[str, Object]]:
-        """All changes for ever; whenever the watch breaks, ``listed`` gets all there is."""
+        """Follow all changes forever; whenever the watch breaks, ``listed`` gets all objects."""
         while True:
             try:
                 found = self.api.get(path, **query)
@@ -225,7 +225,7 @@ class Kubelet:
                 del self._pods[uid]
 
     def remove(self, pod: Pod) -> None:
-        """It has ended, by a wish of the API's."""
+        """It has ended, by request of the API."""
         self._delete(pod.object)
         say(pod.name, "is gone")
 
@@ -252,7 +252,8 @@ class Kubelet:
             if address not in used:
                 return address
 
-    # Names of services. The API takes no loopback address in Endpoints, so they come from services and pods themselves.
+    # Names of services. The API accepts no loopback address in Endpoints, so they come from services and pods
+    # themselves.
 
     def _watch_services(self) -> None:
         def listed(found: list[Object]) -> None:
@@ -269,7 +270,7 @@ class Kubelet:
             self._write_all()
 
     def _names(self) -> Iterator[tuple[str, str, list[str]]]:
-        """An address, its namespace, and the names that it has in there."""
+        """An address, its namespace, and its names in it."""
         for (namespace, name), service in sorted(self._services.items()):
             selector = service["spec"].get("selector")
             if not selector:
@@ -296,7 +297,7 @@ class Kubelet:
                 self.write_hosts(pod)
 
     def write_hosts(self, pod: Pod) -> None:
-        """In place: the pod has this very file mounted."""
+        """Write in place: the pod has this very file mounted."""
         with self.lock:
             own = f"{pod.address} {pod.object['spec'].get('hostname') or pod.name}"
             lines = ["127.0.0.1 localhost", own, f"{self.api.host} kubernetes.default.svc"]
@@ -330,7 +331,7 @@ class Kubelet:
             self._provide(claim)
 
     def _provide(self, claim: Object) -> None:
-        """A volume for this claim and no other; the controller binds them. All nodes try: one succeeds."""
+        """Create a volume for this claim only; the controller binds them. All nodes try, and one succeeds."""
         metadata, spec = claim["metadata"], claim["spec"]
         if claim["status"].get("phase") != "Pending" or spec.get("volumeName"):
             return

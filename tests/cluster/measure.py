@@ -1,9 +1,4 @@
-"""How long do the others wait when pods come, go, or are lost? One job in a real control plane on this machine.
-
-    python -m cluster.measure        (in tests/, after `make kubernetes`)
-
-A gap is the longest time between two steps of any process that made steps before and after.
-"""
+"""Waiting times of workers when other pods start, stop, or are lost. One job in a real control plane on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ from harness import wording
 
 
 def joined(release: Release) -> None:
-    """How long it took from the moment at which a newcomer said that it was ready until it had made a step."""
+    """Return the time from a newcomer's readiness until it had made a step."""
     folder = release.plane.claim(release.namespace, "job-journal")
     [file] = [path for path in folder.rglob("journal*") if path.is_file()]
     ready: dict[Worker, float] = {}
@@ -103,7 +98,7 @@ def measure(plane: ControlPlane, release: Release, nodes: list[Node]) -> None:
     def only_the_spot_taint() -> bool:
         return [taint["key"] for taint in plane.api.get(path)["spec"]["taints"]] == [SPOT["key"]]
 
-    # Its controller writes the whole list when it takes back its own, and would bring back what is deleted meanwhile.
+    # Its controller writes the whole list when it adds its own, and would restore what is deleted meanwhile.
     eventually(only_the_spot_taint, "the taint of what is cordoned is gone")
     plane.api.patch(path, {"spec": {"taints": []}})
     release.until(3, timeout_s=90)

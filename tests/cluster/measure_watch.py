@@ -1,9 +1,4 @@
-"""What does it cost a driver to follow 1,000 pods? In a real control plane on this machine, with nobody who runs them.
-
-    python -m cluster.measure_watch [PODS]        (in tests/, after `make kubernetes`)
-
-Pods are made, said to run, and 10 of them a second change; a process of its own follows them as a driver does.
-"""
+"""Cost of following 1,000 pods for a driver. In a real control plane on this machine, without kubelets."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ CHANGES_PER_S = 10
 
 
 async def follow(wanted: int) -> None:
-    """In the process that is measured."""
+    """In the measured process."""
     from elastic.driver.discovery.kubernetes.cluster import ApiServer, Resource
     from elastic.driver.discovery.kubernetes.pod_discovery import PodDiscovery
 

@@ -1,4 +1,4 @@
-"""A pod of `cluster.kubelet`: its container is a process, in namespaces and with a file system of its own."""
+"""A pod of `cluster.kubelet`: its container is a process, in namespaces and with a separate file system."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def say(*what: object) -> None:
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:
-    """With ``$(NAME)`` replaced where there is such a variable; ``$$`` is a dollar sign."""
+    """Replace ``$(NAME)`` if there is such a variable; ``$$`` is a dollar sign."""
 
     def value(found: re.Match[str]) -> str:
         if found[0] == "$$":
@@ -51,7 +51,7 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
 
 
 class Impossible(Exception):
-    """The container can't be made now, for this reason: it waits, as ``ContainerCreating`` or what is said here."""
+    """The container can't be created now, for this reason: it waits as ``ContainerCreating`` or the given state."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -59,7 +59,7 @@ class Impossible(Exception):
 
 
 class Pod:
-    """One pod of this node, from its first process to its end; a thread does what takes time."""
+    """One pod of this node, from its first process to its end; a thread does slow operations."""
 
     def __init__(self, kubelet: Kubelet, pod: Object, address: str) -> None:
         self.kubelet = kubelet
@@ -76,8 +76,8 @@ class Pod:
         self.ended = threading.Event()
         self.environment: dict[str, str] = {}
         self._condition = threading.Condition()
-        self._stop_at: float | None = None  # the end of its grace
-        self._forgotten = False  # nobody asks for its status any more
+        self._stop_at: float | None = None  # the end of its grace period
+        self._forgotten = False  # its status is not needed any more
         self._unhealthy = False
         self._ready = False
         self._restarts = 0
@@ -91,7 +91,7 @@ class Pod:
         threading.Thread(target=self._live, daemon=True).start()
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after this time; a second call may make it shorter."""
+        """Send SIGTERM, and SIGKILL after this time; a second call may shorten it."""
         with self._condition:
             until = time.monotonic() + grace_s
             first = self._stop_at is None
@@ -163,7 +163,7 @@ class Pod:
             self._restarts += 1
 
     def _made(self) -> bool:
-        """Whether there is a folder with all that the container is to find; not if it's to stop before."""
+        """Return whether there is a folder with all contents of the container; false if it must stop before."""
         while self._stop_at is None:
             try:
                 self._make()
@@ -176,7 +176,7 @@ class Pod:
         return False
 
     def _container(self, began: str) -> int:
-        """Its exit code, once it has ended."""
+        """Return its exit code, once it has ended."""
         command = [str(HERE / "pod_root.sh"), str(self.folder), *self._command()]
         separate = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
         log = self.kubelet.logs / f"{self.namespace.name}_{self.name}.log"
@@ -233,7 +233,7 @@ class Pod:
                 self._condition.wait(left)
 
     def first_process(self) -> int | None:
-        """The container's process 1, as this machine counts; its parent has only made the namespaces."""
+        """Return the pid of the container's process 1 on this machine; its parent has only created the namespaces."""
         process = self.process
         if process is None or process.poll() is not None:
             return None
@@ -243,21 +243,21 @@ class Pod:
         return None
 
     def _begun(self) -> bool:
-        """Its file system is made, and its command runs: that has the pod's environment."""
+        """Wait until its file system exists, and its command runs: that has the pod's environment."""
         with contextlib.suppress(OSError):
             environment = Path(f"/proc/{self.first_process()}/environ").read_bytes()
             return self.kubelet.pod_mark.encode() in environment.split(b"\0")
         return False
 
     def _signal(self, number: signal.Signals) -> None:
-        # Process 1 gets no signal that it has no handler for, but for SIGKILL from outside, which ends all of them.
+        # Process 1 gets no signal without a handler, except SIGKILL from outside, which ends all of them.
         if number == signal.SIGKILL and self.process is not None and self.process.poll() is None:
             self.process.kill()
         elif (first := self.first_process()) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(first, number)
 
-    # What it consists of
+    # Its contents
 
     def _command(self) -> list[str]:
         words = self.container.get("command") or self.kubelet.images.get(
@@ -265,7 +265,7 @@ class Pod:
         )
         words = [*words, *self.container.get("args", [])]
         variables = [f"{name}={value}" for name, value in self.environment.items()]
-        # `chroot` has made the pod's root; from there on PATH is the pod's.
+        # `chroot` has entered the pod's root; from there on PATH is the pod's.
         where = self.container.get("workingDir", "/")
         return [
             "/usr/bin/env",
@@ -325,7 +325,7 @@ class Pod:
         )
 
     def _environment(self) -> dict[str, str]:
-        """What an image has, then the service of the API, then what the pod's container asks for."""
+        """Merge the variables of an image, of the API's service and of the pod's container."""
         found = {
             "PATH": IMAGE_PATH,
             "HOME": "/root",
@@ -401,7 +401,7 @@ class Pod:
         return plain | of_base64(found.get("binaryData", {}))
 
     def _volume(self, volume: Object) -> tuple[str, str]:
-        """Where it is on this machine, and ``ro`` or nothing; or ``tmpfs`` with its options."""
+        """Return its place on this machine, and ``ro`` or nothing; or ``tmpfs`` with its options."""
         folder = self.folder / "volumes" / volume["name"]
         if "emptyDir" in volume:
             if volume["emptyDir"].get("medium") == "Memory":
@@ -443,7 +443,7 @@ class Pod:
             path.chmod(path.stat().st_mode | 0o040)
 
     def _files(self, volume: Object) -> tuple[int, dict[str, tuple[bytes, int | None]]]:
-        """The default mode, and each file with its own, if it has one."""
+        """Return the default mode, and each file's own mode, if it has one."""
         for kind in ("configMap", "secret", "downwardAPI", "projected"):
             if kind in volume:
                 break
@@ -501,7 +501,7 @@ class Pod:
             return message[:4096]
         return ""
 
-    # What is asked of it
+    # Requests to it
 
     def _inside(self, command: list[str], timeout_s: float) -> bool:
         first = self.first_process()
@@ -550,9 +550,9 @@ class Pod:
         return int(named[port])
 
     def _probe(self, process: subprocess.Popen[bytes], probes: dict[str, Object]) -> None:
-        """One after another: a start-up probe until it has succeeded, then the others in turn."""
+        """Run them in turn: a start-up probe until it has succeeded, then the others."""
         began = time.monotonic()
-        counts = dict.fromkeys(probes, 0)  # in a row: above 0 so many successes, below 0 failures
+        counts = dict.fromkeys(probes, 0)  # in a row: above 0 successes, below 0 failures
         due = {name: began + probe.get("initialDelaySeconds", 0) for name, probe in probes.items()}
         while process.poll() is None:
             asked = ["startupProbe"] if "startupProbe" in probes else list(probes)
@@ -590,7 +590,7 @@ class Pod:
         except subprocess.TimeoutExpired:
             process.kill()
 
-    # What is said of it
+    # Its status
 
     def _say(
         self,
@@ -661,7 +661,7 @@ class Pod:
 
 
 def bytes_of(quantity: str) -> int:
-    """``64Mi`` and the like."""
+    """Parse ``64Mi`` and the like."""
     units = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "k": 10**3, "M": 10**6, "G": 10**9}
     for unit, size in units.items():
         if quantity.endswith(unit):

@@ -1,4 +1,4 @@
-"""What the API server asks a kubelet for when somebody reads a log: ``/containerLogs/NAMESPACE/POD/CONTAINER``."""
+"""Requests of the API server to a kubelet for logs: ``/containerLogs/NAMESPACE/POD/CONTAINER``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOK_S = 0.05
 
 
 def serve(folder: Path, logs: Path, ends: Callable[[str, str], bool]) -> int:
-    """The port. ``ends``: whether this pod, of namespace and name, writes no more."""
+    """Serve logs; return the port. ``ends``: whether this pod, of namespace and name, writes no more."""
 
     class Answer(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -36,7 +36,7 @@ def serve(folder: Path, logs: Path, ends: Callable[[str, str], bool]) -> int:
                 while True:
                     over = ends(namespace, pod)
                     while line := file.readline():
-                        # A real one keeps the time of writing with each line; here all that counts is that they grow.
+                        # A real one stores the time of each line; here they only need to increase.
                         stamp = b"2026-01-01T00:00:%02d.%09dZ " % divmod(number, 10**9)
                         data = (stamp if asked.get("timestamps") == "true" else b"") + line
                         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))

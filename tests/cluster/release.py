@@ -1,4 +1,4 @@
-"""One job, as the chart installs it, whose steps are seen in a folder that all of its pods share."""
+"""One job, as the chart installs it, whose steps are visible in a folder that all of its pods share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 class Release:
-    """Of the chart, in a namespace of its own. ``folder``: where each of its processes writes its steps."""
+    """A release of the chart, in a separate namespace. ``folder``: files with the steps of each of its processes."""
 
     def __init__(self, plane: ControlPlane, namespace: Namespace, folder: Path) -> None:
         self.plane = plane
@@ -46,14 +46,14 @@ class Release:
         self.folder = folder
 
     def values(self, workers: int, at_least: int = 1, **values: object) -> str:
-        """A file of them."""
+        """Write the values to a file."""
         volume = {"name": "steps", "hostPath": {"path": str(self.folder)}}
         given = {
             "job": {"command": ["python", str(SCRIPT), "/steps"], "minWorkers": at_least},
             "worker": {"number": workers, "graceSeconds": 10, "tolerations": NEVER_LATE},
             "volumes": [volume],
             "volumeMounts": [{"name": "steps", "mountPath": "/steps"}],
-            # The interpreter of these tests may be readable by root alone.
+            # The interpreter of these tests may be readable for root only.
             "podSecurityContext": {"runAsUser": 0, "runAsNonRoot": False},
             **values,
         }
@@ -71,7 +71,7 @@ class Release:
         return self.plane.helm(*words, "-n", self.namespace.name)
 
     def k8s(self, *words: str) -> subprocess.Popen[str]:
-        """``elasticrun k8s``, from outside the cluster."""
+        """Run ``elasticrun k8s`` from outside the cluster."""
         return subprocess.Popen(
             [str(Path(sys.executable).parent / "elasticrun"), "k8s", *words],
             env=self.plane.environment() | {"POD_IP": ""},
@@ -87,7 +87,7 @@ class Release:
         return output
 
     def k8s_refuses(self, *words: str) -> str:
-        """With this sentence."""
+        """Expect a refusal with this sentence."""
         command = self.k8s(words[0], "-n", self.namespace.name, *words[1:])
         output, errors = command.communicate(timeout=60)
         assert command.returncode == 2 and output == "", output + errors
@@ -104,7 +104,7 @@ class Release:
         assert "job" not in self.helm("list", "-q").split()
 
     def steps(self) -> dict[str, list[Step]]:
-        """Of each process."""
+        """Return the steps of each process."""
         found = {}
         for path in sorted(self.folder.glob("*.jsonl")):
             lines = path.read_text().split("\n")[:-1]
@@ -119,7 +119,7 @@ class Release:
         )
 
     def gap_s(self, since: float) -> float:
-        """The longest time between two steps of a process that has made steps before and after then."""
+        """Return the longest time between two steps of a process that has made steps before and after then."""
         longest = 0.0
         for steps in self.steps().values():
             times = [each.at for each in steps]
@@ -129,7 +129,7 @@ class Release:
         return longest
 
     def until(self, size: int, *, more: int = 20, timeout_s: float = 60.0) -> Step:
-        """A world of this size makes so many steps; the last of them."""
+        """Wait until a world of this size makes this many steps; return the last of them."""
         begun = self.last().step
 
         def there() -> bool:
@@ -138,7 +138,7 @@ class Release:
 
         try:
             eventually(there, f"{size} workers make {more} steps", timeout_s)
-        except AssertionError as error:  # what the driver says is of interest now, not before
+        except AssertionError as error:  # the driver's output is relevant now
             raise AssertionError(f"{error}\n{self.said()[-6000:]}") from None
         return self.last()
 
@@ -146,14 +146,14 @@ class Release:
         return "".join(self.plane.log(self.namespace, name) for name in self.drivers())
 
     def drivers(self) -> list[str]:
-        """Its pods, the newest last."""
+        """Return its pods, the newest last."""
         begun = f"{self.namespace.name}_"
         found = (self.plane.folder / "logs").glob(f"{begun}job-driver*")
         newest_last = sorted(found, key=lambda path: path.stat().st_mtime)
         return [path.stem.removeprefix(begun) for path in newest_last]
 
     def driver(self) -> str:
-        """The pod that drives now."""
+        """Return the pod that drives now."""
         running = [
             pod["metadata"]["name"]
             for pod in self.namespace.list("Pod")
@@ -163,7 +163,7 @@ class Release:
         return str(running[0])
 
     def replace_driver(self, grace_s: int | None) -> None:
-        """Its pod is deleted, and the next one goes on."""
+        """Delete its pod, and wait for the next one."""
         before = len(self.drivers())
         self.namespace.delete("Pod", self.driver(), grace_s=grace_s)
         self.until(2, more=50)
@@ -171,7 +171,7 @@ class Release:
         eventually(lambda: self.said().count(wording.WORKERS_FIND_AGAIN) == before, "it goes on")
 
     def kill(self, pod: str) -> None:
-        """All that runs in it, at once; its container is started again."""
+        """Kill all its processes together; its container is restarted."""
         ours = {process.pid for process in marked(f"{MARK}={self.plane.mark}")}
         for process in marked(f"POD_NAME={pod}"):
             if process.pid in ours:
@@ -188,7 +188,7 @@ class Release:
         )
 
     def nothing_repeated(self) -> None:
-        """No process made a step twice, and none was left out by all."""
+        """Check that no process made a step twice, and that no step is missing."""
         made: set[int] = set()
         for process, steps in self.steps().items():
             numbers = [each.step for each in steps]

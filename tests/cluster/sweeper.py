@@ -1,4 +1,4 @@
-"""Ends what a control plane has left when those who started it are gone: ``python -m cluster.sweeper MARK FOLDER``.
+"""Ends the remains of a control plane whose starter is gone: ``python -m cluster.sweeper MARK FOLDER``.
 
 Its standard input is a pipe from them. Where they are killed, the pipe ends.
 """

@@ -1,4 +1,4 @@
-"""Pods, rights, tokens and the cluster's own store are lost at once, or for a while; training goes on."""
+"""Pods, permissions, tokens and the cluster's own store are lost, also temporarily; training continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness import wording
 pytestmark = [pytest.mark.kubernetes, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 ETCD_FROZEN_S = 60.0
-RENEWED_S = 60.0  # a token that was refused is tried again after 30 s at most
+RENEWED_S = 60.0  # a refused token is retried after 30 s at most
 
 
 def test_a_pod_that_is_killed_without_notice_is_replaced(
@@ -105,7 +105,7 @@ def test_an_expired_token_is_logged_and_the_next_one_is_used(
 
 
 def mounted_token(release: Release) -> Path:
-    """The file that the driver's pod sees."""
+    """Return the file that the driver's pod sees."""
     uid = release.namespace.get("Pod", release.driver())["metadata"]["uid"]
     [file] = release.plane.folder.glob(f"nodes/*/pods/{uid}/volumes/*/token")
     return file

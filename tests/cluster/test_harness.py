@@ -1,4 +1,4 @@
-"""The control plane and the kubelet that other tests of this folder stand on do what Kubernetes does."""
+"""The control plane and the kubelet of these tests behave like Kubernetes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLEEP = ["sleep", "1000"]
 
 
 def template(command: list[str], **container: object) -> Object:
-    """Of a pod with one container."""
+    """A pod with one container."""
     own = {"name": "main", "image": "machine", "command": command, **container}
     return {"containers": [own], "terminationGracePeriodSeconds": 5}
 
@@ -320,7 +320,7 @@ def test_under_a_heartless_kubelet_it_lives_on(
         "w-0",
         lambda each: each and each["metadata"]["uid"] != first["metadata"]["uid"] and ready(each),
     )
-    assert set(before) <= set(node.wait_pids(2))  # both call themselves w-0
+    assert set(before) <= set(node.wait_pids(2))  # both have the name w-0
     node.remove()
     assert node.pids() == []
 
@@ -353,7 +353,7 @@ def test_a_pod_of_a_frozen_node_is_stuck_until_it_is_deleted_by_force(
     assert second and second["spec"]["nodeName"] == other.name
     os.kill(process, 0)
     lost.thaw()
-    lost.wait_pids(0)  # a node that is back kills what was deleted
+    lost.wait_pids(0)  # a node that returns kills deleted pods
 
 
 def test_a_killed_api_server_is_restarted(
@@ -371,7 +371,7 @@ def test_a_killed_api_server_is_restarted(
     after = namespace.wait_pod("p")
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
     assert node.pids() == [process]
-    with pytest.raises((Expired, Refused)):  # its memory of changes begins anew
+    with pytest.raises((Expired, Refused)):  # its history of changes restarts
         next(namespace.api.watch(namespace.path("Pod"), "1"))
     namespace.delete("Pod", "p", grace_s=1)
     namespace.wait_gone("Pod", "p")

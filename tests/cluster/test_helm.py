@@ -1,4 +1,4 @@
-"""What helm does with a release of the chart while it trains, and what this API server takes of the chart's objects."""
+"""helm with a release of the chart during training, and the API server's acceptance of the chart's objects."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_upgrade_resets_the_scale_and_refuses_impossible_changes(
     kept = {key: secret["metadata"][key] for key in ("name", "labels", "annotations")}
     release.namespace.create({**secret, "metadata": kept})
     release.until(3)
-    # Newer servers note who has scaled it, and the upgrade that undoes that needs --force-conflicts.
+    # Newer servers record who scaled it, and an upgrade that resets it needs --force-conflicts.
     release.upgrade(2, "--force-conflicts")
     release.until(2)
     release.end()
@@ -87,7 +87,7 @@ def test_uninstall_leaves_nothing_of_it(release: Release, nodes: list[Node]) -> 
 def test_a_release_of_another_chart_is_not_ours_to_scale_or_remove(
     release: Release, nodes: list[Node], tmp_path: Path
 ) -> None:
-    """Though its StatefulSet is called as ours would be."""
+    """Although its StatefulSet has the name that ours would have."""
     workers = {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
@@ -124,7 +124,7 @@ def test_a_job_is_not_scaled_below_its_minimum(release: Release, nodes: list[Nod
 def test_the_second_of_two_concurrent_jobs_with_one_name_is_refused(
     release: Release, nodes: list[Node]
 ) -> None:
-    """It may find out when it looks, or when helm does: it leaves the other's job alone either way."""
+    """The conflict is found by the chart or by helm: the other job is not changed either way."""
     both = [release.k8s_run("python", str(SCRIPT), "/steps") for _ in range(2)]
     eventually(lambda: any(each.poll() is not None for each in both), "one is refused", 60.0)
     [refused] = [each for each in both if each.poll() is not None]

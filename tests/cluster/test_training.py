@@ -1,4 +1,4 @@
-"""A release of the chart trains on while its cluster does what clusters do: real controllers, real pods, real steps."""
+"""A release of the chart trains while its cluster changes: real controllers, real pods, real steps."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_pod_of_a_lost_node_is_replaced_and_its_remaining_processes_do_no_harm
     for pid in lost.pids():
         os.kill(pid, signal.SIGSTOP)
     release.until(3 - gone)
-    # They are asked when the others have waited for half a lease. A stopped agent alone would have had ten seconds.
+    # They are probed after others have waited for half a lease. A stopped agent alone would have had ten seconds.
     given_up = r"gave up .*: its agent is connected but has not responded for (\d+\.\d) s"
     for waited_s in re.findall(given_up, release.said()):
         assert float(waited_s) <= Settings.lease_s

@@ -1,4 +1,4 @@
-"""The training that a job's history tells of, done again in one process on the CPU: to the bit."""
+"""The training of a job's history, repeated in one process on the CPU: exact to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which faults strike a job on made-up GPUs, drawn at random from a seed. Pure; `struck_job` carries them out."""
+"""Random faults for a job on fake GPUs, from a seed. Pure; `struck_job` injects them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 HOSTS = ("localhost", "127.0.0.2")
-GPUS = 2  # of each host
+GPUS = 2  # per host
 FULL = len(HOSTS) * GPUS  # workers
 
 DEADLY = tuple(
@@ -26,9 +26,9 @@ KINDS = (
     "endless kernel",
     "endless copy",
 )
-SPARING = ("kernel:error", "abort:hang")  # acts that end no process at once
+SPARING = ("kernel:error", "abort:hang")  # actions that end no process at once
 CODES = (214, 220, 700, 719)  # ECC, NVLink, an illegal access, a failed launch
-IDLE_S = 30.0  # until a worker that waits for an endless copy is taken for stuck
+IDLE_S = 30.0  # until a worker that waits for an endless copy is regarded as stuck
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,19 @@ class Strike:
     kind: str
     rules: tuple[str, ...]
     once: int  # rules that strike once; when all have, the fault is there
-    killed: int | None = None  # this rank is killed from outside then
-    lost: int = 0  # workers, in the end
-    allowed_s: float = 10.0  # beside the time to connect, until the others train on
+    killed: int | None = None  # this rank is killed from outside at that time
+    lost: int = 0  # workers, at the end
+    # in addition to the time to connect, until the others continue training
+    allowed_s: float = 10.0
 
     @property
     def acts(self) -> list[str]:
-        """Of the rules that strike once, in their order: where and how, ``kernel:die`` say."""
+        """Return place and action of one-time rules, in their order: for example ``kernel:die``."""
         return [rule.split(",")[0] for rule in self.rules if "once=" in rule]
 
     @property
     def hangs(self) -> int | None:
-        """The rank whose abort never ends. Its process is lost when a later world breaks."""
+        """Return the rank whose abort never ends. Its process is lost when a later world breaks."""
         for rule in self.rules:
             if rule.startswith("abort:hang,rank="):
                 return int(rule.split(",")[1].removeprefix("rank="))

@@ -1,4 +1,4 @@
-"""A job on made-up GPUs that is struck again and again, and what each fault cost. It runs `scripts/training.py`."""
+"""A job on fake GPUs under repeated faults, and the cost of each fault. It runs `scripts/training.py`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Cost:
 
 
 class StruckJob:
-    """Two hosts with two GPUs each; who is lost comes back. Every wait has a deadline, and says what was awaited."""
+    """Two hosts with two GPUs each; lost workers return. Every wait has a deadline with a description."""
 
     def __init__(
         self, job: Callable[..., Job], fake_cuda: Callable[..., dict[str, str]], **env: str
@@ -62,14 +62,14 @@ class StruckJob:
     # ---- faults ----------------------------------------------------------------------------------------------------
 
     def suffer(self, number: int, strike: Strike) -> Cost:
-        """Returns when the world is whole again. Raises AssertionError where that takes too long."""
+        """Wait until the world is complete again. Raises AssertionError if that takes too long."""
         before = self.whole(START_S)
         pids = set(self._steps[before])
         once = f"struck.{number}"
         self._arm("; ".join(strike.rules).replace("ONCE", once).replace("; ", ";"))
         files = [self.folder / f"{once}.{n}" for n in range(strike.once)]
         rank_of = {pid: steps[0]["rank"] for pid, steps in self._steps[before].items()}
-        # An abort that hangs already can't begin to: its process may be lost before it comes to another.
+        # A hanging abort can't start another one: its process may be lost before it reaches another.
         spent = self._spent & pids
         again = strike.hangs in {rank_of[pid] for pid in spent}
         awaited = [
@@ -110,7 +110,7 @@ class StruckJob:
         return Cost(number, strike.kind, until - at, self._nccl_s(at, until), len(too), load)
 
     def finish(self) -> History:
-        """Ends the training and looks at all that was written down."""
+        """End the training and check all records."""
         (self.folder / "over").touch()
         self.job.succeed(90)
         return History(self.job)
@@ -123,7 +123,7 @@ class StruckJob:
     # ---- waiting ---------------------------------------------------------------------------------------------------
 
     def whole(self, timeout_s: float) -> int:
-        """The newest generation, once it has all workers, and each has done two steps in it."""
+        """Return the newest generation, once it has all workers, and each has made two steps in it."""
 
         def found() -> bool:
             newest = self._steps.get(max(self._steps, default=0), {})
@@ -133,7 +133,7 @@ class StruckJob:
         return max(self._steps)
 
     def _resumed(self, before: int, at: float) -> float | None:
-        """When the last member of a generation after this one had done its first step; the first such generation."""
+        """Return when the last member of a later generation had made its first step; the first such generation."""
         for generation in sorted(g for g in self._steps if g > before):
             firsts = [steps[0] for steps in self._steps[generation].values()]
             if len(firsts) == firsts[0]["size"] and min(step["at"] for step in firsts) > at:
@@ -163,7 +163,7 @@ class StruckJob:
         self._lines = len(lines)
 
     def _nccl_s(self, begin: float, end: float) -> float:
-        """What NCCL took between these times to make communicators, from when all ranks of one had come."""
+        """Return NCCL's time for new communicators between these times, from the arrival of all their ranks."""
         made = [each for each in self._inits.values() if begin < max(b for _, b in each) < end]
         return sum(max(b for _, b in each) - max(a for a, _ in each) for each in made)
 

@@ -1,4 +1,4 @@
-"""What a job makes of faults inside NCCL and CUDA, named by place; see `harness.fake_cuda`."""
+"""Reactions of a job to faults inside NCCL and CUDA, named by place; see `harness.fake_cuda`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ON_GPUS = {"DEVICE": "cuda", "STEPS": "12"}
 
 
 def trained(job, fake_cuda, fault: str, np: int = 3, flags: str = "", **env: str) -> History:
-    """After a job in which one process suffers, and which ends well."""
+    """Check a job with one failing process, which ends normally."""
     made_up = fake_cuda(gpus=np, FAKE_FAULTS=f"{fault},once=suffered")
     training = started(job, np, f"{STAY_AWAY} {flags}", **made_up, **env, **ON_GPUS)
     training.succeed(110)
@@ -47,7 +47,7 @@ def test_an_error_that_nccl_reports_costs_a_world_and_no_worker(job, fake_cuda):
 
 
 def test_memory_that_a_peers_kernel_may_still_read_is_not_freed(job, fake_cuda):
-    """Slot 2 is told late of the loss: its kernel runs on for most of a second after the other survivor's abort."""
+    """Slot 2 learns late of the loss: its kernel runs for most of a second after the other survivor's abort."""
     history = trained(
         job,
         fake_cuda,
@@ -80,7 +80,7 @@ def test_slow_copies_lose_nothing(job, fake_cuda):
 
 
 def test_a_gpu_that_hangs_costs_its_own_worker(job, fake_cuda):
-    """Its stream does nothing more: all wait, and nobody has died. Far sooner than any collective times out."""
+    """Its stream does nothing more: all wait, and no process has died. Much earlier than any collective timeout."""
     history = trained(job, fake_cuda, "work:hang,device=1,nth=275", flags=SOON)
     fenced = [str(e) for e in history.job.output.splitlines() if "fencing" in e]
     assert len(fenced) == 1 and wording.GPU_HANGS_NOT_COME in fenced[0], fenced
@@ -91,7 +91,7 @@ def test_a_gpu_that_hangs_costs_its_own_worker(job, fake_cuda):
 
 
 def test_kernels_that_all_hang_cost_a_world_and_no_worker(job, fake_cuda):
-    """NCCL's kernels wait for each other until they are aborted: in a new communicator all go on."""
+    """NCCL's kernels wait for each other until they are aborted: in a new communicator all continue."""
     stall = "kernel:slow,ms=16000,nth=20"  # and then they see that they are
     training = started(
         job, 3, f"{STAY_AWAY} {SOON}", **fake_cuda(gpus=3, FAKE_FAULTS=stall), **ON_GPUS

@@ -1,4 +1,4 @@
-"""What a step with gradients to reduce asks of a GPU."""
+"""GPU operations of a step with gradients to reduce."""
 
 import json
 import os
@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu_launches.py"
 def test_a_hundred_gradients_take_a_handful_of_launches_and_no_wait_inside_cuda(
     fake_cuda, tmp_path
 ):
-    """Where each gradient is copied by itself there are a hundred more. Two buckets: the mark comes back beside one."""
+    """With a separate copy per gradient there are a hundred more. Two buckets: the mark is copied back beside one."""
     file = tmp_path / "figures.json"
     words = (sys.executable, PROGRAM, "--parameters", "100", "--json", file)
     output_of(*words, env=os.environ | fake_cuda(gpus=2), timeout=200)

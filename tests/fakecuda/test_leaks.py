@@ -1,4 +1,4 @@
-"""What a hundred broken worlds leave behind in the workers that live through all of them: nothing."""
+"""Resources after a hundred broken worlds in the workers that survive all of them: none are leaked."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Faults at random, one after another, in jobs on made-up GPUs: nothing is lost, nobody hangs, the weights are right.
+"""Faults at random, one after another, in jobs on fake GPUs: no commit is lost, no worker hangs, the weights are right.
 
 make faults FAULTS=200 SEED=7           as many, of this seed
 SEED=7 ONLY=12 make faults FAULTS=13    one of them alone: what failed says how
@@ -6,8 +6,8 @@ KINDS="death in init,endless copy"      only of these kinds
 MODELS=sharded                          only with FSDP2
 COSTS=FILE                              what each cost: JSON, line by line
 
-How long survivors of a death take, on a machine that does nothing else:
-KINDS="death in init,death in connect,death in kernel,death in launch" COSTS=costs.jsonl make faults FAULTS=40
+How long survivors of a death take, on a machine that does nothing else: KINDS="death in init,death in connect,death in
+kernel,death in launch" COSTS=costs.jsonl make faults FAULTS=40
 """
 
 from __future__ import annotations

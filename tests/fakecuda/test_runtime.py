@@ -16,7 +16,7 @@ RUN_S = 100.0
 
 
 def run(env: dict[str, str], script: str) -> str:
-    """A process of its own: what it prints, and writes to stderr."""
+    """Run a separate process; return its output, including stderr."""
     code = textwrap.dedent(script)
     return output_of(sys.executable, "-c", code, env=os.environ | env, timeout=RUN_S)
 

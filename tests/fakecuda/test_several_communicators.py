@@ -1,4 +1,4 @@
-"""Several communicators of one GPU, one for each optimizer and one for named collectives, used in one order."""
+"""Several communicators on one GPU, one for each optimizer and one for named collectives, used in one order."""
 
 import re
 
@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.fakecuda, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def test_no_kernel_keeps_another_communicator_from_a_gpu_that_runs_one_at_a_time(job, fake_cuda):
-    """The worst that NCCL allows itself; ranks whose kernels came in different orders would wait for ever."""
+    """The worst case that NCCL allows; ranks whose kernels are launched in different orders would wait forever."""
     env = fake_cuda(gpus=2, FAKE_NCCL_EXCLUSIVE="1", DEVICE="cuda")
     training = job("-np 2", ["python", SCRIPTS / "several_optimizers.py"], env=env)
     training.succeed(200)

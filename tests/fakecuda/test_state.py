@@ -1,4 +1,4 @@
-"""A state on made-up GPUs: what a commit takes of the host's memory, and how a newcomer gets it."""
+"""A state on fake GPUs: host memory of a commit, and the transfer to a newcomer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ STATE = """
 
 
 def run(env: dict[str, str], script: str) -> str:
-    """A process of its own: what it prints, and writes to stderr."""
+    """Run a separate process; return its output, including stderr."""
     code = textwrap.dedent(STATE) + textwrap.dedent(script)
     return output_of(sys.executable, "-c", code, env=os.environ | env, timeout=RUN_S)
 

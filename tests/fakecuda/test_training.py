@@ -1,4 +1,4 @@
-"""Jobs on made-up GPUs: torch's own ProcessGroupNCCL, streams, events and allocator; see `harness.fake_cuda`."""
+"""Jobs on fake GPUs: torch's own ProcessGroupNCCL, streams, events and allocator; see `harness.fake_cuda`."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_two_workers_train_on_one_gpu_if_nccl_is_configured_for_it(job, fake_cud
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_a_newcomer_gets_the_state_over_nccl(job, fake_cuda, optimizer):
-    """Rank 0 and the newcomer have a communicator of their own, and the digests of all are equal afterwards."""
+    """Rank 0 and the newcomer have a separate communicator, and the digests of all are equal afterwards."""
     training = started(
         job,
         3,

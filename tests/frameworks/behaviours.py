@@ -1,4 +1,4 @@
-"""Runs the functions of a module in the ranks of a world. The module imports a framework; whoever asks need not."""
+"""Runs the functions of a module in the ranks of a world. Only the module imports a framework."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def of(module: str) -> list[str]:
-    """The names of the functions in it that begin with ``test_``, in order."""
+    """Return the names of its functions that begin with ``test_``, in order."""
     tree = ast.parse((Path(__file__).parent / f"{module}.py").read_text())
     return [
         node.name

@@ -1,4 +1,4 @@
-"""Tests of the doors for TensorFlow, Keras and MXNet. Ranks import the frameworks; pytest's process never does."""
+"""Tests of the APIs for TensorFlow, Keras and MXNet. Ranks import the frameworks; pytest's process never does."""
 
 from __future__ import annotations
 

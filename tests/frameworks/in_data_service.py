@@ -34,7 +34,7 @@ END_S = 30.0
 
 @contextlib.contextmanager
 def computing(rank, dispatchers, side):
-    """The config of a compute job, which the end of the block ends."""
+    """Yield the configuration of a compute job, which ends with the block."""
     folder = hvd.broadcast_object(tempfile.mkdtemp() if rank == 0 else None)
     file = Path(folder, "compute.json")
     failed = []
@@ -48,7 +48,7 @@ def computing(rank, dispatchers, side):
     thread = threading.Thread(target=compute)
     thread.start()
     yield TfDataServiceConfig.read(file, wait_for_file_creation=True, timeout=END_S)
-    hvd.allgather_object(None)  # all have what they wanted
+    hvd.allgather_object(None)  # all have their data
     if rank == 0:
         config = TfDataServiceConfig.read(file)
         assert file.stat().st_mode & 0o077 == 0
@@ -71,7 +71,7 @@ def test_each_sample_is_sent_to_one_rank_in_every_epoch(rank, size):
 
         dataset = made.send_to_data_service(config, rank, size, reuse_dataset=True)
         assert epoch(dataset) == epoch(dataset) == list(range(1, SAMPLES + 1))
-        # As in a training that begins when this one is over, and another data set of the same one.
+        # As in a later training, and another dataset of the same one.
         again = made.send_to_data_service(config, rank, size, reuse_dataset=True)
         other = made.map(lambda x: -x).send_to_data_service(config, rank, size, reuse_dataset=True)
         assert epoch(again) == list(range(1, SAMPLES + 1))
@@ -112,7 +112,7 @@ def test_an_unreachable_dispatcher_is_named_immediately(rank, size):
     gone = listen("127.0.0.1")
     gone.close()
     calls = {
-        "training": compute_worker_fn,  # by which job has the dispatcher
+        "training": compute_worker_fn,  # the job with the dispatcher
         "compute": lambda config: tf_data_service(config, rank).__enter__(),
     }
     for side, call in calls.items():
@@ -193,7 +193,7 @@ def test_a_file_exists_only_as_long_as_its_service(rank, size):
     there = []
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         file = Path(folder, "compute.json")
-        CONFIG.write(file)  # as one that was killed has left it
+        CONFIG.write(file)  # as a killed one leaves it
 
         def looks(*_):
             there.append(file.exists())
@@ -229,7 +229,7 @@ def test_a_compute_job_replaces_only_files_of_compute_jobs(rank, size):
                 compute_worker.main(1, "compute", other, 1.0)
         assert pipe.is_fifo()
         service.assert_not_called()
-        notes.write_text("")  # as mktemp makes it
+        notes.write_text("")  # as created by mktemp
         service.side_effect = ConnectionError("begun")
         with pytest.raises(ConnectionError, match="begun"):
             compute_worker.main(1, "compute", str(notes), 1.0)

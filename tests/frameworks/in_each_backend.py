@@ -1,4 +1,4 @@
-"""What `horovod.keras` does on each of Keras's backends, on every rank of a job with KERAS_BACKEND."""
+"""`horovod.keras` on each of Keras's backends, on every rank of a job with KERAS_BACKEND."""
 
 from unittest import mock
 
@@ -44,7 +44,7 @@ def test_gradients_of_several_passes(rank, size):
         with mock.patch.object(
             submission, "start_allreduce", wraps=submission.start_allreduce
         ) as started:
-            # Each of four batches of 6 is cut between the ranks.
+            # Each of four batches of 6 is divided between the ranks.
             together.fit(x, y, batch_size=6 // size, epochs=2, shuffle=False, verbose=0)
         assert started.call_count == 4
         np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)

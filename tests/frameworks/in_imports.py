@@ -1,4 +1,4 @@
-"""What scripts import of Horovod for TensorFlow and Keras works, or is refused: see `harness.horovod_imports`."""
+"""Imports of Horovod for TensorFlow and Keras work, or are refused: see `harness.horovod_imports`."""
 
 from harness import horovod_imports as table
 

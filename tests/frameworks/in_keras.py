@@ -1,4 +1,4 @@
-"""What `horovod.keras` and `horovod.tensorflow.keras` do, on every rank of a world, with Keras on TensorFlow."""
+"""`horovod.keras` and `horovod.tensorflow.keras`, on every rank of a world, with Keras on TensorFlow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from harness import wording
 
 
 def following(state):
-    """Callbacks that make the state follow the training."""
+    """Return callbacks that update the state during training."""
     return [
         hvd.elastic.CommitStateCallback(state),
         hvd.elastic.UpdateBatchStateCallback(state),
@@ -372,7 +372,7 @@ def test_the_position_in_an_epoch_is_that_of_the_commit(rank, size):
 
 
 def test_callbacks_that_are_used_again_follow_the_steps_of_the_present_fit(rank, size):
-    """As in Horovod's example, which makes them once, and gives fit as many steps as the world has room for."""
+    """As in Horovod's example, which creates them once, and gives fit as many steps as the world allows."""
     x, y, *_ = data(rank, size)
     batches = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(2)
     made = model()

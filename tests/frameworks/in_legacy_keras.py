@@ -1,4 +1,4 @@
-"""What `horovod.tensorflow.keras` does with legacy Keras, on every rank of a job with TF_USE_LEGACY_KERAS=1."""
+"""`horovod.tensorflow.keras` with legacy Keras, on every rank of a job with TF_USE_LEGACY_KERAS=1."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def variables(optimizer):
 
 
 def following(state):
-    """Callbacks that make the state follow the training."""
+    """Return callbacks that update the state during training."""
     return [
         hvd.elastic.CommitStateCallback(state),
         hvd.elastic.UpdateBatchStateCallback(state),

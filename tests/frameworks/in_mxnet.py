@@ -1,4 +1,4 @@
-"""What `horovod.mxnet` does, on every rank of a world."""
+"""`horovod.mxnet`, on every rank of a world."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_the_world(rank, size):
 def test_shapes_that_differ_are_told_to_all(rank, size):
     with pytest.raises(TensorMismatch, match=r"rank 0.*rank 1"):
         hvd.allreduce(full(1.0, (2 + rank,)), name="odd")
-    near(hvd.allreduce(full(1.0), average=False), size)  # and the world goes on
+    near(hvd.allreduce(full(1.0), average=False), size)  # and the world continues
 
 
 def test_what_is_no_array_is_refused(rank, size):

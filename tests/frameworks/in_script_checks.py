@@ -29,7 +29,7 @@ def network():
 
 
 def kinds(state, train, *, commits=True):
-    """The mistakes that ``train(state)`` shows; without commits, of a script that never mentions them."""
+    """Return the mistakes of ``train(state)``; without commits, of a script that never mentions them."""
     rt = lifecycle.current()
     observer = ScriptObserver(rt, state, train)
     calls = [When.SOME_STEPS] if commits else []
@@ -100,7 +100,7 @@ def test_a_fit_whose_gradients_are_never_reduced(rank, size):
 
 
 class Loop:
-    """A loop of a script's own over ``data``, around a step that is a graph or runs eagerly."""
+    """A custom loop over ``data``, around a step that is a graph or runs eagerly."""
 
     def __init__(self, *, graph=True, tape=True, optimizer=None, models=1, reduce_loss=False):
         self.optimizer = optimizer or keras.optimizers.Adam()
@@ -143,7 +143,7 @@ def test_right_loops(rank, size):
     assert kinds(two.state(second=two.models[1]), two.over(batches)) == set()
     alone = Loop(optimizer=keras.optimizers.SGD())
     listed = hvd.elastic.TensorFlowState(alone.models[0].variables, batch=0)
-    assert kinds(listed, alone.over(batches)) == set()  # it keeps nothing of the variables
+    assert kinds(listed, alone.over(batches)) == set()  # it keeps no reference to the variables
 
 
 def test_a_loop_with_one_mistake(rank, size):
@@ -185,7 +185,7 @@ def test_a_share_of_the_data_that_is_kept(rank, size):
     assert kinds(loop.state(), loop.over(kept)) == {Kind.RANK_KEPT}
     assert kinds(loop.state(), loop.over(shared)) == set()
     anew = loop.state()
-    anew.register_reset_callbacks([lambda: None])  # which may make it anew
+    anew.register_reset_callbacks([lambda: None])  # which may create it again
     assert kinds(anew, loop.over(kept)) == set()
     other = batches().shard(size + 1, 0).repeat().take(STEPS + 5)  # a part, not a rank's share
     assert kinds(loop.state(), loop.over(other)) == set()

@@ -1,4 +1,4 @@
-"""What `horovod.tensorflow` does, on every rank of a world: eagerly and in a ``tf.function``."""
+"""`horovod.tensorflow`, on every rank of a world: eagerly and in a ``tf.function``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
 
 
 def ways(function):
-    """To call it: eagerly, and as a graph, twice."""
+    """Return functions that call it: eagerly, and as a graph, twice."""
     graph = tf.function(function)
     return [function, graph, graph]
 
@@ -504,7 +504,7 @@ def test_large_tensors_of_several_dtypes_and_odd_sizes(rank, size):
             ]
             made = call(*given)
             kept.append((step, made))
-        # All at the end: what is kept is not written over by the steps after it.
+        # All at the end: kept values are not overwritten by the steps after it.
         for step, made in kept:
             factor = (size + 1) / 2 + step
             for each, shape, dtype in zip(made, shapes, dtypes, strict=True):

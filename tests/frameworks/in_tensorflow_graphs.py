@@ -86,7 +86,7 @@ def test_gradients_are_horovods(rank, size):
 
 
 def collective(kind: str, number: int, size: int) -> tuple[Any, Any]:
-    """A collective and what its result begins with."""
+    """A collective and the begin of its result."""
     x = tf.fill([2 * size], float(hvd.rank() + number))
     total = sum(rank + number for rank in range(size))
     match kind:

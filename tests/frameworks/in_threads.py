@@ -1,4 +1,4 @@
-"""What is left behind is let go of by a thread of its own."""
+"""Abandoned objects are destroyed by a separate thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic.tensorflow import left_behind
 
 
 class Held:
-    """Notes which thread destroys it."""
+    """Records the thread that destroys it."""
 
     def __init__(self, said, done):
         self.said, self.done = said, done
@@ -20,7 +20,7 @@ class Held:
 
 
 class FakeEpochIterator:
-    """As Keras's: it and its generator refer to each other."""
+    """As in Keras: it and its generator refer to each other."""
 
     def __init__(self, held):
         self._current_iterator = held

@@ -1,4 +1,4 @@
-"""Runs a script of Keras, and says when TensorFlow traces its training step: in a world that trains, or before."""
+"""Runs a script of Keras, and prints when TensorFlow traces its training step: in a world that trains, or before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def saying(*args: Any) -> Any:
     return train_step(*args)
 
 
-if keras.backend.backend() == "tensorflow":  # elsewhere it is called for each batch, or often
+if keras.backend.backend() == "tensorflow":  # otherwise, it is called for each batch, or often
     keras.Model.train_step = saying
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""TensorFlow's gradients find their memory again in the next step, in a process that imports a door of Horovod's."""
+"""TensorFlow's gradients reuse their memory in the next step, in a process that imports Horovod's API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# Each too large for malloc to keep. oneDNN would keep them, on a processor that has it on by default.
+# Each is too large for malloc to keep. oneDNN would keep them, on a processor that has it on by default.
 STEPS = """
 import resource
 
@@ -24,7 +24,7 @@ for _ in range(4):
     step()
 print("faults", (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
 """
-PAGES = 3 * (40 << 20) // os.sysconf("SC_PAGE_SIZE")  # of what a step holds at once
+PAGES = 3 * (40 << 20) // os.sysconf("SC_PAGE_SIZE")  # of the memory of a step
 
 
 def faults_a_step(door: str, **environ: str) -> int:

@@ -1,4 +1,4 @@
-"""Scripts for Keras and TensorFlow with one mistake each, in real jobs, and the examples, which have none."""
+"""Scripts for Keras and TensorFlow with one mistake each, in real jobs, and the examples without mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorFlow and Keras scripts as Horovod's users write them run as they stand; elastic ones also lose workers."""
+"""TensorFlow and Keras scripts in Horovod's style run unchanged; elastic ones also lose workers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SCRIPTS = Path(__file__).parents[2] / "examples" / "horovod"
 SAYS_WHEN_IT_TRACES = Path(__file__).with_name("says_when_it_traces.py")
 ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
 START_S = 90.0  # imports
-PATIENCE_S = 540.0  # a minute of processor time for each worker, on a machine that does much else
+PATIENCE_S = 540.0  # a minute of CPU time per worker, on a busy machine
 PATIENT = pytest.mark.timeout(PATIENCE_S + 60)
-# Four seconds of processor time for each worker.
+# Four seconds of CPU time per worker.
 forked = pytest.mark.forked("tensorflow", "keras", "sklearn.datasets")
 
 
@@ -86,7 +86,7 @@ def test_an_elastic_loop_loses_rank_0_in_a_graph_and_gets_another_worker(job):
     )
     running.wait_for(r"Step #20\b.*of 2", START_S)
     running.kill(0)
-    running.wait_for(wording.RECOVERED, START_S)  # alone, or with the new one at once
+    running.wait_for(wording.RECOVERED, START_S)  # alone, or with the new one immediately
     running.succeed(START_S)
     ends = [
         m[1] for line in running.lines if (m := re.search(r"ended after 240 steps with (.*)", line))
@@ -124,7 +124,7 @@ def test_keras_fit_continues_in_the_middle_of_an_epoch_with_the_same_losses(job,
         )
         for each in (alone, struck)
     )
-    # An epoch in which the world changed has the mean of what came after that.
+    # An epoch in which the world changed has the mean of its part after that.
     assert wanted.keys() == set(range(1, 9)) and {1, 2} <= found.keys() and 3 not in found
     for epoch, loss in found.items():
         assert abs(wanted[epoch] - loss) < 1e-4, (epoch, wanted, found)
@@ -133,7 +133,7 @@ def test_keras_fit_continues_in_the_middle_of_an_epoch_with_the_same_losses(job,
         m[1] for line in struck.lines if (m := re.search(r"8 epochs with loss ([\d.]+)", line))
     }
     assert len(losses) == 1
-    # Whoever joined did that before the others waited for it.
+    # A joining worker did that before the others waited for it.
     traces = sorted(m[1] for line in struck.lines if (m := re.search(wording.TRACES_STEP, line)))
     assert traces == (["ahead of one", *["in a world"] * 2] if backend == "tensorflow" else [])
     assert abs(float(losses.pop()) - number(alone, r"8 epochs with loss ([\d.]+)")[0]) < 1e-4

@@ -8,7 +8,7 @@ from conformance.worlds import World
 from frameworks import behaviours
 
 FIRST_S = 150.0  # imports included
-# Of the script checks; the others draw more models of the same kinds.
+# Of the script checks; the others create more models of the same kinds.
 QUICK = ("test_a_loop_with_one_mistake", "test_nothing_is_wrapped_any_more_after_the_check")
 
 worlds = pytest.mark.parametrize(

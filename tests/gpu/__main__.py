@@ -1,4 +1,4 @@
-"""Tries hvd-elastic on the GPUs of this machine, in ten minutes at most: `python -m tests.gpu --out DIR`.
+"""Tests hvd-elastic on the GPUs of this machine, in ten minutes at most: `python -m tests.gpu --out DIR`.
 
 Each case has a file DIR/NUMBER-NAME.json as soon as it is over, DIR/summary.json holds all of them, and a table is
 printed at the end. A case that crashes or hangs is ended with all its processes, and the next one begins. Exit status:

@@ -1,6 +1,4 @@
-"""Definitions of the script are pickled by name, all others by value; also tensors that torch's pickles can't
-contain.
-"""
+"""Pickles: the script's definitions by name, others by value, also tensors that torch's pickles can't contain."""
 
 from __future__ import annotations
 
