@@ -158,7 +158,7 @@ class WorkerPaced(Event):
 
 
 class WorkerSpent(Event):
-    """How a worker spent its time since ``init()``; see protocol.TimeSpent. No decision depends on it."""
+    """Time spent by a worker since ``init()``; see protocol.TimeSpent. No decision depends on it."""
 
     worker: Worker
     generation: int
@@ -286,7 +286,7 @@ class Notice(Value):
 
 
 class HostReported(Event):
-    """The agent of a host connected anew and reported the workers that run there.
+    """The agent of a host connected again and reported the workers that run there.
 
     Args:
         running: the workers that run on the host.

@@ -131,7 +131,7 @@ class AgentPool:
         self._actions.begin(now)
         match event:
             case pool_events.AgentSaid(agent, message, caller):
-                self._agent_said(agent, self._host(agent.host), message, caller)
+                self._handle_message(agent, self._host(agent.host), message, caller)
             case pool_events.AgentCalled(agent):
                 self._agent_called(agent, self._host(agent.host))
             case pool_events.AgentGone(agent, silent):
@@ -208,7 +208,9 @@ class AgentPool:
 
     # ---- agents connect and disconnect -----------------------------------------------------------------------------
 
-    def _agent_said(self, agent: HostAgent, host: AgentRecord, message: Any, caller: str) -> None:
+    def _handle_message(
+        self, agent: HostAgent, host: AgentRecord, message: Any, caller: str
+    ) -> None:
         if agent == host.agent:
             self._heard_of.renew(agent.host, self._actions.now)
         match message:
@@ -221,7 +223,7 @@ class AgentPool:
             case Heard(worker, sent) if worker.host == agent.host:
                 self._actions.add(pool_events.PassOn(worker, sent))
             case Seen(event) if event.worker.host == agent.host:
-                self._seen(host, event)
+                self._on_observation(host, event)
             case Printed(worker, stream, data) if worker.host == agent.host:
                 self._actions.add(pool_events.ShowOutput(worker, stream, data))
             case Logged(level, text):
@@ -443,7 +445,7 @@ class AgentPool:
         else:
             host.doomed.add(worker)
 
-    def _seen(self, host: AgentRecord, event: Event) -> None:
+    def _on_observation(self, host: AgentRecord, event: Event) -> None:
         if isinstance(event, WorkerExited):
             self._exited(host, event)
             self._part(host)

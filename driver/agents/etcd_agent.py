@@ -21,7 +21,7 @@ from elastic.driver.sinks import Log
 
 
 class _Generation(msgspec.Struct):
-    """What the driver writes about the latest world; see `elastic.driver.job.start_multi_host`."""
+    """Latest world, as written by the driver; see `elastic.driver.job.start_multi_host`."""
 
     generation: int
     job: str

@@ -106,7 +106,7 @@ class Fleet:
         return await self._server.open(
             interface,
             port,
-            heard=self._agent_said,
+            heard=self._on_agent_message,
             gone=lambda agent, silent: self._handle(pool_events.AgentGone(agent, silent)),
             expected=lambda agent: True,
             accepted=lambda agent: self._handle(pool_events.AgentCalled(agent)),
@@ -174,7 +174,7 @@ class Fleet:
 
     # ---- events and actions ----------------------------------------------------------------------------------------
 
-    def _agent_said(self, agent: HostAgent, message: Any) -> None:
+    def _on_agent_message(self, agent: HostAgent, message: Any) -> None:
         caller = self._server.peer(agent) if isinstance(message, Registered) else ""
         self._handle(pool_events.AgentSaid(agent, message, caller))
 

@@ -44,30 +44,32 @@ class Workers:
         """Serve agents; see `Server.open`. The agents know which workers may connect, since they started them."""
         return await self._fleet.listen(interface, port, heard, gone)
 
-    def send(self, who: Worker, message: Message) -> bool:
-        return self._fleet.order(who.host, Tell([who], cast(Any, message)))
+    def send(self, worker: Worker, message: Message) -> bool:
+        return self._fleet.order(worker.host, Tell([worker], cast(Any, message)))
 
     def send_each(self, messages: Iterable[tuple[Worker, Message]]) -> None:
         """Send messages; consecutive ones for the same host are sent together, without waiting for the rest."""
         for host, group in groupby(messages, key=lambda each: each[0].host):
-            self._fleet.order(host, *(Tell([who], cast(Any, message)) for who, message in group))
+            self._fleet.order(
+                host, *(Tell([worker], cast(Any, message)) for worker, message in group)
+            )
 
-    def broadcast(self, them: Iterable[Worker], message: Message) -> None:
+    def broadcast(self, workers: Iterable[Worker], message: Message) -> None:
         by_host: dict[str, list[Worker]] = {}
-        for worker in them:
+        for worker in workers:
             by_host.setdefault(worker.host, []).append(worker)
         for host, local in by_host.items():
             self._fleet.order(host, Tell(local, cast(Any, message)))
 
-    def connected(self, who: Worker) -> bool:
+    def connected(self, worker: Worker) -> bool:
         """Return False: exits never wait for remaining messages here, since the agent has ordered them."""
         return False
 
-    def drain(self, who: Worker) -> None:
+    def drain(self, worker: Worker) -> None:
         """Do nothing; see `connected`."""
 
-    def disconnect(self, who: Worker) -> None:
-        self._fleet.order(who.host, Drop(who))
+    def disconnect(self, worker: Worker) -> None:
+        self._fleet.order(worker.host, Drop(worker))
 
     async def close(self) -> None:
         await self._fleet.hang_up()

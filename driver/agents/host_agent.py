@@ -133,7 +133,7 @@ class AgentProcess:
             self._secret,
             self._find,
             opened=lambda: None,  # the driver sends first
-            heard=self._heard,
+            heard=self._on_driver_message,
             closed=self._driver_lost,
             missing=self._missing,
             lease_s=self._lease_s,
@@ -209,7 +209,7 @@ class AgentProcess:
 
     # ---- the driver ------------------------------------------------------------------------------------------------
 
-    def _heard(self, message: Any) -> None:
+    def _on_driver_message(self, message: Any) -> None:
         match message:
             case Attach():
                 self._attached(message)

@@ -43,7 +43,7 @@ class MachineEnd:
         self._log = log
         self._watch: Watch | None = None
         self._watches = ""
-        self._told = ""  # reason, after SIGTERM
+        self._signal_reason = ""  # reason, after SIGTERM
         self._end_by = 0.0
 
     def watch(self, attach: Attach) -> None:
@@ -66,17 +66,17 @@ class MachineEnd:
     @property
     def notice(self) -> Notice | None:
         """The notice in effect, with the remaining time; None if there is none."""
-        if self._told:
+        if self._signal_reason:
             left_s = self._end_by - asyncio.get_running_loop().time()
-            return Notice(self._told, max(0.0, left_s))
+            return Notice(self._signal_reason, max(0.0, left_s))
         return None if self._watch is None else self._watch.notice
 
     def told(self, signal: str) -> bool:
         """Handle a signal, which gives the workers time to leave. Returns False if one was handled before."""
-        if self._told:
+        if self._signal_reason:
             return False
         loop = asyncio.get_running_loop()
-        self._told = f"its agent received {signal}"
+        self._signal_reason = f"its agent received {signal}"
         self._end_by = loop.time() + self._leave_s
         loop.call_later(self._leave_s, self._end, 0, f"{signal}, {self._leave_s:g} s ago")
         self._changed()
@@ -84,8 +84,8 @@ class MachineEnd:
 
     def nobody_left(self) -> None:
         """Handle the exit of the last worker."""
-        if self._told:
-            self._end(0, self._told)
+        if self._signal_reason:
+            self._end(0, self._signal_reason)
         elif self._watch is not None:
             self._watch.released()
 

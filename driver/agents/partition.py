@@ -18,7 +18,7 @@ class Reach:
 
     @property
     def cut_off(self) -> bool:
-        """Whether hosts are not given up because none is reachable."""
+        """True if hosts are not given up because none is reachable."""
         return bool(self._held)
 
     def here(self, host: str) -> list[str]:

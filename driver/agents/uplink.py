@@ -194,14 +194,14 @@ class Uplink:
     async def _read(self, reader: asyncio.StreamReader) -> str:
         """Read until the end of the connection; return the reason."""
         try:
-            self._hear(b"")
+            self._receive_bytes(b"")
             while data := await reader.read(256 * 1024):
-                self._hear(data)
+                self._receive_bytes(data)
         except (OSError, ProtocolError) as error:
             return self._drop_reason or _worded(error)
         return self._drop_reason or "the driver closed the connection"
 
-    def _hear(self, data: bytes) -> None:
+    def _receive_bytes(self, data: bytes) -> None:
         for message in self._wire.receive(data):
             self._heard(message)
             if self._drop_reason:

@@ -643,7 +643,7 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
             notes.append(("warning", f"{name}={value} has no effect: {why}"))
     parser = flags.parser()
     of_flags = {*parser.variables, *parser.switches}
-    notes += [("warning", told) for told in variables.unread(environ, of_flags)]
+    notes += [("warning", text) for text in variables.unread(environ, of_flags)]
     without: dict[str, list[str]] = {}
     for flag, on in options.without_meaning.items():
         if on:

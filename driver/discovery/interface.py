@@ -14,7 +14,7 @@ Log = Callable[[str, str], None]  # called with a level ("info", "warning") and 
 
 @dataclass(frozen=True)
 class Need:
-    """What a job can use now, for providers that supply machines on demand.
+    """Current demand of a job, for providers that supply machines on demand.
 
     Attributes:
         most: maximum number of workers, including standbys.

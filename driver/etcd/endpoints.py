@@ -171,7 +171,7 @@ class Members:
             self._failures += 1
         self._leave(connection)
         if not self.closed and (line := self._contact.failed(str(error), self._now())):
-            self._say(*line)
+            self._log_reason(*line)
 
     async def failed(self, error: Exception, connection: EtcdConnection | None) -> None:
         """Wait briefly, unless another member can be tried at once."""
@@ -183,9 +183,9 @@ class Members:
     def answered(self) -> None:
         self._failures = 0
         if line := self._contact.answered(self._now()):
-            self._say(*line)
+            self._log_reason(*line)
 
-    def _say(self, level: str, reason: Reason) -> None:
+    def _log_reason(self, level: str, reason: Reason) -> None:
         self._log(level, str(reason))
         self.noticed(reason)
 

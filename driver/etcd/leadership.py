@@ -55,7 +55,7 @@ class Leadership:
 
     @property
     def leads(self) -> bool:
-        """Whether this driver leads, as far as it knows. Only a transaction is certain."""
+        """True if this driver leads, as far as it knows. Only a transaction is certain."""
         return self._guard_condition is not None and not self.lost.is_set()
 
     @property

@@ -18,22 +18,22 @@ class CheckpointLines:
         self._now = now
         self._log = log
         self._said_at: dict[type, float] = {}
-        self._unsaid: Made | None = None
+        self._unlogged: Made | None = None
         self._made_at = 0.0
         self._over = False
 
     def made(self, made: Made) -> None:
         self._made_at = self._now()
-        self._unsaid = None if self._over or self._may_say(Made) else made
-        self._say_made("info" if self._unsaid is None else "debug", made)
+        self._unlogged = None if self._over or self._may_log(Made) else made
+        self._log_made("info" if self._unlogged is None else "debug", made)
 
     def ended(self) -> None:
         """Log the last checkpoint if only earlier ones were logged."""
         self._over = True
-        if self._unsaid is not None:
-            self._say_made("info", self._unsaid)
+        if self._unlogged is not None:
+            self._log_made("info", self._unlogged)
 
-    def _say_made(self, level: str, made: Made) -> None:
+    def _log_made(self, level: str, made: Made) -> None:
         size = f"{made.size / 1e6:.1f} MB in {made.took_s:.1f} s"
         ago_s = self._now() - self._made_at
         since = f", for {ago_s:.0f} s now" if ago_s >= 1 else ""
@@ -44,11 +44,11 @@ class CheckpointLines:
             self._log("debug", f"{text}: {made.place}")
 
     def failed(self, failed: Failed) -> None:
-        level = "warning" if failed.unusual and self._may_say(Failed) else "debug"
+        level = "warning" if failed.unusual and self._may_log(Failed) else "debug"
         self._log(level, f"skipped a checkpoint: {failed.who} reports {failed.reason}")
 
     def not_equal(self, found: NotEqual) -> None:
-        if not self._may_say(NotEqual):
+        if not self._may_log(NotEqual):
             return
         groups = " and ".join(
             ", ".join(map(str, group[:NAMED])) + (" ..." if len(group) > NAMED else "")
@@ -65,7 +65,7 @@ class CheckpointLines:
         )
         self._log("error", f"{what}; {why}")
 
-    def _may_say(self, kind: type) -> bool:
+    def _may_log(self, kind: type) -> bool:
         last = self._said_at.get(kind)
         if last is not None and self._now() - last <= QUIET_S:
             return False

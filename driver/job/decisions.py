@@ -102,7 +102,7 @@ class JobDecisions:
                     lost = because(Why.LOST_REJECTED, worker=str(worker))
                 self._failed[worker] = lost
         unseen = self._unseen(event)
-        actions = [self._seen(action, now) for action in answer]
+        actions = [self._record_action(action, now) for action in answer]
         self.running -= unseen
         if self.ending is not None:
             if not begun:
@@ -117,7 +117,7 @@ class JobDecisions:
             self._let_go.discard(event.worker)
         return actions
 
-    def _seen(self, action: Action, now: float) -> Action:
+    def _record_action(self, action: Action, now: float) -> Action:
         match action:
             case StartWorker(worker):
                 self.running.add(worker)

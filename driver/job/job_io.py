@@ -113,7 +113,9 @@ class JobIO:
         before.
         """
         # A worker that reports why the job cannot continue has no traceback.
-        unsent = [text for who, text in self.raised.items() if text and who not in self.output.sent]
+        unsent = [
+            text for label, text in self.raised.items() if text and label not in self.output.sent
+        ]
         if last and unsent and not self.output.tracebacks.shown:
             self.console("error", unsent[0].rstrip())
         for text in self.output.tracebacks.rest():

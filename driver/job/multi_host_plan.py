@@ -63,12 +63,12 @@ class FleetPlan:
 
     @property
     def left_by_sigterm(self) -> bool:
-        """Whether SIGTERM ends only this driver: Kubernetes replaces a driver's pod when its node is drained."""
+        """True if SIGTERM ends only this driver: Kubernetes replaces a driver's pod when its node is drained."""
         return self.pods is not None and self.outlived
 
     @property
     def agents_come(self) -> bool:
-        """Whether agents connect by themselves, so that none is started over ssh."""
+        """True if agents connect by themselves, so that none is started over ssh."""
         return self.by_etcd or self.service is not None or self.pods is not None
 
     def server_tls(self) -> ssl.SSLContext | None:

@@ -423,7 +423,7 @@ class _Run:
         policy = SnapshotPolicy(
             take=(lambda: snapshot.taken(self.membership)) if self.plan.outlived else None,
             failed=lambda text: self.log("warning", text),
-            suits=self._nobody_waits,
+            suits=self._none_waiting,
         )
         header = header_of(
             self.job.settings,
@@ -446,7 +446,7 @@ class _Run:
             journal = await archive.begin(header, policy)
         return journal if copy is None else Copied(journal, copy)
 
-    def _nobody_waits(self) -> bool:
+    def _none_waiting(self) -> bool:
         """Return whether all train and no worker is about to reconnect or exit.
 
         Only then is a snapshot taken, since one of many workers takes long.

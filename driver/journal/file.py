@@ -210,7 +210,7 @@ class FileJournal(Journal):
         return cls(FileArchive(path), header_of(settings, writer=writer_here()), 0, policy)
 
     async def settle(self) -> None:
-        """Nothing to do: recorded entries are in the file already and outlive this process."""
+        """Do nothing: recorded entries are in the file already and outlive this process."""
 
     def trouble(self, at: float, reason: Reason) -> None:
         self._write(encoded(TroubleLine(reason, at)))

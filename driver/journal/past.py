@@ -40,7 +40,7 @@ class RecoveredJob:
 
     @property
     def over(self) -> bool:
-        """Whether the job has ended and has no workers left."""
+        """True if the job has ended and has no workers left."""
         return self.ended is not None and not self.membership.roster
 
     @property

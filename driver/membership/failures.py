@@ -55,7 +55,7 @@ class Failures(Part):
         if record is None or event.generation != self.worlds.generation:
             return
         if not (self.settings.elastic or self.worlds.stopping or self.worlds.all_go):
-            self._complain(record, self._broken(record, event))
+            self._record_complaint(record, self._broken(record, event))
         elif self.worlds.phase is not Phase.GATHERING:
             # Many workers report the same failure; only the first report of a generation gets here.
             worker, text = str(event.worker), event.reason
@@ -70,25 +70,25 @@ class Failures(Part):
         record = self.roster.get(event.worker)
         if record is None or event.generation != self.worlds.generation:
             return
-        who, text = self.worlds.named(record), event.reason
-        verdict = because(Why.LOST_PEER_OUTSIDE, who=who, text=text)
+        name, text = self.worlds.named(record), event.reason
+        verdict = because(Why.LOST_PEER_OUTSIDE, who=name, text=text)
         if event.differs:
             verdict = because(Why.CALLS_DIFFER, text=text)
         if self.settings.elastic and record.stage is WorkerStage.DISMISSED:
             return  # it is already leaving
         if not self.settings.elastic:
-            self._complain(record, self._broken(record, event))
+            self._record_complaint(record, self._broken(record, event))
         elif any(s.running for s in self.worlds.live()):
             # The workers inside elastic.run continue, and this one is restarted.
             self.staff.dismiss(record, because(Why.STRANDED), self.settings.disconnect_s)
             self.worlds.lose(record, because(Why.LOST_STRANDED, worker=str(event.worker)))
         elif self.worlds.phase is Phase.GATHERING and self.worlds.gathering.had_loss:
             if self._nothing_to_lose():
-                self._begin_anew(verdict)
+                self._restart_all(verdict)
                 return
             self.worlds.end(1, because(Why.SEVERAL, causes=[self.worlds.gathering.reason, verdict]))
         else:
-            self._complain(record, verdict)
+            self._record_complaint(record, verdict)
 
     def _broken(self, record: WorkerRecord, event: WorkerFailed | WorkerStranded) -> Reason:
         """Return why a job of a fixed size ends with a broken collective."""
@@ -112,8 +112,8 @@ class Failures(Part):
             if self.worlds.root_cause_search is None:
                 by = self.actions.now + self.settings.leave_s  # its exit reports the exit code
                 self.worlds.root_cause_search = RootCauseSearch(by, by, None)
-            who, summary = self.worlds.named(record), event.summary
-            verdict = because(Why.SCRIPT_RAISED, who=who, summary=summary, trace=trace)
+            name, summary = self.worlds.named(record), event.summary
+            verdict = because(Why.SCRIPT_RAISED, who=name, summary=summary, trace=trace)
             self.worlds.root_cause_search.name_root_cause(event.worker, verdict)
             return
         if event.worker in self.worlds.world.places and event.calls:
@@ -197,7 +197,7 @@ class Failures(Part):
             self.staff.slots.ended(record.slot, -1)
             self.staff.record_failure(record, ended)
             self.worlds.lose(record, lost)
-            self._begin_anew(verdict or lost)
+            self._restart_all(verdict or lost)
         elif not self.settings.elastic or self.worlds.root_cause_search is not None:
             self._exit_ends_the_job(record, event, exit_text)
         elif record.leaving and record.stage is WorkerStage.DISMISSED:
@@ -233,7 +233,7 @@ class Failures(Part):
         member = record.worker in self.worlds.world.places and not record.leaving
         return killed and member and self._nothing_to_lose()
 
-    def _begin_anew(self, why: Reason) -> None:
+    def _restart_all(self, why: Reason) -> None:
         """Restart all workers from the beginning.
 
         No worker had entered elastic.run, and those that wait for a lost peer cannot continue.
@@ -248,7 +248,7 @@ class Failures(Part):
 
     # ---- the cause -------------------------------------------------------------------------------------------------
 
-    def _complain(self, record: WorkerRecord, verdict: Reason) -> None:
+    def _record_complaint(self, record: WorkerRecord, verdict: Reason) -> None:
         """Record that a worker cannot continue because of another one.
 
         The next exit explains the failure; if none follows, ``verdict`` is the reason.
@@ -284,8 +284,8 @@ class Failures(Part):
         self.worlds.end(exit_code(event.code), ended)
 
     def _ended(self, record: WorkerRecord, exit_text: str, **facts: bool | str) -> Reason:
-        who, killed_for = self.worlds.named(record), record.killed_for
-        return because(Why.ENDED, who=who, exit=exit_text, killed_for=killed_for, **facts)
+        name, killed_for = self.worlds.named(record), record.killed_for
+        return because(Why.ENDED, who=name, exit=exit_text, killed_for=killed_for, **facts)
 
     def _end_if_the_script_is_wrong(
         self, record: WorkerRecord, event: WorkerExited, exit_text: str

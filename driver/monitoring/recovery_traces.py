@@ -77,7 +77,7 @@ class RecoveryTraces:
         for processor in processors:
             self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("hvd-elastic")
-        self._told = TroubleToldOnce(log)
+        self._first_warnings = TroubleToldOnce(log)
         self._below = set_span_in_context
         self._job = job
         self._epoch: float | None = None  # offset from the journal's clock to seconds since 1970
@@ -111,7 +111,7 @@ class RecoveryTraces:
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
-        self._told.close()
+        self._first_warnings.close()
 
 
 class TroubleToldOnce(logging.Handler):

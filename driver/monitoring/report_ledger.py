@@ -21,22 +21,22 @@ class ReportLedger:
         self._unacknowledged: dict[Worker, int] = {}  # unacknowledged bytes
         self.dropped: dict[Worker, int] = {}  # reports that workers dropped, since the last reset
 
-    def heard(self, worker: Worker, said: Reported) -> bool:
+    def heard(self, worker: Worker, report: Reported) -> bool:
         """Return whether a report is the next one of its worker.
 
         An accepted one is repeated if the acknowledgement was lost. After a gap, all missing reports are sent again.
         """
-        expected = max(self._taken.get(worker, 0) + 1, said.oldest)
-        if said.number > expected:
+        expected = max(self._taken.get(worker, 0) + 1, report.oldest)
+        if report.number > expected:
             return False
         self._unacknowledged[worker] = (
-            self._unacknowledged.get(worker, 0) + len(said.metrics) + OVERHEAD_BYTES
+            self._unacknowledged.get(worker, 0) + len(report.metrics) + OVERHEAD_BYTES
         )
-        if said.number < expected:
+        if report.number < expected:
             return False
-        self._taken[worker] = said.number
-        if said.dropped:
-            self.dropped[worker] = self.dropped.get(worker, 0) + said.dropped
+        self._taken[worker] = report.number
+        if report.dropped:
+            self.dropped[worker] = self.dropped.get(worker, 0) + report.dropped
         return True
 
     def pressing(self, worker: Worker) -> bool:

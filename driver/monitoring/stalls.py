@@ -33,7 +33,7 @@ INTERVALS = 9  # reports that determine the usual interval between collectives
 
 
 class StallEnd(enum.Enum):
-    """How a stall ended."""
+    """Kind of end of a stall."""
 
     RESUMED = "resumed"
     KILLED = "killed"  # the driver killed a culprit
@@ -114,7 +114,7 @@ class Stalls:
         self._waits: dict[tuple[str, int], OpenWait] = {}
         self._waits_in: dict[Worker, tuple[str, int]] = {}
         self._late: dict[Worker, None] = {}  # members that do not wait and have not returned
-        self._got_on_at: dict[Worker, float] = {}
+        self._progressed_at: dict[Worker, float] = {}
         self._marked: set[Worker] = set()  # in a phase that the script marks as long
         # Script lines of a member in the current wait, with counts, since it may have moved before the last report.
         self._lines: dict[Worker, Counter[str]] = {}
@@ -202,7 +202,7 @@ class Stalls:
             self._marked.add(worker)
         elif worker in self._marked:
             self._marked.discard(worker)
-            self._got_on_at[worker] = now
+            self._progressed_at[worker] = now
         if event.inside and self._waits_in.get(worker) == key:
             return  # a repeated report
         self._leave(worker, now)
@@ -210,12 +210,12 @@ class Stalls:
             since = now - event.waited_s
             self._enter(worker, key, OpenWait(since, since, event.inside, event.line))
         elif not event.phase:
-            self._got_on_at[worker] = now
+            self._progressed_at[worker] = now
 
     def _paced(self, event: events.WorkerPaced, now: float) -> None:
         since = now - event.over_s
         # In collectives that do not involve the waiting members, such as those of another process set.
-        self._got_on_at[event.worker] = max(since, self._got_on_at.get(event.worker, since))
+        self._progressed_at[event.worker] = max(since, self._progressed_at.get(event.worker, since))
         if (not self._ends or self._ends[-1] <= since) and self.current(now) is None:
             self._intervals.append(event.over_s / event.collectives)
 
@@ -270,7 +270,7 @@ class Stalls:
         self.ranks, self._generation, self._whole = ranks, generation, len(ranks) > 1
         self._trains = not self._running.isdisjoint(ranks)
         self._late = dict.fromkeys(ranks)
-        for known in (self._got_on_at, self._lines):
+        for known in (self._progressed_at, self._lines):
             known.clear()
         self._marked.clear()
 
@@ -318,7 +318,7 @@ class Stalls:
             if self._waits_in.get(worker) == key:
                 del self._waits_in[worker]
                 self._late[worker] = None
-                self._got_on_at[worker] = now
+                self._progressed_at[worker] = now
 
     def _over(self, now: float, end: StallEnd, blamed: Sequence[Worker] = ()) -> None:
         for key, wait in [*self._waits.items()]:
@@ -359,7 +359,7 @@ class Stalls:
         return max(STALL_S, usual[len(usual) // 2] if usual else 0.0)
 
     def _held_since(self, worker: Worker, wait: OpenWait) -> float:
-        return max(wait.since, self._got_on_at.get(worker, wait.since))
+        return max(wait.since, self._progressed_at.get(worker, wait.since))
 
     def _of(self, wait: OpenWait, now: float, late: Sequence[Worker]) -> Stall:
         ranked = sorted(late, key=lambda worker: self.ranks[worker])
@@ -373,8 +373,8 @@ class Stalls:
         return Stall(since, now, named, more, others, wait.where, wait.line)
 
     def _line(self, worker: Worker) -> str:
-        seen = self._lines.get(worker)
-        return seen.most_common(1)[0][0] if seen else ""
+        lines = self._lines.get(worker)
+        return lines.most_common(1)[0][0] if lines else ""
 
     def _record(self, stall: Stall) -> None:
         last = self.past[-1] if self.past else None

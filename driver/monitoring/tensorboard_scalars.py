@@ -101,7 +101,7 @@ class TensorBoard:
             raise Invalid(f"--tensorboard needs the writer tensorboardX: {INSTALL}")
         self._folder = folder
         self._log = log
-        self._told = False
+        self._warned = False
         self._reports = ScalarsOfReports()
         self._writers: dict[str, EventsWriter] = {}
         self._waiting: queue.Queue[Scalar | None] = queue.Queue(MOST)
@@ -133,8 +133,8 @@ class TensorBoard:
         self._say_trouble()
 
     def _say_trouble(self) -> None:
-        if self._trouble and not self._told:
-            self._told = True
+        if self._trouble and not self._warned:
+            self._warned = True
             text = f"scalars for TensorBoard are lost (logged once): {self._trouble}"
             self._log("warning", text)
 

@@ -74,14 +74,14 @@ class Spent:
     stalled_to: float = math.inf  # time up to which stalls are counted; inf: it is in no world
     steps: Mapping[str, float] | None = None  # seconds by part of its steps, between two reports
 
-    def counts(self, said: Times, seconds: float) -> None:
+    def counts(self, report: Times, seconds: float) -> None:
         """Attribute ``seconds`` of stall since the last report to the parts of a new report.
 
         They are taken first from lost time, since no commits are made in a stall, and then from the largest parts.
         """
         if not seconds and not self.stalled:
             return
-        before, after = msgspec.structs.asdict(self.said), msgspec.structs.asdict(said)
+        before, after = msgspec.structs.asdict(self.said), msgspec.structs.asdict(report)
         parts = {part: after[part] - before[part] for part in after}
         # it returned to an earlier commit: the stall counts as lost
         for part, more in parts.items():
@@ -98,7 +98,7 @@ class Spent:
         if seconds > 0:  # from before its last report, when the stall was not yet known
             self.stalled[most[1]] = self.stalled.get(most[1], 0.0) + seconds
 
-    def measured(self, said: Times, doing: Part) -> Mapping[str, float] | None:
+    def measured(self, report: Times, doing: Part) -> Mapping[str, float] | None:
         """Return the parts of its steps since its last report.
 
         None if it did not train all the time, or not long enough.
@@ -106,7 +106,7 @@ class Spent:
         if self.said_at is None or self.doing not in IN_STEPS or doing not in IN_STEPS:
             return None
         parts: dict[str, float] = {
-            part: getattr(said, part) - getattr(self.said, part) for part in IN_STEPS
+            part: getattr(report, part) - getattr(self.said, part) for part in IN_STEPS
         }
         return parts if min(parts.values()) >= 0 and sum(parts.values()) >= MEASURED_S else None
 
@@ -227,7 +227,7 @@ class TimeSpent:
 
     @property
     def over(self) -> bool:
-        """Whether the job and all its workers have ended, so that nothing changes any more."""
+        """True if the job and all its workers have ended, so that nothing changes any more."""
         return self._stretch == "ending" and not self.running
 
     def _decided(self, action: events.Action, now: float) -> None:
@@ -298,11 +298,11 @@ class TimeSpent:
         spent.said, spent.said_at, spent.doing = event.times, now, event.doing
         spent.stalled_last = 0.0
 
-    def _count_stalls(self, spent: Spent, said: Times, now: float) -> None:
+    def _count_stalls(self, spent: Spent, report: Times, now: float) -> None:
         """Count the stalled part of the time since its last report."""
         if spent.stalled_to == math.inf:
             return
-        spent.counts(said, self._stalled_s(spent.stalled_to, now))
+        spent.counts(report, self._stalled_s(spent.stalled_to, now))
         spent.stalled_to = self.stalls.undecided_since(now)
 
     def _left(self, spent: Spent, now: float) -> None:

@@ -40,7 +40,7 @@ class Interface(msgspec.Struct, frozen=True):
 
     @property
     def link_local(self) -> bool:
-        """Whether the address needs a scope. False for IPv4, whose link-local addresses are usable."""
+        """True if the address needs a scope. False for IPv4, whose link-local addresses are usable."""
         address = ipaddress.ip_address(self.address)
         return address.version == 6 and address.is_link_local
 
@@ -50,8 +50,8 @@ class Interface(msgspec.Struct, frozen=True):
 
 def check_wanted(wanted: Iterable[str]) -> None:
     """Raise Invalid for a text that is not the name of an interface, a network or an address."""
-    for word in wanted:
-        _network(word)
+    for name in wanted:
+        _network(name)
 
 
 def choose_bind(
@@ -88,9 +88,9 @@ def wanted_address(wanted: Sequence[str], own: Sequence[Interface], *, family: i
     Raises Invalid.
     """
     scoped: Interface | None = None
-    for word in wanted:
-        network = _network(word)
-        found = [each for each in own if each.up and _fits(each, word, network)]
+    for name in wanted:
+        network = _network(name)
+        found = [each for each in own if each.up and _fits(each, name, network)]
         scoped = scoped or next((each for each in found if each.link_local), None)
         usable = [each for each in found if not each.link_local]
         if usable:
@@ -154,22 +154,22 @@ def _version(address: str) -> int:
     return ipaddress.ip_address(address).version
 
 
-def _network(word: str) -> _Network | None:
+def _network(name: str) -> _Network | None:
     """Parse a network; None for the name of an interface. Raises Invalid."""
     try:
-        if "%" not in word:
-            return ipaddress.ip_network(word, strict=False)
+        if "%" not in name:
+            return ipaddress.ip_network(name, strict=False)
     except ValueError:
-        if _NAME.fullmatch(word) and not re.fullmatch(r"[\d.]+|[\da-fA-F:]*::[\da-fA-F:]*", word):
+        if _NAME.fullmatch(name) and not re.fullmatch(r"[\d.]+|[\da-fA-F:]*::[\da-fA-F:]*", name):
             return None
     raise Invalid(
-        f"{FLAG} {word!r} is neither an interface nor a network: pass one such as eth1, 10.0.0.0/8 or fd00::/8"
+        f"{FLAG} {name!r} is neither an interface nor a network: pass one such as eth1, 10.0.0.0/8 or fd00::/8"
     )
 
 
-def _fits(interface: Interface, word: str, network: _Network | None) -> bool:
+def _fits(interface: Interface, name: str, network: _Network | None) -> bool:
     if network is None:
-        return interface.name == word
+        return interface.name == name
     return ipaddress.ip_address(interface.address) in network
 
 

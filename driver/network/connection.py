@@ -52,10 +52,10 @@ class Owner(Protocol[Who]):
         """Return the caller that answered the challenge. Raises ProtocolError with the reason to refuse."""
         ...
 
-    def hear(self, who: Who, message: Any) -> None: ...
+    def hear(self, peer: Who, message: Any) -> None: ...
 
     def lost(
-        self, connection: Connection[Who], who: Who | None, trouble: str, silent: bool
+        self, connection: Connection[Who], peer: Who | None, trouble: str, silent: bool
     ) -> None: ...
 
 
@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self._wire = Wire(server.decoder)
         self._unproved = 0  # bytes received before authentication
         self._tls = None if server.tls is None else Endpoint(server.tls, server=True)
-        self._who: Who | None = None
+        self._identity: Who | None = None
         self._over = False
         self._deadline: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport
@@ -100,24 +100,24 @@ class Connection(asyncio.Protocol, Generic[Who]):
         if self.over():
             return
         try:
-            if self._who is None:
+            if self._identity is None:
                 self._count(data)
             if self._tls is not None:
                 data = self._tls.feed(data)
                 self._flush()
-            if self._who is None:
+            if self._identity is None:
                 self._wire.feed(data)
                 answer = self._wire.next()
                 if answer is None:
                     return
                 if self._wire.unread:
                     raise ProtocolError("it sent more before it was accepted")
-                self._who = self._server.authenticate(self, self._nonce, answer)
+                self._identity = self._server.authenticate(self, self._nonce, answer)
                 assert self._deadline is not None
                 self._deadline.cancel()
             else:
                 for message in self._wire.receive(data):
-                    self._server.hear(self._who, message)
+                    self._server.hear(self._identity, message)
                     if self.over():
                         return
         except ProtocolError as error:
@@ -204,7 +204,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
             self._deadline.cancel()
         with contextlib.suppress(OSError):
             self._transport.abort()
-        self._server.lost(self, self._who, trouble, silent)
+        self._server.lost(self, self._identity, trouble, silent)
 
 
 def _is_silence(error: Exception | None) -> bool:

@@ -163,44 +163,44 @@ class Server(Generic[Who]):
         listening.listen(WAITING_LIMIT)
         return self.bind(interface, port)
 
-    def send(self, who: Who, *messages: msgspec.Struct) -> bool:
+    def send(self, peer: Who, *messages: msgspec.Struct) -> bool:
         """Send messages without blocking, in one chunk.
 
         Returns False if not connected, in which case they are dropped.
         """
-        connection = self._connections.get(who)
+        connection = self._connections.get(peer)
         return connection is not None and connection.write(*map(encoded, messages))
 
     def send_each(self, messages: Iterable[tuple[Who, msgspec.Struct]]) -> None:
         """Send each caller its message."""
-        for who, message in messages:
-            self.send(who, message)
+        for peer, message in messages:
+            self.send(peer, message)
 
-    def broadcast(self, them: Iterable[Who], message: msgspec.Struct) -> None:
+    def broadcast(self, peers: Iterable[Who], message: msgspec.Struct) -> None:
         """Send the same message to all of these that are connected; encoded once."""
         body = encoded(message)
-        for who in them:
-            connection = self._connections.get(who)
+        for peer in peers:
+            connection = self._connections.get(peer)
             if connection is not None:
                 connection.write(body)
 
-    def connected(self, who: Who) -> bool:
-        return who in self._connections
+    def connected(self, peer: Who) -> bool:
+        return peer in self._connections
 
-    def peer(self, who: Who) -> str:
+    def peer(self, worker: Who) -> str:
         """Return the numeric address of a caller; empty if not connected."""
-        connection = self._connections.get(who)
+        connection = self._connections.get(worker)
         return "" if connection is None else connection.peer.rpartition(":")[0].strip("[]")
 
-    def drain(self, who: Who) -> None:
+    def drain(self, peer: Who) -> None:
         """Read now what a connection holds, since a process may have sent messages just before its exit."""
-        connection = self._connections.get(who)
+        connection = self._connections.get(peer)
         if connection is not None:
             connection.drain()
 
-    def disconnect(self, who: Who) -> None:
+    def disconnect(self, peer: Who) -> None:
         """Drop the connection; ``gone`` is called before this returns."""
-        connection = self._connections.get(who)
+        connection = self._connections.get(peer)
         if connection is not None:
             connection.abort()
 
@@ -244,27 +244,27 @@ class Server(Generic[Who]):
                 f"it uses version {answer.version} of the protocol, the driver {VERSION}: install the same release"
                 " everywhere"
             )
-        who = callers.who(answer)
-        expected = proof(self.secret, callers.role, nonce, answer.nonce, str(who))
+        peer = callers.who(answer)
+        expected = proof(self.secret, callers.role, nonce, answer.nonce, str(peer))
         # The nonce's length is fixed, so that the text of the proof is unambiguous.
         if len(answer.nonce) != NONCE_BYTES or not hmac.compare_digest(answer.proof, expected):
-            raise ProtocolError(f"it claims to be {who}, but does not know the job's secret")
-        if not self._expected(who):
+            raise ProtocolError(f"it claims to be {peer}, but does not know the job's secret")
+        if not self._expected(peer):
             raise self._turned_away(
-                connection, nonce, answer, f"{who} is not {_a(callers.role)} of this job"
+                connection, nonce, answer, f"{peer} is not {_a(callers.role)} of this job"
             )
-        self.drain(who)  # an earlier connection may have ended unnoticed
-        before = self._connections.get(who)
+        self.drain(peer)  # an earlier connection may have ended unnoticed
+        before = self._connections.get(peer)
         if before is not None:
             if not callers.replaces:
-                raise self._turned_away(connection, nonce, answer, f"{who} {SECOND}")
+                raise self._turned_away(connection, nonce, answer, f"{peer} {SECOND}")
             before.abandon()
         self._strangers.remove(connection)
-        self._connections[who] = connection
-        own = proof(self.secret, "driver", answer.nonce, nonce, str(who))
+        self._connections[peer] = connection
+        own = proof(self.secret, "driver", answer.nonce, nonce, str(peer))
         connection.accept(encoded(Accepted(own)), answer.nonce)
-        self._accepted(who)
-        return who
+        self._accepted(peer)
+        return peer
 
     def _turned_away(
         self, connection: Connection[Who], nonce: bytes, answer: Any, reason: str
@@ -274,27 +274,27 @@ class Server(Generic[Who]):
             connection.write(encoded(TurnedAway(reason, own)))
         return ProtocolError(reason)
 
-    def hear(self, who: Who, message: Any) -> None:
+    def hear(self, peer: Who, message: Any) -> None:
         if isinstance(message, self.callers.answer):
             raise ProtocolError("a second Answer")
-        if isinstance(message, Hello) and message.worker != who:
+        if isinstance(message, Hello) and message.worker != peer:
             raise ProtocolError(f"it claims to be {message.worker}")
-        self._heard(who, message)
+        self._heard(peer, message)
 
     def lost(
-        self, connection: Connection[Who], who: Who | None, trouble: str, silent: bool
+        self, connection: Connection[Who], peer: Who | None, trouble: str, silent: bool
     ) -> None:
         """Handle the end of a connection; ``trouble`` is set if it was closed for a reason."""
-        if who is None:
+        if peer is None:
             self._strangers.remove(connection)
             if trouble:
                 self._refuse(connection.peer, trouble)
             return
         if trouble:
-            self._log("warning", f"closed the connection of {who}: {trouble}")
-        if self._connections.get(who) is connection:
-            del self._connections[who]
-            self._gone(who, silent)
+            self._log("warning", f"closed the connection of {peer}: {trouble}")
+        if self._connections.get(peer) is connection:
+            del self._connections[peer]
+            self._gone(peer, silent)
 
     def _refuse(self, peer: str, trouble: str) -> None:
         now = asyncio.get_running_loop().time()

@@ -57,9 +57,9 @@ class Azure:
         self._answered = True
         content = answer.json()
         try:
-            mine = [event for event in content["Events"] if self._is_mine(event)]
-            self._announced = [str(event["EventId"]) for event in mine]
-            ends = [self._ends(event, answer) for event in mine]
+            own = [event for event in content["Events"] if self._is_mine(event)]
+            self._announced = [str(event["EventId"]) for event in own]
+            ends = [self._ends(event, answer) for event in own]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise Trouble(f"its answer is not as documented: {answer.text[:80]!r}") from error
         return min(ends, key=lambda each: each.at or 0.0, default=None)

@@ -216,7 +216,7 @@ class Console:
         heard: Callable[[str, str], None] = lambda level, text: None,
     ) -> None:
         self._put = put
-        self._heard = heard
+        self._on_line = heard
         self._timestamps = timestamps
         self._least = LEVELS[level]
         self._colour = colour
@@ -232,4 +232,4 @@ class Console:
         if self._colour and (code := COLOURS[level]):
             lines = [f"\x1b[{code}m{line}\x1b[0m" for line in lines]
         self._put("".join(f"{line}\n" for line in lines).encode(errors="replace"))
-        self._heard(level, text)
+        self._on_line(level, text)

@@ -75,7 +75,7 @@ class Leases(Generic[Key]):
         return found
 
     def next_deadline(self) -> float | None:
-        """Return when to check next at the latest, so that the gap is not taken for a pause."""
+        """Return when to check next at the latest, so that the gap does not count as a pause."""
         if not self._renewed:
             return None
         first = next(iter(self._renewed.values()))

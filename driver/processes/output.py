@@ -64,7 +64,7 @@ class Output:
         heard: Heard = lambda worker, name, stream, lines: None,
     ) -> None:
         self._place_of = place_of
-        self._heard = heard
+        self._on_lines = heard
         self._write: dict[Stream, Write] = {"stdout": stdout, "stderr": stderr}
         out = WriterThread("stdout", failed)
         # One queue if both have the same destination: the reason of a worker's exit follows its output. Errors of
@@ -97,7 +97,7 @@ class Output:
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
         """See `Sink.feed`."""
         if stream == "usage":
-            self._heard(worker, self._name(worker), stream, [data])
+            self._on_lines(worker, self._name(worker), stream, [data])
             return
         self._tails.add(worker, stream, data)
         if stream == "diagnostics":
@@ -155,7 +155,7 @@ class Output:
         if not pieces:
             return
         self._show(worker, stream, pieces)
-        self._heard(worker, self._name(worker), stream, pieces)
+        self._on_lines(worker, self._name(worker), stream, pieces)
         self._keep(worker, stream, b"".join(pieces))
 
     def _uncaught(self, worker: Worker, uncaught: Uncaught) -> None:
@@ -169,11 +169,11 @@ class Output:
             self._show(worker, "stderr", _pieces(text))
         else:
             self._unsaid()
-        self._heard(worker, self._name(worker), "stderr", _pieces(uncaught.folded))
+        self._on_lines(worker, self._name(worker), "stderr", _pieces(uncaught.folded))
         self._keep(worker, "stderr", uncaught.whole.encode())
 
     def _stack_line(self, worker: Worker, line: bytes) -> None:
-        self._heard(worker, self._name(worker), "diagnostics", [line])
+        self._on_lines(worker, self._name(worker), "diagnostics", [line])
         self._keep(worker, "stderr", line + b"\n")
         if worker not in self._stacks:
             self._stacks[worker] = []

@@ -210,8 +210,10 @@ class Agent:
         pids = {w: self._processes[w].pid for w in workers if w in self._processes}
         samples = proc_stats.samples_of(set(pids.values())) if pids else {}
         for worker, pid in pids.items():
-            seen = samples[pid]
-            probed = WorkerProbed(worker, seen.cpu_s, seen.io_bytes, seen.state, seen.traced)
+            sample = samples[pid]
+            probed = WorkerProbed(
+                worker, sample.cpu_s, sample.io_bytes, sample.state, sample.traced
+            )
             self._noticed(probed)
 
     def dump(self, worker: Worker) -> None:

@@ -89,7 +89,7 @@ class RayDiscovery:
         self._looking = asyncio.Lock()
         self._decided = Decision()
         self._whole = False
-        self._seen: _Look | None = None
+        self._latest_look: _Look | None = None
         self._names: dict[str, str] = {}  # host by node, for all nodes ever seen
         self._nodes: dict[str, str] = {}  # node by host
         self._gpus: dict[str, list[str]] = {}  # last known GPU ids of each slot, by host
@@ -115,7 +115,7 @@ class RayDiscovery:
 
     def addresses(self) -> list[str]:
         """Return the addresses of the nodes that were alive at the last check."""
-        nodes = {} if self._seen is None else self._seen.nodes
+        nodes = {} if self._latest_look is None else self._latest_look.nodes
         return [node.address for node in nodes.values() if node.alive]
 
     async def place(self, at_least: int, within_s: float) -> None:
@@ -151,7 +151,7 @@ class RayDiscovery:
                 await self._look_and_act(remove=False)
             except Invalid as error:
                 self._in_trouble(str(error))
-            whole = self._whole or (self._seen and self._clock() - begun > SETTLE_S)
+            whole = self._whole or (self._latest_look and self._clock() - begun > SETTLE_S)
             hosts = self._hosts()
             if list(hosts.items()) != last and (last is not None or whole):
                 last = list(hosts.items())
@@ -271,7 +271,7 @@ class RayDiscovery:
             else Condition.ALIVE
             for id, node in look.nodes.items()
         }
-        self._seen = look
+        self._latest_look = look
         if self._need is not None:
             need = self._need()
             used = {
@@ -300,7 +300,7 @@ class RayDiscovery:
             self._log("warning", f"Ray does not answer as it should: {trouble}; {kept}")
 
     async def _pause(self) -> None:
-        cost_s = 0.0 if self._seen is None else self._seen.cost_s
+        cost_s = 0.0 if self._latest_look is None else self._latest_look.cost_s
         await self._sleep(max(self._look_s, min(cost_s / BUSY, PAUSE_S)))
 
     # ---- actions ---------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class RayDiscovery:
 
     def _remove(self) -> None:
         gone = set(self._decided.remove)
-        groups = [] if self._seen is None else self._seen.groups
+        groups = [] if self._latest_look is None else self._latest_look.groups
         for number, group in numbered(groups, self._prefix):
             if number in gone:
                 self._cluster.remove(group.id)
@@ -337,7 +337,7 @@ class RayDiscovery:
         free: dict[str, float] = {}
         with contextlib.suppress(Unanswered):
             free = await self._call(self._cluster.free, self._answer_s)
-        look = self._seen
+        look = self._latest_look
         text = placement_groups.shortage(
             at_least=at_least,
             placed=placed,

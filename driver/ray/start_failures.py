@@ -17,25 +17,25 @@ def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) 
 
     ``kind``: its class name, TimeoutError after a timeout; ``text``: its message.
     """
-    said = _COLOUR.sub("", text)
+    message = _COLOUR.sub("", text)
     node = node[:8]
-    if found := re.search(r"No module named '?([\w.]+)'?", said):
+    if found := re.search(r"No module named '?([\w.]+)'?", message):
         missing = f"Ray's Python there has no module {found[1]}"
         return f"hvd-elastic can't be imported on {host}: {missing}; {_INSTALL}"
-    if "failed to import on the worker" in said:
+    if "failed to import on the worker" in message:
         return f"hvd-elastic can't be imported on {host}; {_INSTALL}"
     if kind == "RuntimeEnvSetupError":
-        return f"the job's runtime_env can't be set up on {host}: {_last_line(said)}; correct it"
+        return f"the job's runtime_env can't be set up on {host}: {_last_line(message)}; correct it"
     if kind == "ActorUnschedulableError":
         return f"Ray has no node {node} any more, which was {host}: another has to replace it"
-    if "its node has died" in said or "node was terminated" in said:
+    if "its node has died" in message or "node was terminated" in message:
         return f"the node {node} of {host} died: another has to replace it"
     if kind in ("GetTimeoutError", "TimeoutError"):
         return (
             f"Ray has started no actor on {host} within {limit_s:g} s: its node {node} is dead and not yet reported"
             " so, or overloaded, or still sets up the job's runtime_env; see `ray list nodes` and the load there"
         )
-    return f"Ray can't run an actor on {host}, node {node}: {kind}: {_cause(said)}; see `ray list actors`"
+    return f"Ray can't run an actor on {host}, node {node}: {kind}: {_cause(message)}; see `ray list actors`"
 
 
 def why_gone(host: str, text: str) -> str:

@@ -196,10 +196,10 @@ def warnings(events: Iterable[Json], name: str, now: datetime) -> list[str]:
         found[key] = (max(before, last or created), times + count)
     newest = sorted(found.items(), key=lambda each: each[1][0], reverse=True)
     lines = []
-    for (who, reason, text), (last, times) in newest[:WARNINGS]:
+    for (object, reason, text), (last, times) in newest[:WARNINGS]:
         often = "once" if times == 1 else f"{times} times"
         shown = text if len(text) <= WORDS else f"{text[:WORDS]}..."
-        lines.append(f"  {_ago(last, now)}, {often}: {who}: {reason}: {shown}")
+        lines.append(f"  {_ago(last, now)}, {often}: {object}: {reason}: {shown}")
     if len(newest) > WARNINGS:
         lines.append(f"  and {len(newest) - WARNINGS} older ones")
     return ["warnings of Kubernetes in the last hour:", *lines] if lines else []

@@ -88,6 +88,6 @@ def _title(text: str) -> str:
     return next((line.lstrip("# ") for line in text.splitlines() if line.startswith("#")), "")
 
 
-def _near(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
+def _near(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""

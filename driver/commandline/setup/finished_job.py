@@ -159,11 +159,11 @@ def program_files(command: Sequence[str], folder: str, without: str) -> dict[str
     return found
 
 
-def _paths(word: str) -> Iterator[str]:
-    """Yield the possible paths in a word of a command: ``--data=a,b:c``, ``@file``, or a quoted shell command."""
-    parts = {word}
+def _paths(argument: str) -> Iterator[str]:
+    """Yield the possible paths in an argument of a command: ``--data=a,b:c``, ``@file``, or a quoted shell command."""
+    parts = {argument}
     with contextlib.suppress(ValueError):  # unbalanced quotes
-        parts.update(shlex.split(word))
+        parts.update(shlex.split(argument))
     for part in parts:
         yield from filter(None, {part, *_SEPARATORS.split(part)})
         if glob.has_magic(part):
@@ -172,7 +172,7 @@ def _paths(word: str) -> Iterator[str]:
 
 def _within(root: str, without: str, *, followlinks: bool = False) -> Iterator[str]:
     """Yield all files below a folder, without hidden folders, caches and environments."""
-    seen: set[str] = set()  # links may form cycles
+    visited: set[str] = set()  # links may form cycles
     for folder, folders, files in os.walk(root, followlinks=followlinks):
         folders[:] = [
             each
@@ -180,9 +180,9 @@ def _within(root: str, without: str, *, followlinks: bool = False) -> Iterator[s
             if not each.startswith((".", "__pycache__"))
             and not os.path.exists(os.path.join(folder, each, "pyvenv.cfg"))
             and os.path.join(folder, each) != without
-            and os.path.realpath(os.path.join(folder, each)) not in seen
+            and os.path.realpath(os.path.join(folder, each)) not in visited
         ]
-        seen.update(os.path.realpath(os.path.join(folder, each)) for each in folders)
+        visited.update(os.path.realpath(os.path.join(folder, each)) for each in folders)
         yield from (os.path.join(folder, file) for file in files)
 
 

@@ -137,8 +137,8 @@ def _clock(ahead_s: float | None) -> list[Check]:
         return []
     if abs(ahead_s) <= CLOCKS_S:
         return [Check("clock", Level.OK, f"within {CLOCKS_S:g} s of this host's")]
-    word = "ahead of" if ahead_s > 0 else "behind"
-    found = f"{abs(ahead_s):.1f} s {word} this host's"
+    relation = "ahead of" if ahead_s > 0 else "behind"
+    found = f"{abs(ahead_s):.1f} s {relation} this host's"
     return [
         Check("clock", Level.WARN, found, "run an NTP client there; logs and timelines mislead")
     ]

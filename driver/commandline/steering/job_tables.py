@@ -55,8 +55,8 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
     lines += columns(table)
     if len(workers) > len(shown):
         states = Counter(row["state"] for row in workers.values())
-        told = ", ".join(f"{count} {state}" for state, count in states.most_common())
-        lines.append(f"... {len(workers)} in total: {told}")
+        summary = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        lines.append(f"... {len(workers)} in total: {summary}")
     return lines
 
 
@@ -86,9 +86,9 @@ def jobs(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
 
 def log_line(line: Sequence[Any]) -> str:
     """Return for example ``12:01:33 [3] text``."""
-    at, level, who, text = line
+    at, level, source, text = line
     mark = f"{level}: " if level in ("warning", "error") else ""
-    return f"{clock(at)} {f'[{who}] ' if who else ''}{mark}{text}"
+    return f"{clock(at)} {f'[{source}] ' if source else ''}{mark}{text}"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -136,9 +136,9 @@ class OperatorDesk:
         self._servers.append(server)
         return await server.open(
             interface,
-            heard=lambda who, message: self._heard(server, who, message),
-            gone=lambda who, silent: None,
-            expected=lambda who: True,
+            heard=lambda requester, message: self._on_request(server, requester, message),
+            gone=lambda requester, silent: None,
+            expected=lambda requester: True,
         )
 
     def answered(self, answer: AnswerRequest) -> None:
@@ -158,19 +158,21 @@ class OperatorDesk:
 
     # ---- one request -----------------------------------------------------------------------------------------------
 
-    def _heard(self, server: Server[str], who: str, request: Request) -> None:
+    def _on_request(self, server: Server[str], requester: str, request: Request) -> None:
         if len(self._tasks) >= AT_ONCE:
-            server.send(who, Told(request.number, False, "too many requests at once; try again"))
+            server.send(
+                requester, Told(request.number, False, "too many requests at once; try again")
+            )
             return
-        task = asyncio.get_running_loop().create_task(self._serve(server, who, request))
+        task = asyncio.get_running_loop().create_task(self._serve(server, requester, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, server: Server[str], who: str, request: Request) -> None:
-        answer = await self._done(who, request)
-        server.send(who, msgspec.structs.replace(answer, number=request.number))
+    async def _serve(self, server: Server[str], requester: str, request: Request) -> None:
+        answer = await self._done(requester, request)
+        server.send(requester, msgspec.structs.replace(answer, number=request.number))
 
-    async def _done(self, who: str, request: Request) -> Told:
+    async def _done(self, requester: str, request: Request) -> Told:
         match request:
             case messages.AskStatus():
                 state = self._page.whole()
@@ -187,28 +189,28 @@ class OperatorDesk:
                     )
                 if refused := await self._grow(workers):
                     return Told(0, False, refused)
-                return await self._decided(who, lambda n: ScaleRequested(n, workers))
+                return await self._decided(requester, lambda n: ScaleRequested(n, workers))
             case messages.AskDrain(host=host, off=off):
-                return await self._decided(who, lambda n: DrainRequested(n, host, off))
+                return await self._decided(requester, lambda n: DrainRequested(n, host, off))
             case messages.AskRemove(worker=name):
                 gone = self._page.worker_of(name)
                 if gone is None:
                     return Told(0, False, self._unknown(name))
-                return await self._decided(who, lambda n: RemoveRequested(n, gone))
+                return await self._decided(requester, lambda n: RemoveRequested(n, gone))
             case messages.AskStacks(worker=name, log=log):
                 return await self._stacks(name, log=log)
             case messages.AskStop(why=why):
-                self._driver.stop(f"requested by {who}{why and ': '}{why}", STOP_CODE)
+                self._driver.stop(f"requested by {requester}{why and ': '}{why}", STOP_CODE)
                 return Told(0, True, "the job is stopping; repeat the command to stop it at once")
         raise AssertionError(f"unknown request {type(request).__name__}")
 
-    async def _decided(self, who: str, event: Callable[[int], Event]) -> Told:
+    async def _decided(self, requester: str, event: Callable[[int], Event]) -> Told:
         assert self._driver is not None
         number = next(self._numbers)
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             request = event(number)
-            self._log("debug", f"{who} asks: {request}")
+            self._log("debug", f"{requester} asks: {request}")
             self._driver.tell(request)
             answer: AnswerRequest | None = None
             with contextlib.suppress(asyncio.TimeoutError):
@@ -243,12 +245,13 @@ class OperatorDesk:
                 before, quiet_since = now, time.monotonic()
             elif all(found.values()) and time.monotonic() - quiet_since >= QUIET_S:
                 break
-        for who, stacks in found.items() if log else ():
+        for source, stacks in found.items() if log else ():
             if stacks:
                 self._log(
-                    "info", f"stacks of {who}, requested by an operator:\n{training_stack(stacks)}"
+                    "info",
+                    f"stacks of {source}, requested by an operator:\n{training_stack(stacks)}",
                 )
-        silent = [who for who, text in found.items() if not text]
+        silent = [source for source, text in found.items() if not text]
         more = len(self._page.members()) - len(workers) if not name else 0
         text = f"of {len(workers) - len(silent)} of {len(workers)} workers"
         if silent:

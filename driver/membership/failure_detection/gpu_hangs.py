@@ -74,11 +74,11 @@ def judge(witnesses: Sequence[Witness], settings: Settings, before: int) -> Find
         settings: of the job.
         before: number of worlds that hung since the last new commit.
     """
-    told = [witness.launches for witness in witnesses]
-    if not told or len(told) < told[0].size or settings.gpu_hang_s <= 0:
+    launches = [witness.launches for witness in witnesses]
+    if not launches or len(launches) < launches[0].size or settings.gpu_hang_s <= 0:
         return None  # a rank is missing, or waits for something else
-    number = min(each.done for each in told) + 1
-    if any(each.launched < number for each in told):
+    number = min(each.done for each in launches) + 1
+    if any(each.launched < number for each in launches):
         return None
     failed = [w for w in witnesses if w.launches.failed]
     behind = [w for w in witnesses if w.launches.arrived < number and w not in failed]
@@ -87,7 +87,7 @@ def judge(witnesses: Sequence[Witness], settings: Settings, before: int) -> Find
     elif 2 * len(behind) > len(witnesses):
         hang, blamed, patience_s = Hang.UNCLEAR, [], settings.gpu_limit_s
     elif behind:
-        usual_s = max(each.took_s for each in told)
+        usual_s = max(each.took_s for each in launches)
         hang, blamed, patience_s = Hang.GPU, behind, max(settings.gpu_hang_s, usual_s)
         if 2 * len(behind) == len(witnesses):
             patience_s *= DOUBT
@@ -100,7 +100,7 @@ def judge(witnesses: Sequence[Witness], settings: Settings, before: int) -> Find
     if for_s < min(patience_s, settings.gpu_limit_s):
         return None
     workers = tuple(witness.worker for witness in blamed)
-    return Finding(hang, told[0].group, number, for_s, workers)
+    return Finding(hang, launches[0].group, number, for_s, workers)
 
 
 def _left_behind(witnesses: Sequence[Witness], number: int) -> list[Witness]:

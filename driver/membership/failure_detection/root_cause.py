@@ -134,8 +134,8 @@ class Exceptions:
         if event.beginning:
             places.append(_BEGINNING)
         summary = _NUMBERS.sub("#", event.summary)
-        for worker, generation, place, said in self._raised:
-            if said == summary and (generation == event.generation or place in places):
+        for worker, generation, place, earlier in self._raised:
+            if earlier == summary and (generation == event.generation or place in places):
                 return worker
         self._raised += [(event.worker, event.generation, place, summary) for place in places]
         del self._raised[:-64]

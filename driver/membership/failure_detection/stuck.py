@@ -104,7 +104,7 @@ class Stuck(Part):
             record.moved(self.actions.now)
         record.entered, record.phase, record.line = event.entered, event.phase, event.line
         if before != (event.entered, event.phase, event.inside):
-            self._got_on(record)
+            self._record_progress(record)
 
     def located(self, event: events.WorkerLocated) -> None:
         self.worlds.signs.heard(event.worker)
@@ -136,7 +136,7 @@ class Stuck(Part):
         if event.collectives and suspicion is not None and since >= suspicion.since:
             # The others wait in a collective that does not involve this worker.
             record.moved_at = max(since, record.moved_at)
-            self._got_on(record)
+            self._record_progress(record)
         if steps := max(event.collectives, event.commits):
             idle_s = self._idle.completed(steps, event.over_s, self.actions.now)
             if idle_s is not None:
@@ -181,7 +181,7 @@ class Stuck(Part):
             self._idle.begin(self.actions.now)
         self._watch_idle()
         self._ask_hosts()
-        if not self._somebody_may_wait():
+        if not self._must_watch():
             self._forget()
             return
         for suspicion in self._suspicions.to_fence(self.actions.now):
@@ -196,7 +196,7 @@ class Stuck(Part):
             self._look_at = since + self._probe_s
         if self._look_at <= self.actions.now:
             self._look()
-            if not self._somebody_may_wait():  # the world was broken
+            if not self._must_watch():  # the world was broken
                 self._forget()
 
     def _still(self, suspicion: Suspicion) -> WorkerRecord | None:
@@ -212,7 +212,7 @@ class Stuck(Part):
         if self._suspicions:
             self._suspicions.only(())
 
-    def _got_on(self, record: WorkerRecord) -> None:
+    def _record_progress(self, record: WorkerRecord) -> None:
         if self._suspicions.drop(record.worker):
             self._stalled_at = self.actions.now
             text = f"{self.worlds.named(record)} made progress just before it was fenced"
@@ -239,7 +239,7 @@ class Stuck(Part):
         """Ask the hosts that have suspects but no waiting worker; if their agents do not answer, waiting is useless."""
         if not self.settings.silence_s:
             return
-        if self.worlds.phase is Phase.ENDING or not self._somebody_waits():
+        if self.worlds.phase is Phase.ENDING or not self._any_waiting():
             self._silence.end()
             return
         now = self.actions.now
@@ -258,12 +258,12 @@ class Stuck(Part):
         elif self._silence.ask(hosts, now) and hosts:
             self.actions.add(events.ProbeWorkers([*hosts.values()]))
 
-    def _somebody_may_wait(self) -> bool:
+    def _must_watch(self) -> bool:
         """Return whether to check for waits; never if no timeout is set."""
         limits = (self.settings.idle_s, self.settings.busy_s, self.settings.busy_warning_s)
-        return any(limits) and self._somebody_waits()
+        return any(limits) and self._any_waiting()
 
-    def _somebody_waits(self) -> bool:
+    def _any_waiting(self) -> bool:
         """Return whether a worker waits.
 
         Called after every event, so it must be cheap; the details are checked later.
@@ -292,7 +292,7 @@ class Stuck(Part):
             more = counted(self._unnamed, "more member")
             self.actions.log("warning", f"{more} keep the others waiting {self._where}")
         self._lines, self._unnamed = NAMED, 0
-        self._disbelieve_the_silent()
+        self._discard_silent_waits()
         waiters, suspects = self._sides()
         finding = next(self._hangs(), None)
         if finding is not None:
@@ -331,7 +331,7 @@ class Stuck(Part):
         if to_probe:
             self.actions.add(events.ProbeWorkers(to_probe))
 
-    def _disbelieve_the_silent(self) -> None:
+    def _discard_silent_waits(self) -> None:
         """Suspect workers that no longer report their wait, while others do: they may be stuck."""
         for record in [*self.roster.inside.values()]:
             if record.said_at < self._repeated_at - SILENT_S:
@@ -404,7 +404,7 @@ class Stuck(Part):
         """Check the invariants of the watched workers."""
         for record in self.roster.inside.values():
             assert record.stage is WorkerStage.MEMBER and record.inside and not record.killed_for
-        assert self.worlds.over or (self._look_at is not None) == self._somebody_may_wait()
+        assert self.worlds.over or (self._look_at is not None) == self._must_watch()
         self._suspicions.check()
 
     # ---- all wait --------------------------------------------------------------------------------------------------

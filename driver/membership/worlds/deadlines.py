@@ -105,5 +105,5 @@ class Deadlines(Part):
                 late = because(Why.NOT_READY, within_s=self.settings.elastic_timeout_s)
                 self.staff.fence(record, late)
             elif not self.settings.elastic:
-                waited_s, who = self.settings.elastic_timeout_s, self.worlds.named(record)
-                self.worlds.end(1, because(Why.NOT_ENTERED, who=who, for_s=waited_s))
+                waited_s, name = self.settings.elastic_timeout_s, self.worlds.named(record)
+                self.worlds.end(1, because(Why.NOT_ENTERED, who=name, for_s=waited_s))

@@ -117,7 +117,7 @@ class LivePage:
         """Add a line of the driver's log."""
         self._in_loop(level, "", text.splitlines() or [""])
 
-    def printed(self, worker: Worker, who: str, stream: Stream, pieces: Sequence[bytes]) -> None:
+    def printed(self, worker: Worker, label: str, stream: Stream, pieces: Sequence[bytes]) -> None:
         """Add lines of a worker's output. ``who``: the name of the worker that precedes them."""
         if stream == "usage":
             for piece in pieces:
@@ -133,7 +133,7 @@ class LivePage:
                 self.model.leave_out(len(pieces) - index)
                 break
             if text := _text(piece):
-                self.model.line(stream, who, text, now)
+                self.model.line(stream, label, text, now)
         self._changed()
 
     def _show_line(self) -> None:
@@ -144,14 +144,14 @@ class LivePage:
             self._line(text)
         self._next_line = self._loop.call_later(LINE_S, self._show_line)
 
-    def _in_loop(self, level: str, who: str, lines: Sequence[str]) -> None:
+    def _in_loop(self, level: str, label: str, lines: Sequence[str]) -> None:
         if threading.get_ident() != self._thread:
             if self._loop is not None:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self._loop.call_soon_threadsafe(self._in_loop, level, who, lines)
+                    self._loop.call_soon_threadsafe(self._in_loop, level, label, lines)
             return
         for line in lines:
-            self.model.line(level, who, line, time.time())
+            self.model.line(level, label, line, time.time())
         self._changed()
 
     def _changed(self) -> None:

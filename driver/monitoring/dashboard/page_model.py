@@ -103,8 +103,8 @@ class PageModel:
             self._decided(action)
             description = _told(action)
             if description is not None:
-                what, whom, why = description
-                decided.setdefault((what, why), []).append(whom)
+                what, target, why = description
+                decided.setdefault((what, why), []).append(target)
         for (what, why), names in decided.items():
             self.state.add("decisions", [now, what, _some(names), why])
 
@@ -146,7 +146,7 @@ class PageModel:
         self._at(now)
         self._grid.change(worker, usage=usage)
 
-    def line(self, level: str, who: str, text: str, now: float) -> None:
+    def line(self, level: str, source: str, text: str, now: float) -> None:
         """Add a log line of the driver, or of the worker ``who``."""
         self._at(now)
         if not self.has_room(now):
@@ -154,7 +154,7 @@ class PageModel:
             return
         self._lines += 1
         shown = text if len(text) <= LINE else f"{text[:LINE]}..."
-        self.state.add("log", [now, level, who, shown])
+        self.state.add("log", [now, level, source, shown])
 
     def has_room(self, now: float) -> bool:
         """Return whether another line of this second is kept."""

@@ -20,11 +20,9 @@ The whole state is the patch that creates it from nothing (`full`). The sections
           stall       null, or the current one: since, seconds, culprits: [{rank, worker, line, frozen}], more:
                       culprits that are not listed, others: waiting ranks, where and line: of the first of these
           goodput     workers: seconds by part; job: seconds by stretch, until at; counts: of stretches; ratio:
-              training
-                      / all, or null before training
+                      training / all, or null before training
           held_up     [{worker, rank, others, since} or {worker, rank, share, median}]: workers that are waited for
-              now;
-                      workers that wait less than the others, the worst first
+                      now; workers that wait less than the others, the worst first
           slowest     null, or the rank whose own part of a step is longest: worker, rank, own_s, step_s, and
                       median_s: the median of own_s
     rows  hosts       by name: slots, state (up, leaving, drained, lost), order, note
@@ -39,8 +37,8 @@ The whole state is the patch that creates it from nothing (`full`). The sections
           metrics     [at, name, value]: of `reported`, once a second
           stalls      past ones: as stall, with end: resumed, killed, lost, broken, job ended
           recoveries  {at, kind, generation, size, total_ms, phases_ms, why}
-          decisions   [at, what, whom, why]
-          log         [at, level, who, line]: an empty who is the driver
+          decisions   [at, action, target, reason]
+          log         [at, level, source, line]: an empty source is the driver
 """
 
 from __future__ import annotations

@@ -111,67 +111,65 @@ _CRASHES = {
 
 def _death(facts: Facts) -> str:
     """Return a loss as a clause: ``rank 1 (h:1#1) raised ValueError: wrong``."""
-    who, what = facts["who"], shown(facts["what"])
+    name, what = facts["who"], shown(facts["what"])
     match Cause(facts["cause"]):
         case Cause.EXCEPTION:
-            return f"{who} raised {what}"
+            return f"{name} raised {what}"
         case Cause.MISMATCH:
             return f"the ranks submitted mismatched tensors: {what}"
         case Cause.STATE_MISMATCH:
-            return (
-                f"{who} was rejected: its model, optimizer or state differs from that of the others"
-            )
+            return f"{name} was rejected: its model, optimizer or state differs from that of the others"
         case Cause.MISSING_MODULE:
-            return f"{who} could not import a module: {what}"
+            return f"{name} could not import a module: {what}"
         case Cause.MEMORY_ERROR:
-            return f"{who} could not allocate host memory: {what}"
+            return f"{name} could not allocate host memory: {what}"
         case Cause.GPU_MEMORY:
-            return f"{who} ran out of GPU memory: {what}"
+            return f"{name} ran out of GPU memory: {what}"
         case Cause.DISK_FULL:
-            return f"{who} could not write to a full disk (No space left on device): {what}"
+            return f"{name} could not write to a full disk (No space left on device): {what}"
         case Cause.WRITE_FAILED:
-            return f"{who} could not write a file, most likely because its disk is full: {what}"
+            return f"{name} could not write a file, most likely because its disk is full: {what}"
         case Cause.GPU_ERROR:
-            return f"the GPU of {who} or NCCL failed: {what}"
+            return f"the GPU of {name} or NCCL failed: {what}"
         case Cause.OUT_OF_MEMORY:
             limit = f" ({what}, which all processes of its cgroup share)" if what else ""
-            return f"{who} ran out of memory: the kernel killed it{limit}"
+            return f"{name} ran out of memory: the kernel killed it{limit}"
         case Cause.SIGNAL if not facts["signal"]:
-            return f"{who} had exited when its agent reconnected"
+            return f"{name} had exited when its agent reconnected"
         case Cause.SIGNAL if facts["signal"] in _CRASHES:
-            return f"{who} crashed with {facts['signal']}: {_CRASHES[facts['signal']]}"
+            return f"{name} crashed with {facts['signal']}: {_CRASHES[facts['signal']]}"
         case Cause.SIGNAL:
-            return f"{who} was killed with {facts['signal']} from outside this job"
+            return f"{name} was killed with {facts['signal']} from outside this job"
         case Cause.EXIT_CODE if facts.get("call"):
-            return f"{who} called {facts['call']}"
+            return f"{name} called {facts['call']}"
         case Cause.EXIT_CODE:
-            return f"{who} ended with exit code {facts['code']}"
+            return f"{name} ended with exit code {facts['code']}"
         case Cause.NOT_STARTED:
-            return f"{who} could not be started: {what}"
+            return f"{name} could not be started: {what}"
         case Cause.FROZEN:
-            return f"{who} was frozen: {facts.get('how', what)}; it did not respond, so this job killed it (SIGKILL)"
+            return f"{name} was frozen: {facts.get('how', what)}; it did not respond, so this job killed it (SIGKILL)"
         case Cause.CUT_OFF:
-            return f"{who} was cut off: its host did not acknowledge data any more"
+            return f"{name} was cut off: its host did not acknowledge data any more"
         case Cause.STUCK:
             doing = "idle" if facts.get("why") == Why.IDLE.value else "busy"
             where = f" {facts['where']}" if facts.get("where") else ""
             where = where.replace(" in '", " in the collective '")
             for_s = f" for {float(facts['for_s']):.0f} s" if facts.get("for_s") else ""
-            return f"{who} was stuck: it was {doing}{for_s} while the others waited for it{where}"
+            return f"{name} was stuck: it was {doing}{for_s} while the others waited for it{where}"
         case Cause.GPU_HANGS:
-            return f"the GPU of {who} hung: {what}"
+            return f"the GPU of {name} hung: {what}"
         case Cause.DAMAGED:
-            return f"{who} held wrong numbers: {what}"
+            return f"{name} held wrong numbers: {what}"
         case Cause.TOO_SLOW:
-            return f"{who} took too long: {what}"
+            return f"{name} took too long: {what}"
         case Cause.DISCONNECTED:
-            return f"{who} lost its connection: {what}"
+            return f"{name} lost its connection: {what}"
         case Cause.HOST_LOST:
-            return f"host {facts['host']} was lost, and {who} with it: {what}"
+            return f"host {facts['host']} was lost, and {name} with it: {what}"
         case Cause.LOST_PEER:
-            return f"{who} lost its peers and could not continue: {what}"
+            return f"{name} lost its peers and could not continue: {what}"
         case Cause.SHARDS_LOST:
-            return f"{who} could not continue: {what}"
+            return f"{name} could not continue: {what}"
         case Cause.SPOILT:
             return (
                 "damaged memory of an unidentified worker made gradients infinite or NaN, and corrupted all"
@@ -349,10 +347,10 @@ def _after(facts: Facts) -> str:
         )
         held = f" from {_checkpoint(facts)}, as {why}"
     size = facts["size_after"]
-    who = counted(size, "worker") if size else "The others"
+    subject = counted(size, "worker") if size else "The others"
     copied = facts["copied_bytes"] / 1e6
     much = f", {copied:.1f} MB copied to new workers" if copied >= 0.1 else ""
-    return f"{who} resumed training {milliseconds(facts['recovered_ms'])} later{held}{much}."
+    return f"{subject} resumed training {milliseconds(facts['recovered_ms'])} later{held}{much}."
 
 
 def _checkpoint(facts: Facts) -> str:

@@ -57,7 +57,7 @@ class Incident:
 
     @property
     def spoilt(self) -> bool:
-        """Whether damaged memory of one worker corrupted the commits of all."""
+        """True if damaged memory of one worker corrupted the commits of all."""
         return self.broke is not None and self.broke.kind is Why.SPOILT
 
     @property

@@ -246,7 +246,7 @@ class AgentActor:
             msgspec.json.encode(config) + b"\n",
             outlives=False,
         )
-        process.heard = self._hear
+        process.heard = self._on_output_line
         try:
             release = await within(process.ready, ready_s)
         except asyncio.TimeoutError:
@@ -283,7 +283,7 @@ class AgentActor:
         await asyncio.sleep(SENT_S)
         self._engine.die()
 
-    def _hear(self, line: str) -> None:
+    def _on_output_line(self, line: str) -> None:
         """Store a line of the agent.
 
         Lines that it sends to its driver are not among these, so that many indicate a problem.

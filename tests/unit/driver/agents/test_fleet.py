@@ -107,7 +107,7 @@ class Agent:
 
 
 class Driver:
-    """What the event loop sees of the agents."""
+    """Records the events that the event loop would receive from the agents."""
 
     def __init__(
         self, starter=None, adopted=(), deposed=lambda: False, outlives: bool = False

@@ -414,7 +414,7 @@ def test_pipe_accepts_a_journal_but_contains_none(tmp_path):
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.write_text("notes")])
 def test_other_file_is_not_renamed_to_make_room(tmp_path, make):
-    """It has the name to which the previous journal would be renamed, or would itself be renamed."""
+    """Its name is that of a kept journal, or the one from which the previous journal is renamed."""
     path = written(tmp_path / "j", Script(settings()))
     before = path.read_bytes()
     for number in (1, journal_file.KEPT):

@@ -60,7 +60,7 @@ def test_worker_that_reconnects_in_time_is_not_killed():
 
 
 def test_finished_worker_is_notified_again():
-    """It is not released: the code after its training still runs, and may train again."""
+    """The worker is not released: the code after its training still runs, and may train again."""
     talk = running(2)
     assert every(EndJob, talk.tell(returned("h:0", 2), returned("h:1", 2)))
     assert talk.tell(back("h:1", 2)) == [FinishWorld(2, [worker("h:1")])]

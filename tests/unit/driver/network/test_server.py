@@ -58,7 +58,7 @@ class Peer(Caller):
 
 
 class Driver:
-    """What the event loop sees."""
+    """Records the events that the event loop would receive."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue = asyncio.Queue()

@@ -476,7 +476,7 @@ def test_only_folders_of_killed_actors_are_removed(short_folder):
 
 
 def test_actor_without_a_configuration_exits_through_its_engine():
-    """It runs in pytest's process, which a forgotten actor must not end."""
+    """The actor runs in pytest's process, which a forgotten actor must not end."""
     engine = Engine()
     AgentActor(engine=engine, unused_s=0.0)
     assert engine.left.wait(10.0)

@@ -54,7 +54,7 @@ def test_frozen_worker_is_killed_once_and_later_reports_are_ignored():
 
 
 def test_ready_worker_is_running_whatever_its_agent_reported_last():
-    """It was continued between two samples of its agent, so its message arrives first."""
+    """The worker was continued between two samples of its agent, so its message arrives first."""
     talk = Talk(np=2)
     talk.tell(hosts(h=2))
     talk.connect("h:0", "h:1")

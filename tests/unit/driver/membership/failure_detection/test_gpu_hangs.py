@@ -89,7 +89,7 @@ def test_rank_that_has_not_launched_excuses_all_ranks_here(ranks):
 
 
 def test_absent_rank_may_work_on_its_host_without_limit():
-    """It loads data, compiles or writes a checkpoint: it does not wait in the collective, so it does not report it."""
+    """A rank that loads data, compiles or writes a checkpoint does not report a wait in the collective."""
     there = group(WAITS, HANGS, WAITS, WAITS, for_s=10_000)
     assert judge(there, SETTINGS, 3) is not None
     assert judge(there[:3], SETTINGS, 3) is None

@@ -648,7 +648,7 @@ def test_long_copy_is_not_a_script_error():
 
 
 def test_runnable_worker_without_cpu_time_is_not_idle():
-    """It is under a quota or on a crowded machine: runnable in every probe."""
+    """Under a quota or on a crowded machine, the worker is runnable in every probe."""
     talk = waiting()
     for _ in range(20):
         actions = talk.wait(5.0)
