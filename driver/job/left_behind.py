@@ -74,6 +74,6 @@ async def end(job: Job, plan: FleetPlan, path: str, listed: Iterable[str], log: 
     if missing := ", ".join(sorted(hosts - called)):
         log(
             "warning",
-            f"no agent of the previous job has called from {missing}: workers that still run there end by"
-            " themselves after its --driver-timeout",
+            f"no agent of the previous job has connected from {missing}: workers that still run there exit"
+            " after its --driver-timeout",
         )

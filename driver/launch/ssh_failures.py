@@ -23,8 +23,8 @@ _SSH = (
     ),
     (
         r"(?s)Offending \S+ key in (\S+):(\d+).*Host key for (\S+) has changed",
-        "the host key of {host} is not the one known for it (line {1} of {0}): somebody may stand in between; if it was"
-        " installed anew, forget the old key: ssh-keygen -f {0} -R '{2}', then log in by hand: ssh {words}",
+        "the host key of {host} is not the one known for it (line {1} of {0}): the connection may be intercepted; if"
+        " the host was reinstalled, remove the old key: ssh-keygen -f {0} -R '{2}', then log in by hand: ssh {words}",
     ),
     (
         r"Host key verification failed|host key is known for \S+ and you have requested",

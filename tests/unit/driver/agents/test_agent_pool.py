@@ -248,10 +248,10 @@ def test_agent_given_up_by_the_driver_is_lost_at_once_and_may_return():
         assert not [each for each in talk.deadline() if isinstance(each, TellDriver)], "lost once"
     assert talk.here(FIRST, A) == [TellDriver(HostReported("here", [A], [A]))]
     talk.hear(AgentGone(FIRST, False))
-    told: list[Any] = []
-    while not told:
-        told = [each for each in talk.deadline() if isinstance(each, TellDriver)]
-    assert told[0].event.host == "here"
+    reports: list[Any] = []
+    while not reports:
+        reports = [each for each in talk.deadline() if isinstance(each, TellDriver)]
+    assert reports[0].event.host == "here"
 
 
 def test_driver_is_cut_off_and_no_host_lost_if_none_is_reachable():

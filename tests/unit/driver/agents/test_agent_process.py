@@ -31,8 +31,8 @@ def story_of(patch: pytest.MonkeyPatch, wait: Callable[[BinaryIO], list[int]]) -
 
     bootstrap = Bootstrap("j", "here", "5e" * 32, ["127.0.0.1:1"], outlives=True)
     starter.write(msgspec.json.encode(bootstrap) + b"\n")
-    with starter, os.fdopen(read) as told:
-        patch.setattr(sys, "stdin", told)
+    with starter, os.fdopen(read) as input:
+        patch.setattr(sys, "stdin", input)
         patch.setattr(select, "select", waits)
         leave = create_autospec(
             agent_process._daemonize, side_effect=lambda: story.append("leaves")

@@ -37,17 +37,17 @@ def planned(folder: object, *more: str) -> CheckpointPlan:
 
 def refused(folder: object, *more: str) -> str:
     """Return the error."""
-    said = refusal_of(planned, folder, *more)
-    assert "\n" not in said and str(folder) in said
-    return said
+    error = refusal_of(planned, folder, *more)
+    assert "\n" not in error and str(folder) in error
+    return error
 
 
 def written(folder: Path, name: Name) -> Path:
     """Write a commit of one file."""
     storage = Storage(str(folder))
     files = {"__0_0.distcp": storage.write(f"{name}/__0_0.distcp", b"bytes")}
-    told = Manifest(manifest.FORMAT, name, 1, 0.0, "2", "", {}, {}, [], [], files, [])
-    storage.write(f"{name}/{manifest.MANIFEST}", manifest.encoded(told))
+    made = Manifest(manifest.FORMAT, name, 1, 0.0, "2", "", {}, {}, [], [], files, [])
+    storage.write(f"{name}/{manifest.MANIFEST}", manifest.encoded(made))
     return folder / str(name)
 
 

@@ -547,8 +547,8 @@ def test_stall_check_can_be_disabled():
     assert detection(job("-np 2", HOROVOD_STALL_CHECK_DISABLE="1")) == (2, 0, 0, 0)
     assert detection(job("-np 2", HOROVOD_STALL_CHECK_DISABLE="0")) == (2, 600, 60, 600)
     assert detection(job("-np 2 --stall-check", HOROVOD_STALL_CHECK_DISABLE="1"))[1] == 600
-    said = refusal("-np 2", HOROVOD_STALL_CHECK_DISABLE="no")
-    recorded("log", said)
+    error = refusal("-np 2", HOROVOD_STALL_CHECK_DISABLE="no")
+    recorded("log", error)
 
 
 def test_gloo_times_out_long_after_the_driver_would_act():
@@ -574,9 +574,9 @@ def test_users_collective_timeout_takes_precedence():
     made = job("-np 2 --min-np 1", ELASTIC_COLLECTIVE_TIMEOUT="900")
     assert (made.collective_timeout_s, made.settings.gpu_limit_s) == (900, 900)
     for wrong in ("soon", "0", "nan"):
-        said = refusal("-np 2", ELASTIC_COLLECTIVE_TIMEOUT=wrong)
+        error = refusal("-np 2", ELASTIC_COLLECTIVE_TIMEOUT=wrong)
         wanted = f"ELASTIC_COLLECTIVE_TIMEOUT: {wrong!r} must be a number of seconds, more than 0"
-        assert said.startswith(wanted)
+        assert error.startswith(wanted)
 
 
 def test_static_job_has_the_same_limits_as_an_elastic_one():
@@ -603,16 +603,16 @@ def test_flags_without_effect_are_reported_with_the_reason():
     made = job("-np 2 --autotune --torus-allreduce --mpi-args=-x --binding-args y --no-autotune")
     recorded("messages", warnings(made))
     assert warnings(job("-np 2 --no-stall-check --no-hierarchical-allreduce --gloo")) == []
-    [told] = warnings(job("-np 2", HOROVOD_AUTOTUNE="1", HOROVOD_NUM_NCCL_STREAMS="1"))
-    recorded("messages", told)
-    [told] = warnings(job("-np 2 --num-nccl-streams 2"))
-    recorded("messages", told)
-    [told] = warnings(job("-np 2", HOROVOD_CONTROLLER="mpi", HOROVOD_CPU_OPERATIONS="gloo"))
-    recorded("messages", told)
+    [warning] = warnings(job("-np 2", HOROVOD_AUTOTUNE="1", HOROVOD_NUM_NCCL_STREAMS="1"))
+    recorded("messages", warning)
+    [warning] = warnings(job("-np 2 --num-nccl-streams 2"))
+    recorded("messages", warning)
+    [warning] = warnings(job("-np 2", HOROVOD_CONTROLLER="mpi", HOROVOD_CPU_OPERATIONS="gloo"))
+    recorded("messages", warning)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("HOROVOD_CYCEL_TIME", ["HOROVOD_CYCEL_TIME has no effect; is HOROVOD_CYCLE_TIME meant?"]),
         ("HOROVOD_BOGUS", ["HOROVOD_BOGUS has no effect: it is not a variable of this program"]),
@@ -622,9 +622,9 @@ def test_flags_without_effect_are_reported_with_the_reason():
         ("HOROVOD_LOCAL_RANK", []),  # of the job that starts this one
     ],
 )
-def test_mistyped_variable_is_reported(name, told):
+def test_mistyped_variable_is_reported(name, expected):
     environ: dict[str, Any] = {name: "1"}
-    assert warnings(job("-np 2", **environ)) == told
+    assert warnings(job("-np 2", **environ)) == expected
 
 
 def test_service_variables_of_kubernetes_are_not_reported():
@@ -688,8 +688,8 @@ def test_config_file_in_horovods_format():
     )
     assert made.log_level == "DEBUG"
     assert made.settings.env["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "60"
-    [told] = warnings(made)
-    recorded("messages", told)
+    [warning] = warnings(made)
+    recorded("messages", warning)
     assert workers_environment(made) == {
         "FUSION_THRESHOLD": str(32 * 2**20),
         "CYCLE_TIME": "10",
@@ -756,9 +756,9 @@ def test_unreadable_config_file_is_rejected(folder):
 def test_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, called, name):
     monkeypatch.setattr("sys.argv", [called])
     assert cli.main(["-np", "four", "python", "train.py"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    recorded("output", said.err, name)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    recorded("output", captured.err, name)
 
 
 def test_failing_discovery_script_ends_the_start(folder, capfd):
@@ -785,7 +785,7 @@ def test_driver_port_in_use_ends_the_start(folder, capfd, more):
 
 
 def test_driver_port_without_effect_is_reported():
-    assert any("--driver-port" in told for told in warnings(job("-np 1 --driver-port 4000")))
+    assert any("--driver-port" in warning for warning in warnings(job("-np 1 --driver-port 4000")))
     assert not warnings(job("-np 1 --driver-port 4000 --journal j --resume"))
 
 

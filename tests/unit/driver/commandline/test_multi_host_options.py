@@ -79,8 +79,8 @@ def test_secret_is_kept_beside_a_journal_for_the_next_driver(tmp_path):
 def test_workers_wait_for_a_driver_if_one_may_follow():
     assert plan("", elsewhere=True).away_s == BOUND_AWAY_S
     assert plan("--etcd a --job x --standby", ELASTIC_JOB_SECRET=HEX).away_s == AWAY_S
-    told = plan("--etcd a --job x --standby --driver-timeout 7", ELASTIC_JOB_SECRET=HEX)
-    assert told.away_s == 7.0
+    made = plan("--etcd a --job x --standby --driver-timeout 7", ELASTIC_JOB_SECRET=HEX)
+    assert made.away_s == 7.0
 
 
 def test_hosts_of_etcd_are_the_registered_ones_unless_a_list_is_given():
@@ -131,11 +131,11 @@ def test_pods_are_those_of_the_release_or_of_a_label_selector():
 
 def test_driver_in_a_pod_listens_on_the_pods_address_by_default():
     secret = {"ELASTIC_JOB_SECRET": HEX, "POD_IP": "10.0.0.7"}
-    in_pod, told = (
+    in_pod, explicit = (
         plan(f"--kubernetes --job bert {more}", secret) for more in ("", "--network-interface lo")
     )
-    assert in_pod.pods is not None and told.pods is not None
-    assert (in_pod.pods.address, told.pods.address) == ("10.0.0.7", "")
+    assert in_pod.pods is not None and explicit.pods is not None
+    assert (in_pod.pods.address, explicit.pods.address) == ("10.0.0.7", "")
 
 
 def test_sigterm_ends_only_the_driver_if_another_pod_follows(tmp_path):
@@ -155,8 +155,8 @@ def agent(flags: str = "", **environ: str):
 def test_agent_receives_its_grace_period_and_ready_file(tmp_path):
     assert (agent().grace_s, agent().ready_file) == (30.0, "")
     file = str(tmp_path / "ready")
-    told = agent(ELASTIC_GRACE_SECONDS="60", ELASTIC_READY_FILE=file)
-    assert (told.grace_s, told.ready_file) == (60.0, file)
+    configured = agent(ELASTIC_GRACE_SECONDS="60", ELASTIC_READY_FILE=file)
+    assert (configured.grace_s, configured.ready_file) == (60.0, file)
     assert agent("--grace 90", ELASTIC_GRACE_SECONDS="60").grace_s == 90.0
     with raises(Invalid):
         agent(ELASTIC_GRACE_SECONDS="soon")

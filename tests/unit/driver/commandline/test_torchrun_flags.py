@@ -98,8 +98,8 @@ def test_flag_without_an_equivalent_is_rejected(line: str):
 def test_unsupported_flag_names_an_alternative(names: str):
     valued, instead = REFUSED[names]
     for name in names.split():
-        said = refusal_of(parse, [name, *(["1"] if valued else []), "-np", "1", "train.py"])
-        recorded("log", said, name, instead)
+        error = refusal_of(parse, [name, *(["1"] if valued else []), "-np", "1", "train.py"])
+        recorded("log", error, name, instead)
 
 
 def test_program_is_a_script_a_module_or_an_executable():

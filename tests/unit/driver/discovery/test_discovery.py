@@ -373,8 +373,8 @@ def test_invalid_line_is_reported_with_its_number(tmp_path):
 
 
 def test_script_that_prints_forever_is_killed(tmp_path):
-    said = refusal(script(tmp_path, "yes"), timeout_s=0.3)
-    recorded("log", said)
+    error = refusal(script(tmp_path, "yes"), timeout_s=0.3)
+    recorded("log", error)
 
 
 def test_excessive_output_is_reported(tmp_path):
@@ -447,9 +447,9 @@ async def test_hosts_elsewhere_are_omitted_and_logged_once():
     local = LocalDiscovery(fake, lambda host: None if host == "a" else "it is far", log)
     lists, log = await everything(local), log
     assert lists == [A, {}]
-    [(level, said)] = log
+    [(level, text)] = log
     assert level == "warning"
-    recorded("log", said)
+    recorded("log", text)
 
 
 # ---- first list of a job

@@ -117,8 +117,8 @@ def test_exit_that_ends_the_job_is_no_failure_afterwards():
 def test_training_that_failed_after_the_others_returned_is_not_code_after_it(event, cause):
     talk = Talk().trains()
     talk.hear(event, TRAINED)
-    [told] = talk.hear(gone(B, 1))
-    assert told.about == because(Why.FAILED_IN_TRAINING, cause=cause)
+    [line] = talk.hear(gone(B, 1))
+    assert line.about == because(Why.FAILED_IN_TRAINING, cause=cause)
     talk.hear(gone(A)), talk.hear(gone(SPARE))
     assert (talk.decisions.over, talk.code) == (True, 1)
 
@@ -127,8 +127,8 @@ def test_strict_job_on_fewer_workers_ends_like_a_success_except_for_its_exit_cod
     talk = Talk().trains()
     facts: dict[str, Any] = {"members": 1, "generation": 1, "began": 2, "failed": [WHY]}
     short = EndJob(0, because(Why.ALL_RETURNED, **facts, strict=True))
-    outcome, told = talk.hear(TimePassed(), short)
-    assert (outcome, told.about) == (short, because(Why.FEWER_RETURNED))
+    outcome, line = talk.hear(TimePassed(), short)
+    assert (outcome, line.about) == (short, because(Why.FEWER_RETURNED))
     assert killed(talk.hear(TimePassed(), at=110.0)) == [SPARE], "members take their time"
     for worker in (SPARE, A, B):
         talk.hear(gone(worker))
@@ -142,9 +142,9 @@ def test_strict_job_on_fewer_workers_ends_like_a_success_except_for_its_exit_cod
 def test_exit_after_success_fails_the_job():
     talk = Talk().trains()
     talk.hear(TimePassed(), TRAINED)
-    [said] = talk.hear(gone(A, 3))
-    assert isinstance(said, Report)
-    recorded("log", said.text)
+    [line] = talk.hear(gone(A, 3))
+    assert isinstance(line, Report)
+    recorded("log", line.text)
     assert talk.code == 1
 
 
@@ -163,8 +163,8 @@ def test_worker_whose_exit_is_unobservable_is_not_awaited(event):
 def test_host_lost_after_success_fails_the_job():
     talk = Talk().trains()
     talk.hear(TimePassed(), TRAINED)
-    [said] = talk.hear(HostLost("h2", "silent"))
-    recorded("log", said.text)
+    [line] = talk.hear(HostLost("h2", "silent"))
+    recorded("log", line.text)
     talk.hear(gone(A))
     assert talk.decisions.over and talk.code == 1
 
@@ -180,8 +180,8 @@ def test_stop_sets_the_exit_code_and_a_second_one_ends_the_grace_period():
 def test_second_stop_ends_the_grace_period_while_the_first_waits_for_a_checkpoint():
     talk = Talk().trains()
     assert talk.hear(StopRequested("SIGTERM", 143, 6.0)) == []
-    said = talk.hear(StopRequested("SIGTERM", 143), EndJob(1, WHY))
-    assert said[0] == EndJob(143, WHY) and killed(said) == [A, B, SPARE]
+    actions = talk.hear(StopRequested("SIGTERM", 143), EndJob(1, WHY))
+    assert actions[0] == EndJob(143, WHY) and killed(actions) == [A, B, SPARE]
 
 
 def test_stop_after_success_is_sent_to_running_workers():

@@ -31,9 +31,9 @@ def ending(code: int = 0, alive=(A, B, SPARE), now: float = 100.0, idle_s: float
 
 
 def report(actions) -> Report:
-    said: Any = actions[0]
-    assert len(actions) == 1 and isinstance(said, Report)
-    return said
+    line: Any = actions[0]
+    assert len(actions) == 1 and isinstance(line, Report)
+    return line
 
 
 def killed(actions) -> list[Worker]:
@@ -61,9 +61,9 @@ def test_members_have_time_after_success_and_other_workers_do_not():
 
 def test_member_that_fails_after_success_fails_the_job():
     e = ending(alive=(A, B))
-    said = report(e.heard(WorkerExited(B, 3), 100.0))
-    assert said.level == "error"
-    recorded("log", said.text)
+    line = report(e.heard(WorkerExited(B, 3), 100.0))
+    assert line.level == "error"
+    recorded("log", line.text)
     e.heard(WorkerExited(A, 0), 100.0)
     assert e.over and e.code == 1
 
@@ -71,8 +71,8 @@ def test_member_that_fails_after_success_fails_the_job():
 def test_worker_lost_with_its_host_is_not_awaited():
     e = ending()
     assert e.lost([SPARE], 100.0) == []
-    said = report(e.lost([B], 100.0))
-    recorded("log", said.text)
+    line = report(e.lost([B], 100.0))
+    recorded("log", line.text)
     e.heard(WorkerExited(A, 0), 100.0)
     assert e.over and e.code == 1
     failed = ending(7)
@@ -94,8 +94,8 @@ def test_unkillable_worker_is_left_behind():
     e = ending(7, alive=(A,))
     e.overdue(101.0)
     assert e.next_deadline() == 101.0 + DEATH_S
-    said = report(e.overdue(101.0 + DEATH_S))
-    recorded("log", said.text)
+    line = report(e.overdue(101.0 + DEATH_S))
+    recorded("log", line.text)
     assert e.over
 
 

@@ -42,30 +42,30 @@ def past(*, hosts: dict[str, int], ended: bool = False) -> RecoveredJob:
 
 
 @pytest.mark.parametrize(
-    ("found", "come", "said"),
+    ("found", "connected", "expected"),
     [
         (
             [past(hosts={"g": 1, "h": 1})],
             False,
-            ["no agent of the previous job has called from g, h: "],
+            ["no agent of the previous job has connected from g, h: "],
         ),
         # They connect to the new driver, which ends their workers.
         ([past(hosts={"g": 1, "h": 1})], True, []),
         ([past(hosts={}, ended=True)], False, []),
         ([None], False, []),
-        (Invalid("on a full disk"), False, ["no agent of the previous job has called from k: "]),
+        (Invalid("on a full disk"), False, ["no agent of the previous job has connected from k: "]),
     ],
 )
-async def test_agent_that_does_not_connect_is_named(found, come, said, monkeypatch):
+async def test_agent_that_does_not_connect_is_named(found, connected, expected, monkeypatch):
     archive = create_autospec(FileArchive, instance=True)
     archive.past.side_effect = found
     archive.header.return_value = HEADER
     monkeypatch.setattr(left_behind, "FileArchive", lambda path: archive)
     job, plan = create_autospec(Job, instance=True), create_autospec(FleetPlan, instance=True)
     job.settings, plan.secret = SETTINGS, bytes(32)
-    plan.etcd, plan.provider, plan.agents_come = None, None, come
+    plan.etcd, plan.provider, plan.agents_come = None, None, connected
     plan.server_tls.return_value = None
     lines: list[str] = []
     await left_behind.end(job, plan, "journal", ["k"], lambda level, text: lines.append(text))
-    assert [line.partition(": ")[0] + ": " for line in lines] == said
-    assert archive.close.called == (not come)
+    assert [line.partition(": ")[0] + ": " for line in lines] == expected
+    assert archive.close.called == (not connected)

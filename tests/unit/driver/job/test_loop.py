@@ -159,8 +159,8 @@ def story(**options):
     def decorate(test):
         async def run(tmp_path) -> None:
             path = tmp_path / "journal"
-            async with Story(path=path, **options) as told:
-                await test(told)
+            async with Story(path=path, **options) as running:
+                await test(running)
             replay(path)
 
         run.__name__ = test.__name__
@@ -396,8 +396,8 @@ async def test_output_of_a_worker_is_not_the_last_line(s):
     wrote = "Traceback\nKeyError: 'x'\n"
     ended = because(Why.ENDED, who="rank 0", exit="exit code 1", killed_for=None, wrote=wrote)
     assert s.driver._end(events.EndJob(1, ended)) is None, "it is said when no worker is left"
-    _, said = s.driver._last_line
-    recorded("log", said)
+    _, last = s.driver._last_line
+    recorded("log", last)
     s.driver.tell(events.StopRequested("rank 0 ended"))
     for worker in (A, B):
         await s.exit(worker, 1)
@@ -508,9 +508,9 @@ async def test_signals_stop_the_job_and_their_handlers_are_restored(number, code
 
 
 async def test_two_sigterms_within_one_call_of_the_handler_are_one_request(tmp_path, monkeypatch):
-    told: list[events.Event] = []
+    handled: list[events.Event] = []
 
-    @story(noted=lambda event, actions, at: told.append(event))
+    @story(noted=lambda event, actions, at: handled.append(event))
     async def talk(s):
         await s.train(A, B)
         loop, handler = asyncio.get_running_loop(), signal.getsignal(signal.SIGTERM)
@@ -526,7 +526,7 @@ async def test_two_sigterms_within_one_call_of_the_handler_are_one_request(tmp_p
         handler(signal.SIGTERM, None)
         await s.settle()
         assert [
-            event.checkpoint_s > 0 for event in told if isinstance(event, events.StopRequested)
+            event.checkpoint_s > 0 for event in handled if isinstance(event, events.StopRequested)
         ] == [True]
         await s.exit(A)
         await s.exit(B)
@@ -536,13 +536,13 @@ async def test_two_sigterms_within_one_call_of_the_handler_are_one_request(tmp_p
 
 
 async def test_sigterm_may_end_only_the_driver(tmp_path):
-    told: list[str] = []
+    reasons: list[str] = []
 
-    @story(leaves=lambda: told.append("leaves"))
+    @story(leaves=lambda: reasons.append("leaves"))
     async def talk(s):
         await s.train(A, B)
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(until(lambda: told), DEADLINE_S)
+        await asyncio.wait_for(until(lambda: reasons), DEADLINE_S)
         await s.settle()
         assert not s.server.to(A, protocol.End) and not s.run.done()
         os.kill(os.getpid(), signal.SIGINT)
@@ -569,12 +569,12 @@ async def test_missing_program_ends_the_job_with_a_reason(s):
 
 
 async def test_discovery_without_hosts_ends_the_job(tmp_path):
-    told = Story(path=tmp_path / "j")
-    told.driver._discovery = FakeDiscovery()
-    told.driver._discovery.close()
-    async with told:
-        assert await told.code() == 1
-    recorded("messages", told.driver.outcome)
+    running = Story(path=tmp_path / "j")
+    running.driver._discovery = FakeDiscovery()
+    running.driver._discovery.close()
+    async with running:
+        assert await running.code() == 1
+    recorded("messages", running.driver.outcome)
 
 
 async def test_bug_ends_the_job_with_its_history(tmp_path):
@@ -597,16 +597,16 @@ async def test_bug_ends_the_job_with_its_history(tmp_path):
 
 
 async def test_stop_before_the_start_is_remembered(tmp_path):
-    told = Story(path=tmp_path / "j")
-    told.driver.stop("changed my mind", 130)
-    async with told:
-        assert await told.code() == 130
-    assert told.launcher.started == []
+    running = Story(path=tmp_path / "j")
+    running.driver.stop("changed my mind", 130)
+    async with running:
+        assert await running.code() == 130
+    assert running.launcher.started == []
 
 
 def test_every_message_has_the_fields_of_its_event():
-    for said, event in EVENTS.items():
-        assert event.__struct_fields__ == ("worker", *said.__struct_fields__)
+    for message, event in EVENTS.items():
+        assert event.__struct_fields__ == ("worker", *message.__struct_fields__)
     assert event_of(A, protocol.Hello(A, 7, "2.9")) == events.WorkerConnected(A, 7, "2.9")
     assert event_of(A, protocol.Checked(1, 2, 3)) == events.WorkerChecked(A, 1, 2, 3)
 

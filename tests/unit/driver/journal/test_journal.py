@@ -197,11 +197,11 @@ def test_history_has_the_latest_events(tmp_path):
 
 
 def test_full_disk_ends_the_journal_but_not_the_job():
-    said: list[str] = []
-    log = FileJournal.begin(Path("/dev/full"), settings(), SnapshotPolicy(failed=said.append))
+    logged: list[str] = []
+    log = FileJournal.begin(Path("/dev/full"), settings(), SnapshotPolicy(failed=logged.append))
     log.record(1.0, TimePassed())
     log.record(2.0, TimePassed())
-    recorded("log", said)
+    recorded("log", logged)
 
 
 def test_invalid_files_are_rejected(tmp_path):
@@ -366,13 +366,13 @@ def test_second_driver_is_rejected_with_the_writer(tmp_path):
 
 def test_journals_of_previous_jobs_are_kept(tmp_path):
     path = tmp_path / "j"
-    told = []
+    contents = []
     for _ in range(journal_file.KEPT + 2):
         written(path, Script(settings()))
-        told.append(path.read_bytes())
+        contents.append(path.read_bytes())
     names = ["j", *(f"j.{number}" for number in range(1, journal_file.KEPT + 1))]
     assert sorted(file.name for file in tmp_path.iterdir()) == names
-    assert [(tmp_path / name).read_bytes() for name in names] == told[:0:-1]
+    assert [(tmp_path / name).read_bytes() for name in names] == contents[:0:-1]
     assert stat.S_IMODE((tmp_path / "j.1").stat().st_mode) == 0o600
 
 
@@ -531,22 +531,22 @@ def test_snapshots_wait_a_limited_time_for_an_idle_moment(tmp_path):
     shots: list[int] = []
 
     def take() -> bytes:
-        shots.append(len(told))
+        shots.append(len(entries))
         return b'{"s": "%s"}' % (b"x" * 591)
 
-    told: list[int] = []
+    entries: list[int] = []
     log = FileJournal.begin(
         tmp_path / "j", settings(), SnapshotPolicy(take=take, snapshot_every=10)
     )
     for n in range(15):
-        told.append(n)
+        entries.append(n)
         log.record(float(n), TimePassed())
     assert not shots
     asyncio.run(log.rest())
     asyncio.run(log.rest())
     assert shots == [15]
     for n in range(16 * FORCED):
-        told.append(n)
+        entries.append(n)
         log.record(20.0, TimePassed())
     # 10 * FORCED entries would suffice, but are smaller than FORCED snapshots of 600 bytes.
     line = encoded(Entry(20.0, TimePassed()))
@@ -573,10 +573,10 @@ def test_snapshots_wait_until_no_event_is_pending(tmp_path):
 
 
 def test_incomplete_journal_is_not_resumed_from(tmp_path, monkeypatch):
-    said: list[str] = []
+    logged: list[str] = []
     path = tmp_path / "j"
     log = FileJournal.begin(
-        path, settings(), SnapshotPolicy(take=lambda: b"{}", failed=said.append)
+        path, settings(), SnapshotPolicy(take=lambda: b"{}", failed=logged.append)
     )
     log.record(1.0, TimePassed())
 
@@ -586,7 +586,7 @@ def test_incomplete_journal_is_not_resumed_from(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         log.record(2.0, TimePassed())
-    recorded("log", said)
+    recorded("log", logged)
     archive = FileArchive(path)
     with raises(Invalid):
         asyncio.run(archive.past())
@@ -594,15 +594,15 @@ def test_incomplete_journal_is_not_resumed_from(tmp_path, monkeypatch):
 
 
 def test_failed_snapshot_only_ends_the_snapshots(tmp_path):
-    said: list[str] = []
+    logged: list[str] = []
 
     def take() -> bytes:
         raise NotTaken("a snapshot can't hold a socket")
 
-    policy = SnapshotPolicy(take=take, snapshot_every=1, failed=said.append)
+    policy = SnapshotPolicy(take=take, snapshot_every=1, failed=logged.append)
     log = FileJournal.begin(tmp_path / "j", settings(), policy)
     for n in range(FORCED + 3):
         log.record(float(n), TimePassed())
     log.close()
-    recorded("log", said)
+    recorded("log", logged)
     assert len(read(tmp_path / "j")[1]) == FORCED + 3

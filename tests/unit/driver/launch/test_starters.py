@@ -179,8 +179,8 @@ class TestChild(StarterContract):
     async def test_closing_ends_pending_and_running_starts(self, opened):
         async with opened as bench:
             starter = child_starter(bench.folder, bench.log, at_once=1)
-            told = [bootstrap(host, "silent") for host in ("alpha", "beta")]
-            failures = [asyncio.create_task(failure(starter, each)) for each in told]
+            bootstraps = [bootstrap(host, "silent") for host in ("alpha", "beta")]
+            failures = [asyncio.create_task(failure(starter, each)) for each in bootstraps]
             await until(lambda: bool(agents(bench.folder)), "the first")
             await starter.close()
             for each in failures:
@@ -232,14 +232,14 @@ class TestChild(StarterContract):
 @pytest.mark.parametrize("by", ["child", "ssh"])
 def test_agent_imports_nothing_from_its_working_directory(by, tmp_path, monkeypatch):
     (tmp_path / "socket.py").write_text("raise SystemExit('not what was meant')")
-    command, told = ["/bin/sh", "-c", REMOTE], f"{sys.executable}\n\n\n"
+    command, stdin = ["/bin/sh", "-c", REMOTE], f"{sys.executable}\n\n\n"
     if by == "child":
         begin = create_autospec(ChildProcesses.begin)
         monkeypatch.setattr(ChildProcesses, "begin", begin)
         asyncio.run(ChildStarter(environ={}, log=print).start(bootstrap("alpha")))
-        command, told = begin.call_args.args[2], "\n"
+        command, stdin = begin.call_args.args[2], "\n"
     ended = subprocess.run(
-        command, input=told, capture_output=True, text=True, cwd=tmp_path, timeout=60
+        command, input=stdin, capture_output=True, text=True, cwd=tmp_path, timeout=60
     )
     recorded("messages", ended.stderr)
 
@@ -266,7 +266,7 @@ async def test_this_machine_uses_a_child_and_other_hosts_the_other_starter():
     here, there = FakeStarter(), FakeStarter()
     elsewhere = {"a": None, "b": "it is another machine (10.0.0.2)"}
     starter = StarterFor(elsewhere.__getitem__, here=here, there=there)
-    there.why_not = lambda told: "it is tired"
+    there.why_not = lambda bootstrap: "it is tired"
     await starter.start(bootstrap("a"))
     assert (list(here.running), there.started) == (["a"], [])
     await failure(starter, bootstrap("b"))
@@ -352,7 +352,7 @@ def test_remote_command_finds_a_python_in_any_shell(shell, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     [
         "ssh: Could not resolve hostname alpha: Name or service not known\r\n",
         "debug1: connect to address 10.0.0.7 port 22: Connection refused\r\n"
@@ -369,12 +369,12 @@ def test_remote_command_finds_a_python_in_any_shell(shell, tmp_path):
         "",
     ],
 )
-def test_reason_of_an_ssh_failure_is_found(said):
-    recorded("log", why_ssh_failed("alpha", said, "-p 22 alpha"))
+def test_reason_of_an_ssh_failure_is_found(output):
+    recorded("log", why_ssh_failed("alpha", output, "-p 22 alpha"))
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "output"),
     [
         (
             1,
@@ -395,8 +395,8 @@ def test_reason_of_an_ssh_failure_is_found(said):
         (None, "Authenticated to alpha\r\nWelcome!\n"),
     ],
 )
-def test_reason_for_a_missing_agent_is_found(code, said):
-    recorded("log", why_no_agent("alpha", code, said, ours="1.2", release=None, limit_s=60.0))
+def test_reason_for_a_missing_agent_is_found(code, output):
+    recorded("log", why_no_agent("alpha", code, output, ours="1.2", release=None, limit_s=60.0))
 
 
 def test_other_release_is_named():
@@ -404,7 +404,7 @@ def test_other_release_is_named():
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "output"),
     [
         (255, "Timeout, server 10.0.0.7 not responding.\r\nTransferred: sent 3\r\n"),
         (1, "ValueError: 3\n"),
@@ -412,5 +412,5 @@ def test_other_release_is_named():
         (-9, ""),
     ],
 )
-def test_reason_for_the_end_of_an_agent_is_found(code, said):
-    recorded("log", why_ended("alpha", code, said, by_ssh=True))
+def test_reason_for_the_end_of_an_agent_is_found(code, output):
+    recorded("log", why_ended("alpha", code, output, by_ssh=True))

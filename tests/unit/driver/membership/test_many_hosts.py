@@ -498,8 +498,8 @@ def test_command_runs_the_requested_scenarios_and_writes_its_page(stage, capsys)
 
 def test_scenario_that_hangs_fails_and_the_next_one_runs(stage, capsys):
     assert main(["hosts", "--only", "late,good", "--report", str(stage)]) == 1
-    said = capsys.readouterr()
-    assert "late: FAILED" in said.err and "FAILED; " in said.out
-    recorded("output", said.err)
+    printed = capsys.readouterr()
+    assert "late: FAILED" in printed.err and "FAILED; " in printed.out
+    recorded("output", printed.err)
     recorded("messages", stage.read_text())
     recorded("messages", stage.read_text())

@@ -492,8 +492,8 @@ def test_worker_that_blocks_the_others_is_named_within_seconds():
     talk = running(3)
     talk.tell(exited("h:0"))
     talk.tell(ready("h:1", 2, (2, 5)))
-    said = [a.text for a in talk.wait(6.0) if isinstance(a, Report)]
-    recorded("log", said)
+    lines = [a.text for a in talk.wait(6.0) if isinstance(a, Report)]
+    recorded("log", lines)
     assert not [a for a in talk.wait(3.0) if isinstance(a, Report)]  # not repeated soon
 
 

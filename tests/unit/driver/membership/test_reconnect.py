@@ -68,11 +68,11 @@ def test_finished_worker_is_notified_again():
 
 def test_worker_that_missed_its_world_receives_it_again():
     talk = running(3)
-    [told] = every(TellWorld, talk.tell(back("h:1", 1)))
+    [repeated] = every(TellWorld, talk.tell(back("h:1", 1)))
     place = talk.m.place_of(worker("h:1"))
     assert place is not None
-    assert (told.generation, told.member) == (2, Member(worker("h:1"), place))
-    assert told.store == store("h:0")
+    assert (repeated.generation, repeated.member) == (2, Member(worker("h:1"), place))
+    assert repeated.store == store("h:0")
 
 
 def test_worker_that_missed_the_break_of_its_world_is_notified_again():

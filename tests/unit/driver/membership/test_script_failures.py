@@ -101,10 +101,10 @@ def test_waits_in_different_collectives_again_in_the_next_world_end_the_job():
 
 def test_mismatching_tensors_end_the_job_regardless_of_the_first_reporter():
     talk = judged()
-    told = WorkerRaised(
+    raised = WorkerRaised(
         *(worker("h:2"), 2, Commit(2, 4), "TensorMismatch: x", "Traceback"), calls=CALLS
     )
-    found = the(EndJob, talk.tell(told))
+    found = the(EndJob, talk.tell(raised))
     assert (found.code, found.reason) == (
         1,
         because(Why.TENSORS_DIFFER, summary="TensorMismatch: x"),

@@ -12,8 +12,8 @@ def test_single_version_is_not_logged():
 def test_second_version_is_logged_once_with_the_hosts_of_each():
     versions = Versions()
     versions.heard("a", "2.13.0")
-    told = versions.heard("b", "2.15.0")
-    recorded("messages", told)
+    line = versions.heard("b", "2.15.0")
+    recorded("messages", line)
     assert versions.heard("c", "2.15.0") == versions.heard("a", "2.13.0") == ""
 
 

@@ -12,14 +12,14 @@ def cools(slot: int, ended: str = "exit code 1"):
 
 
 async def test_first_exit_is_logged_at_once_and_the_others_together():
-    said: list[tuple[str, str]] = []
-    lines = ExitLines(lambda level, text: said.append((level, text)))
+    logged: list[tuple[str, str]] = []
+    lines = ExitLines(lambda level, text: logged.append((level, text)))
     assert [lines.shares(cools(slot)) for slot in range(16)] == [False] + [True] * 15
-    assert lines.shares(cools(16, "exit code 3")) and not said
+    assert lines.shares(cools(16, "exit code 3")) and not logged
     assert not lines.shares(None) and not lines.shares(because(Why.STRANDED))
     lines.say()
-    assert [level for level, _ in said] == ["warning"] * 2
-    assert "15 " in said[0][1]
-    recorded("log", said[1][1])
+    assert [level for level, _ in logged] == ["warning"] * 2
+    assert "15 " in logged[0][1]
+    recorded("log", logged[1][1])
     lines.say()
-    assert len(said) == 2 and not lines.shares(cools(1)), "from here on anew"
+    assert len(logged) == 2 and not lines.shares(cools(1)), "from here on anew"

@@ -191,8 +191,10 @@ def test_steps_and_samples_are_those_of_rank_0_without_script_changes():
     figures = training(A, B)
     for worker, steps, at in ((A, 100, 110.0), (B, 7, 111.0), (A, 150, 115.0)):
         commit = Commit(1, steps // 10)
-        told = WorkerSpent(worker, 1, Times(), "training", commit, step=steps, steps=steps, batch=8)
-        figures.note(told, [], at)
+        spent = WorkerSpent(
+            worker, 1, Times(), "training", commit, step=steps, steps=steps, batch=8
+        )
+        figures.note(spent, [], at)
     assert {
         "elastic_steps_per_second 10.0",
         "elastic_samples_per_second 160.0",
@@ -292,11 +294,11 @@ def test_recoveries_are_counted_by_phase():
     phases = {"gathered": 20.0, "formed": 300.0}
     report = ReportRecovery(2, "recovery", in_words("lost"), 2, 320.0, phases, 0)
     figures.note(TimePassed(), [report])
-    told = lines(figures)
+    scraped = lines(figures)
     name = "elastic_recovery_phase_seconds"
-    assert f'{name}_bucket{{kind="recovery",le="0.025",phase="gathered"}} 1.0' in told
-    assert f'{name}_bucket{{kind="recovery",le="0.25",phase="formed"}} 0.0' in told
-    assert f'{name}_sum{{kind="recovery",phase="formed"}} 0.3' in told
+    assert f'{name}_bucket{{kind="recovery",le="0.025",phase="gathered"}} 1.0' in scraped
+    assert f'{name}_bucket{{kind="recovery",le="0.25",phase="formed"}} 0.0' in scraped
+    assert f'{name}_sum{{kind="recovery",phase="formed"}} 0.3' in scraped
 
 
 def test_goodput_and_age_of_the_newest_durable_commit_are_shown():
@@ -305,9 +307,9 @@ def test_goodput_and_age_of_the_newest_durable_commit_are_shown():
     figures.note(TimePassed(), [start], 100.0)
     figures.note(WorkerSpent(A, 1, Times(training=6.0, joining=2.0), "idle"), [], 108.0)
     figures.note(CheckpointMade(Commit(1, 7)), [], 110.0)
-    told = {m.name: m.samples[0].value for m in families(figures, 117.0) if m.samples}
-    assert told["elastic_last_durable_commit_age_seconds"] == 7.0
-    assert told["elastic_goodput_ratio"] == pytest.approx(0.6)  # idle for two seconds since
+    values = {m.name: m.samples[0].value for m in families(figures, 117.0) if m.samples}
+    assert values["elastic_last_durable_commit_age_seconds"] == 7.0
+    assert values["elastic_goodput_ratio"] == pytest.approx(0.6)  # idle for two seconds since
     [spent] = [m for m in families(figures) if m.name == "elastic_job_spent_seconds"]
     assert sum(sample.value for sample in spent.samples) == 10.0
 

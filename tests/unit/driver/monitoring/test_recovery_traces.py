@@ -88,9 +88,9 @@ def test_phases_have_their_times():
 def test_no_phase_exceeds_its_recovery_for_any_report():
     phases = {"gathered": 90.0, "waited": 500.0, "synced": 70.0, "first collective": 99.0, "x": 7.0}
     report = ReportRecovery(3, "change", in_words("joined"), 2, 80.0, phases, 0)
-    told = phases_of(report)
-    assert [phase for phase, _, _ in told] == [*phases]
-    assert all(0.0 <= begin <= end <= 80.0 for _, begin, end in told)
+    found = phases_of(report)
+    assert [phase for phase, _, _ in found] == [*phases]
+    assert all(0.0 <= begin <= end <= 80.0 for _, begin, end in found)
 
 
 def test_each_recovery_is_a_separate_trace():
@@ -120,10 +120,10 @@ class Stuck(SpanExporter):
 
 def test_collector_that_accepts_nothing_blocks_neither_decisions_nor_the_end(monkeypatch):
     monkeypatch.setattr(recovery_traces, "CLOSE_S", 0.05)
-    stuck, said = Stuck(), []
+    stuck, log = Stuck(), []
     processor = BatchSpanProcessor(stuck, max_queue_size=16, max_export_batch_size=8)
     traces = RecoveryTraces(
-        "bert", {}, lambda level, text: said.append(text), processors=[processor]
+        "bert", {}, lambda level, text: log.append(text), processors=[processor]
     )
     for _ in range(8):
         traces.note([REPORT], 100.0)
@@ -137,12 +137,12 @@ def test_collector_that_accepts_nothing_blocks_neither_decisions_nor_the_end(mon
 
 
 def test_collector_failure_is_logged_once():
-    said: list[str] = []
-    traces = RecoveryTraces("bert", {}, lambda level, text: said.append(text), processors=[])
+    logged: list[str] = []
+    traces = RecoveryTraces("bert", {}, lambda level, text: logged.append(text), processors=[])
     for _ in range(3):
         logging.getLogger("opentelemetry.exporter").warning("%s refuses", "http://localhost:4318")
     traces.close()
-    recorded("log", said)
+    recorded("log", logged)
 
 
 def test_missing_sdk_is_logged(monkeypatch):

@@ -36,8 +36,8 @@ def waits(
 ) -> None:
     """Report a wait, as workers do after a second."""
     for worker in workers:
-        said = events.WorkerProgressed(worker, 1, number, name, 1.0, line="train.py:30")
-        stalls.note(said, [], since + 1.0)
+        event = events.WorkerProgressed(worker, 1, number, name, 1.0, line="train.py:30")
+        stalls.note(event, [], since + 1.0)
 
 
 def goes_on(stalls: Stalls, worker: Worker, at: float, number: int = 7) -> None:

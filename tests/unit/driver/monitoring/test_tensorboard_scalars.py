@@ -48,8 +48,8 @@ def read(folder: Path) -> list[tuple[str, float, int, float]]:
 
 
 def test_numbers_are_scalars_at_the_reported_step():
-    told = {"step": 40, "loss": 0.5, "done": True, "note": "warm", "eval": {"accuracy": 0.25}}
-    assert ScalarsOfReports().of(report(1, told)) == [
+    metrics = {"step": 40, "loss": 0.5, "done": True, "note": "warm", "eval": {"accuracy": 0.25}}
+    assert ScalarsOfReports().of(report(1, metrics)) == [
         Scalar("rank-1", "step", 40.0, 40, 5.0),
         Scalar("rank-1", "loss", 0.5, 40, 5.0),
         Scalar("rank-1", "eval/accuracy", 0.25, 40, 5.0),
@@ -58,8 +58,8 @@ def test_numbers_are_scalars_at_the_reported_step():
 
 def test_reports_without_a_step_are_counted_per_rank():
     reports = ScalarsOfReports()
-    told = [reports.of(report(rank, {"loss": 1.0})) for rank in (0, 0, 1)]
-    assert [(each.run, each.step) for [each] in told] == [
+    scalars = [reports.of(report(rank, {"loss": 1.0})) for rank in (0, 0, 1)]
+    assert [(each.run, each.step) for [each] in scalars] == [
         ("rank-0", 0),
         ("rank-0", 1),
         ("rank-1", 0),
@@ -93,12 +93,12 @@ def test_scalars_are_flushed_when_the_job_ends(tmp_path):
 
 def test_unwritable_folder_is_logged_once(tmp_path):
     (tmp_path / "rank-0").write_text("a file")
-    said: list[str] = []
-    board = TensorBoard(tmp_path, lambda level, text: said.append(level))
+    log: list[str] = []
+    board = TensorBoard(tmp_path, lambda level, text: log.append(level))
     for _ in range(3):
         board.report(report(0, {"loss": 1.0}))
     board.close()
-    assert said == ["warning"]
+    assert log == ["warning"]
 
 
 def test_missing_writer_is_an_error_at_once(tmp_path, monkeypatch):

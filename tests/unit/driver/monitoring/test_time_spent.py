@@ -51,8 +51,8 @@ def trains() -> TimeSpent:
     spent.note(ready(A, 1), [], 109.0)
     spent.note(ready(B, 1), [published(2, A, B, holders=0)], 110.0)
     for worker in (A, B):
-        said = Times(training=29.0, committing=1.0, joining=8.0)
-        spent.note(WorkerSpent(worker, 2, said, "training"), [], 140.0)
+        totals = Times(training=29.0, committing=1.0, joining=8.0)
+        spent.note(WorkerSpent(worker, 2, totals, "training"), [], 140.0)
     return spent
 
 
@@ -98,8 +98,8 @@ def test_dead_worker_lost_as_much_as_the_first_of_its_world():
     spent = trains()
     broken(spent, B, 150.0)
     spent.note(ready(A, 2), [published(3, A)], 151.0)
-    said = Times(training=36.0, committing=1.0, joining=8.0, recovering=1.0, lost=3.0)
-    spent.note(WorkerSpent(A, 3, said, "training"), [], 151.0)
+    totals = Times(training=36.0, committing=1.0, joining=8.0, recovering=1.0, lost=3.0)
+    spent.note(WorkerSpent(A, 3, totals, "training"), [], 151.0)
     assert of(spent, B) == Seconds(training=36.0, committing=1.0, joining=10.0, lost=3.0)
     assert of(spent, A) == Seconds(
         training=36.0, committing=1.0, joining=10.0, recovering=1.0, lost=3.0
@@ -113,8 +113,8 @@ def test_newcomer_does_not_know_the_loss_of_dead_workers():
     spent.note(ready(A, 2), [published(3, A, C)], 155.0)
     spent.note(WorkerSpent(C, 3, Times(joining=4.0), "training"), [], 156.0)
     assert of(spent, B).lost == 0.0
-    said = Times(training=36.0, committing=1.0, joining=8.0, recovering=5.0, lost=4.0)
-    spent.note(WorkerSpent(A, 3, said, "training"), [], 156.0)
+    totals = Times(training=36.0, committing=1.0, joining=8.0, recovering=5.0, lost=4.0)
+    spent.note(WorkerSpent(A, 3, totals, "training"), [], 156.0)
     assert of(spent, B).lost == 4.0
 
 
@@ -122,9 +122,9 @@ def test_later_loss_is_not_attributed_to_workers_that_died_before():
     spent = trains()
     broken(spent, B, 150.0)
     spent.note(ready(A, 2), [published(3, A)], 151.0)
-    said = Times(training=39.0, committing=1.0, joining=8.0, recovering=1.0)
-    spent.note(WorkerSpent(A, 3, said, "training"), [], 151.0)
-    spent.note(WorkerSpent(A, 4, msgspec.structs.replace(said, lost=9.0), "training"), [], 170.0)
+    totals = Times(training=39.0, committing=1.0, joining=8.0, recovering=1.0)
+    spent.note(WorkerSpent(A, 3, totals, "training"), [], 151.0)
+    spent.note(WorkerSpent(A, 4, msgspec.structs.replace(totals, lost=9.0), "training"), [], 170.0)
     assert of(spent, B).lost == 0.0
 
 
@@ -230,8 +230,8 @@ def test_successor_driver_continues_a_training_job():
     broken(spent, B, 520.0)
     spent.note(ready(A, 5), [published(6, A)], 521.0)
     assert spent.stretches()["training"] == 20.0 and spent.stretches()["recovering"] == 1.0
-    said = Times(training=77.0, lost=5.0, recovering=1.0)
-    spent.note(WorkerSpent(A, 6, said, "training"), [], 521.0)
+    totals = Times(training=77.0, lost=5.0, recovering=1.0)
+    spent.note(WorkerSpent(A, 6, totals, "training"), [], 521.0)
     assert of(spent, B).lost == 5.0  # two before, and three by its death
 
 
@@ -277,16 +277,16 @@ def test_stall_is_subtracted_from_each_workers_reported_activity():
     """B waits for its data, and reports so during the stall and after it."""
     spent = trains()
     stalls(spent, A, 145.0)
-    said = Times(training=29.0, committing=1.0, joining=8.0, data=0.5)
-    spent.note(WorkerSpent(B, 2, msgspec.structs.replace(said, data=3.0), "data"), [], 148.0)
+    totals = Times(training=29.0, committing=1.0, joining=8.0, data=0.5)
+    spent.note(WorkerSpent(B, 2, msgspec.structs.replace(totals, data=3.0), "data"), [], 148.0)
     spent.note(
-        WorkerSpent(B, 2, msgspec.structs.replace(said, data=25.0, training=34.0), "data"),
+        WorkerSpent(B, 2, msgspec.structs.replace(totals, data=25.0, training=34.0), "data"),
         [],
         170.0,
     )
     spent.note(WorkerProgressed(A, 2, 7), [], 185.0)
     spent.note(
-        WorkerSpent(B, 2, msgspec.structs.replace(said, data=41.0, training=38.0), "training"),
+        WorkerSpent(B, 2, msgspec.structs.replace(totals, data=41.0, training=38.0), "training"),
         [],
         190.0,
     )
@@ -299,8 +299,8 @@ def test_report_in_the_first_seconds_of_a_stall_omits_nothing():
     stalls(spent, A, 145.0)
     # one report before the stall is known
     for at, training in ((149.0, 38.0), (151.0, 40.0), (190.0, 79.0)):
-        said = Times(training=training, committing=1.0, joining=8.0)
-        spent.note(WorkerSpent(B, 2, said, "training"), [], at)
+        totals = Times(training=training, committing=1.0, joining=8.0)
+        spent.note(WorkerSpent(B, 2, totals, "training"), [], at)
         if at == 151.0:
             spent.note(WorkerProgressed(A, 2, 7), [], 185.0)
     assert of(spent, B) == Seconds(39.0, 1.0, joining=10.0, stalled=40.0)
@@ -310,16 +310,16 @@ def test_report_in_the_first_seconds_of_a_stall_omits_nothing():
 def test_wait_of_the_others_is_stalled_not_lost_when_the_culprit_is_killed(in_the_middle):
     spent = trains()
     stalls(spent, A, 145.0)
-    said = Times(training=59.0, committing=1.0, joining=8.0)
+    totals = Times(training=59.0, committing=1.0, joining=8.0)
     if in_the_middle:
-        spent.note(WorkerSpent(A, 2, said, "training"), [], 170.0)
+        spent.note(WorkerSpent(A, 2, totals, "training"), [], 170.0)
     kill = KillWorker(B, because(Why.BUSY, for_s=40.0, rates="", where=""))
     spent.note(TimePassed(), [kill, BreakWorld(2, [A], WHY)], 185.0)
     spent.note(WorkerExited(B, -9), [], 185.1)
     spent.note(ready(A, 2), [published(3, A)], 185.2)
     # It rolled back to a commit of 144: everything since is lost in its own account.
-    said = Times(training=33.0, committing=1.0, joining=8.0, recovering=0.2, lost=41.0)
-    spent.note(WorkerSpent(A, 3, said, "training"), [], 185.2)
+    totals = Times(training=33.0, committing=1.0, joining=8.0, recovering=0.2, lost=41.0)
+    spent.note(WorkerSpent(A, 3, totals, "training"), [], 185.2)
     found = msgspec.structs.astuple(of(spent, A))
     assert found == pytest.approx((33.0, 1.0, 0.0, 0.0, 0.2, 10.0, 1.0, 0.0, 40.0))
     assert of(spent, B).stalled == 40.0 and of(spent, B).lost == pytest.approx(1.0)
@@ -377,15 +377,15 @@ def test_every_activity_is_accounted_until_the_exit(doing):
 def reported(worker: Worker, *at: tuple[float, Part, dict[str, float]]) -> TimeSpent:
     """Two workers that have trained since 110, one of which makes these reports."""
     spent = trains()
-    for when, doing, said in at:
-        spent.note(WorkerSpent(worker, 2, Times(joining=8.0, **said), doing), [], when)
+    for when, doing, totals in at:
+        spent.note(WorkerSpent(worker, 2, Times(joining=8.0, **totals), doing), [], when)
     return spent
 
 
 @pytest.mark.parametrize("doing", ["committing", "data", "training"])
 def test_time_since_the_last_report_follows_the_mean_activity(doing):
-    said = {"training": 38.5, "committing": 1.2, "data": 0.3}
-    spent = reported(A, (150.0, doing, said))
+    totals = {"training": 38.5, "committing": 1.2, "data": 0.3}
+    spent = reported(A, (150.0, doing, totals))
     spent.go_on(162.0)
     # as from 140 to 150: 95 % training, 2 % committing, 3 % waiting for data
     assert of(spent, A).committing == pytest.approx(1.2 + 0.02 * 12)
@@ -395,8 +395,8 @@ def test_time_since_the_last_report_follows_the_mean_activity(doing):
 
 
 def test_worker_with_few_reports_is_assumed_to_behave_like_the_others():
-    said = {"training": 38.0, "committing": 2.0}
-    spent = reported(A, (150.0, "training", said))
+    totals = {"training": 38.0, "committing": 2.0}
+    spent = reported(A, (150.0, "training", totals))
     first = Times(training=0.01, committing=0.09, joining=1.0)
     spent.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 151.0)
     spent.note(ready(C, 2), [published(3, A, B, C)], 152.0)

@@ -253,34 +253,34 @@ def test_invalid_path_fails_init_without_a_driver():
 @pytest.fixture
 def asking(monkeypatch):
     """The worker's side with a timeline in its environment, its messages, and the driver's answers."""
-    said: list = []
+    sent: list = []
     errors = [""]
 
     def answer(message) -> None:
-        said.append(message)
+        sent.append(message)
         if not isinstance(message, messages.TimelineWanted):
             return
         made.receive(messages.TimelineAnswer(message.request, 1, message.path, errors[0]))
 
     env = environment.read({"HOROVOD_TIMELINE": "/t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
     made = TracingThroughDriver(env, answer, lambda: None)
-    yield made, said, errors
+    yield made, sent, errors
     timeline.stop()
 
 
 def test_timeline_of_the_script_is_requested_by_rank_0(asking):
-    made, said, _ = asking
+    made, sent, _ = asking
     made.begin(Place(1, 2, 1, 2, 0, 1))
-    assert said == []
+    assert sent == []
     made.begin(Place(0, 2, 0, 2, 0, 1))
-    assert said == [messages.TimelineWanted(1, "/t.json", True)]
+    assert sent == [messages.TimelineWanted(1, "/t.json", True)]
 
 
 def test_timeline_of_the_job_is_not_requested_again(asking):
-    made, said, _ = asking
+    made, sent, _ = asking
     made.receive(messages.Tracing(1, True))
     made.begin(Place(0, 2, 0, 2, 0, 1))
-    assert not any(isinstance(message, messages.TimelineWanted) for message in said)
+    assert not any(isinstance(message, messages.TimelineWanted) for message in sent)
 
 
 def test_unwritable_timeline_is_reported_with_its_variable(asking):

@@ -22,11 +22,11 @@ async def turns(count: int) -> None:
 @pytest.fixture(autouse=True)
 def everything_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail if an event loop reports an unhandled error or a pending task."""
-    told: list[dict[str, Any]] = []
-    handler = lambda loop, context: told.append(context)  # noqa: E731
+    unhandled: list[dict[str, Any]] = []
+    handler = lambda loop, context: unhandled.append(context)  # noqa: E731
     monkeypatch.setattr(asyncio.BaseEventLoop, "call_exception_handler", handler)
     yield
-    assert told == []
+    assert unhandled == []
 
 
 class Held:

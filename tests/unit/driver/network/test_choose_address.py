@@ -52,8 +52,8 @@ def test_loopback_is_skipped_with_several_machines():
     assert choose_bind([], OWN, local="127.0.0.1", several=True) == "192.0.2.5"
     assert choose_bind([], OWN, local="::1", several=True) == "fd00::5"
     assert choose_bind([], [LO4, DOCKER], local="127.0.0.1", several=True) == "172.17.0.1"
-    said = refusal_of(choose_bind, [], [LO4, LO6, ETH10], local="127.0.0.1", several=True)
-    recorded("log", said)
+    error = refusal_of(choose_bind, [], [LO4, LO6, ETH10], local="127.0.0.1", several=True)
+    recorded("log", error)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_missing_interface_is_reported_with_the_existing_ones():
 
 
 def test_address_that_needs_a_scope_is_rejected():
-    said = refusal_of(wanted_address, ["eth1"], [LO4, ETH1_LINK])
-    recorded("log", said)
+    error = refusal_of(wanted_address, ["eth1"], [LO4, ETH1_LINK])
+    recorded("log", error)
     assert "fd00::/8" in refusal_of(choose_bind, [], OWN, local="fe80::5%eth1")
     # A better one that follows it is used.
     assert wanted_address(["eth1", "eth0"], [ETH1_LINK, ETH0]) == "192.0.2.5"
@@ -191,8 +191,8 @@ def test_requested_interface_is_used_in_the_family_of_the_hosts():
 
 def test_default_route_is_used_if_no_name_resolves():
     assert listening("nobody", routes={"192.0.2.1": "192.0.2.5"}) == "192.0.2.5"
-    said = refusal_of(listening, "nobody", routes={})
-    recorded("log", said)
+    error = refusal_of(listening, "nobody", routes={})
+    recorded("log", error)
 
 
 def test_default_route_is_used_if_hosts_may_be_added():

@@ -244,10 +244,10 @@ def test_message_of_an_old_generation_changes_nothing():
 @pytest.mark.slow
 def test_driver_continues_for_any_messages_of_an_authenticated_worker():
     inputs = Inputs(messages.FromWorker, 9)
-    told = 0
+    handled = 0
     for round_ in range(60):
         talk = running(3)
-        while told < 12 * (round_ + 1):
+        while handled < 12 * (round_ + 1):
             tree = inputs.tree()
             if "generation" in tree:
                 tree["generation"] = inputs.random.choice((1, 2, 2, 2, 3))
@@ -257,7 +257,7 @@ def test_driver_continues_for_any_messages_of_an_authenticated_worker():
             except KeyError:
                 continue  # handled by the event loop, the server or the timeline
             talk.m.handle(event, talk.now)
-            told += 1
+            handled += 1
 
 
 # ---- display of untrusted text ------------------------------------------------------------------------------------
@@ -276,17 +276,17 @@ def test_text_of_an_unauthenticated_peer_is_escaped():
 
 
 def test_drivers_log_lines_contain_no_control_characters():
-    said: list[bytes] = []
-    console = Console(said.append, timestamps=False)
+    lines: list[bytes] = []
+    console = Console(lines.append, timestamps=False)
     console("info", "lost \x1b[2J\x07 h\u202e:0\r\nTraceback:\n\tüñí 中")
-    recorded("log", b"".join(said).decode())
+    recorded("log", b"".join(lines).decode())
 
 
 def test_text_that_is_not_unicode_can_be_sent():
     """A traceback may contain a file name that is not UTF-8."""
-    said = messages.Raised(1, messages.Commit(1, 2), "no file 'a\udcff'", "traceback \udcff")
-    heard = messages.from_worker.decode(messages.encoded(said))
-    assert heard.commit == said.commit
+    message = messages.Raised(1, messages.Commit(1, 2), "no file 'a\udcff'", "traceback \udcff")
+    heard = messages.from_worker.decode(messages.encoded(message))
+    assert heard.commit == message.commit
     recorded("messages", heard.summary)
     result = messages.Answer(Worker("\udcff", 0), b"\xff\0", b"p")
     assert messages.from_worker.decode(messages.encoded(result)).nonce == b"\xff\0"
@@ -436,7 +436,7 @@ async def test_stalled_tls_handshake_is_closed_in_time_and_uses_no_slot(tmp_path
         "127.0.0.1", heard=lambda *_: None, gone=lambda *_: None, expected=lambda _: True
     )
     begun = Endpoint(context(*files, server=False), server=False).due()
-    for said in [
+    for record in [
         begun[: len(begun) // 2],
         begun,
         b"\x16\x03\x01\x40\x00" + bytes(20_000),
@@ -445,7 +445,7 @@ async def test_stalled_tls_handshake_is_closed_in_time_and_uses_no_slot(tmp_path
     ]:
         server._refused_at = float("-inf")
         reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(said)
+        writer.write(record)
         with contextlib.suppress(ConnectionError):
             await asyncio.wait_for(reader.read(), 10.0)
         writer.close()

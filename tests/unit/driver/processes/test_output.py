@@ -136,20 +136,20 @@ def test_files_contain_the_original_bytes(tmp_path):
 def test_closed_pipe_is_logged_once_and_the_output_continues():
     reading, writing = os.pipe()
     os.close(reading)
-    said: list[str] = []
+    logged: list[str] = []
     err = bytearray()
     with open(writing, "w") as stream:
         output = Output(
             place_of=lambda w: place(0),
             stdout=write_to(stream),
             stderr=err.extend,
-            failed=said.append,
+            failed=logged.append,
         )
         for _ in range(3):
             output.feed(A, "stdout", b"lost\n")
             output.feed(A, "stderr", b"kept\n")
         output.close()
-    recorded("log", said)
+    recorded("log", logged)
     assert err == b"[0] kept\n" * 3
 
 
@@ -302,8 +302,8 @@ def test_no_file_gets_the_descriptor_of_a_closed_standard_stream():
         "sys.stderr.write('lost'); sys.stderr.flush(); print(opened, os.get_inheritable(2))"
     )
     command = ["/bin/sh", "-c", 'exec "$0" -c "$1" <&- 2>&-', sys.executable, script]
-    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=30, check=True)
-    assert said.stdout == "3 True\n"
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=30, check=True)
+    assert done.stdout == "3 True\n"
 
 
 # ---- exceptions and stacks -----------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_incomplete_line_is_rejected():
 
 
 @pytest.mark.parametrize(
-    "state, flags, code, told",
+    "state, flags, code, expected",
     [
         (b"R", 0x400040, 0, (False, 0)),
         (b"R", 0x40004C, 9, (True, 9)),  # it is dying, and still has its memory
@@ -50,9 +50,9 @@ def test_incomplete_line_is_rejected():
     ],
     ids=["runs", "dying", "dead"],
 )
-def test_processes_that_never_run_again_are_recognized(state, flags, code, told):
+def test_processes_that_never_run_again_are_recognized(state, flags, code, expected):
     fields = [state, *[b"1"] * 5, b"%d" % flags, *[b"7"] * 42, b"%d" % code]
-    assert parse_end(b"4711 (a b) S) " + b" ".join(fields) + b"\n") == told
+    assert parse_end(b"4711 (a b) S) " + b" ".join(fields) + b"\n") == expected
 
 
 def test_debugger_and_handled_signals_are_recognized():

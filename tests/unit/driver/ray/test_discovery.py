@@ -24,7 +24,7 @@ A, B, C = "10.0.0.1-aaaa", "10.0.0.2-bbbb", "10.0.0.3-cccc"
 Step = Callable[[], object]
 
 
-class Told:
+class WatchedDiscovery:
     """A discovery on this cluster. ``watched`` returns what it yields while these steps run, one per pause."""
 
     def __init__(self, ray: FakeRay, wanted: Wanted, **rest: Any) -> None:
@@ -71,36 +71,36 @@ def nothing() -> None:
     """Let time pass."""
 
 
-def started(*, most: int = 3, resources: dict[str, float] = ONE, **rooms: int) -> Told:
+def started(*, most: int = 3, resources: dict[str, float] = ONE, **rooms: int) -> WatchedDiscovery:
     """Start a discovery, with every claim placed that fits."""
-    told = Told(FakeRay(**rooms), Wanted(most, resources))
-    told.place(min(most, sum(rooms.values())), 10)
-    told.ray.said.clear()
-    return told
+    bench = WatchedDiscovery(FakeRay(**rooms), Wanted(most, resources))
+    bench.place(min(most, sum(rooms.values())), 10)
+    bench.ray.said.clear()
+    return bench
 
 
 def test_wanted_number_of_claims_is_made_and_the_placed_ones_are_listed():
-    told = Told(FakeRay(aaaa=1, bbbb=1), Wanted(3, ONE))
-    assert told.watched(told.ray.tick, nothing) == [[], [(A, 1), (B, 1)]]
-    assert told.ray.said == ["make 0", "make 1", "make 2"]
-    assert set(told.ray.live) == {"hvd-elastic:j:0", "hvd-elastic:j:1", "hvd-elastic:j:2"}
-    assert told.discovery.node_of(B) == "bbbb"
-    assert told.discovery.gpus_of(A) == []
-    assert told.log == []
+    bench = WatchedDiscovery(FakeRay(aaaa=1, bbbb=1), Wanted(3, ONE))
+    assert bench.watched(bench.ray.tick, nothing) == [[], [(A, 1), (B, 1)]]
+    assert bench.ray.said == ["make 0", "make 1", "make 2"]
+    assert set(bench.ray.live) == {"hvd-elastic:j:0", "hvd-elastic:j:1", "hvd-elastic:j:2"}
+    assert bench.discovery.node_of(B) == "bbbb"
+    assert bench.discovery.gpus_of(A) == []
+    assert bench.log == []
 
 
 def test_new_node_receives_waiting_claims():
-    told = started(aaaa=1)
-    lists = told.watched(lambda: told.ray.add("bbbb", 5), told.ray.tick, nothing)
+    bench = started(aaaa=1)
+    lists = bench.watched(lambda: bench.ray.add("bbbb", 5), bench.ray.tick, nothing)
     assert lists == [[(A, 1)], [(A, 1), (B, 2)]]
-    assert told.ray.said == []
+    assert bench.ray.said == []
 
 
 async def test_draining_node_is_unlisted_before_its_claims_are_removed():
-    told = await asyncio.to_thread(started, aaaa=2, bbbb=1, cccc=2)  # in its own event loop
-    ray, removed_at = told.ray, []
-    told.steps = [lambda: ray.drain("aaaa"), ray.tick, nothing]
-    async for hosts in told.discovery.watch():
+    bench = await asyncio.to_thread(started, aaaa=2, bbbb=1, cccc=2)  # in its own event loop
+    ray, removed_at = bench.ray, []
+    bench.steps = [lambda: ray.drain("aaaa"), ray.tick, nothing]
+    async for hosts in bench.discovery.watch():
         removed_at.append((list(hosts.items()), list(ray.said)))
     made = ["make 3", "make 4"]
     assert removed_at == [
@@ -108,70 +108,70 @@ async def test_draining_node_is_unlisted_before_its_claims_are_removed():
         ([(B, 1)], made),
         ([(B, 1), (C, 2)], [*made, "remove 0", "remove 1"]),
     ]
-    assert told.log == [("info", f"{A} drains: its workers leave, replacements are requested")]
+    assert bench.log == [("info", f"{A} drains: its workers leave, replacements are requested")]
 
 
 def test_dead_node_loses_its_slots_and_ray_places_its_claims_elsewhere():
-    told = started(aaaa=1, bbbb=5)
-    lists = told.watched(lambda: told.ray.kill("aaaa"), told.ray.tick, nothing)
+    bench = started(aaaa=1, bbbb=5)
+    lists = bench.watched(lambda: bench.ray.kill("aaaa"), bench.ray.tick, nothing)
     assert lists == [[(A, 1), (B, 2)], [(B, 2)], [(B, 3)]]
-    assert told.ray.said == []
-    assert told.discovery.node_of(A) == "aaaa"
+    assert bench.ray.said == []
+    assert bench.discovery.node_of(A) == "aaaa"
 
 
 def test_ray_outage_changes_nothing_and_is_logged_once():
-    told = started(aaaa=1, bbbb=2)
-    ray = told.ray
+    bench = started(aaaa=1, bbbb=2)
+    ray = bench.ray
 
     def trouble(text: str) -> Step:
         return lambda: setattr(ray, "trouble", text)
 
     down = "RpcError: unavailable"
-    lists = told.watched(
+    lists = bench.watched(
         trouble(down), nothing, trouble(""), nothing, lambda: ray.kill("bbbb"), nothing
     )
     assert lists == [[(A, 1), (B, 2)], [(A, 1)]]
-    assert told.log == [
+    assert bench.log == [
         ("warning", f"Ray does not answer as it should: {down}; keeping {A}:1,{B}:2"),
         ("info", "Ray answers again"),
     ]
 
 
 def test_restarted_ray_without_state_changes_nothing():
-    told = started(aaaa=1, bbbb=2)
-    groups, nodes = told.ray.groups, told.ray.table
+    bench = started(aaaa=1, bbbb=2)
+    groups, nodes = bench.ray.groups, bench.ray.table
 
     def forget() -> None:
-        told.ray.groups, told.ray.table = {}, {}
+        bench.ray.groups, bench.ray.table = {}, {}
 
     def remember() -> None:
-        told.ray.groups, told.ray.table = groups, nodes
+        bench.ray.groups, bench.ray.table = groups, nodes
 
-    assert told.watched(forget, nothing, remember, nothing) == [[(A, 1), (B, 2)]]
-    assert [level for level, _ in told.log] == ["warning", "info"]
-    assert told.ray.said == []
+    assert bench.watched(forget, nothing, remember, nothing) == [[(A, 1), (B, 2)]]
+    assert [level for level, _ in bench.log] == ["warning", "info"]
+    assert bench.ray.said == []
 
 
 def test_successor_driver_finds_the_claims_and_duplicates_none():
-    told = started(aaaa=1, bbbb=2)
-    other = Told(told.ray, Wanted(4, ONE), detached=True)
+    bench = started(aaaa=1, bbbb=2)
+    other = WatchedDiscovery(bench.ray, Wanted(4, ONE), detached=True)
     assert other.watched(nothing) == [[(A, 1), (B, 2)]]
     recorded("log", other.ray.said)
 
 
 def test_number_of_claims_follows_the_drivers_need():
-    told = started(most=1, aaaa=1, bbbb=2)
+    bench = started(most=1, aaaa=1, bbbb=2)
     needs = [Need(1, {A: 1}), Need(3, {A: 1}), Need(3, {A: 1}), Need(2, {A: 1, B: 1})]
-    told.discovery.follow(lambda: needs.pop(0) if len(needs) > 1 else needs[0])
-    lists = told.watched(told.ray.tick, told.ray.tick, told.ray.tick, nothing)
+    bench.discovery.follow(lambda: needs.pop(0) if len(needs) > 1 else needs[0])
+    lists = bench.watched(bench.ray.tick, bench.ray.tick, bench.ray.tick, nothing)
     assert lists == [[(A, 1)], [(A, 1), (B, 2)], [(A, 1), (B, 1)]]
-    assert told.ray.said == ["make 1", "make 2", "remove 2"]
+    assert bench.ray.said == ["make 1", "make 2", "remove 2"]
 
 
 def test_drained_host_stays_and_replacements_are_requested():
-    told = started(most=1, aaaa=1, bbbb=2)
-    told.discovery.follow(lambda: Need(1, {A: 1}, [A]))
-    assert told.watched(told.ray.tick, nothing) == [[(A, 1)], [(A, 1), (B, 1)]]
+    bench = started(most=1, aaaa=1, bbbb=2)
+    bench.discovery.follow(lambda: Need(1, {A: 1}, [A]))
+    assert bench.watched(bench.ray.tick, nothing) == [[(A, 1)], [(A, 1), (B, 1)]]
 
 
 def test_foreign_claims_are_left_alone():
@@ -179,9 +179,9 @@ def test_foreign_claims_are_left_alone():
     for name in ("hvd-elastic:j2:0", "hvd-elastic:j:5:0", "hvd-elastic:j:x", "mine"):
         ray.make(name, ONE, detached=False)
     others = set(ray.live)
-    told = Told(ray, Wanted(2, ONE))
-    told.place(2, 10)
-    asyncio.run(told.discovery.close())
+    bench = WatchedDiscovery(ray, Wanted(2, ONE))
+    bench.place(2, 10)
+    asyncio.run(bench.discovery.close())
     assert set(ray.live) == others
 
 
@@ -189,8 +189,8 @@ def test_different_claims_of_an_earlier_job_are_removed():
     ray = FakeRay(aaaa=3)
     ray.make("hvd-elastic:j:0", {"CPU": 2}, detached=True)
     ray.said.clear()
-    told = Told(ray, Wanted(1, ONE))
-    told.place(1, 10)
+    bench = WatchedDiscovery(ray, Wanted(1, ONE))
+    bench.place(1, 10)
     assert ray.said == ["make 1", "remove 0"]
 
 
@@ -198,189 +198,192 @@ def test_different_claims_of_an_earlier_job_are_removed():
 
 
 def test_gpus_of_a_host_are_reported_in_the_order_of_its_slots():
-    told = started(most=4, resources=GPU, aaaa=2)
-    assert told.discovery.gpus_of(A) == ["aaaa000.0", "aaaa010.0"]
-    told.ray.table["aaaa"].room = 3
-    assert told.watched(told.ray.tick, nothing)[-1] == [(A, 3)]
-    assert told.discovery.gpus_of(A) == ["aaaa000.0", "aaaa010.0", "aaaa020.0"]
-    assert told.discovery.gpus_of("nowhere") == []
+    bench = started(most=4, resources=GPU, aaaa=2)
+    assert bench.discovery.gpus_of(A) == ["aaaa000.0", "aaaa010.0"]
+    bench.ray.table["aaaa"].room = 3
+    assert bench.watched(bench.ray.tick, nothing)[-1] == [(A, 3)]
+    assert bench.discovery.gpus_of(A) == ["aaaa000.0", "aaaa010.0", "aaaa020.0"]
+    assert bench.discovery.gpus_of("nowhere") == []
 
 
 def test_slot_with_several_gpus_has_them_all():
-    told = started(most=1, resources={"GPU": 2}, aaaa=1)
-    assert told.discovery.gpus_of(A) == ["aaaa000.0,aaaa000.1"]
+    bench = started(most=1, resources={"GPU": 2}, aaaa=1)
+    assert bench.discovery.gpus_of(A) == ["aaaa000.0,aaaa000.1"]
 
 
 def test_slot_is_listed_once_its_gpus_are_known():
     ray = FakeRay(aaaa=1)
-    told = Told(ray, Wanted(1, GPU))
+    bench = WatchedDiscovery(ray, Wanted(1, GPU))
     ray.gpus_known = False
 
     def known() -> None:
         ray.gpus_known = True
 
-    assert told.watched(ray.tick, nothing, known, nothing) == [[], [(A, 1)]]
+    assert bench.watched(ray.tick, nothing, known, nothing) == [[], [(A, 1)]]
 
 
 def test_first_list_of_a_successor_waits_a_limited_time_for_completeness():
-    told = started(most=1, resources=GPU, aaaa=1)
-    ray = told.ray
+    bench = started(most=1, resources=GPU, aaaa=1)
+    ray = bench.ray
     ray.gpus_known = False
 
     def known() -> None:
         ray.gpus_known = True
 
-    assert Told(ray, Wanted(1, GPU)).watched(nothing, known, nothing) == [[(A, 1)]]
+    assert WatchedDiscovery(ray, Wanted(1, GPU)).watched(nothing, known, nothing) == [[(A, 1)]]
     ray.gpus_known = False
-    late = Told(ray, Wanted(1, GPU))
+    late = WatchedDiscovery(ray, Wanted(1, GPU))
     assert late.watched(*[nothing] * 10) == []
-    assert Told(ray, Wanted(1, GPU)).watched(*[nothing] * 12) == [[]]
+    assert WatchedDiscovery(ray, Wanted(1, GPU)).watched(*[nothing] * 12) == [[]]
 
 
 def test_no_list_is_yielded_before_ray_has_answered():
-    told = started(aaaa=1)
-    told.ray.trouble = "down"
-    assert Told(told.ray, Wanted(1, ONE)).watched(*[nothing] * 20) == []
+    bench = started(aaaa=1)
+    bench.ray.trouble = "down"
+    assert WatchedDiscovery(bench.ray, Wanted(1, ONE)).watched(*[nothing] * 20) == []
 
 
 def test_unknown_gpus_are_logged(monkeypatch):
-    told = started(most=1, resources=GPU, aaaa=1)
+    bench = started(most=1, resources=GPU, aaaa=1)
 
     def fails(*_: object) -> None:
         raise Unanswered("no module named elastic")
 
-    monkeypatch.setattr(told.ray, "gpus", fails)
-    assert told.watched(nothing, nothing) == [[(A, 1)]]  # known values are not queried again
-    assert told.log == []
-    other = Told(told.ray, Wanted(1, GPU))
+    monkeypatch.setattr(bench.ray, "gpus", fails)
+    assert bench.watched(nothing, nothing) == [[(A, 1)]]  # known values are not queried again
+    assert bench.log == []
+    other = WatchedDiscovery(bench.ray, Wanted(1, GPU))
     assert other.watched(*[nothing] * 12) == [[]]
     recorded("log", other.said[0])
     assert len(other.log) == 1
 
 
 def test_ray_that_does_not_report_drains_is_logged_once():
-    told = Told(FakeRay(aaaa=1), Wanted(1, ONE))
-    told.ray.tells_drains = False
-    told.ray.drain("aaaa")
-    told.watched(nothing, nothing)
-    assert [level for level, _ in told.log] == ["warning"]
-    recorded("log", told.said[0])
+    bench = WatchedDiscovery(FakeRay(aaaa=1), Wanted(1, ONE))
+    bench.ray.tells_drains = False
+    bench.ray.drain("aaaa")
+    bench.watched(nothing, nothing)
+    assert [level for level, _ in bench.log] == ["warning"]
+    recorded("log", bench.said[0])
 
 
 # ---- placement
 
 
 def test_placement_returns_once_enough_claims_are_placed():
-    told = Told(FakeRay(aaaa=1, bbbb=1), Wanted(5, ONE))
-    told.place(2, 10)
-    assert told.now == 1.0
-    assert len(told.ray.live) == 5
-    assert told.log == []
+    bench = WatchedDiscovery(FakeRay(aaaa=1, bbbb=1), Wanted(5, ONE))
+    bench.place(2, 10)
+    assert bench.now == 1.0
+    assert len(bench.ray.live) == 5
+    assert bench.log == []
 
 
 def test_waiting_for_room_is_logged():
-    told = Told(FakeRay(aaaa=1), Wanted(2, ONE))
-    told.place(2, 60, *[told.ray.tick] * 9, lambda: told.ray.add("bbbb", 1))
-    assert told.log == [
+    bench = WatchedDiscovery(FakeRay(aaaa=1), Wanted(2, ONE))
+    bench.place(2, 60, *[bench.ray.tick] * 9, lambda: bench.ray.add("bbbb", 1))
+    assert bench.log == [
         ("info", "waiting for room on the Ray cluster: 1 of 2 workers of CPU 1 each are placed")
     ]
 
 
 def test_missing_room_is_an_error_with_the_resources_and_removes_the_claims():
-    told = Told(FakeRay(aaaa=1, bbbb=1), Wanted(4, {"CPU": 99}))
-    recorded("messages", refusal_of(told.place, 4, 10))
-    assert told.ray.live == {}
+    bench = WatchedDiscovery(FakeRay(aaaa=1, bbbb=1), Wanted(4, {"CPU": 99}))
+    recorded("messages", refusal_of(bench.place, 4, 10))
+    assert bench.ray.live == {}
 
 
 def test_ray_outage_during_placement_is_reported():
-    told = Told(FakeRay(aaaa=1), Wanted(1, ONE))
-    told.ray.trouble = "RpcError: unavailable"
+    bench = WatchedDiscovery(FakeRay(aaaa=1), Wanted(1, ONE))
+    bench.ray.trouble = "RpcError: unavailable"
     with raises(Invalid):
-        told.place(1, 3)
-    [(_, first), (_, last)] = told.log
+        bench.place(1, 3)
+    [(_, first), (_, last)] = bench.log
     recorded("messages", first)
     recorded("messages", last)
 
 
 def test_missing_gpus_are_reported():
-    told = Told(FakeRay(aaaa=1), Wanted(1, GPU))
-    told.ray.gpus_known = False
+    bench = WatchedDiscovery(FakeRay(aaaa=1), Wanted(1, GPU))
+    bench.ray.gpus_known = False
     with raises(Invalid):
-        told.place(1, 3)
+        bench.place(1, 3)
 
 
 # ---- the caller's placement group
 
 
-def in_group(*bundles: dict[str, float], most: int = 9, **rest: Any) -> Told:
+def in_group(*bundles: dict[str, float], most: int = 9, **rest: Any) -> WatchedDiscovery:
     ray = FakeRay(aaaa=2, bbbb=2)
     wanted = Wanted(most, ONE, ray.given(*bundles), **rest)
-    return Told(ray, wanted)
+    return WatchedDiscovery(ray, wanted)
 
 
 def test_bundles_of_a_group_are_the_slots_and_stay_after_the_end():
-    told = in_group(ONE, {"CPU": 0.5}, ONE, ONE, in_use={0: ONE})
-    told.place(2, 10)
-    assert told.watched(nothing) == [[(B, 2)]]
-    asyncio.run(told.discovery.close())
-    assert told.ray.groups["aa"].state == "CREATED"
-    assert told.ray.said == []
+    bench = in_group(ONE, {"CPU": 0.5}, ONE, ONE, in_use={0: ONE})
+    bench.place(2, 10)
+    assert bench.watched(nothing) == [[(B, 2)]]
+    asyncio.run(bench.discovery.close())
+    assert bench.ray.groups["aa"].state == "CREATED"
+    assert bench.ray.said == []
 
 
 def test_bundle_on_a_draining_node_is_no_slot_and_nothing_is_removed():
-    told = in_group(ONE, ONE, ONE)
-    told.place(3, 10)
-    assert told.watched(lambda: told.ray.drain("aaaa"), nothing) == [[(A, 2), (B, 1)], [(B, 1)]]
-    assert told.ray.said == []
+    bench = in_group(ONE, ONE, ONE)
+    bench.place(3, 10)
+    assert bench.watched(lambda: bench.ray.drain("aaaa"), nothing) == [[(A, 2), (B, 1)], [(B, 1)]]
+    assert bench.ray.said == []
 
 
 def test_remaining_bundles_stay_slots_while_ray_places_the_others():
-    told = in_group(ONE, ONE, ONE, ONE)
-    told.place(4, 10)
-    ray = told.ray
-    assert told.watched(lambda: ray.kill("aaaa"), ray.tick, nothing) == [[(A, 2), (B, 2)], [(B, 2)]]
+    bench = in_group(ONE, ONE, ONE, ONE)
+    bench.place(4, 10)
+    ray = bench.ray
+    assert bench.watched(lambda: ray.kill("aaaa"), ray.tick, nothing) == [
+        [(A, 2), (B, 2)],
+        [(B, 2)],
+    ]
     assert ray.groups["aa"].state == "RESCHEDULING"
 
 
 def test_removed_group_has_no_slots():
-    told = in_group(ONE)
-    told.place(1, 10)
-    assert told.watched(lambda: told.ray.remove("aa"), nothing) == [[(A, 1)], []]
+    bench = in_group(ONE)
+    bench.place(1, 10)
+    assert bench.watched(lambda: bench.ray.remove("aa"), nothing) == [[(A, 1)], []]
 
 
 def test_group_without_a_suitable_bundle_is_rejected_at_once():
-    told = in_group({"CPU": 0.5})
+    bench = in_group({"CPU": 0.5})
     with raises(Invalid):
-        told.place(1, 100)
-    assert told.now == 0.0
+        bench.place(1, 100)
+    assert bench.now == 0.0
 
 
 def test_group_that_is_too_small_is_rejected_with_the_reason():
-    told = in_group(ONE, ONE)
+    bench = in_group(ONE, ONE)
     with raises(Invalid):
-        told.place(3, 3)
+        bench.place(3, 3)
 
 
 # ---- the end
 
 
 async def test_closing_removes_every_claim_and_ends_the_watch():
-    told = await asyncio.to_thread(started, most=5, aaaa=1, bbbb=2)
-    watching = told.discovery.watch()
+    bench = await asyncio.to_thread(started, most=5, aaaa=1, bbbb=2)
+    watching = bench.discovery.watch()
     await anext(watching)
-    await told.discovery.close()
+    await bench.discovery.close()
     assert [hosts async for hosts in watching] == []
-    assert told.ray.live == {}
-    assert told.log == []
+    assert bench.ray.live == {}
+    assert bench.log == []
 
 
 async def closed_while_it_places(
-    told: Told, hangs: threading.Event, go_on: threading.Event
+    bench: WatchedDiscovery, hangs: threading.Event, go_on: threading.Event
 ) -> None:
     """Ray hangs in a call during placement, which ends once the discovery is being closed."""
-    placing = asyncio.create_task(told.discovery.place(2, 100))
+    placing = asyncio.create_task(bench.discovery.place(2, 100))
     await asyncio.to_thread(hangs.wait, 10)
-    closing = asyncio.create_task(told.discovery.close())
+    closing = asyncio.create_task(bench.discovery.close())
     await asyncio.sleep(0)
     go_on.set()
     await closing
@@ -389,8 +392,8 @@ async def closed_while_it_places(
 
 
 async def test_query_in_progress_makes_no_claim_after_close():
-    told = Told(FakeRay(aaaa=1), Wanted(2, ONE), answer_s=0.05)
-    ray, go_on, told_of = told.ray, threading.Event(), threading.Event()
+    bench = WatchedDiscovery(FakeRay(aaaa=1), Wanted(2, ONE), answer_s=0.05)
+    ray, go_on, told_of = bench.ray, threading.Event(), threading.Event()
     claims = ray.claims
 
     def hangs(prefix: str) -> Any:
@@ -399,13 +402,13 @@ async def test_query_in_progress_makes_no_claim_after_close():
         return claims(prefix)
 
     ray.claims = hangs  # type: ignore[method-assign]
-    await closed_while_it_places(told, told_of, go_on)
+    await closed_while_it_places(bench, told_of, go_on)
     assert ray.live == {} and ray.said == []
 
 
 async def test_closing_while_claims_are_made_removes_those_made():
-    told = Told(FakeRay(aaaa=1), Wanted(3, ONE))
-    ray, go_on, begun = told.ray, threading.Event(), threading.Event()
+    bench = WatchedDiscovery(FakeRay(aaaa=1), Wanted(3, ONE))
+    ray, go_on, begun = bench.ray, threading.Event(), threading.Event()
     make = ray.make
 
     def hangs(name: str, bundle: Any, *, detached: bool) -> None:
@@ -414,7 +417,7 @@ async def test_closing_while_claims_are_made_removes_those_made():
         make(name, bundle, detached=detached)
 
     ray.make = hangs  # type: ignore[method-assign]
-    await closed_while_it_places(told, begun, go_on)
+    await closed_while_it_places(bench, begun, go_on)
     assert ray.said == ["make 0", "remove 0"]
 
 
@@ -422,8 +425,8 @@ async def test_closing_while_claims_are_made_removes_those_made():
 
 
 def test_call_that_hangs_is_logged_and_no_others_queue_behind_it():
-    told = started(aaaa=1)
-    ray, go_on, calls = told.ray, threading.Event(), []
+    bench = started(aaaa=1)
+    ray, go_on, calls = bench.ray, threading.Event(), []
     nodes = ray.nodes
 
     def hangs() -> Any:
@@ -431,7 +434,7 @@ def test_call_that_hangs_is_logged_and_no_others_queue_behind_it():
         assert go_on.wait(10)
         return nodes()
 
-    slow = Told(ray, Wanted(1, ONE), answer_s=0.02)
+    slow = WatchedDiscovery(ray, Wanted(1, ONE), answer_s=0.02)
     ray.nodes = hangs  # type: ignore[method-assign]
     assert slow.watched(nothing, nothing, go_on.set, nothing, nothing) == [[(A, 1)]]
     assert len(calls) < 5

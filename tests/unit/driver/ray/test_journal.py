@@ -320,9 +320,9 @@ async def test_late_writes_of_a_deposed_driver_are_ignored(tmp_path, job):
 
 
 async def test_change_of_leader_is_reported_once(tmp_path):
-    said: list[tuple[str, str]] = []
+    log: list[tuple[str, str]] = []
     kept: dict[str, bytes] = {}
-    first = of(kept, lambda *line: said.append(line))
+    first = of(kept, lambda *line: log.append(line))
     await first.past()
     journal = await first.begin(HEADER)
     await of(kept).past()
@@ -334,7 +334,7 @@ async def test_change_of_leader_is_reported_once(tmp_path):
     with pytest.raises(Deposed):
         await first.forget()
     assert kept
-    [(level, text)] = said
+    [(level, text)] = log
     assert level == "warning"
     recorded("messages", text)
 
@@ -420,14 +420,14 @@ async def test_writes_after_the_deletion_belong_to_no_job(tmp_path):
 
 
 async def test_deletion_has_a_time_limit(tmp_path):
-    said: list[tuple[str, str]] = []
+    logged: list[tuple[str, str]] = []
     kept: dict[str, bytes] = {"journal/night/writers/000001": b"0123456789ab"}
     kv = FakeKeyValues(kept)
     kv.troubles = [away] * 10**6
-    log = lambda *line: said.append(line)  # noqa: E731
+    log = lambda *line: logged.append(line)  # noqa: E731
     archive = RayArchive("night", log=log, kv=Insistent(kv, quiet, pause=no_pause))
     await archive.forget(within_s=0.0)
-    [(level, text)] = said
+    [(level, text)] = logged
     assert level == "warning"
     recorded("messages", text)
 

@@ -383,7 +383,7 @@ def test_equal_requirements_are_recognized():
 
 
 def test_shortage_names_request_resources_and_remedy():
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "at_least": 4,
         "placed": 1,
         "within_s": 100.0,
@@ -393,8 +393,8 @@ def test_shortage_names_request_resources_and_remedy():
         "too_large": False,
         "given": False,
     }
-    said = shortage(**told)
-    recorded("log", said)
-    recorded("messages", shortage(**told | {"too_large": True}))
-    recorded("messages", shortage(**told | {"free": {}, "nodes": 1}))
-    recorded("messages", shortage(**told | {"given": True}))
+    text = shortage(**facts)
+    recorded("log", text)
+    recorded("messages", shortage(**facts | {"too_large": True}))
+    recorded("messages", shortage(**facts | {"free": {}, "nodes": 1}))
+    recorded("messages", shortage(**facts | {"given": True}))

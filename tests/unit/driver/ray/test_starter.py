@@ -215,14 +215,14 @@ class TestRay(StarterContract):
     ):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
-            told, environ = bench.told("alpha"), noted(bench.folder, "alpha")["environ"]
+            received, environ = bench.told("alpha"), noted(bench.folder, "alpha")["environ"]
             call = Path(environ["ELASTIC_CALL"])
             assert call.read_bytes() == CALL
             assert stat.S_IMODE(call.stat().st_mode) == 0o600
             assert stat.S_IMODE(call.parent.stat().st_mode) == 0o700
             assert call.parent.parent == short_folder
-            assert Path(told["drivers_file"]).read_text() == "driver:4000\n"
-            assert told["folder"] == os.getcwd()
+            assert Path(received["drivers_file"]).read_text() == "driver:4000\n"
+            assert received["folder"] == os.getcwd()
             assert environ["RAY_ADDRESS"] == "head:6379"
             assert environ["RAY_NAMESPACE"] == "mine"
             assert environ["COLOUR"] == "green"
@@ -238,8 +238,8 @@ class TestRay(StarterContract):
             process = await asyncio.create_subprocess_exec(
                 f"{first}/python", "-c", "", stdout=asyncio.subprocess.PIPE
             )
-            said, _ = await process.communicate()
-            assert json.loads(said)  # it is the stand-in, which prints its path
+            output, _ = await process.communicate()
+            assert json.loads(output)  # it is the stand-in, which prints its path
 
     async def test_end_of_an_agent_ends_its_actor_and_is_logged_once(self, opened):
         async with opened as bench:
@@ -353,8 +353,8 @@ async def test_successor_driver_redirects_existing_agents(tmp_path):
             actors=bench.fake,
         )
         await later.redirect(["10.0.0.1:5000", "10.0.0.2:5000"])
-        told = Path(bench.told("alpha")["drivers_file"])
-        assert told.read_text() == "10.0.0.1:5000\n10.0.0.2:5000\n"
+        drivers = Path(bench.told("alpha")["drivers_file"])
+        assert drivers.read_text() == "10.0.0.1:5000\n10.0.0.2:5000\n"
         bench.end("alpha")
         await until(lambda: bool(log), "a line")
         assert log == [("warning", "the agent on alpha was killed by signal 9")]
@@ -450,13 +450,13 @@ async def test_answer_to_a_timed_out_call_is_not_used_for_the_next(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("said", [b"\n", b"{}\n", b'{"rank": -1}\n', b"[]\n", b"x" * 70_000, b""])
-async def test_peer_without_a_rank_is_disconnected(tmp_path, said):
+@pytest.mark.parametrize("data", [b"\n", b"{}\n", b'{"rank": -1}\n', b"[]\n", b"x" * 70_000, b""])
+async def test_peer_without_a_rank_is_disconnected(tmp_path, data):
     async with bench_in(tmp_path) as bench:
         await served(bench, [])
         folder = Path(noted(bench.folder, "alpha")["environ"]["ELASTIC_CALL"]).parent
         reader, writer = await asyncio.open_unix_connection(str(folder / "calls"))
-        writer.write(said)
+        writer.write(data)
         with contextlib.suppress(OSError):
             writer.write_eof()
         with contextlib.suppress(ConnectionError):

@@ -180,10 +180,10 @@ def test_ctrl_c_removes_the_job_and_a_second_one_does_not_interrupt_that(release
 
     release.follow.side_effect = release.install.side_effect = KeyboardInterrupt
     release.uninstall.side_effect = uninstall
-    for told in ({"if_there": True}, {"if_there": False}):
+    for arguments in ({"if_there": True}, {"if_there": False}):
         with handlers_put_back():
             assert main(RUN) == 130
-        release.uninstall.assert_called_once_with(**told)
+        release.uninstall.assert_called_once_with(**arguments)
         assert handlers == dict.fromkeys(BOTH, signal.SIG_IGN)
         release.uninstall.reset_mock()
         release.install.side_effect = None
@@ -206,15 +206,15 @@ def test_failed_installation_is_reported_even_if_its_removal_fails(release):
 
 def test_outage_of_the_api_is_logged_once_with_its_end(monkeypatch):
     now = [0.0]
-    said: list[str] = []
+    logged: list[str] = []
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    silence = ApiSilence(said.append)
+    silence = ApiSilence(logged.append)
     silence.over()
     for now[0] in (10.0, 20.0, 10.0 + AWAY_S):
         silence.goes_on(ApiSilent("the API server does not answer (X)"))
     silence.over()
     silence.over()
-    recorded("log", said)
+    recorded("log", logged)
     silence.goes_on(ApiSilent("no answer"))
     now[0] += AWAY_S + 1
     with raises(Invalid):

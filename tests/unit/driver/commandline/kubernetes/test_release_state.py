@@ -91,14 +91,14 @@ def test_reason_why_a_driver_does_not_run_is_that_of_kubernetes():
         "message": "0/3 nodes fit",
     }
     pending = a_pod("bert-driver-x", conditions=[unplaced])
-    said = "driver pod bert-driver-x is not running: Unschedulable: 0/3 nodes fit"
-    assert next_step(a_job(), [pending], set()) == Wait(said)
+    text = "driver pod bert-driver-x is not running: Unschedulable: 0/3 nodes fit"
+    assert next_step(a_job(), [pending], set()) == Wait(text)
     pulling = a_pod(
         "bert-driver-x",
         state={"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}},
     )
-    said = "driver pod bert-driver-x is not running: ImagePullBackOff: no such image"
-    assert next_step(a_job(), [pulling], set()) == Wait(said)
+    text = "driver pod bert-driver-x is not running: ImagePullBackOff: no such image"
+    assert next_step(a_job(), [pulling], set()) == Wait(text)
     making = a_pod("bert-driver-x", state={"waiting": {"reason": "ContainerCreating"}})
     assert next_step(a_job(), [making], set()) == Wait("waiting for a driver pod")
 

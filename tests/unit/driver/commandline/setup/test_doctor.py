@@ -166,9 +166,9 @@ def test_import_beside_another_horovod_warns_once(tmp_path, monkeypatch, package
         other_packages.warn_of_others(package, str(tmp_path))
     (tmp_path / mark).parent.mkdir(exist_ok=True)
     (tmp_path / mark).write_text("")
-    with pytest.warns(RuntimeWarning) as told:
+    with pytest.warns(RuntimeWarning) as warned:
         other_packages.warn_of_others(package, str(tmp_path))
-    assert len(told) == 1
+    assert len(warned) == 1
     monkeypatch.setenv("ELASTIC_WORKER", "h:0#1")
     other_packages.warn_of_others(package, str(tmp_path))
 

@@ -55,8 +55,8 @@ def started(*more: str, environ: dict[str, str] = ENVIRON) -> SameCommand | None
 def commit(name: Name) -> None:
     storage = Storage("ck")
     files = {"__0_0.distcp": storage.write(f"{name}/__0_0.distcp", b"bytes")}
-    told = Manifest(manifest.FORMAT, name, 1, 0.0, "2", "", {}, {}, [], [], files, [])
-    storage.write(f"{name}/{manifest.MANIFEST}", manifest.encoded(told))
+    made = Manifest(manifest.FORMAT, name, 1, 0.0, "2", "", {}, {}, [], [], files, [])
+    storage.write(f"{name}/{manifest.MANIFEST}", manifest.encoded(made))
 
 
 def returned(name: Name, began_at: float | None = None) -> None:

@@ -93,10 +93,10 @@ def test_taint_of_a_node_is_an_end_from_its_first_observation():
     pods.node_changed(
         node("n1", taints=("aws-node-termination-handler/spot-itn",)), 50, deleted=False
     )
-    told = {A: PodEnding("node n1: its spot instance is being reclaimed", 170)}
-    assert pods.endings(60) == told
+    expected = {A: PodEnding("node n1: its spot instance is being reclaimed", 170)}
+    assert pods.endings(60) == expected
     pods.nodes_listed([node("n1", taints=("aws-node-termination-handler/spot-itn",))], 90)
-    assert pods.endings(100) == told
+    assert pods.endings(100) == expected
     pods.node_changed(node("n1"), 100, deleted=False)
     assert pods.endings(100) == {}
 

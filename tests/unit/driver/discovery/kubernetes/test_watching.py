@@ -37,14 +37,14 @@ def conversation(*answers: Any) -> tuple[list[str], list[Any], list[float]]:
     A list of events answers a watch, a number is the version of a list.
     """
     left = [*answers]
-    asked: list[str] = []
-    told: list[Any] = []
+    requests: list[str] = []
+    updates: list[Any] = []
     pauses: list[float] = []
 
     def answer(question: str) -> Any:
         if not left:
             raise OutOfAnswers
-        asked.append(question)
+        requests.append(question)
         now = left.pop(0)
         if isinstance(now, Exception):
             raise now
@@ -54,18 +54,22 @@ def conversation(*answers: Any) -> tuple[list[str], list[Any], list[float]]:
     cluster.all.side_effect = lambda kind: ([pod("w-0")], str(answer(f"{kind.value}?")))
     cluster.events.side_effect = lambda kind, version: iter(answer(f"from {version}?"))
     with contextlib.suppress(OutOfAnswers), patch("random.uniform", lambda least, most: most):
-        Watching(cluster, Resource.PODS, told.append, clock=lambda: 0.0, pause=pauses.append).run()
-    return asked, told, pauses
+        Watching(
+            cluster, Resource.PODS, updates.append, clock=lambda: 0.0, pause=pauses.append
+        ).run()
+    return requests, updates, pauses
 
 
 LISTED = Listed(Resource.PODS, [pod("w-0")])
 
 
 def test_list_is_followed_by_changes_from_its_version():
-    asked, told, _ = conversation(7, [modified("w-1", 8, "ADDED"), modified("w-1", 9, "DELETED")])
-    assert asked == ["pods?", "from 7?"]
+    requests, updates, _ = conversation(
+        7, [modified("w-1", 8, "ADDED"), modified("w-1", 9, "DELETED")]
+    )
+    assert requests == ["pods?", "from 7?"]
     came, went = pod("w-1", version=8), pod("w-1", version=9)
-    assert told == [
+    assert updates == [
         LISTED,
         Changed(Resource.PODS, came, deleted=False),
         Changed(Resource.PODS, went, deleted=True),
@@ -73,35 +77,35 @@ def test_list_is_followed_by_changes_from_its_version():
 
 
 def test_ended_watch_continues_from_its_version_after_a_pause():
-    asked, _, pauses = conversation(7, [modified("w-1", 8)], [bookmark(12)], [])
-    assert asked == ["pods?", "from 7?", "from 8?", "from 12?"]
+    requests, _, pauses = conversation(7, [modified("w-1", 8)], [bookmark(12)], [])
+    assert requests == ["pods?", "from 7?", "from 8?", "from 12?"]
     assert pauses == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("forgotten", [GONE, [TOO_OLD]])
 def test_expired_version_is_followed_by_a_new_list(forgotten):
-    asked, told, _ = conversation(7, forgotten, 90, [])
-    assert asked == ["pods?", "from 7?", "pods?", "from 90?"]
-    assert told == [LISTED, LISTED]
+    requests, updates, _ = conversation(7, forgotten, 90, [])
+    assert requests == ["pods?", "from 7?", "pods?", "from 90?"]
+    assert updates == [LISTED, LISTED]
 
 
 def test_failure_and_its_end_are_reported_once():
-    asked, told, pauses = conversation(7, AWAY, AWAY, AWAY, [], [])
-    assert asked == ["pods?"] + 5 * ["from 7?"]
-    assert told == [LISTED, WatchFailed(Resource.PODS, AWAY), WatchFailed(Resource.PODS, None)]
+    requests, updates, pauses = conversation(7, AWAY, AWAY, AWAY, [], [])
+    assert requests == ["pods?"] + 5 * ["from 7?"]
+    assert updates == [LISTED, WatchFailed(Resource.PODS, AWAY), WatchFailed(Resource.PODS, None)]
     assert pauses[:3] == [0.2, 0.4, 0.8]
 
 
 def test_account_that_may_not_watch_lists_repeatedly():
-    asked, told, pauses = conversation(7, FORBIDDEN, 8, FORBIDDEN, 9, FORBIDDEN)
-    assert asked == ["pods?", "from 7?", "pods?", "from 8?", "pods?", "from 9?"]
-    assert told == [LISTED, WatchFailed(Resource.PODS, FORBIDDEN), LISTED, LISTED]
+    requests, updates, pauses = conversation(7, FORBIDDEN, 8, FORBIDDEN, 9, FORBIDDEN)
+    assert requests == ["pods?", "from 7?", "pods?", "from 8?", "pods?", "from 9?"]
+    assert updates == [LISTED, WatchFailed(Resource.PODS, FORBIDDEN), LISTED, LISTED]
     assert pauses == [2.0, 4.0, 8.0]
 
 
 def test_different_failure_is_reported():
-    _, told, _ = conversation(AWAY, FORBIDDEN, AWAY)
-    assert [each.error.why for each in told] == [AWAY.why, FORBIDDEN.why, AWAY.why]
+    _, updates, _ = conversation(AWAY, FORBIDDEN, AWAY)
+    assert [each.error.why for each in updates] == [AWAY.why, FORBIDDEN.why, AWAY.why]
 
 
 def test_pauses_grow_to_a_limit_and_are_longer_without_permission():
@@ -118,16 +122,16 @@ def test_invalid_events_and_client_errors_are_failures():
         [{"type": "ADDED", "object": None}],
         [{"type": "ERROR", "object": {"code": 500}}],
     ):
-        _, told, _ = conversation(7, events)
-        assert told[1].error.why is Refusal.OTHER
-    _, told, _ = conversation(KeyError("token"))
-    assert "KeyError" in str(told[0].error)
+        _, updates, _ = conversation(7, events)
+        assert updates[1].error.why is Refusal.OTHER
+    _, updates, _ = conversation(KeyError("token"))
+    assert "KeyError" in str(updates[0].error)
 
 
 def test_nothing_is_reported_after_close():
-    told: list[Any] = []
+    updates: list[Any] = []
     cluster = create_autospec(ApiServer, instance=True)
-    watching = Watching(cluster, Resource.NODES, told.append)
+    watching = Watching(cluster, Resource.NODES, updates.append)
 
     def events(kind: Resource, version: str) -> Iterator[Any]:
         yield modified("w-1", 8)
@@ -137,4 +141,4 @@ def test_nothing_is_reported_after_close():
     cluster.all.return_value = ([], "7")
     cluster.events.side_effect = events
     watching.run()
-    assert [type(each) for each in told] == [Listed, Changed]
+    assert [type(each) for each in updates] == [Listed, Changed]

@@ -139,9 +139,9 @@ async def test_excessive_number_of_workers_starts_none(tmp_path):
         job.desk.serves(job.driver, room_for(about, own, cores=2))
         hosts = own.watch()
         assert await anext(hosts) == {"h": 4}
-        told = await job.ask(messages.AskScale, 100_000)
-        assert not told.done
-        recorded("messages", told.text)
+        answer = await job.ask(messages.AskScale, 100_000)
+        assert not answer.done
+        recorded("messages", answer.text)
         assert not job.told and own.slots == 4
         watching = asyncio.ensure_future(anext(hosts))
         reading = asyncio.ensure_future(drained(hosts, watching))
@@ -166,9 +166,9 @@ async def test_invalid_number_is_a_usage_error(tmp_path, count):
 
 async def test_log_of_an_unknown_worker_is_rejected(tmp_path):
     async with running(tmp_path) as job:
-        told = await job.ask(messages.AskLogs, "9")
-        assert not told.done
-        recorded("messages", told.text)
+        answer = await job.ask(messages.AskLogs, "9")
+        assert not answer.done
+        recorded("messages", answer.text)
         assert (await job.ask(messages.AskLogs, "1")).done
         job.page.model.state.tables["workers"].clear()  # as before the first world
         recorded("messages", (await job.ask(messages.AskLogs, "0")).text)
@@ -177,9 +177,9 @@ async def test_log_of_an_unknown_worker_is_rejected(tmp_path):
 @pytest.mark.parametrize("name", ["2", "-1", "h:7", "h:0#2", "", "x"])
 async def test_unknown_worker_is_rejected(tmp_path, name):
     async with running(tmp_path) as job:
-        told = await job.ask(messages.AskRemove, name)
-        assert not told.done
-        recorded("messages", told.text)
+        answer = await job.ask(messages.AskRemove, name)
+        assert not answer.done
+        recorded("messages", answer.text)
         assert not job.told
 
 
@@ -191,18 +191,18 @@ async def test_rejection_is_returned_with_its_reason(tmp_path):
             asyncio.get_running_loop().call_soon(job.desk.answered, answer)
 
         job.driver.tell.side_effect = no
-        told = await job.ask(messages.AskScale, 3)
-        assert not told.done
-        recorded("messages", told.text)
+        rejection = await job.ask(messages.AskScale, 3)
+        assert not rejection.done
+        recorded("messages", rejection.text)
 
 
 async def test_driver_that_does_not_decide_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(steering, "ANSWER_S", 0.01)
     async with running(tmp_path) as job:
         job.driver.tell.side_effect = None
-        told = await job.ask(messages.AskScale, 3)
-        assert not told.done
-        recorded("messages", told.text)
+        answer = await job.ask(messages.AskScale, 3)
+        assert not answer.done
+        recorded("messages", answer.text)
 
 
 async def test_status_and_logs_are_returned(tmp_path):
@@ -225,9 +225,9 @@ async def test_control_characters_from_workers_and_names_are_escaped(tmp_path, c
         job.page.model.report(0, {"\x1b[31mloss": 0.5}, 20.0)
         for name in ("logs", "status"):
             assert await asyncio.to_thread(job_commands.main, name, [], job.environ) == 0
-        said = capsys.readouterr().out
-        assert "\\x1b]0;owned\\x07\\x1b[2Jloss\t0.5" in said and "\\x1b[31mloss 0.5" in said
-        assert "\x1b" not in said
+        printed = capsys.readouterr().out
+        assert "\\x1b]0;owned\\x07\\x1b[2Jloss\t0.5" in printed and "\\x1b[31mloss 0.5" in printed
+        assert "\x1b" not in printed
 
 
 async def test_stacks_are_those_written_after_the_request(tmp_path, monkeypatch):
@@ -240,11 +240,11 @@ async def test_stacks_are_those_written_after_the_request(tmp_path, monkeypatch)
                 job.page.printed(worker, "0", "stderr", [b"Thread 1\n", b"  File train.py\n"])
 
         job.driver.dump.side_effect = dump
-        told = await job.ask(messages.AskStacks)
-        stacks = json.loads(told.data)
+        answer = await job.ask(messages.AskStacks)
+        stacks = json.loads(answer.data)
         assert stacks == {"h:0#1": "Thread 1\n  File train.py\n", "h:1#1": ""}
-        assert told.done
-        recorded("messages", told.text)
+        assert answer.done
+        recorded("messages", answer.text)
 
 
 @pytest.mark.parametrize(
@@ -268,9 +268,9 @@ async def test_stacks_show_the_script_and_are_logged_on_request(
 
         job.driver.dump.side_effect = dump
         assert await asyncio.to_thread(job_commands.main, "stacks", flags, job.environ) == 0
-        said = capsys.readouterr().out
-        assert ("<frozen x>" in said) is printed
-        recorded("log", said)
+        output = capsys.readouterr().out
+        assert ("<frozen x>" in output) is printed
+        recorded("log", output)
         assert any("train.py" in line for line in job.lines) is logged
         assert job.page.model.was_asked(A)
         assert not any("train.py" in line[3] for line in job.page.model.state.series["log"])

@@ -48,8 +48,8 @@ def launches(what, size: int = 4, took_s: float = 0.0) -> Launches:
 
 def group(*ranks, for_s: float, took_s: float = 0.0) -> list[Witness]:
     """Make all ranks report the same state for ``for_s`` seconds."""
-    told = [launches(each, len(ranks), took_s) for each in ranks]
-    return [Witness(Worker("h", n), each, 100.0, 100.0 + for_s) for n, each in enumerate(told)]
+    states = [launches(each, len(ranks), took_s) for each in ranks]
+    return [Witness(Worker("h", n), each, 100.0, 100.0 + for_s) for n, each in enumerate(states)]
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_hang_ends_within_the_limit_for_any_reports(ranks, before, for_s):
     """At least one rank is kept, and a rank that has arrived is never blamed instead of one that has not."""
     witnesses = group(*ranks, for_s=for_s)
     found = judge(witnesses, SETTINGS, before)
-    told = [w.launches for w in witnesses]
-    number = min(each.done for each in told) + 1
-    launched = all(each.launched >= number for each in told)
+    states = [w.launches for w in witnesses]
+    number = min(each.done for each in states) + 1
+    launched = all(each.launched >= number for each in states)
     if found is None:
         assert not launched or for_s < SETTINGS.gpu_limit_s
         return
@@ -162,8 +162,8 @@ def test_hang_ends_within_the_limit_for_any_reports(ranks, before, for_s):
 # ---- in a job ------------------------------------------------------------------------------------------------------
 
 
-def waits(name: str, generation: int, seconds: int, said: Launches) -> Event:
-    return WorkerProgressed(worker(name), generation, 7, GRADIENTS, float(seconds), gpu=[said])
+def waits(name: str, generation: int, seconds: int, state: Launches) -> Event:
+    return WorkerProgressed(worker(name), generation, 7, GRADIENTS, float(seconds), gpu=[state])
 
 
 def told(talk: Talk, *ranks, for_s: float) -> list:

@@ -149,9 +149,9 @@ def test_log_contains_the_line_at_which_a_worker_is_stuck():
     talk.works("h:2", cpu=0.01)
     talk.tell(WorkerLocated(worker("h:2"), 1, "old.py:1"))  # of another generation
     recorded("log", said(talk.wait(10)))
-    told = the(TellAwaited, talk.tell(WorkerLocated(worker("h:2"), 2, "train.py:40")))
+    awaited = the(TellAwaited, talk.tell(WorkerLocated(worker("h:2"), 2, "train.py:40")))
     waiters = [worker("h:0"), worker("h:1")]
-    assert (told.members, told.rank, told.line) == (waiters, 2, "train.py:40")
+    assert (awaited.members, awaited.rank, awaited.line) == (waiters, 2, "train.py:40")
     recorded("log", said(talk.wait(10)))
 
 

@@ -150,10 +150,10 @@ def test_unlisted_slot_disappears_with_its_worker():
 def test_state_step_is_shown_beside_the_commit_with_its_rate():
     page = training(A, B)
     for steps, at in ((100, 20.0), (150, 25.0)):
-        told = events.WorkerSpent(
+        spent = events.WorkerSpent(
             A, 1, Times(), "training", Commit(1, steps), step=steps, steps=steps, batch=8
         )
-        page.note(told, [], at)
+        page.note(spent, [], at)
         page.note(events.WorkerSpent(B, 1, Times(), "training", steps=3, batch=8), [], at)
     values = page.state.values
     assert values["commit"]["number"] == 150 and values["commit"]["step"] == 150

@@ -75,7 +75,7 @@ def test_steps_per_second_have_a_card_without_script_changes():
     story = Story()
     story.adopt([(Worker("h", 0), 0)], 2, 0.0)
     for steps, at in ((100, 10.0), (150, 15.0)):
-        told = events.WorkerSpent(Worker("h", 0), 2, Times(), "training", steps=steps)
-        story.note(told, [], at)
+        spent = events.WorkerSpent(Worker("h", 0), 2, Times(), "training", steps=steps)
+        story.note(spent, [], at)
     text = page(PageJob(story, WorkerRows(), findings(story, JournalState(None))))
     assert "<b>10</b><span>steps per second</span>" in text

@@ -40,19 +40,21 @@ def advice(commits: int) -> list[dict]:
         story.note(events.WorkerReady(each, 0, None, STORE, running=True), [], 1.0)
     story.note(events.TimePassed(), [world(1, 0, ONE, TWO)], 1.0)
     number = Commit(1, commits) if commits else None
-    said = Times(training=30.0)
-    story.note(events.WorkerSpent(ONE, 1, said, "training", number), [], 31.0)
+    times = Times(training=30.0)
+    story.note(events.WorkerSpent(ONE, 1, times, "training", number), [], 31.0)
     exited = events.WorkerExited(TWO, -9)
     story.note(exited, [events.BreakWorld(1, [ONE], because(Why.TOLD, text="x"))], 41.0)
     story.note(
         events.WorkerReady(ONE, 1, number, STORE, running=True), [world(2, commits, ONE)], 41.5
     )
-    said = Times(training=30.0, recovering=0.5, lost=10.0)
-    story.note(events.WorkerSpent(ONE, 2, said, "training", number), [], 41.5)
+    times = Times(training=30.0, recovering=0.5, lost=10.0)
+    story.note(events.WorkerSpent(ONE, 2, times, "training", number), [], 41.5)
     found = findings(story, JournalState(SETTINGS, runs=True))
-    told = [each for each in found if each.what is What.ADVICE]
-    assert all(sentence(each) for each in told)
-    return [each.facts for each in told if each.facts["advice"] == Advice.COMMIT_MORE_OFTEN.value]
+    advised = [each for each in found if each.what is What.ADVICE]
+    assert all(sentence(each) for each in advised)
+    return [
+        each.facts for each in advised if each.facts["advice"] == Advice.COMMIT_MORE_OFTEN.value
+    ]
 
 
 def test_frequent_commits_cause_no_advice():

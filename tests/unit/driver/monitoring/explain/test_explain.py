@@ -98,8 +98,8 @@ def test_duplicate_ranks_and_empty_parts_are_handled(tmp_path):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_json_has_the_same_findings(name, tmp_path):
-    told = json.loads(as_json(job(name, tmp_path)))
-    assert {"section", "what", "facts", "text"} == set(told["findings"][0])
+    decoded = json.loads(as_json(job(name, tmp_path)))
+    assert {"section", "what", "facts", "text"} == set(decoded["findings"][0])
 
 
 def test_kept_journals_are_explained(tmp_path):
@@ -261,15 +261,15 @@ ValueError: two
 
 
 def test_times_are_shown_in_suitable_units():
-    told = [duration(each) for each in (0.04, 59.94, 252.4, 7384.0)]
-    assert told == ["0.0 s", "59.9 s", "4 min 12 s", "2 h 3 min"]
+    shown = [duration(each) for each in (0.04, 59.94, 252.4, 7384.0)]
+    assert shown == ["0.0 s", "59.9 s", "4 min 12 s", "2 h 3 min"]
 
 
 def test_every_kind_of_finding_has_a_sentence(tmp_path):
-    said = set()
+    kinds = set()
     for kept in [*(HERE / "jobs").iterdir(), *KEPT.glob("*.xz")]:
         reading = read_journal(unpacked(kept, tmp_path))
         for finding in findings(reading.story, reading.source):
             assert sentence(finding).strip()
-            said.add(finding.what)
-    assert len(said) > 15
+            kinds.add(finding.what)
+    assert len(kinds) > 15

@@ -49,10 +49,10 @@ def test_lost_worker_turns_dark_and_its_successor_is_shown(tmp_path):
     assert len(fills) == 3, "one for each slot"
     gone = [f"{COLOURS['training']};{COLOURS['']};{COLOURS['starting']}" in each for each in fills]
     assert gone == [False, True, True]
-    told = [text.text or "" for text in root.iter(f"{SVG}text")]
-    recorded("explain", told)
-    assert "4" in told
-    recorded("explain", told)
+    texts = [text.text or "" for text in root.iter(f"{SVG}text")]
+    recorded("explain", texts)
+    assert "4" in texts
+    recorded("explain", texts)
 
 
 def test_film_stays_small(tmp_path):

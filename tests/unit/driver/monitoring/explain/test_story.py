@@ -63,7 +63,7 @@ A, B, C = (Worker("h", slot) for slot in range(3))
 A2, B2 = (Worker("h", slot, 2) for slot in range(2))
 
 
-class Told:
+class TrainingStory:
     """A story with its rows. Three workers train from second 2 on."""
 
     def __init__(self) -> None:
@@ -88,211 +88,221 @@ class Told:
         self.at(now + 0.05, ready, over)
 
     def found(self, what: What) -> list[JobFinding]:
-        told = findings(self.story, JournalState(SETTINGS))
-        return [finding for finding in told if finding.what is what]
+        recorder = findings(self.story, JournalState(SETTINGS))
+        return [finding for finding in recorder if finding.what is what]
 
 
 def test_reporter_of_a_lost_peer_is_not_blamed():
     """Survivors may report the loss before the exit of the lost worker is known."""
-    told = Told()
-    said = "CollectiveFailed: rank 1 of this group left it"
-    told.at(5.0, WorkerRaised(A, 2, None, said, f"Traceback\n{said}"))
-    told.at(5.1, WorkerExited(B, -11), EndJob(1, because(Why.ENDED, who="x", exit="y")))
-    [cause] = told.found(What.CAUSE)
+    recorder = TrainingStory()
+    failure = "CollectiveFailed: rank 1 of this group left it"
+    recorder.at(5.0, WorkerRaised(A, 2, None, failure, f"Traceback\n{failure}"))
+    recorder.at(5.1, WorkerExited(B, -11), EndJob(1, because(Why.ENDED, who="x", exit="y")))
+    [cause] = recorder.found(What.CAUSE)
     assert (cause.facts["cause"], cause.facts["who"]) == ("signal", "rank 1 of 3 (h:1#1)")
 
 
 def test_corruption_of_all_replicas_is_told_once_with_the_checkpoint_used():
-    told = Told()
-    told.at(3.0, CheckpointMade(Commit(2, 5)))
-    told.at(4.0, WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)))
+    recorder = TrainingStory()
+    recorder.at(3.0, CheckpointMade(Commit(2, 5)))
+    recorder.at(4.0, WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)))
     damaged = because(Why.DAMAGED, parts="model", commit="2.9", equal=2)
     spoilt = because(Why.SPOILT, commit="2.9")
-    told.at(5.0, WorkerDiffers(C, 2, Commit(2, 9), ["model"], 2), KillWorker(C, damaged))
+    recorder.at(5.0, WorkerDiffers(C, 2, Commit(2, 9), ["model"], 2), KillWorker(C, damaged))
     others = [KillWorker(A, spoilt), KillWorker(B, spoilt), BreakWorld(2, [], spoilt)]
-    told.at(5.0, ReplicasSpoilt(2, Commit(2, 9)), *others)
+    recorder.at(5.0, ReplicasSpoilt(2, Commit(2, 9)), *others)
     begun = WorkerReady(A2, 0, None, STORE)
-    told.at(6.0, begun, msgspec.structs.replace(world(3, A2, B2), holders=0))
-    told.at(6.1, begun, ReportRecovery(3, "recovery", spoilt, 2, 1100.0, {}, 0))
-    [incident] = told.found(What.INCIDENT)
+    recorder.at(6.0, begun, msgspec.structs.replace(world(3, A2, B2), holders=0))
+    recorder.at(6.1, begun, ReportRecovery(3, "recovery", spoilt, 2, 1100.0, {}, 0))
+    [incident] = recorder.found(What.INCIDENT)
     text = sentence(incident)
     recorded("explain", text)
-    [lost] = told.found(What.LOST_COMMITS)
+    [lost] = recorder.found(What.LOST_COMMITS)
     recorded("explain", sentence(lost))
-    assert Advice.TEST_HOST.value in [each.facts["advice"] for each in told.found(What.ADVICE)]
+    assert Advice.TEST_HOST.value in [each.facts["advice"] for each in recorder.found(What.ADVICE)]
 
 
 def test_survivors_that_rolled_back_to_a_checkpoint_trained_from_it():
-    told = Told()
-    told.at(3.0, CheckpointMade(Commit(2, 5)))
-    told.at(4.0, WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)))
+    recorder = TrainingStory()
+    recorder.at(3.0, CheckpointMade(Commit(2, 5)))
+    recorder.at(4.0, WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)))
     lost = because(Why.LOST_RAISED, worker=str(C), summary="ValueError: x")
-    told.at(5.0, WorkerExited(C, -9), BreakWorld(2, [A, B], lost))
+    recorder.at(5.0, WorkerExited(C, -9), BreakWorld(2, [A, B], lost))
     ready = WorkerReady(A, 2, Commit(2, 9), STORE)
-    told.at(5.1, ready, world(3, A, B))
+    recorder.at(5.1, ready, world(3, A, B))
     report = ReportRecovery(3, "recovery", lost, 2, 50.0, {}, 0)
-    told.at(5.2, ready, msgspec.structs.replace(report, from_checkpoint=True))
-    [incident] = told.found(What.INCIDENT)
+    recorder.at(5.2, ready, msgspec.structs.replace(report, from_checkpoint=True))
+    [incident] = recorder.found(What.INCIDENT)
     assert incident.facts["from_checkpoint"] and incident.facts["commit"] == "g2c5"
-    assert told.found(What.LOST_COMMITS)
+    assert recorder.found(What.LOST_COMMITS)
 
 
 def test_all_hosts_are_to_be_tested_if_the_corrupted_memory_is_unknown():
-    told = Told()
+    recorder = TrainingStory()
     spoilt = because(Why.SPOILT, commit="2.9")
-    told.at(5.0, ReplicasSpoilt(2, Commit(2, 9)), KillWorker(A, spoilt), KillWorker(B, spoilt))
-    told.at(5.0, ReplicasSpoilt(2, Commit(2, 9)), EndJob(1, because(Why.RESTARTS_SPENT, limit=1)))
-    [cause] = told.found(What.CAUSE)
+    recorder.at(5.0, ReplicasSpoilt(2, Commit(2, 9)), KillWorker(A, spoilt), KillWorker(B, spoilt))
+    recorder.at(
+        5.0, ReplicasSpoilt(2, Commit(2, 9)), EndJob(1, because(Why.RESTARTS_SPENT, limit=1))
+    )
+    [cause] = recorder.found(What.CAUSE)
     recorded("explain", sentence(cause))
-    assert told.found(What.ADVICE)[0].facts["advice"] == Advice.TEST_HOSTS.value
+    assert recorder.found(What.ADVICE)[0].facts["advice"] == Advice.TEST_HOSTS.value
 
 
 def test_error_after_training_fails_the_job():
-    told = Told()
-    told.at(5.0, WorkerExited(C, 0), EndJob(0, because(Why.ALL_RETURNED, members=3, generation=2)))
-    told.at(6.0, WorkerExited(A, 0))
+    recorder = TrainingStory()
+    recorder.at(
+        5.0, WorkerExited(C, 0), EndJob(0, because(Why.ALL_RETURNED, members=3, generation=2))
+    )
+    recorder.at(6.0, WorkerExited(A, 0))
     trace = 'Traceback (most recent call last):\n  File "s.py", line 9\nOSError: disk is gone'
-    told.at(7.0, WorkerExited(B, 1, output=trace))
-    [ended] = told.found(What.FAILED)
-    [cause] = told.found(What.CAUSE)
+    recorder.at(7.0, WorkerExited(B, 1, output=trace))
+    [ended] = recorder.found(What.FAILED)
+    [cause] = recorder.found(What.CAUSE)
     assert ended.facts["code"] == 1
     recorded("explain", (cause.facts["who"], cause.facts["what"]))
-    assert told.found(What.AFTER_TRAINING) and told.found(What.TRACE)
-    assert not told.found(What.DONE) and not told.found(What.LOST_ALL)
+    assert recorder.found(What.AFTER_TRAINING) and recorder.found(What.TRACE)
+    assert not recorder.found(What.DONE) and not recorder.found(What.LOST_ALL)
 
 
 def test_worker_that_exited_well_after_training_is_not_lost_with_its_host():
-    told = Told()
-    told.at(5.0, WorkerExited(C, 0), EndJob(0, because(Why.ALL_RETURNED, members=3, generation=2)))
-    told.at(6.0, WorkerExited(A, 0))
-    told.at(6.0, WorkerExited(B, 0))
-    told.at(7.0, HostLost("h", "its connection is gone"))
-    assert told.found(What.DONE) and not told.found(What.CAUSE)
+    recorder = TrainingStory()
+    recorder.at(
+        5.0, WorkerExited(C, 0), EndJob(0, because(Why.ALL_RETURNED, members=3, generation=2))
+    )
+    recorder.at(6.0, WorkerExited(A, 0))
+    recorder.at(6.0, WorkerExited(B, 0))
+    recorder.at(7.0, HostLost("h", "its connection is gone"))
+    assert recorder.found(What.DONE) and not recorder.found(What.CAUSE)
 
 
 def test_host_lost_during_code_after_training_fails_the_job():
-    told = Told()
-    told.at(5.0, WorkerExited(C, 0), EndJob(0, because(Why.ALL_RETURNED, members=3, generation=2)))
-    told.at(7.0, HostLost("h", "its connection is gone"))
-    [cause] = told.found(What.CAUSE)
+    recorder = TrainingStory()
+    recorder.at(
+        5.0, WorkerExited(C, 0), EndJob(0, because(Why.ALL_RETURNED, members=3, generation=2))
+    )
+    recorder.at(7.0, HostLost("h", "its connection is gone"))
+    [cause] = recorder.found(What.CAUSE)
     assert cause.facts["who"] == "rank 0 of 3 (h:0#1)"
 
 
 def test_operator_requests_and_the_newest_known_commit_are_told():
-    told = Told()
+    recorder = TrainingStory()
     why = because(Why.REMOVES, worker=str(C))
-    told.at(4.0, RemoveRequested(1, C), AnswerRequest(1, True, why))
-    told.at(5.0, ScaleRequested(2, 9000), AnswerRequest(2, False, because(Why.FIXED_SIZE)))
-    told.at(6.0, WorkerSpent(A, 3, Times(), "training", Commit(3, 243)))
-    told.at(
+    recorder.at(4.0, RemoveRequested(1, C), AnswerRequest(1, True, why))
+    recorder.at(5.0, ScaleRequested(2, 9000), AnswerRequest(2, False, because(Why.FIXED_SIZE)))
+    recorder.at(6.0, WorkerSpent(A, 3, Times(), "training", Commit(3, 243)))
+    recorder.at(
         7.0, StopRequested("x asks for it", 143), EndJob(143, because(Why.ENDED, who="x", exit="y"))
     )
-    recorded("explain", [sentence(each) for each in told.found(What.REQUEST)])
-    [lost] = told.found(What.LOST_ALL)
+    recorded("explain", [sentence(each) for each in recorder.found(What.REQUEST)])
+    [lost] = recorder.found(What.LOST_ALL)
     assert lost.facts["commit"] == "g3c243"
 
 
 def test_incident_ends_when_all_workers_have_resumed():
-    told = Told()
-    told.lose(10.0, C, A, B, generation=3)
-    told.lose(20.0, B, A, generation=4)
-    assert [each.recovered_ms for each in told.story.incidents] == [50.0, 50.0]
-    assert [(each.size, each.size_after) for each in told.story.incidents] == [(3, 2), (2, 1)]
-    assert not told.story.in_trouble() and not told.found(What.CAUSE)
+    recorder = TrainingStory()
+    recorder.lose(10.0, C, A, B, generation=3)
+    recorder.lose(20.0, B, A, generation=4)
+    assert [each.recovered_ms for each in recorder.story.incidents] == [50.0, 50.0]
+    assert [(each.size, each.size_after) for each in recorder.story.incidents] == [(3, 2), (2, 1)]
+    assert not recorder.story.in_trouble() and not recorder.found(What.CAUSE)
 
 
 def test_exception_after_the_others_returned_is_the_cause_of_the_failure():
-    told = Told()
-    told.at(8.0, WorkerReturned(A, 2))
-    told.at(8.1, WorkerReturned(B, 2))
+    recorder = TrainingStory()
+    recorder.at(8.0, WorkerReturned(A, 2))
+    recorder.at(8.1, WorkerReturned(B, 2))
     facts = {"members": 2, "generation": 2}
-    said = "AssertionError: x"
-    told.at(
-        9.0, WorkerRaised(C, 2, None, said, said), EndJob(0, because(Why.ALL_RETURNED, **facts))
+    failure = "AssertionError: x"
+    recorder.at(
+        9.0,
+        WorkerRaised(C, 2, None, failure, failure),
+        EndJob(0, because(Why.ALL_RETURNED, **facts)),
     )
-    told.at(9.5, WorkerExited(C, 1, "", ""))
-    assert told.story.code == 1
-    [cause] = told.found(What.CAUSE)
-    assert (cause.facts["cause"], cause.facts["what"]) == ("exception", said)
-    assert not told.found(What.AFTER_TRAINING) and not told.found(What.DONE)
+    recorder.at(9.5, WorkerExited(C, 1, "", ""))
+    assert recorder.story.code == 1
+    [cause] = recorder.found(What.CAUSE)
+    assert (cause.facts["cause"], cause.facts["what"]) == ("exception", failure)
+    assert not recorder.found(What.AFTER_TRAINING) and not recorder.found(What.DONE)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_end_on_fewer_workers_names_the_worker_whose_script_failed(strict):
-    told = Told()
+    recorder = TrainingStory()
     lost = because(Why.LOST_RAISED, worker=str(C), summary="ValueError: x")
-    told.at(5.0, WorkerRaised(C, 2, None, "ValueError: x", ""), BreakWorld(2, [A, B], lost))
+    recorder.at(5.0, WorkerRaised(C, 2, None, "ValueError: x", ""), BreakWorld(2, [A, B], lost))
     ready = WorkerReady(A, 2, Commit(2, 7), STORE)
-    told.at(5.1, ready, world(3, A, B))
-    told.at(5.2, ready, ReportRecovery(3, "recovery", lost, 2, 50.0, {}, 0))
+    recorder.at(5.1, ready, world(3, A, B))
+    recorder.at(5.2, ready, ReportRecovery(3, "recovery", lost, 2, 50.0, {}, 0))
     facts = {"members": 2, "generation": 3, "began": 3, "failed": [lost], "strict": strict}
     reason = because(Why.ALL_RETURNED, **facts)
-    told.at(9.0, WorkerReturned(A, 3), EndJob(0, reason))
-    assert told.story.code == int(strict)
-    [found] = told.found(What.CAUSE_UNKNOWN if strict else What.DONE)
+    recorder.at(9.0, WorkerReturned(A, 3), EndJob(0, reason))
+    assert recorder.story.code == int(strict)
+    [found] = recorder.found(What.CAUSE_UNKNOWN if strict else What.DONE)
     assert found.facts["reason" if strict else "short"] == str(reason)
 
 
 def test_job_that_lost_its_shards_is_advised_to_keep_more_copies():
-    told = Told()
+    recorder = TrainingStory()
     lost = because(Why.SHARDS_LOST, text="shard 1 of 4 was on h")
     raised = WorkerRaised(A, 2, None, "shard 1 of 4 was on h", "", final=True, shards_lost=True)
-    told.at(9.0, raised, EndJob(1, lost))
-    assert [death.cause for death in told.story.losses()] == [Cause.SHARDS_LOST]
-    assert told.found(What.ADVICE)[0].facts["advice"] == Advice.MORE_COPIES.value
+    recorder.at(9.0, raised, EndJob(1, lost))
+    assert [death.cause for death in recorder.story.losses()] == [Cause.SHARDS_LOST]
+    assert recorder.found(What.ADVICE)[0].facts["advice"] == Advice.MORE_COPIES.value
 
 
 def test_exits_after_the_end_are_no_losses():
-    told = Told()
-    told.at(9.0, WorkerRaised(A, 2, None, "ValueError: x", "Traceback\nValueError: x"))
-    told.at(9.1, WorkerExited(A, 1), EndJob(1, because(Why.ALL_LOST, members=3, generation=2)))
-    told.at(9.4, WorkerRaised(C, 2, None, "JobOver: the job is over", "Traceback"))
-    told.at(9.5, WorkerExited(B, -9))
-    told.at(9.6, WorkerExited(C, 1, "", "Traceback (most recent call last):\nKeyError: 2\n"))
-    assert [death.worker for death in told.story.losses()] == [A]
+    recorder = TrainingStory()
+    recorder.at(9.0, WorkerRaised(A, 2, None, "ValueError: x", "Traceback\nValueError: x"))
+    recorder.at(9.1, WorkerExited(A, 1), EndJob(1, because(Why.ALL_LOST, members=3, generation=2)))
+    recorder.at(9.4, WorkerRaised(C, 2, None, "JobOver: the job is over", "Traceback"))
+    recorder.at(9.5, WorkerExited(B, -9))
+    recorder.at(9.6, WorkerExited(C, 1, "", "Traceback (most recent call last):\nKeyError: 2\n"))
+    assert [death.worker for death in recorder.story.losses()] == [A]
 
 
 def test_repeated_incidents_are_counted():
-    told = Told()
+    recorder = TrainingStory()
     for number in range(1, 5):
         worker = Worker("h", 2, number)
-        told.at(
+        recorder.at(
             10.0 * number,
             WorkerRaised(worker, 2, None, "ValueError: x", "Traceback\nValueError: x"),
         )
-    told.at(50.0, WorkerExited(A, 1), EndJob(1, because(Why.RESET_LIMIT, limit=3, cause="x")))
-    assert [each.facts for each in told.found(What.REPEATED)] == [
+    recorder.at(50.0, WorkerExited(A, 1), EndJob(1, because(Why.RESET_LIMIT, limit=3, cause="x")))
+    assert [each.facts for each in recorder.found(What.REPEATED)] == [
         {"times": 4, "rank": None}  # they were in no world
     ]
-    [trace] = told.found(What.TRACE)
+    [trace] = recorder.found(What.TRACE)
     assert trace.facts["text"] == "Traceback\nValueError: x"
 
 
 @pytest.mark.parametrize(("code", "helps"), [(1, False), (-9, True)])
 def test_min_np_is_advised_after_a_loss_but_not_after_a_script_error(code, helps):
-    told = Told()
+    recorder = TrainingStory()
     if code == 1:
-        told.at(9.0, WorkerRaised(A, 2, None, "ValueError: x", "Traceback\nValueError: x"))
-    told.at(10.0, WorkerExited(A, code), EndJob(1, because(Why.ENDED, who="x", exit="y")))
+        recorder.at(9.0, WorkerRaised(A, 2, None, "ValueError: x", "Traceback\nValueError: x"))
+    recorder.at(10.0, WorkerExited(A, code), EndJob(1, because(Why.ENDED, who="x", exit="y")))
     fixed = JournalState(dataclasses.replace(SETTINGS, elastic=False))
-    advice = {each.facts.get("advice") for each in findings(told.story, fixed)}
+    advice = {each.facts.get("advice") for each in findings(recorder.story, fixed)}
     assert (Advice.BE_ELASTIC.value in advice) is helps
 
 
 def test_script_without_elastic_run_is_advised_to_use_it():
-    told = Told()
+    recorder = TrainingStory()
     outside = because(Why.LOST_PEER_OUTSIDE, who="rank 0", text="lost h:1#1")
-    told.at(10.0, WorkerExited(B, -9), EndJob(1, outside))
-    first, second = (each.facts["advice"] for each in told.found(What.ADVICE)[:2])
+    recorder.at(10.0, WorkerExited(B, -9), EndJob(1, outside))
+    first, second = (each.facts["advice"] for each in recorder.found(What.ADVICE)[:2])
     assert (first, second) == (Advice.BE_ELASTIC.value, Advice.WHO_KILLED_IT.value)
 
 
 def test_only_a_failed_job_loses_its_work_in_memory():
-    told = Told()
-    told.lose(10.0, C, A, B, generation=3)
-    assert not told.found(What.LOST_ALL)
-    told.at(20.0, WorkerExited(A, 1), EndJob(1, because(Why.ENDED, who="x", exit="y")))
-    assert [each.facts["commit"] for each in told.found(What.LOST_ALL)] == ["g2c7"]
+    recorder = TrainingStory()
+    recorder.lose(10.0, C, A, B, generation=3)
+    assert not recorder.found(What.LOST_ALL)
+    recorder.at(20.0, WorkerExited(A, 1), EndJob(1, because(Why.ENDED, who="x", exit="y")))
+    assert [each.facts["commit"] for each in recorder.found(What.LOST_ALL)] == ["g2c7"]
 
 
 def test_actions_omitted_by_an_archive_are_reconstructed(tmp_path):
@@ -316,59 +326,59 @@ def test_copy_that_starts_in_the_middle_knows_the_members(tmp_path):
 
 @pytest.mark.parametrize("memory", [False, True])
 def test_last_output_of_a_killed_worker_is_no_traceback(memory):
-    told = Told()
+    recorder = TrainingStory()
     ended = because(Why.ENDED, who="x", exit="y")
     exited = WorkerExited(A, -9, output="a warning\nof a library\n", out_of_memory=memory)
-    told.at(5.0, exited, EndJob(137, ended))
-    assert told.found(What.CAUSE) and not told.found(What.TRACE)
+    recorder.at(5.0, exited, EndJob(137, ended))
+    assert recorder.found(What.CAUSE) and not recorder.found(What.TRACE)
 
 
 def test_static_job_trains_in_its_first_world():
     """No event marks the start of its training."""
-    told = Told()
-    told.story = Story()
-    told.at(1.0, WorkerConnected(A, 1), WelcomeWorker(A, Place(0, 1, 0, 1, 0, 1), False, False))
-    told.at(2.0, WorkerReady(A, 0, None, STORE, running=False), world(1, A))
+    recorder = TrainingStory()
+    recorder.story = Story()
+    recorder.at(1.0, WorkerConnected(A, 1), WelcomeWorker(A, Place(0, 1, 0, 1, 0, 1), False, False))
+    recorder.at(2.0, WorkerReady(A, 0, None, STORE, running=False), world(1, A))
     ended = because(Why.ENDED, who="x", exit="y")
-    told.at(5.0, WorkerExited(A, -9), EndJob(137, ended))
-    [began] = told.found(What.TRAINING_BEGAN)
-    assert began.facts["at_s"] == 1.0 and not told.found(What.NEVER_TRAINED)
+    recorder.at(5.0, WorkerExited(A, -9), EndJob(137, ended))
+    [began] = recorder.found(What.TRAINING_BEGAN)
+    assert began.facts["at_s"] == 1.0 and not recorder.found(What.NEVER_TRAINED)
 
 
 def test_last_commit_without_a_checkpoint_is_told_after_a_successful_job():
-    told = Told()
-    told.at(3.0, CheckpointMade(Commit(2, 5)))
-    assert told.story.newest == Commit(2, 5)
-    told.at(
+    recorder = TrainingStory()
+    recorder.at(3.0, CheckpointMade(Commit(2, 5)))
+    assert recorder.story.newest == Commit(2, 5)
+    recorder.at(
         4.0,
         WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)),
         EndJob(0, because(Why.ALL_RETURNED, members=3, generation=2)),
     )
-    [lost] = told.found(What.NOT_DURABLE)
+    [lost] = recorder.found(What.NOT_DURABLE)
     recorded("explain", sentence(lost))
-    assert not told.found(What.LOST_NOTHING)
-    told.at(5.0, CheckpointMade(Commit(2, 9)))
-    assert told.found(What.LOST_NOTHING) and not told.found(What.NOT_DURABLE)
+    assert not recorder.found(What.LOST_NOTHING)
+    recorder.at(5.0, CheckpointMade(Commit(2, 9)))
+    assert recorder.found(What.LOST_NOTHING) and not recorder.found(What.NOT_DURABLE)
 
 
 def test_journal_on_a_full_disk_does_not_suggest_a_killed_driver():
     """Its driver continues, but no other driver can resume from it."""
-    found = findings(Told().story, JournalState(SETTINGS, abandoned=True))
+    found = findings(TrainingStory().story, JournalState(SETTINGS, abandoned=True))
     first, *rest = map(sentence, found)
     recorded("explain", first)
     assert not any("--resume" in each for each in rest)
 
 
 def test_training_started_before_a_copy_that_starts_in_the_middle():
-    told = Told()
-    told.story = Story()
-    told.story.adopt([(A, 0), (B, 1)], 4, 50.0)
-    [went_on] = told.found(What.TRAINING_BEGAN)
+    recorder = TrainingStory()
+    recorder.story = Story()
+    recorder.story.adopt([(A, 0), (B, 1)], 4, 50.0)
+    [went_on] = recorder.found(What.TRAINING_BEGAN)
     recorded("explain", sentence(went_on))
 
 
 def test_thawed_worker_continues_its_activity():
-    rows = Told().rows
+    rows = TrainingStory().rows
     rows.note(WorkerFrozen(B, "stopped"), [], 5.0)
     rows.note(WorkerThawed(B), [], 6.0)
     states = [STATES[int(span[2])] for span in rows.table(7.0)["h:1"]]
@@ -376,15 +386,15 @@ def test_thawed_worker_continues_its_activity():
 
 
 def test_loss_is_a_red_ring_in_the_film():
-    told = Told()
-    assert "<circle r" in film(told.story, told.rows) and 'stroke-width="3"' not in film(
-        told.story, told.rows
+    recorder = TrainingStory()
+    assert "<circle r" in film(recorder.story, recorder.rows) and 'stroke-width="3"' not in film(
+        recorder.story, recorder.rows
     )
-    told.lose(10.0, C, A, B, generation=3)
-    assert film(told.story, told.rows).count('stroke-width="3"') == 1
+    recorder.lose(10.0, C, A, B, generation=3)
+    assert film(recorder.story, recorder.rows).count('stroke-width="3"') == 1
 
 
 def test_oom_kill_is_a_separate_cause():
-    told = Told()
-    told.at(5.0, WorkerExited(B, -9, out_of_memory=True))
-    assert [death.cause for death in told.story.losses()] == [Cause.OUT_OF_MEMORY]
+    recorder = TrainingStory()
+    recorder.at(5.0, WorkerExited(B, -9, out_of_memory=True))
+    assert [death.cause for death in recorder.story.losses()] == [Cause.OUT_OF_MEMORY]
