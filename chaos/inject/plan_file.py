@@ -1,10 +1,14 @@
 """Parse a plan of faults from TOML. Pure: text in, plan out; an error is one sentence that names the line.
 
-[random]                        # drawn, at exponentially distributed intervals mean_time_between_faults_s = 30 faults =
-["kill", "freeze"]
+[random]                        # drawn, at exponentially distributed intervals
+mean_time_between_faults_s = 30
+faults = ["kill", "freeze"]
 
-[[fault]]                       # exactly this one at_s = 12                       # after training began; or
-after_commits = 100, or at_generation = 3 kind = "freeze" victim = "rank 0" for_s = 8
+[[fault]]                       # exactly this one
+at_s = 12                       # after training began; or after_commits = 100, or at_generation = 3
+kind = "freeze"
+victim = "rank 0"
+for_s = 8
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Waiting times of workers when other pods start, stop, or are lost. One job in a real control plane on this machine."""
+"""Measure how long workers wait when other pods start, stop, or are lost: one job in a real control plane.
+
+    python -m cluster.measure        (in tests/, after `make kubernetes`)
+
+A gap is the longest time between two steps of any process that made steps before and after.
+"""
 
 from __future__ import annotations
 

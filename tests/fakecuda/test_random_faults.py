@@ -6,8 +6,8 @@ KINDS="death in init,endless copy"      only of these kinds
 MODELS=sharded                          only with FSDP2
 COSTS=FILE                              what each cost: JSON, line by line
 
-How long survivors of a death take, on a machine that does nothing else: KINDS="death in init,death in connect,death in
-kernel,death in launch" COSTS=costs.jsonl make faults FAULTS=40
+Recovery time after a killed worker, on an idle machine:
+KINDS="death in init,death in connect,death in kernel,death in launch" COSTS=costs.jsonl make faults FAULTS=40
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Short notation for events of a Membership, with a manual clock, and invariants after every event.
 
-talk = running(4)                                  # four workers train in generation 2, each on a slot of host h assert
-talk.tell(exited("h:0")) == [...] talk.wait(1.0)                                     # with TimePassed at every deadline
-on the way
+talk = running(4)                                  # four workers train in generation 2, each on a slot of host h
+assert talk.tell(exited("h:0")) == [...]
+talk.wait(1.0)                                     # with TimePassed at every deadline on the way
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ EVENTS   ``7:kill:1:backward 9:hold:3 12:leave:0``: at this step the worker with
          world, is killed after the backward pass of its first shard, asked to leave, or frozen; or all wait until the
          world has this size. ``all`` kills every worker. Each happens once, whatever is done again. Who is asked to
          leave does not come back.
-THREADS  of workers that are started again; step 4 then waits for a file ``go`` where nobody is to hold. HOLD_S   how
-long to wait for that, in seconds. STEPS, SHARDS, EXACT=0, PLANT (a bug, see `planted`), OWN_DIGESTS (a file for them,
-where there is no driver).
+THREADS  of workers that are started again; step 4 then waits for a file ``go`` where nobody is to hold.
+HOLD_S   how long to wait for that, in seconds.
+STEPS, SHARDS, EXACT=0, PLANT (a bug, see `planted`), OWN_DIGESTS (a file for them, where there is no driver).
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ the environment, as rules like ``slot=0,step=7,place=forward;...``. A rule means
 ``start=2`` the second, or ``start=any``; without a slot, every worker; ``size=1`` or ``generation=2``, only in such a
 world.
 
-DIE      SIGKILL at the place. RAISE    an exception at the place: ``error=`` value, horovod, shape, late; or exit:
-``sys.exit(3)``, and the end of the
+DIE      SIGKILL at the place.
+RAISE    an exception at the place: ``error=`` value, horovod, shape, late; or exit: ``sys.exit(3)``, and the end of the
          interpreter takes until a file ``exit`` exists.
-WAIT     stop at the place until a file exists: ``file=``; ``then=collective`` takes part in one afterwards. HOLD
-``4:size=3;9:file=go``: at that step go on committing, without a step, until the world has this size, or a file
+WAIT     stop at the place until a file exists: ``file=``; ``then=collective`` takes part in one afterwards.
+HOLD     ``4:size=3;9:file=go``: at that step go on committing, without a step, until the world has this size, or a file
          exists.
 ENDS     a file, and no number of steps, ends the training. PACE: seconds of rest after each step.
 SHARDED  the parameters are sharded by FSDP2.
