@@ -40,7 +40,7 @@ class Sealed(NamedTuple):
 
 
 class ShardedJob:
-    """What workers of one job have sealed.
+    """Sealed commits of one job, and what was restored of them.
 
     Args:
         copies: of each shard, on other hosts.

@@ -7,7 +7,6 @@ listen for the start and end of a step. Communicates only in `Shards.mean`.
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -126,6 +125,10 @@ class Shards:
         if self._present is None or self._begun_with is None or runtime is None:
             return False
         return runtime.generation == self._begun_in and self._begun_with() is runtime
+
+    def began_with(self, runtime: Context) -> bool:
+        """Whether the last loop over a step's shards began in this job."""
+        return self._begun_with is not None and self._begun_with() is runtime
 
     @property
     def present(self) -> ShardStep | None:
@@ -458,15 +461,9 @@ _all: weakref.WeakSet[Shards] = weakref.WeakSet()  # of this process
 
 
 def in_use() -> bool:
-    """Whether this process has run, or is in, a loop over the shards of a step."""
-
-    def there() -> bool:
-        return any(each.step > 0 or each.present is not None for each in _all)
-
-    if not there():
-        return False
-    gc.collect()  # one that the script has dropped may still be in a cycle
-    return there()
+    """Whether the script has run, or is in, a loop over the shards of a step in the present job."""
+    runtime = lifecycle.active()
+    return runtime is not None and any(each.began_with(runtime) for each in _all)
 
 
 def _why_no_collective() -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
+import elastic
 from elastic.errors import Fixed, NotElastic
 from elastic.exact.shards import Shards
 from elastic.state import TorchState, sharding
@@ -188,9 +189,13 @@ def test_parameters_of_fsdp1_are_known_by_its_marks():
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero"])
-def test_shards_that_are_in_no_state_are_refused_with_what_is_sharded(four, kind: str):
+def test_shards_that_are_in_no_state_are_refused_with_what_is_sharded(
+    four, kind: str, monkeypatch: pytest.MonkeyPatch
+):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
+    monkeypatch.delenv("RANK", raising=False)
+    elastic.init()
     model: Any = fully_sharded(four) if kind == "fsdp2" else network()
     optimizer: Any = (
         sgd(model)
@@ -207,4 +212,5 @@ def test_shards_that_are_in_no_state_are_refused_with_what_is_sharded(four, kind
     with pytest.raises(NotElastic) as refused:
         sharding_guard.check(optimizer, 1, 4)
     assert refused.value.kind is (Fixed.PARAMETERS if kind == "fsdp2" else Fixed.OPTIMIZER)
+    elastic.shutdown()
     del used, unused
