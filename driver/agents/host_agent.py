@@ -157,7 +157,7 @@ class AgentProcess:
         )
         self._address = await self._server.open(
             LOOPBACK,
-            heard=self._worker_said,
+            heard=self._on_worker_message,
             gone=self._worker_hung_up,
             expected=lambda worker: worker in self._agent.alive(),
         )
@@ -394,7 +394,7 @@ class AgentProcess:
             folder = home
         self._agent.start(worker, start.command, env, folder=folder or None)
 
-    def _worker_said(self, worker: Worker, message: Any) -> None:
+    def _on_worker_message(self, worker: Worker, message: Any) -> None:
         self._connected.add(worker)
         if worker in self._stale:
             return

@@ -105,7 +105,7 @@ class Leadership:
             raise self._deposed()
 
     async def resign(self) -> None:
-        """Free the seat, or stop waiting for it. Within a limit."""
+        """Free the seat, or stop waiting for it, within a time limit."""
         self._resigned = True
         self._guard_condition = None
         for task in self._tasks:

@@ -62,9 +62,9 @@ class Reconnections(Part):
         elif record.stage is WorkerStage.FINISHED:
             self.actions.add(FinishWorld(event.generation, [event.worker]))
         elif record.worker in self.worlds.world.places:
-            self._tell_member(record, event)
+            self._repeat_to_member(record, event)
 
-    def _tell_member(self, record: WorkerRecord, event: WorkerReconnected) -> None:
+    def _repeat_to_member(self, record: WorkerRecord, event: WorkerReconnected) -> None:
         worker, generation, change = record.worker, self.worlds.generation, self.worlds.change
         published = self.worlds.published
         assert published is not None

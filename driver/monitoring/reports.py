@@ -65,7 +65,7 @@ class Reports:
         if self._answering is not None:
             self._answering.cancel()
             self._answering = None
-        self._say_dropped(always=True)
+        self._log_dropped(always=True)
 
     def _take(self, worker: Worker, message: Reported) -> None:
         try:
@@ -102,9 +102,9 @@ class Reports:
     def _answer(self) -> None:
         self._answering = None
         self._send_each(self._ledger.answers())
-        self._say_dropped()
+        self._log_dropped()
 
-    def _say_dropped(self, *, always: bool = False) -> None:
+    def _log_dropped(self, *, always: bool = False) -> None:
         """Log dropped reports: the first at once, later ones at intervals in one line."""
         dropped = self._ledger.dropped
         if not dropped:

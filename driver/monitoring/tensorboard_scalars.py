@@ -122,7 +122,7 @@ class TensorBoard:
         except queue.Full:
             return
         self._writing.join(CLOSE_S)
-        self._say_trouble()
+        self._log_trouble()
 
     def _give(self, scalars: Sequence[Scalar]) -> None:
         for each in scalars:
@@ -130,9 +130,9 @@ class TensorBoard:
                 self._waiting.put_nowait(each)
             except queue.Full:
                 self._trouble = self._trouble or "they arrive faster than they can be written"
-        self._say_trouble()
+        self._log_trouble()
 
-    def _say_trouble(self) -> None:
+    def _log_trouble(self) -> None:
         if self._trouble and not self._warned:
             self._warned = True
             text = f"scalars for TensorBoard are lost (logged once): {self._trouble}"

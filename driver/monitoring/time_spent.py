@@ -196,7 +196,7 @@ class TimeSpent:
         self.stalls.note(event, actions, now)
         match event:
             case events.WorkerSpent():
-                self._said(event, now)
+                self._record_report(event, now)
             case events.WorkerReady(worker, running=running):
                 if worker in self.running:
                     self.running[worker].running = running
@@ -274,7 +274,7 @@ class TimeSpent:
         self._stretch, self._since = stretch, now
         self.count[stretch] += 1
 
-    def _said(self, event: events.WorkerSpent, now: float) -> None:
+    def _record_report(self, event: events.WorkerSpent, now: float) -> None:
         spent = self.running.get(event.worker)
         if spent is None:
             if any(each.worker == event.worker for each in self.gone):

@@ -94,7 +94,7 @@ class Stuck(Part):
         before = (record.entered, record.phase, record.inside)
         self._silence.answered(event.worker.host)
         record.said_at = self.actions.now
-        self._gpu_said(record, event)
+        self._record_gpu(record, event)
         if event.inside and before == (event.entered, event.phase, event.inside):
             self._repeated_at = self.actions.now
         if event.inside:
@@ -118,7 +118,7 @@ class Stuck(Part):
             waiters = [each.worker for each in self.roster.inside.values()]
             self.actions.add(events.TellAwaited(event.generation, waiters, place.rank, event.line))
 
-    def _gpu_said(self, record: WorkerRecord, event: events.WorkerProgressed) -> None:
+    def _record_gpu(self, record: WorkerRecord, event: events.WorkerProgressed) -> None:
         """Record a worker's GPU progress. The time since it last changed is only valid within one wait."""
         same_wait = (record.entered, record.inside) == (event.entered, event.inside)
         if not same_wait or _counts(record.gpu) != _counts(event.gpu):

@@ -101,7 +101,7 @@ class PageModel:
         decided: dict[tuple[str, str], list[str]] = {}  # workers by action and reason
         for action in actions:
             self._decided(action)
-            description = _told(action)
+            description = _describe_action(action)
             if description is not None:
                 what, target, why = description
                 decided.setdefault((what, why), []).append(target)
@@ -439,7 +439,7 @@ class PageModel:
         self.state.set(name, {**numbers, "at": self.now, "total": total})
 
 
-def _told(action: events.Action) -> tuple[str, str, str] | None:
+def _describe_action(action: events.Action) -> tuple[str, str, str] | None:
     """Describe a decision: the action, its object and the reason."""
     match action:
         case events.StartWorker(worker, _, reason):

@@ -279,7 +279,7 @@ class AgentActor:
     async def _die(self) -> None:
         await self._clear()
         why = f"Ray's raylet on {self._host} is gone, and the agent exited with it"
-        await self._say_last("warning", why)
+        await self._report_last("warning", why)
         await asyncio.sleep(SENT_S)
         self._engine.die()
 
@@ -304,11 +304,11 @@ class AgentActor:
             return
         why = why_ended(self._host, process.code, process.said(), by_ssh=False)
         await self._clear()
-        await self._say_last("warning" if process.code else "debug", why)
+        await self._report_last("warning" if process.code else "debug", why)
         await asyncio.sleep(SENT_S)
         self._engine.leave()
 
-    async def _say_last(self, level: str, why: str) -> None:
+    async def _report_last(self, level: str, why: str) -> None:
         self._ended = (level, why)
         self._wake()
         deadline = asyncio.get_running_loop().time() + FETCHED_S

@@ -73,7 +73,7 @@ def registered(*running: Worker, exits=(), ends=False) -> Registered:
     return Registered(2, "127.0.0.1", addresses, [*running], [*exits], "one", ends=ends)
 
 
-def told(agent: HostAgent, *messages: Any) -> TellAgents:
+def sent_to(agent: HostAgent, *messages: Any) -> TellAgents:
     return TellAgents([agent], [*messages])
 
 
@@ -93,7 +93,7 @@ class Talk:
 
     def here(self, agent: HostAgent, *running: Worker, exits=(), ends=False) -> list[Any]:
         """Connect an agent, attach it, and report its running workers."""
-        assert self.hear(AgentCalled(agent)) == [told(agent, ATTACH)]
+        assert self.hear(AgentCalled(agent)) == [sent_to(agent, ATTACH)]
         return self.hear(AgentSaid(agent, registered(*running, exits=exits, ends=ends)))
 
     def deadline(self) -> list[Any]:
@@ -108,10 +108,10 @@ def test_orders_wait_for_the_agent():
     assert talk.hear(StartOrdered(order(A)), StartOrdered(order(A2))) == []
     assert talk.here(FIRST) == [
         TellDriver(HostReported("here", [], [])),  # not ordered on any connection before
-        told(FIRST, order(A)),
-        told(FIRST, order(A2)),
+        sent_to(FIRST, order(A)),
+        sent_to(FIRST, order(A2)),
     ]
-    assert talk.hear(KillOrdered(A)) == [told(FIRST, Kill(A))]
+    assert talk.hear(KillOrdered(A)) == [sent_to(FIRST, Kill(A))]
     assert talk.hear(AgentSaid(FIRST, Heard(A, protocol.Returned(1)))) == [
         PassOn(A, protocol.Returned(1))
     ]
@@ -126,7 +126,7 @@ def test_pending_order_is_withdrawn():
     talk = Talk()
     talk.hear(StartOrdered(order(A)), StartOrdered(order(A2)))
     assert talk.hear(KillOrdered(A)) == [TellDriver(WorkerExited(A, -9))]
-    assert talk.here(FIRST)[1:] == [told(FIRST, order(A2))]
+    assert talk.here(FIRST)[1:] == [sent_to(FIRST, order(A2))]
 
 
 def test_kill_is_repeated_when_the_agent_returns():
@@ -135,7 +135,7 @@ def test_kill_is_repeated_when_the_agent_returns():
     assert talk.here(FIRST, A, exits=[WorkerExited(A2, 0)]) == [
         TellDriver(WorkerExited(A2, 0)),
         TellDriver(HostReported("here", [A], [A])),
-        told(FIRST, Kill(A)),
+        sent_to(FIRST, Kill(A)),
     ]
     talk.hear(AgentGone(FIRST, False))
     assert talk.here(FIRST, A) == [TellDriver(HostReported("here", [A], [A]))]
@@ -191,7 +191,7 @@ def test_host_has_one_agent_at_a_time():
     talk = Talk()
     talk.here(FIRST)
     earlier, later = HostAgent("here", 4), HostAgent("here", 6)
-    refused = told(earlier, Reject("another agent serves this host"))
+    refused = sent_to(earlier, Reject("another agent serves this host"))
     assert talk.hear(AgentCalled(earlier)) == [refused]
     assert talk.hear(AgentCalled(later)) == [HangUp(later)], "it has to wait"
     assert talk.hear(AgentSaid(later, registered())) == [], "it was not attached"
@@ -297,12 +297,12 @@ def test_every_agent_is_dismissed_and_awaited_at_the_end():
     talk.here(FIRST, A)
     talk.here(THERE)
     goodbye = Detach("the job has ended")
-    assert talk.hear(JobEnded()) == [told(FIRST, goodbye), told(THERE, goodbye)]
+    assert talk.hear(JobEnded()) == [sent_to(FIRST, goodbye), sent_to(THERE, goodbye)]
     assert talk.pool.awaits_agents()
     talk.hear(AgentSaid(FIRST, Seen(WorkerExited(A, -9))))
     assert not talk.pool.awaits_agents()
     assert talk.hear(AgentGone(THERE, False)) == [] and talk.pool.next_deadline() is None
-    assert talk.here(HostAgent("late", 1)) == [told(HostAgent("late", 1), goodbye)]
+    assert talk.here(HostAgent("late", 1)) == [sent_to(HostAgent("late", 1), goodbye)]
 
 
 def test_agent_that_ends_with_the_job_is_awaited_until_it_disconnects():
@@ -326,7 +326,7 @@ def ended_as_it_started(*, outlives: bool) -> Talk:
 def test_started_agent_that_outlives_its_starter_is_awaited_to_be_dismissed():
     talk = ended_as_it_started(outlives=True)
     assert talk.pool.awaits_agents()
-    assert talk.here(FIRST, ends=True) == [told(FIRST, Detach("the job has ended"))]
+    assert talk.here(FIRST, ends=True) == [sent_to(FIRST, Detach("the job has ended"))]
     talk.hear(AgentGone(FIRST, False))
     assert not talk.pool.awaits_agents()
 

@@ -139,29 +139,29 @@ def test_replicas_that_never_were_equal_are_not_corrupted():
     ]
 
 
-def saw(digest: int | None = 5, number: int = 41) -> NotFinite:
+def observed(digest: int | None = 5, number: int = 41) -> NotFinite:
     return NotFinite(3, Commit(3, number), digest)
 
 
 def test_corruption_spread_by_gradients_leaves_no_replica_as_source():
     shares = three()
-    shares.handle(A, saw())
-    shares.handle(B, saw(9))
-    assert shares.handle(C, saw()) == [Spoilt(3, Commit(3, 41), [B], 2)]
-    assert shares.handle(C, saw()) == [], "once is enough"
+    shares.handle(A, observed())
+    shares.handle(B, observed(9))
+    assert shares.handle(C, observed()) == [Spoilt(3, Commit(3, 41), [B], 2)]
+    assert shares.handle(C, observed()) == [], "once is enough"
 
 
 def test_two_corrupted_replicas_blame_no_rank_and_are_no_source():
     shares = three()
     shares.world(3, [A, B])
-    shares.handle(A, saw())
-    assert shares.handle(B, saw(9)) == [Spoilt(3, Commit(3, 41), [], 1)]
+    shares.handle(A, observed())
+    assert shares.handle(B, observed(9)) == [Spoilt(3, Commit(3, 41), [], 1)]
 
 
 def test_batch_with_nan_gradients_everywhere_is_no_corruption():
     """Nor if another part of a replica differs and the gradients resulted from it."""
     shares = three()
-    assert [shares.handle(worker, saw()) for worker in (A, B, C)] == [[]] * 3
+    assert [shares.handle(worker, observed()) for worker in (A, B, C)] == [[]] * 3
     for worker in (A, B):
         shares.handle(worker, wrote())
     assert Damaged(C, 3, Commit(3, 41), ["model"], 2) in (shares.handle(C, wrote(model=8)) or [])
@@ -169,24 +169,24 @@ def test_batch_with_nan_gradients_everywhere_is_no_corruption():
 
 def test_rank_that_missed_the_beginning_is_neither_blamed_nor_a_witness():
     shares = three()
-    shares.handle(A, saw())
-    shares.handle(B, saw(None, 42))
-    assert shares.handle(C, saw()) == []
-    assert shares.handle(C, saw(9)) == [Spoilt(3, Commit(3, 41), [], 1)]
+    shares.handle(A, observed())
+    shares.handle(B, observed(None, 42))
+    assert shares.handle(C, observed()) == []
+    assert shares.handle(C, observed(9)) == [Spoilt(3, Commit(3, 41), [], 1)]
 
 
 def test_observations_before_different_commits_are_not_compared():
     """Gradients were finite in between, and two ranks have already reported that."""
     shares = three()
     for worker, digest in ((A, 5), (B, 5), (C, 5)):
-        shares.handle(worker, saw(digest))
-    assert shares.handle(A, saw(6, 44)) == shares.handle(B, saw(6, 44)) == []
-    assert shares.handle(C, saw(7, 44)) == [Spoilt(3, Commit(3, 44), [C], 2)]
+        shares.handle(worker, observed(digest))
+    assert shares.handle(A, observed(6, 44)) == shares.handle(B, observed(6, 44)) == []
+    assert shares.handle(C, observed(7, 44)) == [Spoilt(3, Commit(3, 44), [C], 2)]
 
 
 def test_replicas_that_never_were_equal_are_not_corrupted_by_one():
     shares = three(equal_before=False)
-    assert [shares.handle(worker, saw(n)) for n, worker in enumerate((A, B, C))] == [[]] * 3
+    assert [shares.handle(worker, observed(n)) for n, worker in enumerate((A, B, C))] == [[]] * 3
 
 
 def test_checkpoint_reported_again_after_a_newer_one_changes_nothing():

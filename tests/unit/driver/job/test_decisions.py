@@ -69,7 +69,7 @@ def killed(actions: list[Any]) -> list[Worker]:
     return [action.worker for action in actions if isinstance(action, KillWorker)]
 
 
-def gone(worker: Worker, code: int = 0) -> WorkerExited:
+def exited(worker: Worker, code: int = 0) -> WorkerExited:
     return WorkerExited(worker, code)
 
 
@@ -78,12 +78,12 @@ def test_successful_job_awaits_its_members_and_ends_with_the_last():
     assert talk.decisions.members == PLACES and not talk.decisions.over
     let_go = LetGo(SPARE, because(Why.JOB_ENDED))
     assert talk.hear(TimePassed(), let_go, TRAINED) == [let_go, TRAINED]
-    assert talk.hear(gone(A)) == []
+    assert talk.hear(exited(A)) == []
     assert talk.decisions.next_deadline() == 100.0 + LEAVE_S
     assert killed(talk.hear(TimePassed(), at=110.0)) == [SPARE]
-    talk.hear(gone(SPARE, -9))
+    talk.hear(exited(SPARE, -9))
     assert not talk.decisions.over
-    talk.hear(gone(B))
+    talk.hear(exited(B))
     assert (talk.decisions.over, talk.code, talk.decisions.running) == (True, 0, set())
 
 
@@ -91,13 +91,13 @@ def test_released_member_is_not_awaited_as_a_member():
     talk = Talk().trains()
     talk.hear(TimePassed(), LetGo(B, because(Why.JOB_ENDED)))
     talk.hear(TimePassed(), TRAINED)
-    assert talk.hear(gone(B, 3)) == [], "it fails nothing"
+    assert talk.hear(exited(B, 3)) == [], "it fails nothing"
     assert killed(talk.hear(TimePassed(), at=110.0)) == [SPARE]
 
 
 def test_exit_that_ends_the_job_is_no_failure_afterwards():
     talk = Talk().trains()
-    assert talk.hear(gone(A, 3), FAILED) == [FAILED]
+    assert talk.hear(exited(A, 3), FAILED) == [FAILED]
     assert (talk.code, talk.decisions.running) == (7, {B, SPARE})
 
 
@@ -117,9 +117,9 @@ def test_exit_that_ends_the_job_is_no_failure_afterwards():
 def test_training_that_failed_after_the_others_returned_is_not_code_after_it(event, cause):
     talk = Talk().trains()
     talk.hear(event, TRAINED)
-    [line] = talk.hear(gone(B, 1))
+    [line] = talk.hear(exited(B, 1))
     assert line.about == because(Why.FAILED_IN_TRAINING, cause=cause)
-    talk.hear(gone(A)), talk.hear(gone(SPARE))
+    talk.hear(exited(A)), talk.hear(exited(SPARE))
     assert (talk.decisions.over, talk.code) == (True, 1)
 
 
@@ -131,7 +131,7 @@ def test_strict_job_on_fewer_workers_ends_like_a_success_except_for_its_exit_cod
     assert (outcome, line.about) == (short, because(Why.FEWER_RETURNED))
     assert killed(talk.hear(TimePassed(), at=110.0)) == [SPARE], "members take their time"
     for worker in (SPARE, A, B):
-        talk.hear(gone(worker))
+        talk.hear(exited(worker))
     assert (talk.decisions.over, talk.code) == (True, 1)
     talk = Talk().trains()
     lenient = EndJob(0, because(Why.ALL_RETURNED, **facts, strict=False))
@@ -142,7 +142,7 @@ def test_strict_job_on_fewer_workers_ends_like_a_success_except_for_its_exit_cod
 def test_exit_after_success_fails_the_job():
     talk = Talk().trains()
     talk.hear(TimePassed(), TRAINED)
-    [line] = talk.hear(gone(A, 3))
+    [line] = talk.hear(exited(A, 3))
     assert isinstance(line, Report)
     recorded("log", line.text)
     assert talk.code == 1
@@ -156,7 +156,7 @@ def test_worker_whose_exit_is_unobservable_is_not_awaited(event):
     talk.hear(event)
     assert talk.decisions.running == {A}
     talk.hear(TimePassed(), FAILED)
-    talk.hear(gone(A, 1))
+    talk.hear(exited(A, 1))
     assert talk.decisions.over
 
 
@@ -165,7 +165,7 @@ def test_host_lost_after_success_fails_the_job():
     talk.hear(TimePassed(), TRAINED)
     [line] = talk.hear(HostLost("h2", "silent"))
     recorded("log", line.text)
-    talk.hear(gone(A))
+    talk.hear(exited(A))
     assert talk.decisions.over and talk.code == 1
 
 
@@ -207,11 +207,11 @@ def test_membership_that_raised_is_not_called_again_and_all_workers_are_killed()
     with pytest.raises(AssertionError):
         talk.decisions.answer(TimePassed(), 100.0)
     assert talk.decisions.follow(TimePassed(), [FAILED], 100.0) == [FAILED]
-    assert talk.hear(gone(A)) == [], "it would have raised again"
+    assert talk.hear(exited(A)) == [], "it would have raised again"
     assert talk.decisions.next_deadline() == 100.0 + GRACE_S
     assert killed(talk.hear(TimePassed(), at=100.0 + GRACE_S)) == [B, SPARE]
     for worker in (B, SPARE):
-        talk.hear(gone(worker, -9))
+        talk.hear(exited(worker, -9))
     assert talk.decisions.over and talk.code == 7
 
 
@@ -219,7 +219,7 @@ def test_successor_driver_of_an_ended_job_awaits_its_workers():
     talk = Talk(running=[A, B], members=PLACES)
     talk.hear(TimePassed(), TRAINED)
     talk.hear(HostReported("h1", [A], [A]))
-    talk.hear(gone(A))
+    talk.hear(exited(A))
     assert talk.decisions.running == {B}
     talk.hear(HostLost("h2", "its agent has not come back"))
     assert (talk.decisions.over, talk.code) == (True, 1)

@@ -42,7 +42,7 @@ def test_ctrl_c_between_the_job_and_its_end_is_handled_at_the_end(monkeypatch):
 def test_worker_that_raised_without_a_traceback_gets_no_empty_line(monkeypatch):
     job = cli.make_job(cli.read_options(["-np", "1", "true"], {}), {})
 
-    async def said() -> list[str]:
+    async def log_of_job() -> list[str]:
         with open_job_io(job) as io:
             io.raised = {Worker("h", 0, 1): "", Worker("h", 1, 1): "trace"}
             lines: list[str] = []
@@ -50,4 +50,4 @@ def test_worker_that_raised_without_a_traceback_gets_no_empty_line(monkeypatch):
             io.say_rest(last=True)
             return lines
 
-    assert asyncio.run(said()) == ["trace"]
+    assert asyncio.run(log_of_job()) == ["trace"]

@@ -319,17 +319,17 @@ async def test_worker_receives_its_time_limit_for_waits(s):
 
 @story()
 async def test_members_are_notified_of_a_new_list_of_hosts(s):
-    def told() -> list[Worker]:
+    def notified() -> list[Worker]:
         return [who for who, message in s.server.sent if message == protocol.HostsListed()]
 
     await s.train(A, B)
-    assert told() == []  # the first list causes no notification
+    assert notified() == []  # the first list causes no notification
     s.discovery.push({"localhost": 2, "other": 1})
     await s.settle()
-    assert sorted(told()) == [A, B]
+    assert sorted(notified()) == [A, B]
     s.discovery.push({"localhost": 2, "other": 1})
     await s.settle()
-    assert len(told()) == 2
+    assert len(notified()) == 2
 
 
 async def test_journal_entries_are_passed_to_observers(tmp_path):

@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def there(folder: Path) -> list[str]:
+def contents(folder: Path) -> list[str]:
     return sorted(str(each.relative_to(folder)) for each in folder.rglob("*"))
 
 
@@ -56,15 +56,15 @@ def job_of(*flags: str):
     ids=" ".join,
 )
 def test_rejected_flags_leave_nothing(folder, flags, checkpoints):
-    before = there(folder)
+    before = contents(folder)
     with pytest.raises(Invalid):
         job_of("--checkpoint-dir", checkpoints, *flags)
-    assert there(folder) == before
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize("refusal", ["metrics", "dashboard", "discovery"])
 async def test_job_rejected_at_its_start_leaves_nothing(folder, refusal):
-    before = there(folder)
+    before = contents(folder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         flags = {
@@ -74,18 +74,18 @@ async def test_job_rejected_at_its_start_leaves_nothing(folder, refusal):
         }[refusal]
         files = ["--checkpoint-dir", "old", "--output-filename", "out", "--journal", "journal"]
         job = job_of(*files, *flags)
-        assert there(folder) != before
+        assert contents(folder) != before
         with pytest.raises(Invalid):
             await start(job)
-    assert there(folder) == before
+    assert contents(folder) == before
 
 
 async def test_job_on_a_host_that_does_not_exist_leaves_nothing(folder):
-    before = there(folder)
+    before = contents(folder)
     job = job_of("--checkpoint-dir", "old", "-H", "no-such-host.invalid:1")
-    assert there(folder) != before
+    assert contents(folder) != before
     assert (await start(job)).code
-    assert there(folder) == before
+    assert contents(folder) == before
 
 
 def test_run_and_journal_of_a_started_job_remain(tmp_path):
@@ -95,9 +95,9 @@ def test_run_and_journal_of_a_started_job_remain(tmp_path):
     traces.run(storage, number)
     journal.write_text("header\nevent\n")
     (tmp_path / f"r{number:04}-g0002-c00000003").mkdir()
-    before = there(tmp_path)
+    before = contents(tmp_path)
     traces.remove()
-    assert there(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_existing_file_and_folder_remain(tmp_path):
@@ -107,4 +107,4 @@ def test_existing_file_and_folder_remain(tmp_path):
     traces.folder(str(tmp_path / "made" / "below"))
     (tmp_path / "made" / "below").mkdir(parents=True)
     traces.remove()
-    assert there(tmp_path) == ["journal"]
+    assert contents(tmp_path) == ["journal"]

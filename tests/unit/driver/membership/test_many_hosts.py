@@ -236,7 +236,7 @@ def test_notes_are_read_without_an_incomplete_last_line():
 A, B, C = (Name(host, 0) for host in "abc")
 
 
-def told(adoptions: Adoptions, event: Event, *actions: PublishWorld) -> int:
+def record_event(adoptions: Adoptions, event: Event, *actions: PublishWorld) -> int:
     line = {"at": 1.0, "event": event, "actions": list(actions)}
     adoptions.hear(msgspec.to_builtins(line))
     return adoptions.done
@@ -250,21 +250,21 @@ def world(*names: Name) -> PublishWorld:
 
 def adopting() -> Adoptions:
     adoptions = Adoptions()
-    told(adoptions, TimePassed(), world(A, B, C))
-    assert told(adoptions, DriverRestarted()) == 0
+    record_event(adoptions, TimePassed(), world(A, B, C))
+    assert record_event(adoptions, DriverRestarted()) == 0
     return adoptions
 
 
 def test_driver_has_adopted_a_job_once_every_member_has_reported():
     adoptions = adopting()
-    assert told(adoptions, WorkerReconnected(A, 1, True)) == 0
-    assert told(adoptions, WorkerReconnected(B, 1, True)) == 0
-    assert told(adoptions, WorkerReconnected(B, 1, True)) == 0  # reported twice
-    assert told(adoptions, WorkerReconnected(C, 1, True)) == 1
-    assert told(adoptions, WorkerReconnected(C, 1, True)) == 1
-    told(adoptions, DriverRestarted())
+    assert record_event(adoptions, WorkerReconnected(A, 1, True)) == 0
+    assert record_event(adoptions, WorkerReconnected(B, 1, True)) == 0
+    assert record_event(adoptions, WorkerReconnected(B, 1, True)) == 0  # reported twice
+    assert record_event(adoptions, WorkerReconnected(C, 1, True)) == 1
+    assert record_event(adoptions, WorkerReconnected(C, 1, True)) == 1
+    record_event(adoptions, DriverRestarted())
     for name in A, B, C:
-        told(adoptions, WorkerReconnected(name, 1, True))
+        record_event(adoptions, WorkerReconnected(name, 1, True))
     assert adoptions.done == 2
 
 
@@ -274,10 +274,14 @@ def test_driver_has_adopted_a_job_once_every_member_has_reported():
 def test_exited_worker_is_not_awaited(event):
     adoptions = adopting()
     for name in A, B:
-        told(adoptions, WorkerReconnected(name, 1, True))
-    assert told(adoptions, HostReported("c", [C])) == 0  # it runs, but has not reported its state
-    assert told(adoptions, HostReported("c", [], ordered=[])) == 0  # it may be about to connect
-    assert told(adoptions, event) == 1
+        record_event(adoptions, WorkerReconnected(name, 1, True))
+    assert (
+        record_event(adoptions, HostReported("c", [C])) == 0
+    )  # it runs, but has not reported its state
+    assert (
+        record_event(adoptions, HostReported("c", [], ordered=[])) == 0
+    )  # it may be about to connect
+    assert record_event(adoptions, event) == 1
 
 
 # ---- consecutive journals --------------------------------------------------------------------------------------------

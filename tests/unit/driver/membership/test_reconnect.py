@@ -124,11 +124,11 @@ def test_older_ready_that_arrives_late_is_ignored():
     talk = running(1, workers_min=1)
     talk.tell(hosts(h=1, k=1), connected("k:0"))
 
-    def said(number: int, inside: bool) -> WorkerReady:
+    def ready_again(number: int, inside: bool) -> WorkerReady:
         return WorkerReady(worker("k:0"), 0, None, store("k:0"), "x" * inside, inside, number)
 
-    talk.tell(said(2, True))
-    assert not talk.tell(said(1, False))  # it would return the worker to init()
+    talk.tell(ready_again(2, True))
+    assert not talk.tell(ready_again(1, False))  # it would return the worker to init()
 
 
 # ---- hosts -----------------------------------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ def test_metrics_are_served_on_loopback_until_the_end():
         socket.create_connection(("127.0.0.1", metrics.port), timeout=10)
 
 
-def asked(metrics: Metrics, host: str) -> tuple[int, bytes]:
+def scrape(metrics: Metrics, host: str) -> tuple[int, bytes]:
     """Return the answer to an HTTP/1.0 request with this Host header; empty: without one."""
     call = http.client.HTTPConnection("127.0.0.1", metrics.port, timeout=30)
     with contextlib.closing(call):
@@ -277,16 +277,16 @@ def test_foreign_host_name_is_rejected_on_loopback():
     with contextlib.closing(Metrics("127.0.0.1", 0)) as metrics:
         own = socket.gethostname()
         for host in ("", "localhost:9100", "127.0.0.1:9100", "[::1]:9100", "10.0.0.7", own):
-            assert asked(metrics, host)[0] == 200, host
+            assert scrape(metrics, host)[0] == 200, host
         for host in ("rebound.example:9100", "localhost.example", f"{own}.example:80"):
-            status, body = asked(metrics, host)
+            status, body = scrape(metrics, host)
             assert status == 403 and b"elastic_workers" not in body
             recorded("messages", body)
 
 
 def test_any_host_name_is_accepted_beyond_loopback():
     with contextlib.closing(Metrics("0.0.0.0", 0)) as metrics:
-        assert asked(metrics, "driver.training.svc:9100")[0] == 200
+        assert scrape(metrics, "driver.training.svc:9100")[0] == 200
 
 
 def test_recoveries_are_counted_by_phase():

@@ -96,7 +96,7 @@ class Surfaces:
         return {row["rank"]: row for row in self.page.state.tables["workers"].values()}
 
 
-def told(facts: dict) -> tuple[list[tuple[int, str, str]], float]:
+def culprits_of(facts: dict) -> tuple[list[tuple[int, str, str]], float]:
     return [(c["rank"], c["worker"], c["line"]) for c in facts["culprits"]], facts["seconds"]
 
 
@@ -108,7 +108,7 @@ def test_stall_is_shown_while_it_lasts():
     job.loops(160.0)
     job.now(160.0)
     # The page, and status, which reads the same state.
-    assert told(job.page.state.values["stall"]) == (CULPRIT, 40.0)
+    assert culprits_of(job.page.state.values["stall"]) == (CULPRIT, 40.0)
     cells = job.cells()
     assert [cells[rank]["state"] for rank in range(3)] == ["waiting", "stalled", "waiting"]
     assert LINE in cells[1]["note"] and cells[0]["awaits"] == (1,) == cells[2]["awaits"]
@@ -130,7 +130,7 @@ def test_stall_is_shown_while_it_lasts():
     assert parts["stalled"] == 40.0
     # explain, and its page.
     [facts] = job.findings(What.STALLS_NOW)
-    assert told(facts) == (CULPRIT, 40.0)
+    assert culprits_of(facts) == (CULPRIT, 40.0)
     [time] = job.findings(What.TIME)
     assert time["job"]["stalled"] == 40.0 and time["workers"]["stalled"] == 120.0
     advice = [each["advice"] for each in job.findings(What.ADVICE)]
@@ -156,7 +156,7 @@ def test_stall_is_shown_after_it_ended_by_itself_or_by_a_kill(killed):
     end = "killed" if killed else "resumed"
     assert job.page.state.values["stall"] is None
     [past] = job.page.state.series["stalls"]
-    assert told(past) == (CULPRIT, 40.0) and past["end"] == end
+    assert culprits_of(past) == (CULPRIT, 40.0) and past["end"] == end
     assert f"rank 1 (h:1#1) at {LINE}" in "\n".join(job_tables.status(job.page.full(165.0)))
     assert {row["state"] for rank, row in job.cells().items() if rank is not None} == {"training"}
     assert job.metrics()["elastic_stall_seconds"] == []
@@ -165,7 +165,7 @@ def test_stall_is_shown_after_it_ended_by_itself_or_by_a_kill(killed):
     assert job.metrics()["elastic_stalled_seconds"][0].value == 40.0
     assert job.metrics()["elastic_stalls"][0].value == 1.0
     [facts] = job.findings(What.STALL)
-    assert told(facts) == (CULPRIT, 40.0) and facts["end"] == end
+    assert culprits_of(facts) == (CULPRIT, 40.0) and facts["end"] == end
     assert not job.findings(What.STALLS_NOW)
     assert job.findings(What.TIME)[0]["job"]["stalled"] == 40.0
     text, data = job.report()

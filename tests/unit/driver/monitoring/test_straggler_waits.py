@@ -8,7 +8,7 @@ from elastic.protocol.messages import Worker
 A, B, C = (Worker("h", slot) for slot in range(3))
 
 
-def told(waits: StragglerWaits) -> dict[Worker, tuple[int, float]]:
+def totals(waits: StragglerWaits) -> dict[Worker, tuple[int, float]]:
     """Return for each awaited worker the number of waits and their sum in milliseconds."""
     return {
         who: (sum(each.counts), round(1e3 * each.sum_s)) for who, each in waits.by_worker.items()
@@ -18,10 +18,10 @@ def told(waits: StragglerWaits) -> dict[Worker, tuple[int, float]]:
 def test_excess_over_the_shortest_wait_is_attributed_to_its_worker():
     waits = StragglerWaits()
     waits.paced(A, 1.0, 100)  # 10 ms each
-    assert told(waits) == {}  # no other worker to compare it with
+    assert totals(waits) == {}  # no other worker to compare it with
     waits.paced(B, 6.0, 100)
     waits.paced(C, 3.0, 50)
-    assert told(waits) == {A: (150, 7500)}
+    assert totals(waits) == {A: (150, 7500)}
     assert dict(waits.by_worker[A].cumulative())["0.05"] == 150
     assert dict(waits.by_worker[A].cumulative())["0.025"] == 0
 
@@ -31,7 +31,7 @@ def test_last_worker_to_arrive_may_change():
     waits.paced(A, 1.0, 100)
     waits.paced(B, 6.0, 100)
     waits.paced(A, 8.0, 100)  # so B is the last one now
-    assert told(waits) == {A: (100, 5_000), B: (100, 2_000)}
+    assert totals(waits) == {A: (100, 5_000), B: (100, 2_000)}
 
 
 def test_new_world_and_exited_worker_are_not_compared():
@@ -40,19 +40,19 @@ def test_new_world_and_exited_worker_are_not_compared():
     waits.paced(B, 6.0, 100)
     waits.new_world()
     waits.paced(B, 9.0, 100)
-    assert told(waits) == {A: (100, 5_000)}
+    assert totals(waits) == {A: (100, 5_000)}
     waits.paced(A, 10.0, 100)
-    assert told(waits)[B] == (100, 1_000)
+    assert totals(waits)[B] == (100, 1_000)
     waits.gone(B)
     waits.paced(C, 20.0, 100)
-    assert told(waits) == {A: (200, 15_000)}
+    assert totals(waits) == {A: (200, 15_000)}
 
 
 def test_worker_without_collectives_is_not_counted():
     waits = StragglerWaits()
     waits.paced(A, 1.0, 0)
     waits.paced(B, 1.0, 1)
-    assert told(waits) == {}
+    assert totals(waits) == {}
 
 
 def test_first_workers_are_kept_beyond_the_limit():

@@ -6,38 +6,40 @@ from elastic.driver.network.address_check import Agreement
 from harness.golden import recorded
 
 
-def told(**hosts: str) -> str:
+def last_warning(**hosts: str) -> str:
     """Return the last warning when hosts with these addresses register, each using its first; empty if there is
     none.
     """
     agreement = Agreement()
-    *before, last = [said(agreement, host, text) for host, text in hosts.items()]
+    *before, last = [warning_of(agreement, host, text) for host, text in hosts.items()]
     assert not any(before), before
     return last
 
 
-def said(agreement: Agreement, host: str, text: str, calls_from: str = "") -> str:
+def warning_of(agreement: Agreement, host: str, text: str, calls_from: str = "") -> str:
     addresses = text.split()
     return agreement.note(host, addresses[0].partition("/")[0], addresses, calls_from)
 
 
 def test_matching_hosts_cause_no_warning():
-    assert told(a="10.0.0.5/24") == ""
-    assert told(a="10.0.0.5/24", b="10.0.0.6/24", c="10.0.0.7/24") == ""
-    assert told(a="10.0.0.5/24", b="10.0.1.6/24") == ""  # there may be a router between them
-    assert told(a="10.0.0.5/32", b="10.0.0.6/32") == ""  # as assigned by clouds
-    assert told(a="127.0.0.1/8", b="127.0.0.1/8") == ""  # two names of one machine
-    assert told(a="192.0.2.5/24", b="192.0.2.5/24") == ""
+    assert last_warning(a="10.0.0.5/24") == ""
+    assert last_warning(a="10.0.0.5/24", b="10.0.0.6/24", c="10.0.0.7/24") == ""
+    assert (
+        last_warning(a="10.0.0.5/24", b="10.0.1.6/24") == ""
+    )  # there may be a router between them
+    assert last_warning(a="10.0.0.5/32", b="10.0.0.6/32") == ""  # as assigned by clouds
+    assert last_warning(a="127.0.0.1/8", b="127.0.0.1/8") == ""  # two names of one machine
+    assert last_warning(a="192.0.2.5/24", b="192.0.2.5/24") == ""
 
 
 def test_different_address_families_are_reported():
-    recorded("messages", told(a="10.0.0.5/24", c="10.0.0.7/24", b="fd00::6/64"))
+    recorded("messages", last_warning(a="10.0.0.5/24", c="10.0.0.7/24", b="fd00::6/64"))
 
 
 def test_flag_to_pass_is_named():
     recorded(
         "messages",
-        told(
+        last_warning(
             a="10.0.0.5/24 fd00::5/64 172.17.0.1/16 127.0.0.1/8",
             b="fd00::6/64 10.0.0.6/24 172.17.0.1/16 127.0.0.1/8",
         ),
@@ -45,59 +47,61 @@ def test_flag_to_pass_is_named():
 
 
 def test_loopback_among_others_is_reported():
-    line = told(a="127.0.0.1/8", b="10.0.0.6/24")
+    line = last_warning(a="127.0.0.1/8", b="10.0.0.6/24")
     recorded("messages", line)
 
 
 def test_loopback_on_separate_machines_is_reported():
     agreement = Agreement()
-    assert said(agreement, "a", "127.0.0.1/8", "127.0.0.1") == ""
-    recorded("log", said(agreement, "b", "127.0.0.1/8", "10.0.0.6"))
-    assert said(Agreement(), "b", "127.0.0.1/8", "10.0.0.6") == ""
+    assert warning_of(agreement, "a", "127.0.0.1/8", "127.0.0.1") == ""
+    recorded("log", warning_of(agreement, "b", "127.0.0.1/8", "10.0.0.6"))
+    assert warning_of(Agreement(), "b", "127.0.0.1/8", "10.0.0.6") == ""
 
 
 def test_bridge_address_of_every_machine_is_reported():
     agreement = Agreement()
-    assert said(agreement, "a", "172.17.0.1/16 10.0.0.5/24", "10.0.0.5") == ""
-    recorded("log", said(agreement, "b", "172.17.0.1/16 10.0.0.6/24", "10.0.0.6"))
+    assert warning_of(agreement, "a", "172.17.0.1/16 10.0.0.5/24", "10.0.0.5") == ""
+    recorded("log", warning_of(agreement, "b", "172.17.0.1/16 10.0.0.6/24", "10.0.0.6"))
     # Two agents of one machine connect from the same address.
     agreement = Agreement()
-    assert said(agreement, "a", "172.17.0.1/16", "10.0.0.5") == ""
-    assert said(agreement, "b", "172.17.0.1/16", "10.0.0.5") == ""
+    assert warning_of(agreement, "a", "172.17.0.1/16", "10.0.0.5") == ""
+    assert warning_of(agreement, "b", "172.17.0.1/16", "10.0.0.5") == ""
 
 
 def test_different_networks_are_reported_with_a_common_one():
     recorded(
         "messages",
-        told(a="10.0.0.5/24 192.168.7.5/24 172.17.0.1/16", b="192.168.7.6/24 172.17.0.1/16"),
+        last_warning(
+            a="10.0.0.5/24 192.168.7.5/24 172.17.0.1/16", b="192.168.7.6/24 172.17.0.1/16"
+        ),
     )
 
 
 def test_list_of_many_hosts_is_truncated():
     hosts = {f"h{n}": f"10.0.0.{n}/24" for n in range(1, 100)}
-    recorded("messages", told(**hosts, odd="fd00::1/64"))
+    recorded("messages", last_warning(**hosts, odd="fd00::1/64"))
 
 
 def test_each_warning_is_logged_once():
     agreement = Agreement()
     lines = [
-        said(agreement, "a", "10.0.0.5/24"),
-        said(agreement, "b", "fd00::6/64"),
-        said(agreement, "c", "fd00::7/64"),
-        said(agreement, "b", "fd00::6/64"),
-        said(agreement, "d", "127.0.0.1/8"),
+        warning_of(agreement, "a", "10.0.0.5/24"),
+        warning_of(agreement, "b", "fd00::6/64"),
+        warning_of(agreement, "c", "fd00::7/64"),
+        warning_of(agreement, "b", "fd00::6/64"),
+        warning_of(agreement, "d", "127.0.0.1/8"),
     ]
     recorded("log", [line[:12] for line in lines])
 
 
 def test_removed_or_changed_host_is_no_longer_compared():
     agreement = Agreement()
-    assert said(agreement, "a", "fd00::5/64") == ""
+    assert warning_of(agreement, "a", "fd00::5/64") == ""
     agreement.drop("a")
     agreement.drop("nobody")
-    assert said(agreement, "b", "10.0.0.6/24") == ""
-    assert said(agreement, "b", "fd00::6/64") == ""
-    assert said(agreement, "c", "fd00::7/64 10.0.0.7/24") == ""
+    assert warning_of(agreement, "b", "10.0.0.6/24") == ""
+    assert warning_of(agreement, "b", "fd00::6/64") == ""
+    assert warning_of(agreement, "c", "fd00::7/64 10.0.0.7/24") == ""
 
 
 def test_invalid_address_is_ignored():
@@ -105,5 +109,5 @@ def test_invalid_address_is_ignored():
     assert agreement.note("a", "10.0.0.5/24", [], "") == ""
     assert agreement.note("b", "fd00::6", ["fd00::6/640"], "") == ""
     assert agreement.note("c", "127.0.0.1", [], "?") == ""
-    assert said(agreement, "d", "10.0.0.5/24") == ""
-    assert said(agreement, "e", "fd00::6/64") != ""
+    assert warning_of(agreement, "d", "10.0.0.5/24") == ""
+    assert warning_of(agreement, "e", "fd00::6/64") != ""

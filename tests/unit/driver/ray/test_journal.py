@@ -197,7 +197,7 @@ class InSteps:
 
 
 @dataclass
-class Told:
+class EntryTimes:
     """In place of `RecoveredJob`: the times of the entries."""
 
     header: Header
@@ -205,7 +205,7 @@ class Told:
     replayed: int = 0
 
 
-def told(header: Header, lines: Sequence[bytes]) -> Told:
+def entry_times(header: Header, lines: Sequence[bytes]) -> EntryTimes:
     entries: list[float] = []
     for text in lines:
         match decoded(text):
@@ -213,7 +213,7 @@ def told(header: Header, lines: Sequence[bytes]) -> Told:
                 entries = json.loads(bytes(snapshot))
             case Entry(at):
                 entries.append(at)
-    return Told(header, entries)
+    return EntryTimes(header, entries)
 
 
 class Storm:
@@ -290,7 +290,7 @@ class Storm:
     ids=str,
 )
 def test_driver_that_may_act_knows_all_previous_actions(seeds, monkeypatch):
-    monkeypatch.setattr("elastic.driver.ray.journal.past_of", told)
+    monkeypatch.setattr("elastic.driver.ray.journal.past_of", entry_times)
     monkeypatch.setattr("elastic.driver.journal.records.PIECE", 100)
     deposed = acted = 0
     for seed in seeds:

@@ -34,7 +34,7 @@ def waiting(*numbers: int) -> list[Claim]:
     return [Claim(number, ClaimStage.WAITING) for number in numbers]
 
 
-def gone(*numbers: int) -> list[Claim]:
+def missing(*numbers: int) -> list[Claim]:
     return [Claim(number, ClaimStage.GONE) for number in numbers]
 
 
@@ -77,13 +77,13 @@ def test_claim_to_be_removed_is_removed_wherever_it_is_placed_meanwhile():
     claims.decide(on("a", 0), {"a": DRAINING, "b": ALIVE})
     decision = claims.decide([*on("b", 0), *waiting(1)], {"a": DEAD, "b": ALIVE})
     assert (decision.seats, decision.make, decision.remove) == ({}, [], [0])
-    assert claims.decide([*gone(0), *on("b", 1)], UP).remove == []
+    assert claims.decide([*missing(0), *on("b", 1)], UP).remove == []
 
 
 def test_node_that_drained_once_never_has_slots_again():
     claims = Claims(1)
     claims.decide(on("a", 0), {"a": DRAINING, "b": ALIVE})
-    decision = claims.decide([*gone(0), *on("a", 1)], UP)
+    decision = claims.decide([*missing(0), *on("a", 1)], UP)
     assert (decision.seats, decision.make, decision.remove) == ({}, [2], [1])
 
 
@@ -105,13 +105,13 @@ def test_unknown_node_has_no_slots():
 def test_claim_removed_by_others_is_made_again_with_another_number():
     claims = Claims(2)
     claims.decide(on("a", 0, 1), UP)
-    assert claims.decide([*gone(0), *on("a", 1)], UP).make == [2]
+    assert claims.decide([*missing(0), *on("a", 1)], UP).make == [2]
     # the number was not used, and is no longer reported
     assert claims.decide(on("a", 1), UP).make == [3]
 
 
 def test_no_number_is_used_twice_even_across_drivers():
-    assert Claims(2).decide([*gone(7), *waiting(3)], UP).make == [8]
+    assert Claims(2).decide([*missing(7), *waiting(3)], UP).make == [8]
 
 
 def test_claims_with_other_requirements_belong_to_an_earlier_job():
@@ -196,7 +196,7 @@ def test_bundles_of_a_foreign_group_are_neither_made_nor_removed():
     # One more than wanted replaces a lost one.
     decision = claims.decide(found, {"a": DRAINING, "b": ALIVE})
     assert (decision.seats, decision.make, decision.remove) == ({"b": [3]}, [], [])
-    assert claims.decide(gone(1, 2, 3), UP).seats == {}
+    assert claims.decide(missing(1, 2, 3), UP).seats == {}
 
 
 # ---- any events

@@ -90,20 +90,20 @@ def test_checks_that_need_torch_are_skipped_without_it():
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def record_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         host_facts, "facts", lambda: msgspec.structs.replace(HOST, version=__version__)
     )
 
 
-@pytest.mark.usefixtures("asked")
+@pytest.mark.usefixtures("record_queries")
 def test_output_has_a_line_for_each_check(capsys):
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert len(out) <= 24 and sum(line.split()[0] == "ok" for line in out) >= 8
 
 
-@pytest.mark.usefixtures("asked")
+@pytest.mark.usefixtures("record_queries")
 def test_unreachable_host_fails_and_the_others_are_checked(capsys, tmp_path, monkeypatch):
     (tmp_path / "ssh").write_text(
         "#!/bin/sh\necho 'ssh: connect to host x port 22: refused' >&2\nexit 255\n"

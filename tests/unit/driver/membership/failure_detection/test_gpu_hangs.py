@@ -166,7 +166,7 @@ def waits(name: str, generation: int, seconds: int, state: Launches) -> Event:
     return WorkerProgressed(worker(name), generation, 7, GRADIENTS, float(seconds), gpu=[state])
 
 
-def told(talk: Talk, *ranks, for_s: float) -> list:
+def report_repeatedly(talk: Talk, *ranks, for_s: float) -> list:
     """Report every five seconds that all ranks wait, and return all actions."""
     generation, actions = talk.m.generation, []
     for seconds in range(1, int(for_s) + 2, 5):
@@ -181,7 +181,7 @@ def told(talk: Talk, *ranks, for_s: float) -> list:
 
 def test_worker_with_a_hung_gpu_is_killed_and_the_others_continue():
     talk = running(4)
-    actions = told(talk, WAITS, HANGS, WAITS, WAITS, for_s=16)
+    actions = report_repeatedly(talk, WAITS, HANGS, WAITS, WAITS, for_s=16)
     assert names(actions, KillWorker) == ["h:1#1"]
     recorded("log", said(actions))
     lost = talk.tell(exited("h:1"))
@@ -208,12 +208,12 @@ def test_no_worker_is_killed_for_a_gpu_while_a_rank_works_on_its_host(missing):
 def test_network_hang_breaks_the_world_twice_and_ends_the_job_the_third_time():
     talk = running(4)
     for patience_s in (30, 60):
-        actions = told(talk, WAITS, WAITS, WAITS, WAITS, for_s=patience_s + 10)
+        actions = report_repeatedly(talk, WAITS, WAITS, WAITS, WAITS, for_s=patience_s + 10)
         the(BreakWorld, actions)
         assert not has(KillWorker, actions)
         recorded("log", said(actions))
         talk.ready(*talk.members, commit=(2, 0))
-    actions = told(talk, WAITS, WAITS, WAITS, WAITS, for_s=130)
+    actions = report_repeatedly(talk, WAITS, WAITS, WAITS, WAITS, for_s=130)
     actions += talk.ready(*talk.members, commit=(2, 0))
     assert the(EndJob, actions).code == 1
     reason = the(EndJob, actions).reason
@@ -225,7 +225,7 @@ def test_commit_resets_the_count_of_network_hangs():
     talk = running(4)
     for _ in range(5):
         generation = talk.m.generation
-        actions = told(talk, WAITS, WAITS, WAITS, WAITS, for_s=40)
+        actions = report_repeatedly(talk, WAITS, WAITS, WAITS, WAITS, for_s=40)
         the(BreakWorld, actions)
         talk.ready(*talk.members, commit=(generation, 3))
     assert talk.m.phase.value == "training"
@@ -233,15 +233,15 @@ def test_commit_resets_the_count_of_network_hangs():
 
 def test_reports_of_an_older_world_are_ignored():
     talk = running(4)
-    told(talk, WAITS, WAITS, WAITS, WAITS, for_s=40)
+    report_repeatedly(talk, WAITS, WAITS, WAITS, WAITS, for_s=40)
     talk.ready(*talk.members, commit=(2, 3))
     talk.wait(100)
-    assert not has(BreakWorld, told(talk, WAITS, WAITS, WAITS, WAITS, for_s=5))
+    assert not has(BreakWorld, report_repeatedly(talk, WAITS, WAITS, WAITS, WAITS, for_s=5))
 
 
 def test_gpu_hang_ends_a_static_job_with_a_reason():
     talk = static(2)
-    reason = the(EndJob, told(talk, WAITS, WAITS, for_s=40)).reason
+    reason = the(EndJob, report_repeatedly(talk, WAITS, WAITS, for_s=40)).reason
     assert hang_in(reason) == (Why.NETWORK_HANGS, 30.011, 7, "gradients", 0)
 
 

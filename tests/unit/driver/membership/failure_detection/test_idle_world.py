@@ -24,7 +24,7 @@ def warnings(actions: list[Action]) -> list[Report]:
     return [a for a in actions if isinstance(a, Report) and a.level == "warning"]
 
 
-def told(talk: Talk) -> list[Report]:
+def logged_when_located(talk: Talk) -> list[Report]:
     """Return the log lines once the ranks' positions are known."""
     asked = talk.wait(LEAST_S)
     assert the(ProbeWorkers, asked).workers == [worker("h:0"), worker("h:1")]
@@ -35,17 +35,17 @@ def told(talk: Talk) -> list[Report]:
 
 def test_stopped_ranks_are_named_once_with_their_lines():
     talk = trained()
-    [line] = told(talk)
+    [line] = logged_when_located(talk)
     assert all(f"rank {n}" in line.text and f"train.py:{n + 5}" in line.text for n in range(2))
     assert not talk.wait(100 * LEAST_S)
     assert has(Report, talk.tell(REPORTED[0]))
-    assert len(told(talk)) == 1
+    assert len(logged_when_located(talk)) == 1
 
 
 def test_idle_world_is_known_after_a_snapshot():
     talk = trained()
     talk.m = restored(taken(talk.m), talk.m.settings)
-    assert len(told(talk)) == 1
+    assert len(logged_when_located(talk)) == 1
 
 
 def test_idle_world_is_not_reported_before_the_first_progress_report():

@@ -9,7 +9,7 @@ from elastic.driver.monitoring.dashboard.http_requests import Guard, PageRefusal
 TOKEN = "0123456789abcdef0123456789abcdef"
 
 
-def asked(
+def answer_to(
     path: str = "/events", *, host: str = "10.0.0.5:8080", method: str = "GET", **headers: str
 ):
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
@@ -18,14 +18,14 @@ def asked(
 
 
 def test_request_with_the_token_gets_the_events():
-    assert asked(Authorization=f"Bearer {TOKEN}") == "events"
-    assert asked(Authorization=f"Bearer {TOKEN}", Origin="http://10.0.0.5:8080") == "events"
-    assert asked(Authorization=f"Bearer {TOKEN}", Sec_Fetch_Site="same-origin") == "events"
+    assert answer_to(Authorization=f"Bearer {TOKEN}") == "events"
+    assert answer_to(Authorization=f"Bearer {TOKEN}", Origin="http://10.0.0.5:8080") == "events"
+    assert answer_to(Authorization=f"Bearer {TOKEN}", Sec_Fetch_Site="same-origin") == "events"
 
 
 @pytest.mark.parametrize("given", ["", "Bearer ", "Bearer 0123", TOKEN[:-1] + "x", "Basic eA=="])
 def test_request_without_the_token_is_rejected(given):
-    refusal = asked(Authorization=given)
+    refusal = answer_to(Authorization=given)
     assert isinstance(refusal, PageRefusal) and refusal.status.startswith("403")
     assert TOKEN not in refusal.why
 
@@ -42,13 +42,13 @@ def test_request_without_the_token_is_rejected_beyond_loopback(token):
 )
 def test_foreign_host_name_is_rejected_as_dns_rebinding(host):
     for path in ("/", "/events"):
-        refusal = asked(path, host=host, Authorization=f"Bearer {TOKEN}")
+        refusal = answer_to(path, host=host, Authorization=f"Bearer {TOKEN}")
         assert isinstance(refusal, PageRefusal), (host, path)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]:8080", "localhost:8080", "NODE7:1"])
 def test_addresses_and_own_host_names_are_accepted(host):
-    assert asked(host=host, Authorization=f"Bearer {TOKEN}") == "events"
+    assert answer_to(host=host, Authorization=f"Bearer {TOKEN}") == "events"
 
 
 @pytest.mark.parametrize(
@@ -63,23 +63,23 @@ def test_addresses_and_own_host_names_are_accepted(host):
     ],
 )
 def test_cross_site_request_is_rejected_even_with_the_token(headers):
-    assert isinstance(asked(Authorization=f"Bearer {TOKEN}", **headers), PageRefusal)
+    assert isinstance(answer_to(Authorization=f"Bearer {TOKEN}", **headers), PageRefusal)
 
 
 def test_page_without_data_may_be_linked_to():
-    assert asked("/", Sec_Fetch_Site="cross-site") == "page"
+    assert answer_to("/", Sec_Fetch_Site="cross-site") == "page"
 
 
 @pytest.mark.parametrize(
     "path", ["/events?x=1", "/../etc/passwd", "//", "http://10.0.0.5/", "/%2e"]
 )
 def test_unknown_path_is_rejected(path):
-    assert isinstance(asked(path, Authorization=f"Bearer {TOKEN}"), PageRefusal)
+    assert isinstance(answer_to(path, Authorization=f"Bearer {TOKEN}"), PageRefusal)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "OPTIONS", "HEAD", "CONNECT"])
 def test_method_other_than_get_is_rejected(method):
-    assert isinstance(asked(method=method, Authorization=f"Bearer {TOKEN}"), PageRefusal)
+    assert isinstance(answer_to(method=method, Authorization=f"Bearer {TOKEN}"), PageRefusal)
 
 
 @pytest.mark.parametrize(

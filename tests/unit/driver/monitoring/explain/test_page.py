@@ -45,17 +45,17 @@ def first_start(*workers: Worker) -> list[events.StartWorker]:
     return [events.StartWorker(each, place, because(Why.FIRST_START)) for each in workers]
 
 
-def evil_job(told) -> None:
+def evil_job(record_event) -> None:
     """Run a failing job of two workers whose host, exception and traceback are HTML."""
     one, two = worker(0), worker(1)
-    told(events.HostsChanged({HOST: 2}), first_start(one, two), 10.0)
+    record_event(events.HostsChanged({HOST: 2}), first_start(one, two), 10.0)
     for each in (one, two):
-        told(events.WorkerConnected(each, 1), [], 11.0)
-        told(events.WorkerReady(each, 0, None, STORE, running=True), [], 11.5)
-    told(events.WorkerReady(two, 0, None, STORE), [world(1, one, two)], 12.0)
+        record_event(events.WorkerConnected(each, 1), [], 11.0)
+        record_event(events.WorkerReady(each, 0, None, STORE, running=True), [], 11.5)
+    record_event(events.WorkerReady(two, 0, None, STORE), [world(1, one, two)], 12.0)
     raised = events.WorkerRaised(one, 1, Commit(1, 3), f"ValueError: {EVIL}", f"Traceback\n{EVIL}")
-    told(raised, [events.EndJob(1, because(Why.TOLD, text=EVIL))], 20.0)
-    told(events.WorkerExited(one, 1, "", EVIL), [], 21.0)
+    record_event(raised, [events.EndJob(1, because(Why.TOLD, text=EVIL))], 20.0)
+    record_event(events.WorkerExited(one, 1, "", EVIL), [], 21.0)
 
 
 class Elements(HTMLParser):
@@ -76,11 +76,11 @@ class Elements(HTMLParser):
 def evil_page() -> str:
     story, rows, reported = Story(), WorkerRows(), ReportedSeries()
 
-    def told(event, actions, now):
+    def record_event(event, actions, now):
         story.note(event, actions, now)
         rows.note(event, actions, now)
 
-    evil_job(told)
+    evil_job(record_event)
     for step in (1, 2):
         reported.report(0, {EVIL: float(step), "said": EVIL}, 1000.0 + step)
     found = findings(story, JournalState(SETTINGS))
