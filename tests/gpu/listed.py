@@ -1,4 +1,4 @@
-"""The cases, in the order in which they are tried. Pure."""
+"""The cases, in the order of their run. Pure."""
 
 from __future__ import annotations
 

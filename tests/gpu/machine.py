@@ -1,5 +1,5 @@
-"""What this machine has to try a job on GPUs with, and how many ranks that allows. Looking is done in a process of its
-own: whoever starts cases never touches CUDA.
+"""Equipment of this machine for jobs on GPUs, and the number of ranks that it allows. Looking is done in a process
+of its own: whoever starts cases never touches CUDA.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts what a case needs: a script of ``workers``, alone or under elasticrun, and reads the notes that it takes."""
+"""Starts the processes of a case: a script of ``workers``, alone or under elasticrun, and reads its notes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a case has found so far: written to its file at every word, so that a crash or a hang hides nothing."""
+"""Results of a case so far: written to its file after each change, so that a crash or a hang hides nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs cases one after another, each in processes of its own with a deadline, and writes down what became of them."""
+"""Runs cases one after another, each in separate processes with a deadline, and records their results."""
 
 from __future__ import annotations
 

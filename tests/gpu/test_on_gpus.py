@@ -1,4 +1,4 @@
-"""The cases as tests: gpu1 on one GPU, gpu8 with a rank on each of eight. `python -m tests.gpu` is the other way in."""
+"""The cases as tests: gpu1 on one GPU, gpu8 with a rank on each of eight. `python -m tests.gpu` is the alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The image is small and always the same, and its containers train, on a read-only root and without rights."""
+"""The image is small and reproducible, and its containers train with a read-only root and without permissions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be said of `images/` without building: its files fit the package, the wheel and elasticrun's flags."""
+"""`images/` without a build: its files match the package, the wheel and elasticrun's flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks make of what they have measured: ratios by round, marks, bounds, and what the kernel tells."""
+"""Evaluation of benchmarks: ratios by round, limits, bounds, and the kernel's counters."""
 
 import itertools
 import struct

@@ -1,4 +1,4 @@
-"""Which folders of tests are said to take too long."""
+"""Folders of tests that take too long are reported."""
 
 import re
 import subprocess

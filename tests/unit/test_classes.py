@@ -1,4 +1,4 @@
-"""Nobody uses the private names of another file's objects."""
+"""No file uses private names of another file's objects."""
 
 from __future__ import annotations
 

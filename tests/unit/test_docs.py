@@ -1,4 +1,4 @@
-"""What docs/ says is there: links, files, commands and flags; reference pages are those that the code makes now."""
+"""docs/ is correct: links, files, commands and flags exist; reference pages match the code."""
 
 from __future__ import annotations
 

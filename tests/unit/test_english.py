@@ -1,6 +1,6 @@
-"""The project's prose is plain technical English: the number of phrases that are not may fall, and never rises.
+"""The project's prose is plain technical English: the number of other phrases may only decrease.
 
-`python tests/unit/test_english.py docstrings` lists what is counted of a kind.
+`python tests/unit/test_english.py docstrings` lists the counted phrases of a kind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What runs the cases for GPUs: how many ranks a machine allows, and that no case hides another."""
+"""The runner of the GPU cases: the number of ranks that a machine allows, and no case hides another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom: the part that decides stays pure, the driver stays free of torch, importing starts nothing."""
+"""Allowed imports: the deciding part stays pure, the driver stays free of torch, imports start nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process ends although a thread of its own never comes back from C++, with the exit code that it has."""
+"""A process ends with its exit code although one of its threads never returns from C++."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run says which processes its tests have left behind."""
+"""A run reports the processes that its tests have left behind."""
 
 import os
 import signal

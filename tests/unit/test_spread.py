@@ -1,4 +1,4 @@
-"""A process of pytest-xdist that dies ends its test as failed, and neither the others nor the run."""
+"""A dead process of pytest-xdist fails its test, and neither the others nor the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of real jobs look for is what the product says: a sentence that is worded anew fails here first."""
+"""Tests of real jobs expect the product's wording: changed sentences fail here first."""
 
 from __future__ import annotations
 

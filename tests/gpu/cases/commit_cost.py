@@ -1,4 +1,4 @@
-"""What commits cost, for people to read; what fails is a crash, a hang, and a restore of other bits."""
+"""Cost of commits, as information; failures are a crash, a hang, and a restore of other bits."""
 
 from __future__ import annotations
 

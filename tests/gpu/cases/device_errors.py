@@ -1,4 +1,4 @@
-"""A GPU's context is lost: its worker ends, and nobody else. Nor is the script blamed where two are lost alike."""
+"""A GPU's context is lost: only its worker ends. The script is not blamed if two are lost alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact training on a GPU: the weights are those of one undisturbed worker, bit by bit, after a kill and a join."""
+"""Exact training on a GPU: the weights are bit-identical to those of an undisturbed worker after a kill and a join."""
 
 from __future__ import annotations
 

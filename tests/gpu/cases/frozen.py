@@ -1,4 +1,6 @@
-"""A rank is stopped, not dead: the driver fences it after 2 s, and the other's training thread is free at once."""
+"""A rank is stopped, not dead: the driver fences it after 2 s, and the other rank's training thread is free
+immediately.
+"""
 
 from __future__ import annotations
 

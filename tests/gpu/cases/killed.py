@@ -1,4 +1,4 @@
-"""A rank dies at several places, time and again: how long until the other trains on, and what is left behind."""
+"""A rank dies at several places repeatedly: the time until the other continues, and leaked resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A commit holds what was there when it was called, however late the GPU comes to it."""
+"""A commit contains the state at its call, however late the GPU copies it."""
 
 from __future__ import annotations
 

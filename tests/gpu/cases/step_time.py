@@ -1,4 +1,4 @@
-"""What a step takes: for people to read, so nothing fails here but a crash or a hang."""
+"""Time of a step, as information: failures are a crash or a hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts as users have them, those of ``examples``, on GPUs: one is killed, the other goes on, it comes back."""
+"""Scripts of ``examples`` on GPUs: one worker is killed, the other continues, it returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that share a batch train as one that has all of it, and hold the same bits."""
+"""Ranks that share a batch train like one that has all of it, and have the same bits."""
 
 from __future__ import annotations
 

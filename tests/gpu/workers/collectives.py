@@ -1,4 +1,4 @@
-"""Every collective with every operation and dtype, on tensors of this rank's GPU. Then how fast a sum is."""
+"""Every collective with every operation and dtype, on tensors of this rank's GPU. Then the speed of a sum."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What a commit costs: training's steps with and without one after each, for MEGABYTES of state. With ROOM=0 the GPU's
+"""Cost of a commit: training steps with and without one after each, for MEGABYTES of state. With ROOM=0 the GPU's
 memory is taken before, but for a little, so that no copy fits on it.
 """
 

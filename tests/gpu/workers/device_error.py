@@ -1,7 +1,7 @@
-"""At step 5 the GPU of the ranks in VICTIMS fails, as FAULT says: once in each slot.
+"""At step 5 the GPU of the ranks in VICTIMS fails with FAULT: once in each slot.
 
-assert   an index out of range: torch's kernel asserts (710), the script's own fault
-illegal  a kernel uses memory that was given back to the driver (700), which is a hardware error to torch
+assert   an index out of range: torch's kernel asserts (710), the script's own fault illegal  a kernel uses memory that
+was given back to the driver (700), which is a hardware error to torch
 
 Gradients travel over NCCL, or with APART=1 only losses do, over the CPU: for one GPU and an NCCL that can't share it.
 """

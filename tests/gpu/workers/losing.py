@@ -1,10 +1,9 @@
-"""The worker of slot 1 dies, or stops, once for each word of PLACES; slot 0 goes on alone until it is back, and notes
+"""The worker of slot 1 dies, or stops, once for each word of PLACES; slot 0 continues alone until it is back, and notes
 when what happened.
 
-before-connect  it has said that it is ready, and never comes to the first communicator
-init            it is in the making of the communicator when it goes; the other waits inside NCCL
-kernel          the other's kernel runs and waits; its own is queued
-own-kernel      its own kernel runs and waits; the other's is queued
+before-connect  it has said that it is ready, and never comes to the first communicator init            it is in the
+making of the communicator when it goes; the other waits inside NCCL kernel          the other's kernel runs and waits;
+its own is queued own-kernel      its own kernel runs and waits; the other's is queued
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is trained: a GPT of 100M parameters, and a small one where the GPU is made up."""
+"""The trained model: a GPT of 100M parameters, and a small one on a fake GPU."""
 
 from __future__ import annotations
 

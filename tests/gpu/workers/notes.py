@@ -1,4 +1,4 @@
-"""What a worker writes down for the case that started it: a line of JSON each, on the clock of the whole machine."""
+"""Records of a worker for the case that started it: a line of JSON each, on the clock of the whole machine."""
 
 from __future__ import annotations
 

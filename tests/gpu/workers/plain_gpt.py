@@ -1,5 +1,5 @@
-"""The reference of gpt.py: the same steps by torch alone, the whole batch on one GPU, and nothing of ours imported.
-Compares its parameters at the end with those in the file SAVE.
+"""The reference of gpt.py: the same steps with torch only, the whole batch on one GPU. Compares its parameters at
+the end with those in the file SAVE.
 """
 
 import os

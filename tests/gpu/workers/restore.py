@@ -1,4 +1,4 @@
-"""Commits while the GPU is busy, writes over what was committed, goes back, and compares bits. A world of one."""
+"""Commits while the GPU is busy, overwrites the committed tensors, restores, and compares bits. A world of one."""
 
 from __future__ import annotations
 

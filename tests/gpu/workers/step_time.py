@@ -1,4 +1,4 @@
-"""How long a training step is: without reduction, with torch's DistributedDataParallel, with ours, in turns."""
+"""Time of a training step: without reduction, with torch's DistributedDataParallel, with ours, in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An arena in a process of its own: what limits and forks do to it."""
+"""An arena in a separate process: effects of limits and forks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SyncBatchNorm on real ranks against torch's layer with everybody's batch: what tests/conformance does not ask for."""
+"""SyncBatchNorm on real ranks compared with torch's layer on the whole batch: beyond tests/conformance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gloo behind the seam: the contract, and what happens to sockets, peers and bystanders when a group ends."""
+"""Collectives on Gloo: the contract, and sockets, peers and other groups when a group ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two hosts of two ranks, by what they say of themselves: processes of this machine, memory for one half of the way and
+"""Two hosts of two ranks, by their own description: processes of this machine, memory for one half of the way and
 Gloo for the other.
 """
 

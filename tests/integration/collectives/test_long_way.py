@@ -1,5 +1,5 @@
-"""Between hosts that are far from each other every round trip counts. These tests count them, so that none comes back
-unnoticed: what a recovery connects, it connects at once, and with one exchange for each group.
+"""Between distant hosts every round trip counts. These tests count them, so that none is added unnoticed: what a
+recovery connects, it connects at once, and with one exchange for each group.
 """
 
 from __future__ import annotations

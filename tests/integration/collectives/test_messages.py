@@ -1,4 +1,4 @@
-"""Messages from one rank to another on both backends of the CPU: their order, and those that do not fit their recv."""
+"""Messages between ranks on both CPU backends: their order, and those that do not match their receive."""
 
 from __future__ import annotations
 

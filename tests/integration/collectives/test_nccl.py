@@ -1,4 +1,4 @@
-"""NCCL behind the seam, on two GPUs: one rank each."""
+"""Collectives on NCCL, on two GPUs: one rank each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named collectives when something goes wrong: a rank is killed, a rank never comes, threads submit at once."""
+"""Named collectives under faults: a rank is killed, a rank is missing, threads submit concurrently."""
 
 from __future__ import annotations
 

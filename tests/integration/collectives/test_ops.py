@@ -1,4 +1,4 @@
-"""The public collectives on real ranks: what tests/conformance, which has what they compute, does not ask for."""
+"""The public collectives on real ranks: beyond tests/conformance, which checks their results."""
 
 from __future__ import annotations
 

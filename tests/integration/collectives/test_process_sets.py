@@ -1,4 +1,4 @@
-"""Process sets on real ranks: what tests/conformance does not ask of them, and sets whose members are killed."""
+"""Process sets on real ranks: beyond tests/conformance, and sets whose members are killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared memory behind the seam: the contract, numbers, and what becomes of a group whose ranks die, stop or leave."""
+"""Collectives on shared memory: the contract, numbers, and groups whose ranks die, stop or leave."""
 
 from __future__ import annotations
 

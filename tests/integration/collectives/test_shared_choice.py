@@ -1,5 +1,5 @@
-"""Processes of one host find each other's memory, and choose together whether to reduce in it. What is not chosen, and
-what is given up half-way, leaves nothing behind.
+"""Processes of one host find each other's memory, and choose together whether to reduce in it. What is not chosen,
+and what is given up half-way, leaves nothing behind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""States over real Gloo, between processes: a newcomer is brought level, and a broken transfer leaves the commit."""
+"""States over real Gloo, between processes: a newcomer gets the state, and a broken transfer leaves the commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend of torch.distributed on real ranks: every collective beside Gloo's, its works, and what it refuses.
+"""The backend of torch.distributed on real ranks: every collective compared with Gloo's, its works, and refusals.
 
 Each case is a function of a process group. It is called with ours and with Gloo's, and must give the same.
 """

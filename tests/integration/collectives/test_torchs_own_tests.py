@@ -1,4 +1,4 @@
-"""torch's own tests of a backend, on ours in the place of Gloo. Needs expecttest, which torch's test code imports."""
+"""torch's own tests of a backend, on ours instead of Gloo. Needs expecttest, which torch's test code imports."""
 
 from __future__ import annotations
 

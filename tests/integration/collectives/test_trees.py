@@ -1,4 +1,4 @@
-"""Sums of partials along the tree: the same bits in shared memory, by exchange over whatever group, and alone."""
+"""Sums of partials along the tree: the same bits in shared memory, by exchange over any group, and alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts, agents and drivers that find each other in a real etcd, while it or they are stopped, killed, restarted."""
+"""Hosts, agents and drivers that find each other in a real etcd, while these are stopped, killed, restarted."""
 
 from __future__ import annotations
 

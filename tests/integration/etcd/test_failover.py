@@ -1,4 +1,4 @@
-"""A driver that is killed: training goes on without it, and the next driver takes over what it finds."""
+"""A killed driver: training continues without it, and the next driver takes over."""
 
 from __future__ import annotations
 

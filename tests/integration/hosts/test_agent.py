@@ -1,4 +1,4 @@
-"""The local agent with real processes: exits are seen at once, and nobody outlives whoever started them."""
+"""The local agent with real processes: exits are noticed immediately, and no process outlives its starter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The network that many hosts are tried on: what its faults do to plain programs, and that nothing else is touched."""
+"""The network for tests of many hosts: effects of its faults on plain programs, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs where there is no IPv4: on one machine, and over a link between two network namespaces."""
+"""Jobs without IPv4: on one machine, and over a link between two network namespaces."""
 
 from __future__ import annotations
 

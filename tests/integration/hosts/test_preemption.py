@@ -1,4 +1,4 @@
-"""Announcements of a machine's end, as clouds make them, and what workers do then. Real requests on loopback."""
+"""Preemption notices of clouds, and the workers' reactions. Real requests on loopback."""
 
 from __future__ import annotations
 

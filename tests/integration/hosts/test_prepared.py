@@ -1,4 +1,4 @@
-"""A process that has imported what the next worker needs becomes a worker that can't tell. Real processes."""
+"""A process that has imported the next worker's modules becomes an equal worker. Real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fully sharded models on several hosts, each a network namespace, of which some lose their power at once."""
+"""Fully sharded models on several hosts, each a network namespace, some of which lose their power together."""
 
 from __future__ import annotations
 

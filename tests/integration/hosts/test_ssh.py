@@ -1,4 +1,4 @@
-"""Agents started over a real ssh by a real sshd: the contract, each way it fails, and who lives on when who dies."""
+"""Agents started over a real ssh by a real sshd: the contract, all failures, and lifetimes after deaths."""
 
 from __future__ import annotations
 

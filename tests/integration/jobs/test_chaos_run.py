@@ -1,4 +1,4 @@
-"""`python -m elastic.chaos run` on real jobs: what it does, what it reports, and that it leaves nothing behind."""
+"""`python -m elastic.chaos run` on real jobs: its faults, its report, and no leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak, for seconds instead of minutes: that it measures, judges and reports. Whether all is flat takes longer."""
+"""The soak, for seconds instead of minutes: measurements, decisions and report. Flatness takes longer."""
 
 import json
 import os

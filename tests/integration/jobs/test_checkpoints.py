@@ -1,4 +1,4 @@
-"""All workers are killed, and the driver too: training goes on from what is in the storage."""
+"""All workers are killed, and the driver too: training resumes from the storage."""
 
 from __future__ import annotations
 

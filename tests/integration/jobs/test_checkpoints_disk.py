@@ -1,4 +1,5 @@
-"""Checkpoints go to a disk that is full, away, and slow: no step fails, and they go on. Needs root, to mount one.
+"""Checkpoints are written to a disk that is full, missing, and slow: no step fails, and they continue. Needs root, to
+mount one.
 
 `AWAY_S` says for how long each time.
 """

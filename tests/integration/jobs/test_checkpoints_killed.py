@@ -1,4 +1,4 @@
-"""Everything is killed, driver too, in the middle of writing a checkpoint, or of reading one; and again, and again.
+"""Everything is killed, including the driver, while a checkpoint is written or read; repeatedly.
 
 A chain of jobs on one folder. Each is stopped at a place that is drawn, killed there with all its processes, and
 followed by the same command with another number of workers. `DURABLE_KILLS` says how many kills a chain has.

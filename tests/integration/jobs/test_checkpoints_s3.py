@@ -1,4 +1,4 @@
-"""Checkpoints go to an S3 server that answers 503, closes connections, and hangs: no step fails, and they go on."""
+"""Checkpoints are written to an S3 server that answers 503, closes connections, and hangs: no step fails."""
 
 from __future__ import annotations
 

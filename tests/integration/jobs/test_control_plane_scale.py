@@ -1,4 +1,4 @@
-"""A real driver with fifty hosts, whose agents speak the real protocol; `benchmarks/control_plane.py` has more.
+"""A real driver with fifty hosts, whose agents use the real protocol; `benchmarks/control_plane.py` has more.
 
 What is looked at does not depend on how busy the machine is: messages and bytes, no times.
 """

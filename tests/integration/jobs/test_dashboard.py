@@ -1,4 +1,4 @@
-"""The live page in a real browser: 4, 64 and 1,000 workers of a real driver, in the light, in the dark, on a phone.
+"""The live page in a real browser: 4, 64 and 1,000 workers of a real driver, in light and dark mode, on a phone.
 
 The pictures stay in the folder of the test, to be looked at: pytest --basetemp.
 """

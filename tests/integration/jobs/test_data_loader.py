@@ -1,4 +1,4 @@
-"""Jobs that train on a loader while workers are killed and come back: each sample counts once per epoch."""
+"""Jobs that train on a loader while workers are killed and return: each sample counts once per epoch."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel in real jobs: unedited under elasticrun, and where workers die in backward and join."""
+"""DistributedDataParallel in real jobs: unchanged under elasticrun, and with workers that die in backward or join."""
 
 from __future__ import annotations
 

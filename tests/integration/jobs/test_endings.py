@@ -1,4 +1,4 @@
-"""However a job ends, nothing of it is left: no process, no port, no orphan; and its output has found its place."""
+"""Nothing of a job is left at its end: no process, no port, no orphan; and its output is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training in shards, whatever befalls the workers: every commit has the digests of a run that nothing disturbed."""
+"""Training in shards under faults: every commit has the digests of an undisturbed run."""
 
 from __future__ import annotations
 

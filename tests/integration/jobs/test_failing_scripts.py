@@ -1,4 +1,6 @@
-"""Scripts that fail, in real jobs: the same failure of all ranks ends the job, and an end on fewer workers says why."""
+"""Scripts that fail, in real jobs: the same failure of all ranks ends the job, and an end on fewer workers has a
+reason.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Workers die in pairs, one after another, or when only some of them have come as far: the others go on from the newest
-commit that one of them holds, and train as if nothing had happened. One death in each phase: see test_matrix.
+"""Workers die in pairs, one after another, or when only some of them have advanced: the others continue from the
+newest commit that one of them holds, and train as if nothing had happened. One death in each phase: see test_matrix.
 """
 
 import pytest

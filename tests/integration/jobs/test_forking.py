@@ -1,4 +1,4 @@
-"""A job that is forked from a process that has imported torch is a job as all others: its workers can't tell."""
+"""A job that is forked from a process that has imported torch is like any other: its workers are equal."""
 
 from __future__ import annotations
 

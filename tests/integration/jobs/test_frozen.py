@@ -1,5 +1,5 @@
-"""Workers that live but can't run: they are fenced, the others go on from the last commit, and who wakes later changes
-nothing. With the default settings, on real processes. Stopped or cut off in any phase: see test_matrix.
+"""Workers that live but can't run: they are fenced, the others continue from the last commit, and one that wakes
+later changes nothing. With the default settings, on real processes. Stopped or cut off in any phase: see test_matrix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What takes long in good health, for longer than the limit of an idle worker: nobody is fenced for it."""
+"""Long activities of healthy workers, beyond the limit of an idle worker: no worker is fenced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts that catch or raise Horovod's exceptions: what they see, and what becomes of their steps."""
+"""Scripts that catch or raise Horovod's exceptions: the exceptions, and the fate of their steps."""
 
 from __future__ import annotations
 

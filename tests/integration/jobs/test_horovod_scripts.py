@@ -1,4 +1,4 @@
-"""The scripts in examples/horovod run as they stand, under horovodrun; those that can recover also lose a worker."""
+"""The scripts in examples/horovod run unchanged under horovodrun; those that can recover also lose a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real job whose port strangers have found: it trains on, and its secrets are nowhere that others can look."""
+"""A real job with unauthenticated peers at its port: it continues training, and its secrets are not exposed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers come and go as planned: whoever joins is given everything, and nobody who trains loses a step by it."""
+"""Workers join and leave as planned: a newcomer gets the whole state, and no other worker loses a step."""
 
 from __future__ import annotations
 

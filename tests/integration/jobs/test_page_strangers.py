@@ -1,4 +1,4 @@
-"""Strangers at the live page of a job that trains: they are shown nothing, do nothing, and nobody notices."""
+"""Unauthenticated viewers at the live page of a job: they see nothing, and do nothing."""
 
 from __future__ import annotations
 

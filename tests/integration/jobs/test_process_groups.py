@@ -1,4 +1,4 @@
-"""Process groups of some ranks, and what is split among ranks, in elastic jobs that lose workers and get others."""
+"""Process groups of some ranks, and sharded state, in elastic jobs that lose and gain workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What members say of their own progress, as the driver's journal has it: who waits, where, and that it is over."""
+"""Members' reports of their progress in the driver's journal: waits, their lines and their ends."""
 
 from __future__ import annotations
 

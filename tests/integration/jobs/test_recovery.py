@@ -1,6 +1,4 @@
-"""What a job makes of failures: training that nobody could tell from an undisturbed one, and a plain end where there is
-no way on.
-"""
+"""Failures in a job: training with the results of an undisturbed one, and a clear end where there is no way on."""
 
 from __future__ import annotations
 

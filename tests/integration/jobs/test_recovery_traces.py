@@ -1,4 +1,4 @@
-"""`--opentelemetry`: a collector that speaks OTLP hears of a recovery of a real job."""
+"""`--opentelemetry`: an OTLP collector receives the recovery of a real job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Report and live page in a real browser: cards are whole; charts tell values, have a log scale, and are smoothed."""
+"""Report and live page in a real browser: complete cards; charts with values, log scale and smoothing."""
 
 from __future__ import annotations
 

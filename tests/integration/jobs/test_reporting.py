@@ -1,4 +1,4 @@
-"""Reports of real workers: alone, from a driver that is stopped meanwhile, and through agents to one after another."""
+"""Reports of real workers: alone, with a driver that is stopped meanwhile, and through agents to successive drivers."""
 
 from __future__ import annotations
 

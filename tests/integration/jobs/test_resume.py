@@ -1,4 +1,4 @@
-"""Journals of drivers that are really killed, and of those that etcd lets write no more."""
+"""Journals of drivers that are really killed, and of those that lose etcd's permission to write."""
 
 from __future__ import annotations
 

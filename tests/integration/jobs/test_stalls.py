@@ -1,5 +1,5 @@
-"""One rank holds the others up: the page, status, metrics, explain and the report tell which, at which line and for how
-long, while it lasts and afterwards. The truth is when the worker began to hold them up, and when it was let go.
+"""One rank delays the others: the page, status, metrics, explain and the report show which one, at which line and
+for how long, while it lasts and afterwards. The truth is when the worker began to hold them up, and when it was let go.
 """
 
 from __future__ import annotations

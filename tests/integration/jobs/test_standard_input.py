@@ -1,4 +1,4 @@
-"""`--stdin RANK`: one worker reads what elasticrun is given; when it is replaced, the next one reads on."""
+"""`--stdin RANK`: one worker reads elasticrun's input; when it is replaced, the next one continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts that come by etcd, everything over TLS, and a driver that is stopped: another takes over, and only one acts."""
+"""Hosts from etcd, everything over TLS, and a stopped driver: another takes over, and only one acts."""
 
 from __future__ import annotations
 

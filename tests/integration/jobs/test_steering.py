@@ -1,4 +1,4 @@
-"""A running job is made larger and smaller, a host is drained, a worker removed: by commands, and no step is lost."""
+"""A running job is scaled up and down, a host is drained, a worker removed: by commands, and no step is lost."""
 
 from __future__ import annotations
 

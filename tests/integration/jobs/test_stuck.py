@@ -1,5 +1,5 @@
-"""Workers that live and run, but do not come on while the others wait for them: they are named, write their stacks,
-and are fenced; the others go on as if nothing had happened. The limits are shortened by flags.
+"""Workers that live and run, but make no progress while the others wait for them: they are named, write their
+stacks, and are fenced; the others go on as if nothing had happened. The limits are shortened by flags.
 """
 
 from __future__ import annotations

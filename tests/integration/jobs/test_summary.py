@@ -1,4 +1,4 @@
-"""`--summary`: time spent, of a job in which workers are killed; and the journal says the same."""
+"""`--summary`: time spent, of a job in which workers are killed; equal to the journal's."""
 
 from __future__ import annotations
 

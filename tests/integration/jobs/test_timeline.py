@@ -1,4 +1,4 @@
-"""The timeline of a real job: whole at any moment, with all ranks, through a kill and a join."""
+"""The timeline of a real job: complete at any moment, with all ranks, through a kill and a join."""
 
 from __future__ import annotations
 

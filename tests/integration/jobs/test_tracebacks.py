@@ -1,4 +1,4 @@
-"""One exception is one traceback on the screen, however many ranks raise it or lose a peer by it."""
+"""One exception has one traceback on the screen, however many ranks raise it or lose a peer by it."""
 
 from __future__ import annotations
 

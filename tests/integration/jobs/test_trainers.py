@@ -1,4 +1,4 @@
-"""Trainers, Accelerate and a loop like timm's in real jobs: examples that lose workers, rank 0 too, and get others."""
+"""Trainers, Accelerate and a loop like timm's in real jobs: examples that lose and gain workers, also rank 0."""
 
 from __future__ import annotations
 

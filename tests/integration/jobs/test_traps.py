@@ -1,4 +1,4 @@
-"""Traps that elastic training has fallen into before."""
+"""Earlier errors of elastic training."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The examples do what their first lines promise, small."""
+"""The examples behave as their first lines promise, in small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every launcher must do, whether its workers are played, run here, or belong to an agent process."""
+"""Contract of every launcher, with simulated, local or agent workers."""
 
 from __future__ import annotations
 

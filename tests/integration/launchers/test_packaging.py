@@ -1,4 +1,4 @@
-"""What is installed: two import names, with the driver inside one of them."""
+"""The installed package: two import names, with the driver inside one of them."""
 
 import sys
 import zipfile

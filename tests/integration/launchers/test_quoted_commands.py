@@ -1,4 +1,4 @@
-"""The shell commands that README and the pages quote: each is run here as it stands, or its reason not to be is.
+"""The shell commands that README and the pages quote: each is run here unchanged, or has a reason not to be.
 
 They find what a reader has by then: the script of README or of the page, the list of hosts, a job that trains.
 """

@@ -1,4 +1,4 @@
-"""The examples of the Python reference run as they stand there, on two workers."""
+"""The examples of the Python reference run unchanged, on two workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without --min-np: a world of a fixed size, and one failure ends it with a line that says whose it was."""
+"""Without --min-np: a world of a fixed size, and one failure ends it with a line that names the worker."""
 
 from __future__ import annotations
 

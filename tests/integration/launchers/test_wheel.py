@@ -1,4 +1,4 @@
-"""The wheel, in an environment that has nothing of this checkout: two workers train, and the commands are there."""
+"""The wheel, in an environment without this checkout: two workers train, and the commands exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents on a real Ray cluster: where they run, what their workers find, how they end, and that nothing is left."""
+"""Agents on a real Ray cluster: their nodes, their workers' environment, their ends, and no leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`elastic.ray.run` from wherever users of Ray call it, what is left when the caller goes, and Ray in workers."""
+"""`elastic.ray.run` from all of Ray's callers, the end of the caller, and Ray in workers."""
 
 from __future__ import annotations
 

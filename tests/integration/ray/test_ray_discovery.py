@@ -1,4 +1,4 @@
-"""Hosts of a real Ray cluster: nodes that come, drain and die, a head that is away, and what is left in the end."""
+"""Hosts of a real Ray cluster: nodes that join, drain and die, a missing head, and no leaks."""
 
 from __future__ import annotations
 

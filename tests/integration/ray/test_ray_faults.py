@@ -1,4 +1,4 @@
-"""An elastic job on a Ray cluster of three nodes that die, come, are drained, and whose head loses its GCS."""
+"""An elastic job on a Ray cluster of three nodes that die, join, are drained, and whose head loses its GCS."""
 
 from __future__ import annotations
 

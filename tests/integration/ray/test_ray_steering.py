@@ -1,4 +1,4 @@
-"""A job on a Ray cluster is made larger and smaller, a host is drained, a worker removed: by commands, and no step is
+"""A job on a Ray cluster is scaled up and down, a host is drained, a worker removed: by commands, and no step is
 lost.
 """
 

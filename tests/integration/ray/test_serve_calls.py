@@ -1,4 +1,4 @@
-"""Persistent workers with a real world: calls that train, that fail on some ranks, that shut down and begin again."""
+"""Persistent workers with a real world: calls that train, that fail on some ranks, that shut down and restart."""
 
 from __future__ import annotations
 
