@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=180.0, help="of a trace that is drawn")
     parser.add_argument("--all-gone", type=int, default=3, help="moments without a slot, drawn")
-    parser.add_argument("--ahead", type=float, default=0.0, help="seconds; 0: nobody is told")
+    parser.add_argument("--ahead", type=float, default=0.0, help="seconds; 0: no notice")
     parser.add_argument(
         "--standbys", type=int, default=0, help="of the slots, how many are for standbys"
     )

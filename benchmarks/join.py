@@ -40,7 +40,7 @@ def main() -> None:
     rows = {
         "around the join itself": agreed,
         "from the newcomer's start (its imports included)": whole,
-        "afterwards, nobody joining": steady,
+        "afterwards, without a join": steady,
     }
     shown.console().print(table_of(title, "joins", rows))
     shown.write_json(options.json, {"join_ms": agreed, "whole_ms": whole, "steady_ms": steady})

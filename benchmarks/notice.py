@@ -87,7 +87,7 @@ def main() -> None:
     title = f"a notice {AHEAD_S:g} s ahead: {again} steps made again, {broke} worlds broke, {late} workers too late"
     rows = {
         "longest gap between a survivor's steps": gaps,
-        "afterwards, nobody leaving": steady,
+        "afterwards, without a departure": steady,
         "from the notice until its workers have gone": left_ms,
     }
     shown.console().print(table_of(title, "notices", rows))

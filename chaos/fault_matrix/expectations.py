@@ -98,7 +98,7 @@ def expected(cell: Cell) -> Expected:
     if phase == faults.RESUME and fault == faults.DISK:
         return Expected(End.GOES_ON, "a storage that fails is tried again")
     if phase == faults.RESUME and fault == faults.GIL:
-        return Expected(End.GOES_ON, "who reads the checkpoint is not taken for stuck")
+        return Expected(End.GOES_ON, "a worker that reads the checkpoint does not count as stuck")
     several = victim in (faults.TWO, faults.ALL_BUT_ONE)
     if fault == faults.TERM:
         return Expected(End.LEAVES, "SIGTERM asks a worker to leave at its next commit")
@@ -114,7 +114,7 @@ def expected(cell: Cell) -> Expected:
     if fault == faults.DROP:
         return Expected(End.RECOVERS, "its host acknowledges nothing any more", (Why.CUT_OFF,))
     if fault == faults.SHUT:
-        return Expected(End.REGROUPS, "a collective broke, and everybody is still there")
+        return Expected(End.REGROUPS, "a collective broke, and no worker is lost")
     if fault == faults.SLOW:
         return Expected(End.GOES_ON, "slow is not lost")
     if fault in faults.RAISING and several:
@@ -134,7 +134,7 @@ def _expected_before_init(fault: str) -> Expected:
 def _expected_at_shutdown(fault: str) -> Expected:
     if fault in (*faults.ENDING, *faults.RAISING):
         return Expected(End.FAILS, "a worker that should not have ended so fails the job")
-    return Expected(End.SUCCEEDS, "nobody waits for it any more, but for its exit")
+    return Expected(End.SUCCEEDS, "only its exit is still waited for")
 
 
 def _expected_of_driver(fault: str, phase: str) -> Expected:

@@ -83,7 +83,7 @@ def _verdicts(report: Report) -> Table:
     table.add_column()
     steps, goodput, digests = report.steps, report.goodput, report.digests
     spared = (
-        f"; {report.spared} more were drawn, but nobody could be spared" if report.spared else ""
+        f"; {report.spared} more were drawn, but no worker could be spared" if report.spared else ""
     )
     if not report.trained:
         table.add_row("training", Text("no training was seen: nothing was tested", style="red"))

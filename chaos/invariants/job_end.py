@@ -119,7 +119,9 @@ class JobEnd:
             known = self.job.workers.get(worker)
             if known is None or known.going or known.stranded or known.holds is None:
                 continue
-            what = f"the job ends because nobody holds its state, but {worker} holds {known.holds}"
+            what = (
+                f"the job ends because no worker holds its state, but {worker} holds {known.holds}"
+            )
             self.job.broken("RANK 0 IS NO OTHER", what)
 
     def _live_members(self) -> list[tuple[Worker, Known]]:

@@ -78,7 +78,7 @@ class WorkerRecords:
 
     def _was_started(self, worker: Worker) -> None:
         last = self.job.incarnations.get((worker.host, worker.slot), 0)
-        what = f"{worker} is heard of, and was never started"
+        what = f"{worker} has events, but was never started"
         self.job.must(1 <= worker.incarnation <= last, "ONE PER SLOT", what)
 
     def _on(self, host: str) -> list[tuple[Worker, Known]]:
