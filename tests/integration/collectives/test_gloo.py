@@ -210,7 +210,7 @@ def test_an_abort_ends_the_wait_for_a_late_rank_and_leaves_no_thread(world):
 
 
 def asks(threads: set[threading.Thread]) -> bool:
-    """Whether one of them, which connects a group, waits for the store's answer."""
+    """Return whether one of the ranks, which connects a group, waits for the store's answer."""
     return any(stacked(each, "ask") for each in threads)
 
 

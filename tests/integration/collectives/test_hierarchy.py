@@ -54,7 +54,7 @@ def connect(
 
 
 def end(group: Collectives) -> None:
-    """Nobody leaves before all are done."""
+    """No rank leaves before all are done."""
     ranks.kept["store"].exchange("the end", group.rank, group.size, b"")
     group.abort()
     group.close()
@@ -156,7 +156,7 @@ def test_broadcasts_gathers_and_exchanges_move_everything(four, hosts):
 
 
 def lose_a_rank(rank: int, size: int, address: Address, hosts: str, lost: int) -> dict[str, Any]:
-    """One is killed in the middle of an allreduce, by a thread of its own; what the others see."""
+    """One is killed in the middle of an allreduce, by a separate thread; return what the others see."""
     group = connect(rank, size, address, hosts)
     buffers = [arena.zeros(3_000_000, torch.float32), torch.zeros(3_000_000)]
     if rank == lost:
@@ -235,7 +235,7 @@ def test_an_abort_on_one_rank_reaches_all(four, hosts, aborter):
 
 
 def come_late(rank: int, size: int, address: Address, hosts: str) -> str:
-    """The last rank never joins; whoever waits gives up after the collective's time."""
+    """The last rank never joins; waiting ranks give up after the collective's timeout."""
     group = connect(rank, size, address, hosts, timeout_s=1.0)
     reason = ""
     if rank < size - 1:
@@ -275,7 +275,7 @@ def test_a_closed_group_leaves_nothing_in_the_arena(four, hosts):
 
 
 def call_other_sizes(rank: int, size: int, address: Address, hosts: str) -> tuple[bool, bool]:
-    """Hosts that differ from each other. Whether this rank carries for its host, and whether it was told why."""
+    """Hosts with different properties. Return whether this rank carries for its host, and whether it got the reason."""
     group = connect(rank, size, address, hosts)
     carries = not (hosts == "aaab" and rank in (1, 2))
     with pytest.raises(CollectiveFailed) as failed:

@@ -30,7 +30,7 @@ three = ranks.fixture(3, "function")
 
 
 class Counted:
-    """What this process asks of stores, by the thread that does: who asks twice waits for two round trips and more."""
+    """Requests of this process to stores, by thread: two requests of a thread need two or more round trips."""
 
     def __init__(self) -> None:
         # By the thread itself: the number of one that has ended is given to the next.
@@ -65,7 +65,7 @@ def enter(rank: int, size: int, generation: int, hosts: int, store: Address) -> 
 
 
 def use(rank: int, size: int, generation: int) -> list[float]:
-    """What a step needs: both groups, and the way to rank 0."""
+    """Connect everything for a step: both groups, and the connection to rank 0."""
     groups, place = ranks.kept["groups"], ranks.kept["place"]
     found = []
     for purpose in PURPOSES:

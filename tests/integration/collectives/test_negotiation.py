@@ -90,7 +90,7 @@ def from_many_threads(rank: int, size: int) -> int:
 
 
 def wait_for_all(rank: int, size: int) -> str:
-    """What waiting for rank 2, which is being killed, ends with; and then everything else."""
+    """Return the end of a wait for rank 2, which is being killed; and then of everything else."""
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     pending = allreduce_async(torch.ones(2), name="pending", op=Sum)
@@ -203,7 +203,7 @@ def started_server(size: int) -> tuple[ControllerServer, Any, queue.SimpleQueue[
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Rank 0's end, with rank 1 and 2 connected; what they offer, and who is lost, is written down."""
+    """Rank 0's end, with ranks 1 and 2 connected; their offers and losses are recorded."""
     monkeypatch.setattr(transport, "BEAT_S", 0.1)
     monkeypatch.setattr(transport, "count_limit", lambda *limits, extra: 16)
     made, rules, heard = started_server(size=3)
@@ -244,7 +244,7 @@ def test_unauthenticated_peers_are_ignored_and_do_no_harm(hub):
 
 @pytest.mark.parametrize("towards", ["rank 0", "rank 2"])
 def test_a_modified_byte_ends_the_connection_and_is_not_accepted(towards):
-    """A man in the middle: what he passes on is heard, what he changes is not."""
+    """A man in the middle: unchanged data is accepted, changed data is not."""
     made, rules, heard = started_server(size=2)
     middle = socket.create_server(("127.0.0.1", 0))
     through = msgspec.structs.replace(rules, port=middle.getsockname()[1])
@@ -314,7 +314,7 @@ def alone() -> LocalController:
 
 
 def test_rank_0_receives_decisions_from_before_the_end():
-    """The others were told, and may have ended the world because of it: a mismatch is an error of all."""
+    """The others were notified, and may have ended the world: a mismatch is an error of all."""
     line = alone()
     line.send(RequestList(ALL, 0, requests=(Request("barrier", "barrier.b"),)))
     line.abort()

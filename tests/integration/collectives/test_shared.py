@@ -170,7 +170,7 @@ def test_tensors_that_may_still_be_written_are_never_reused(pair):
 
 
 def test_a_message_is_through_once_it_was_received(pair):
-    """Who has sent it may end then, though another one came before it that nobody has asked for."""
+    """The sender may end then, although an earlier message is still without a receive."""
     first, second = pair.groups
     early, late = (first.send(torch.full((3,), value), 1, tag=int(value)) for value in (5.0, 7.0))
     assert not late.within(0.0)
@@ -355,7 +355,7 @@ def test_collectives_may_be_started_ahead_and_their_handles_dropped(staying):
 
 
 def drop_tensors(rank: int, size: int, address: Address) -> list[float]:
-    """Nobody holds what is under way; then the memory is asked for again."""
+    """No reference to the running call is left; then the memory is allocated again."""
     with joined(rank, size, address) as group:
         if rank == 2:
             time.sleep(0.05)  # or it would be over before the others drop it
@@ -404,7 +404,7 @@ def test_groups_work_side_by_side_and_an_abort_ends_only_one(staying):
 
 
 def keep_works(rank: int, size: int, address: Address) -> tuple[int, int, list[str]]:
-    """What is left of a closed group of which works are kept, and what these say."""
+    """Return the remains of a closed group whose works are kept, and the state of these."""
     store = ranks.open_store(rank, address)
     group = formed(store, rank, size)
     finished = group.allreduce(torch.ones(1000), Op.SUM)
@@ -442,7 +442,7 @@ def test_a_closed_group_maps_nothing_though_works_are_kept(staying):
 
 
 def live_through(rank: int, size: int, addresses: list[Address]) -> list[dict[str, int]]:
-    """What this process holds after the first generations, and after the last."""
+    """Return what this process holds after the first generations, and after the last."""
 
     def held() -> dict[str, int]:
         gc.collect()
@@ -602,7 +602,7 @@ def fork_one(
 
 
 def try_all(group: SharedCollectives, work: Any) -> int:
-    """How many of the calls that can't be carried out in a child said nothing."""
+    """Return how many of the calls that can't run in a child raised nothing."""
     silent = 0
     calls: list[Callable[[], Any]] = [work.wait, functools.partial(work.within, 0.0), group.barrier]
     for call in calls:

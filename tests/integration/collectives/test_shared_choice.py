@@ -173,7 +173,7 @@ def _lowest_free() -> int:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
 def test_memory_of_another_user_is_not_accessible(offering):
-    """The one that is mapped belongs to root, and nobody asks for it."""
+    """The mapped memory belongs to root, and must not be accessible."""
     asking = (
         "import os, sys, msgspec\n"
         "from elastic.collectives.shared_memory import peer_memory as neighbours\n"
@@ -274,7 +274,7 @@ def one_group(
 def chosen(
     four: Ranks, hosts: str, *, broken: dict[int, str] | None = None, groups: int = 1
 ) -> tuple[str, list[dict[str, Any]]]:
-    """What all ranks chose, and what each has seen."""
+    """Return the choices of all ranks, and what each has seen."""
     addresses = four.run(ranks.serve_stores, groups)[0]
     results = four.run(choose, addresses, hosts, broken or {})[: len(hosts)]
     kinds = {kind for result in results for kind in result["kinds"]}
@@ -352,7 +352,7 @@ def store(nothing_left: None) -> Iterator[Store]:
 
 
 class Attempt:
-    """Rank 0 of two, connecting in a thread of its own."""
+    """Rank 0 of two, connecting in a separate thread."""
 
     def __init__(self, store: Store) -> None:
         self.connecting = connecting(store, 0, 2)

@@ -645,7 +645,7 @@ def test_buckets_of_ddp_lie_where_all_ranks_of_the_host_can_reduce_them(ranks: R
 
 
 def train_and_look_at_buckets(rank: int, size: int) -> list[str]:
-    """What is amiss."""
+    """Return what is wrong."""
     from elastic.collectives.shared_memory import arena
 
     mine = arena.mine()

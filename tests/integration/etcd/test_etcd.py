@@ -38,7 +38,7 @@ jobs = count()
 
 
 class Log(list[tuple[str, str]]):
-    """What was said, and the wait for something to be said."""
+    """Log lines, and the wait for one."""
 
     def __init__(self) -> None:
         self._said = asyncio.Event()
@@ -57,7 +57,7 @@ class Log(list[tuple[str, str]]):
 
 
 class Lists:
-    """What a discovery has yielded, and the wait for one list."""
+    """Lists of a discovery, and the wait for one."""
 
     def __init__(self, etcd: Etcd, job: str, log: Log, **rest: float) -> None:
         self.seen: list[dict[str, int]] = []
@@ -144,7 +144,7 @@ class Stage:
 
 
 class Role:
-    """A leader or an agent in a process of its own; see `etcd_role`."""
+    """A leader or an agent in a separate process; see `etcd_role`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -173,7 +173,7 @@ class Role:
 
 
 def refusal(access: EtcdAccess, root: str = "/hvd-elastic/") -> str:
-    """What is said of an etcd that can't be used."""
+    """Return the error of an unusable etcd."""
 
     async def run() -> None:
         await Etcd(access, Log(), root=root).open()
@@ -510,7 +510,7 @@ async def test_a_late_watch_reads_everything_again(cluster, monkeypatch):
 
 @pytest.fixture
 def three(tmp_path) -> Iterator[tuple[Cluster, Member]]:
-    """Its members, and the one that leads."""
+    """Return its members, and the leader."""
     with three_etcds(tmp_path) as cluster:
         yield cluster, cluster.leader()
 
@@ -596,7 +596,7 @@ async def test_a_free_seat_is_taken_again(cluster):
 
 
 async def until_it_watches(guard: int) -> None:
-    """It holds a pidfd: of its driver."""
+    """Return whether it holds a pidfd of its driver."""
     while True:
         for fd in Path(f"/proc/{guard}/fd").iterdir():
             with contextlib.suppress(OSError):  # closed meanwhile

@@ -38,7 +38,7 @@ def drivers(tmp_path):
 
 
 def refused(folder: Path, flags: str) -> str:
-    """What a driver says that must not begin."""
+    """Return the output of a driver that must not begin."""
     journal = ["--journal", str(folder / "journal.jsonl")]
     command = [elasticrun(), *split(flags), *journal, *map(str, TRAINING)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30)

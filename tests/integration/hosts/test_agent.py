@@ -68,7 +68,7 @@ class Host:
         return await asyncio.wait_for(self.exits.get(), DEADLINE_S)
 
     async def sees(self) -> Event:
-        """What is noticed next."""
+        """Return the next notification."""
         return (await self.timed_sight())[1]
 
     async def timed_sight(self) -> tuple[float, Event]:

@@ -96,7 +96,7 @@ def python(program: str, *arguments: object) -> list[str]:
 
 
 def listening(host: Host, program: str) -> subprocess.Popen[bytes]:
-    """A program that has said so."""
+    """Start a program that has reported its start."""
     process = host.popen(python(program), stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"listening\n"
@@ -106,12 +106,12 @@ def listening(host: Host, program: str) -> subprocess.Popen[bytes]:
 def there_and_back(
     network: Network, *, size: int = 1, times: int = 1, patience: float = 5
 ) -> float:
-    """Seconds, the best of so many times. Raises NetworkTrouble where nothing comes back."""
+    """Return seconds, the best of several attempts. Raises NetworkTrouble without an answer."""
     return float(network.hosts["a"].run(python(CALL, "b", times, size, patience), timeout=30))
 
 
 def counted(host: Host, counter: subprocess.Popen[bytes]) -> int:
-    """What has arrived. The word that asks for it does not use the link."""
+    """Return the received data. The request does not use the link."""
     host.run(python(f"import socket; socket.socket(type=2).sendto(b'over', ('127.0.0.1', {PORT}))"))
     said, _ = counter.communicate(timeout=10)
     return int(said)

@@ -171,7 +171,7 @@ def test_agents_over_an_ipv6_only_link_survive_a_death(
 
 @contextlib.contextmanager
 def etcd_here(folder: Path) -> Iterator[str]:
-    """Where it serves. This process does not call it: what grpc starts here would stay in the namespace."""
+    """Return its address. This process does not call it: grpc's threads would stay in the namespace."""
     member = Member(
         folder, "one", None, ["--heartbeat-interval", "10", "--election-timeout", "100"]
     )

@@ -292,7 +292,7 @@ def test_a_wish_that_names_nothing_is_refused():
 
 
 class Told:
-    """What a watch says."""
+    """Return the states of a watch."""
 
     def __init__(self) -> None:
         self.notices: list[Notice | None] = []

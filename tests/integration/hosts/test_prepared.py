@@ -26,7 +26,7 @@ SPARE = {"HOME": "/nowhere", "ELASTIC_PREEMPTION": "off"}
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    """Each imports what it is told to, and not torch too."""
+    """Each imports the requested modules, and not also torch."""
     monkeypatch.setattr(prepared, "QUIET_S", 0.0)
     only = prepared.PROGRAM.replace("main;", "main; main.__globals__['OURS'] = ();", 1)
     monkeypatch.setattr(prepared, "PROGRAM", only)
@@ -48,7 +48,7 @@ async def waits(host) -> int:
 
 
 async def has_run_an_empty_script(host, modules: str = "auto") -> Path:
-    """One worker has run it. The script."""
+    """One worker has run it. Returns the script."""
     host.launcher.agent.prepared.modules = modules
     script: Path = host.folder / "script.py"
     script.write_text("")
@@ -58,7 +58,7 @@ async def has_run_an_empty_script(host, modules: str = "auto") -> Path:
 
 
 def waits_at_its_pipe(pid: int) -> bool:
-    """Whether it is in a read() of a pipe: it has imported everything."""
+    """Return whether it is in a read() of a pipe: it has imported everything."""
     try:
         number, descriptor, *_ = Path(f"/proc/{pid}/syscall").read_text().split()
         return number == "0" and "pipe:" in os.readlink(f"/proc/{pid}/fd/{int(descriptor, 16)}")
@@ -205,7 +205,7 @@ def test_leading_imports_of_a_module_are_those_of_its_packages_and_its_own(tmp_p
 
 
 def modules_after(words: str, script: Path) -> set[str]:
-    """What a process has imported that was told so."""
+    """Return the modules of a process with this request."""
     code = (
         "import sys; from elastic.driver.processes.prepared_process import prepare; prepare(*sys.argv[1:]);"
         "print(*{'torch', 'torch._dynamo', 'elastic.run_loop'} & sys.modules.keys())"

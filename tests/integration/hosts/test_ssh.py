@@ -79,7 +79,7 @@ def ssh_starter(hosts: SshHosts, log: Log, **options: Any) -> SshStarter:
 
 
 def refusal(hosts: SshHosts, folder: Path, *, host: str = "alpha", job: str = "trains", **options):
-    """The one sentence that says why this start has failed."""
+    """Return the message of this failed start."""
 
     async def talk() -> str:
         starter = ssh_starter(hosts, [], **{"python": stand_in(folder), **options})
@@ -164,7 +164,7 @@ class TestContract(StarterContract):
             recorded("messages", await failure(bench.starter, told))
 
     async def test_the_agent_itself(self, opened):
-        """Not a stand-in: the real one, which finds no driver, says so, and ends with its starter."""
+        """Not a replacement: the real one, which finds no driver, logs it, and ends with its starter."""
 
         def real() -> list[psutil.Process]:
             found = []

@@ -75,7 +75,7 @@ class FlippedJob:
         return (made[0], made[1]), self.members()
 
     def flip(self, what: str, dice: random.Random, seed: int | None = None) -> str:
-        """What became of it. ``seed``: of the bit."""
+        """Result of a job. ``seed``: of the bit."""
         before, members = self.until_it_trains()
         victim = dice.choice(members)
         output = len(self.job.output)
@@ -83,7 +83,7 @@ class FlippedJob:
         self.job.until(lambda: "elastic: flipped" in self.job.output[output:], "the flip", 30)
 
         def judged() -> str:
-            """Empty: not yet. The first commit whose replicas differ says since when there is something to find."""
+            """Return the begin of the difference; empty: not yet. It is the first commit whose replicas differ."""
             found = [
                 event
                 for event in self.job.events("WorkerDiffers")
@@ -126,7 +126,7 @@ class FlippedJob:
         return verdict
 
     def goes_on_from_the_newest(self, output: int) -> None:
-        """All are started anew. ``output``: what the job had written before."""
+        """Restart all. ``output``: of the job so far."""
         begins = "elastic: goes on from "
         self.job.until(lambda: begins in self.job.output[output:], "a beginning", 60)
         made = [Commit(*event["commit"]) for event in self.job.events("CheckpointMade")]

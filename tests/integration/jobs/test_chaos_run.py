@@ -68,7 +68,7 @@ class Chaos(Program):
 
 @pytest.fixture
 def chaos(tmp_path, request):
-    """Where a test is marked ``forked``, nobody waits for imports."""
+    """In a test that is marked ``forked``, imports are not waited for."""
     forked = request.node.get_closest_marker("forked") is not None
     started: list[Chaos] = []
 

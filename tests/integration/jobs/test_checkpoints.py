@@ -62,7 +62,7 @@ def test_all_workers_are_killed_and_training_resumes_from_the_newest_checkpoint(
 
 @pytest.mark.nightly
 def test_the_same_command_trains_on_once_data_that_it_does_not_name_have_changed(tmp_path):
-    """Not by `job`, which gives each job a folder and a journal of its own: the command would be another one."""
+    """Not by `job`, which gives each job a separate folder and journal: the command would be another one."""
     data, run = tmp_path / "data", tmp_path / "run"
     data.mkdir()
     run.mkdir()
@@ -156,7 +156,7 @@ def test_sigterm_to_every_process_of_a_keras_job_with_loaders_makes_a_last_check
 
 
 def test_all_hosts_leave_the_list_and_return(job, tmp_path):
-    """Nobody is started while there are none, and those that are back are used at once."""
+    """No worker is started while there are no hosts, and returned ones are used immediately."""
     folder, listed = tmp_path / "checkpoints", tmp_path / "hosts"
     listed.write_text("localhost:2\n")
     script = ["--host-discovery-script", f"cat {listed}", "--checkpoint-dir", str(folder)]

@@ -40,7 +40,7 @@ def newest(storage: Storage) -> int:
 
 
 def kill_all(running) -> None:
-    """The driver first, then all others, as fast as signals go, and again until nobody is left."""
+    """The driver first, then all others, as fast as signals go, and again until no process is left."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(running.driver.pid, signal.SIGKILL)
     while left := running.processes():

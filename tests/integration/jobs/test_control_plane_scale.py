@@ -17,7 +17,7 @@ SLOTS = 8
 
 
 def lose(job: LightJob, host: str) -> tuple[Together, Counted]:
-    """The world without it, and what was said for that by both sides."""
+    """The world without the host, and the number of messages of both sides."""
     job.order(Count())
     before = job.wait(Counted)
     job.order(Lose(host))

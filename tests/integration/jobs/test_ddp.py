@@ -26,7 +26,7 @@ ddp = pytest.importorskip("ddp")
 def trained(
     job: Any, feature: str, die: str, flags: str = "", steps: int = STEPS, **env: str
 ) -> list[dict[str, Any]]:
-    """What every worker found at the end."""
+    """Return the final records of every worker."""
     cooldown = "" if flags else "--blacklist-cooldown-range 100 100"
     training = job(
         f"-np 3 --min-np 1 {cooldown} {flags}",
@@ -68,7 +68,7 @@ def test_a_kill_of_rank_0_in_the_middle_of_a_backward_pass(job: Any, feature: st
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
 def test_kills_and_joins(job: Any, kills: int):
-    """Of rank 0 too; whoever dies comes back, and finds its place in the reducer of the others."""
+    """Also of rank 0; a dead worker returns, and finds its place in the reducer of the others."""
     steps = 40 * kills
     die = ";".join(
         f"slot={kill % 3},start={kill // 3 + 1},step={40 * kill + 20}" for kill in range(kills)
@@ -207,7 +207,7 @@ def test_the_elastic_example_continues_after_a_kill(job: Any):
 def test_a_script_that_saves_by_its_environment_gets_one_warning_when_slot_0_is_lost(
     job: Any, how: str
 ):
-    """What was kept at import does not follow the world; what is read each time does."""
+    """Values kept at import do not follow the world; values that are read each time do."""
     training = job(
         "-np 2 --min-np 1 --blacklist-cooldown-range 100 100",
         ["python", SCRIPTS / "saves_by_local_rank.py", how],

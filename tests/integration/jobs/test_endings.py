@@ -66,7 +66,7 @@ def test_ctrl_c_while_workers_start_ends_the_job_with_130(job):
 
 @pytest.mark.forked
 def test_ctrl_c_outside_elastic_run_prints_no_traceback(job):
-    """The driver has said why, once for all."""
+    """The driver has logged the reason once for all."""
     loop = (
         "import elastic, torch\nelastic.init()\nwhile True: print(elastic.allreduce(torch.ones(1)))"
     )
@@ -106,7 +106,7 @@ def test_ctrl_c_twice_leaves_no_agent_that_was_just_starting(job):
 @pytest.mark.etcd
 @pytest.mark.forked
 def test_ctrl_c_twice_does_not_wait_for_an_etcd_that_is_silent(job, tmp_path):
-    """Its journal is there, and what it decides waits for that."""
+    """Its journal exists, and its decisions wait for the journal."""
     make_secret_file(str(tmp_path / "secret"))
     with one_etcd(tmp_path / "etcd") as etcd:
         flags = f"--etcd {etcd.access.endpoints[0]} --job x --secret-file {tmp_path / 'secret'}"
@@ -220,7 +220,7 @@ CHATTY = "for i in range(9_000): print(f'line {i:50}')\nraise SystemExit('THE RE
 
 
 def unread(*command: str) -> subprocess.Popen[bytes]:
-    """A static job of one worker, whose whole output goes to a pipe that nobody reads yet."""
+    """A static job of one worker, whose whole output goes to an unread pipe."""
     return subprocess.Popen(
         [elasticrun(), "-np", "1", *command],
         stdout=subprocess.PIPE,

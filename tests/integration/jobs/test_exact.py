@@ -150,7 +150,9 @@ def test_a_bug_is_named_by_step_tensor_and_shard(job, reference):
 @pytest.mark.nightly
 @pytest.mark.parametrize("bug", ["seed", "position", "order", "partial"])
 def test_a_bug_from_step_3_on_is_named(job, reference, bug):
-    """Who draws or reads by rank computes other gradients; where sums are wrong, those of all shards agree."""
+    """Ranks that draw or read by rank compute other gradients; if sums are wrong, the gradients of all shards are
+    equal.
+    """
     training = train(job, "-np 3 --min-np 1", STEPS="5", PLANT=bug)
     training.succeed()
     wanted, _ = reference()
@@ -219,7 +221,7 @@ def test_frozen_workers_and_all_killed_and_resumed(job, reference, tmp_path):
 
 
 def test_a_newcomer_that_computes_differently_is_turned_away_before_it_joins(job, reference):
-    """Its script has set another number of threads; nobody else is disturbed."""
+    """Its script has set another number of threads; the others are not affected."""
     training = train(job, f"-np 2 --min-np 1 {RETURN}", "2:kill:1:commit", THREADS="2", STEPS="8")
     training.until(
         lambda: "shards.arithmetic.threads" in training.output, "a line about the threads", 60

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.forked
 
 
 def test_two_die_before_init_two_while_they_wait_for_the_first_world_and_one_before_run(job):
-    """Defect L: the first world is that of the others, also where the dead had said that they are ready."""
+    """Defect L: the first world is that of the others, even if dead workers had reported that they are ready."""
     dying = "slot=0,place=before init;slot=2,place=before init;slot=4,place=before run"
     training = started(job, 6, DIE=dying, WAIT="slot=5,place=before init,file=go")
     training.until(lambda: len(training.events("WorkerReady")) == 3, "three ready workers")
@@ -30,7 +30,7 @@ def test_two_die_before_init_two_while_they_wait_for_the_first_world_and_one_bef
 
 @pytest.mark.parametrize("behind", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_one_dies_when_only_some_have_committed(job, behind):
-    """The world goes on from the newest commit, though rank 0 may not hold it: a commit is not lost."""
+    """The world continues from the newest commit, even if rank 0 does not hold it: a commit is not lost."""
     ahead, victim = 1 - behind, 2
     wait = f"slot={behind},step=5,place=stepped,file=go,then=collective"
     training = started(job, 3, WAIT=wait)

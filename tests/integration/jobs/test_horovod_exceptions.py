@@ -61,7 +61,7 @@ def test_a_script_catches_them_and_raises_them_again(job):
 
 @pytest.mark.parametrize("flags", ["-np 2", "-np 2 --min-np 1"])
 def test_a_retry_loop_of_a_script_s_own_survives_what_one_worker_raises(job, flags):
-    """It leaves by shutdown(), which interrupts the others; all come to init() again."""
+    """It leaves by shutdown(), which interrupts the others; all reach init() again."""
     running = job(flags, OWN_LOOP)
     running.succeed()
     again = [line.partition("said ")[2] for line in running.lines if " again " in line]
@@ -70,7 +70,7 @@ def test_a_retry_loop_of_a_script_s_own_survives_what_one_worker_raises(job, fla
 
 
 def test_it_does_not_survive_a_lost_worker(job):
-    """Without elastic.run nobody can bring a new one to where the others are: the job ends at once, and says so."""
+    """Without elastic.run a newcomer can't get the others' state: the job ends immediately, with the reason."""
     running = job("-np 2 --min-np 1", OWN_LOOP, env={"DIE": "9"})
     assert running.wait(40) in (1, 137)  # that of whose word came first
     running.wait_for("0 caught [89]")

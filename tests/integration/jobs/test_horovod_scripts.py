@@ -50,7 +50,7 @@ def test_mnist(job):
 
 @pytest.mark.forked
 def test_imagenet_resumes_from_its_last_checkpoint(job, tmp_path):
-    """Its learning rate warms up; the second job finds what the first one's rank 0 has written."""
+    """Its learning rate warms up; the second job finds the files of the first one's rank 0."""
     flags = (
         "--images 256 --batches-per-allreduce 2 --fp16-allreduce --warmup-epochs 1"
         f" --checkpoint-format {tmp_path}/checkpoint-{{epoch}}.pt"

@@ -30,7 +30,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def control_address(training: Job) -> Address:
-    """Of the driver, as its workers are told it."""
+    """Return the driver's address, as its workers get it."""
     host, _, port = environment_of(training.pid(0))["ELASTIC_DRIVER"].rpartition(":")
     return Address(host, int(port))
 

@@ -52,7 +52,7 @@ def undisturbed_by(training: Job, worker: str) -> None:
 
 
 def test_others_train_on_while_a_newcomer_starts(job, tmp_path):
-    """Its start is its own affair: the world changes when it is ready, and not before."""
+    """Its start does not affect the others: the world changes when it is ready, and not before."""
     hosts = Hosts(tmp_path, "localhost:2")
     training = hosts.start(
         job, 2, WAIT="slot=2,place=before run,file=go", HOLD="3:file=listed;8:size=3"
@@ -121,7 +121,7 @@ def test_collectives_of_reset_callbacks_include_only_their_callers(job):
 
 
 def test_a_newcomer_is_ready_in_the_middle_of_a_recovery(job):
-    """Defect K: survivors and a newcomer in one new world agree on who is sent the state."""
+    """Defect K: survivors and a newcomer in one new world agree on the receiver of the state."""
     training = started(
         job,
         3,
@@ -150,7 +150,7 @@ def test_a_newcomer_is_ready_in_the_middle_of_a_recovery(job):
 
 
 def test_a_newcomer_with_another_model_harms_only_itself(job):
-    """It is told what differs; the others never stop, and its slot is given up in the end."""
+    """It gets the difference; the others never stop, and its slot is given up in the end."""
     training = started(
         job,
         3,
@@ -173,7 +173,7 @@ def test_a_newcomer_with_another_model_harms_only_itself(job):
 
 @pytest.mark.nightly
 def test_hosts_added_one_after_another_removed_and_added_again(job, tmp_path):
-    """Defects N and Z: each is used, a removal is no failure, and a removed host may come back."""
+    """Defects N and Z: each is used, a removal is no failure, and a removed host may return."""
     hosts = Hosts(tmp_path, "localhost:1")
     training = hosts.start(job, 1, HOLD="1:file=a;2:file=b;4:file=c;6:file=d")
     training.wait_for_world(1)

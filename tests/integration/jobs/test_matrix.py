@@ -57,7 +57,7 @@ def _forked() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory) -> Iterator[tuple[dict[Cell, Future[None]], Path]]:
-    """What becomes of each job, by its last cell. All are begun at once, some at a time."""
+    """Return the result of each job, by its last cell. Several run in parallel."""
     file = tmp_path_factory.mktemp("matrix") / "results.jsonl"
     asked = (item for item in request.session.items if item.path == request.path)
     batches = (item.callspec.params.get("batch") for item in asked if hasattr(item, "callspec"))

@@ -48,7 +48,7 @@ SCRIPT = f"""
 
 
 def answer(link: str, *lines: str, path: str = "/events", method: str = "GET") -> bytes:
-    """All that a caller with these headers is told; of an endless answer the beginning."""
+    """Return all that a caller with these headers receives; of an endless answer the beginning."""
     to = urlsplit(link)
     asked = [f"{method} {path} HTTP/1.1", *lines]
     if not any(line.startswith("Host:") for line in lines):

@@ -61,7 +61,7 @@ def test_kills_and_joins_leave_no_trace_in_the_losses(job, optimizer):
 
 
 def test_a_kill_from_outside_at_any_moment(job):
-    """As `kill -9` does it: nobody has prepared anything, and nobody has chosen the moment."""
+    """As by `kill -9`: without preparation, at any moment."""
     training = started(job, 3, STEPS="400")
     for size, rank in ((3, 2), (2, 0)):
         training.wait_for_world(size)
@@ -161,7 +161,7 @@ def test_a_mismatch_of_shapes_is_an_error_of_the_script(job, when):
 
 
 def test_worlds_that_break_again_and_again_end_the_job(job):
-    """Defect M: with nobody lost and nothing gained, a third attempt is the last."""
+    """Defect M: without a lost or new worker, a third attempt is the last."""
     training = started(job, 2, RAISE="step=4,place=stepped,error=horovod")
     assert training.wait() == 1
     training.wait_for(wording.WORLDS_ROW_BROKE_NOBODY)
@@ -223,7 +223,7 @@ def test_a_slot_whose_workers_crash_again_and_again_is_given_up(job):
 
 
 def test_sigterm_lets_a_worker_leave_at_its_next_commit(job):
-    """Defect N: nobody loses anything, and no reset is counted. Rank 0 may leave as well as any other."""
+    """Defect N: no commit is lost, and no reset is counted. Rank 0 may leave like any other."""
     training = started(job, 3, "--reset-limit 0", HOLD="4:size=2;6:size=1")
     for slot in (1, 0):
         held = 4 if slot == 1 else 6
@@ -244,7 +244,7 @@ def test_sigterm_lets_a_worker_leave_at_its_next_commit(job):
 
 
 def test_a_second_worker_is_killed_while_too_few_are_left(job):
-    """Defect Y: below --min-np the job goes on when slots return. The one that survived has kept the commit."""
+    """Defect Y: below --min-np the job continues when slots return. The survivor has kept the commit."""
     training = job(
         f"-np 3 --min-np 3 {RETURN}",
         TRAINING,

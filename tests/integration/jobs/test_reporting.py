@@ -26,7 +26,7 @@ DEADLINE_S = 60.0
 
 
 class Driver:
-    """A process in a folder of its own, and what it has printed."""
+    """A process in a separate folder, and its output."""
 
     def __init__(self, folder: Path, mark: str, *words: str) -> None:
         self._path = folder / f"printed{time.monotonic_ns()}"
@@ -48,13 +48,13 @@ class Driver:
             time.sleep(0.005)
 
     def result(self, word: str = "result") -> Any:
-        """What it prints at its end."""
+        """Return its output at its end."""
         assert self.process.wait(DEADLINE_S) == 0, self.printed
         [line] = [each for each in self.printed.splitlines() if each.startswith(f"{word} ")]
         return json.loads(line.removeprefix(f"{word} "))
 
     def dropped(self) -> int:
-        """As its log says."""
+        """Return its log."""
         return sum(map(int, re.findall(wording.REPORTS_WERE_DROPPED, self.printed)))
 
 

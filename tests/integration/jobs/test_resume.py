@@ -38,7 +38,7 @@ def driver(path: Path) -> subprocess.Popen[str]:
 
 
 def acted_upon(running: subprocess.Popen[str], until: int) -> int:
-    """Its last number of all, killed after ``until``."""
+    """Return its last number, killed after ``until``."""
     assert running.stdout is not None
     last = -1
     for line in running.stdout:

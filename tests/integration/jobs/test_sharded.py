@@ -36,7 +36,7 @@ STEPS = 10
 def trained(
     job: Any, rules: str, flags: str = GONE, steps: int = STEPS, **env: Any
 ) -> list[dict[str, Any]]:
-    """What every worker found at the end."""
+    """Return the final records of every worker."""
     training = job(
         f"-np 4 --min-np 2 {flags}",
         ["python", SCRIPTS / "fsdp.py"],
@@ -120,7 +120,7 @@ def test_on_one_host_all_but_one_can_be_lost_at_once(job: Any, place: str, tmp_p
 @pytest.mark.nightly
 @pytest.mark.parametrize("place", AGAIN)
 def test_a_second_kill_while_the_others_recover(job: Any, place: str):
-    """``state-copy`` only has a place where somebody has joined."""
+    """``state-copy`` is only reached if a worker has joined."""
     if place == "state-copy":
         rules = "backward kill slot=1 incarnation=1 step=5; state-copy kill slot=1 incarnation=2"
         found = trained(job, rules, BACK, 24, FULL="10")
@@ -201,7 +201,7 @@ def test_with_replicas_a_second_kill_while_the_others_recover(job: Any, place: s
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_replica_holds_the_shard_of_a_lost_worker_without_copies(job: Any):
-    """Each worker counts as a host of its own, and none keeps a copy."""
+    """Each worker counts as a separate host, and none keeps a copy."""
     found = trained(job, "backward kill slot=1 step=5", COPIES="0", LEAST="2", **APART)
     check(found)
     assert len(found) == 3

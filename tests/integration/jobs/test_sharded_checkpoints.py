@@ -29,7 +29,7 @@ APART = {"ELASTIC_NATIVE": "0"}  # no memory of a worker outlives it, as on diff
 
 
 def begins(training: Any) -> list[dict[str, Any]]:
-    """What rank 0 found in each world, oldest first."""
+    """Return the records of rank 0 in each world, oldest first."""
     file = training.folder / "begins.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 

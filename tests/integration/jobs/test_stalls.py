@@ -68,7 +68,7 @@ class Stalled:
         return [worker[1] for worker in workers].index(SLOT)
 
     def goes_on(self) -> float:
-        """When it was let go; returns once the others have said that they wait no longer."""
+        """Return when it was released, once the others have reported that they wait no longer."""
         before = len(self.training.events("WorkerProgressed"))
         at = time.time()
         (self.training.folder / "go").touch()
@@ -185,7 +185,7 @@ def check_live(it: Stalled, file: str) -> Culprits:
 
 
 def check_over(it: Stalled, culprits: Culprits, true_s: float, end: str) -> None:
-    """While the job goes on, and after its end."""
+    """While the job runs, and after its end."""
     told = {
         "page": it.page()["add"]["stalls"],
         "status": it.status()["add"]["stalls"],

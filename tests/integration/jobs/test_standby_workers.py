@@ -52,7 +52,7 @@ def test_a_standby_takes_the_place_and_the_next_one_follows(job, tmp_path):
 
 
 def test_standby_that_was_stopped_a_moment_ago_is_not_taken(job, tmp_path):
-    """Its agent looks four times a second; a member dies before that."""
+    """Its agent checks four times a second; a member dies before that."""
     training = job(FLAGS, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})
     training.wait_for(wording.STANDBY_READY % "localhost:2#1")
     until_all_train(training)

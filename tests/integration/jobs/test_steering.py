@@ -35,7 +35,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(*words: str) -> str:
-    """What elasticrun says to an operator."""
+    """Return elasticrun's output for an operator."""
     done = subprocess.run(
         [elasticrun(), *words], capture_output=True, text=True, timeout=60, check=False
     )
@@ -75,7 +75,7 @@ def old_members(records: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def nothing_lost(training: Job, worker: str) -> None:
-    """Nobody recovered, and who was there from the beginning did every step once."""
+    """No worker recovered, and the initial workers did every step once."""
     assert training.actions("BreakWorld") == []
     steps = [r["step"] for r in History(training).by_worker[worker] if r["what"] == "step"]
     assert steps == sorted(set(steps)) and len(steps) > 5

@@ -77,7 +77,7 @@ def scraped(training: Job) -> tuple[Seconds, Seconds]:
 
 
 def explained(journal: Path) -> dict[str, Any]:
-    """What `elasticrun explain --json` says of the time, and what a page that plays the job shows at its end."""
+    """Return the times of `elasticrun explain --json`, and those of a page that replays the job, at its end."""
     with JournalEntries(journal) as entries:
         page = PageModel(name="", command=[], least=1, most=2)
         for entry in entries:

@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 def _read(path: Path) -> list[Json]:
-    """A write is seen page by page: who reads in the middle of one reads again. What does not change must be whole."""
+    """A write becomes visible page by page: a read in the middle is repeated. Unchanged text must be complete."""
     while True:
         text = path.read_text()
         try:
@@ -30,7 +30,7 @@ def _read(path: Path) -> list[Json]:
 
 
 class Shown:
-    """What a viewer would show: events by process and row, both by their last names."""
+    """Return a viewer's display: events by process and row, both by their last names."""
 
     def __init__(self, path: Path) -> None:
         events = _read(path)
@@ -56,7 +56,7 @@ class Shown:
 
 @pytest.mark.forked
 def test_one_file_has_all_ranks_a_kill_and_a_join(job):
-    """It is read again and again while the job runs, and each time it is valid."""
+    """It is read repeatedly while the job runs, and each time it is valid."""
     training: Job = job(
         "-np 3 --min-np 2 --blacklist-cooldown-range 0.1 1 --timeline-filename t.json",
         ["python", SCRIPT],

@@ -33,7 +33,7 @@ def ended(job: Any, ranks: int, kind: str, where: str, flags: str) -> Job:
 
 
 def after(running: Job) -> list[str]:
-    """What was printed from the first exception on."""
+    """Return the output from the first exception on."""
     lines = running.output.splitlines()
     first = next(at for at, line in enumerate(lines) if line.endswith("] RAISES"))
     return [line for line in lines[first:] if not line.endswith("] RAISES")]

@@ -99,7 +99,7 @@ def test_rank_0_dies_in_the_middle_of_an_epoch(job: Any, library: str):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("library", ["lightning"])
 def test_shards_have_the_same_bits_whatever_worker_dies(job: Any, library: str):
-    """One worker that nobody disturbs, and two of which rank 0 is killed: the same weights after as many steps."""
+    """One undisturbed worker, and two of which rank 0 is killed: the same weights after as many steps."""
     words, env = f"{SHORT} --shards 4", {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     alone = job("-np 1", script(library, words), env=env)
     alone.succeed(START_S)
@@ -197,7 +197,7 @@ def test_a_schedule_of_the_script_is_reported_once_after_a_loss(job: Any, librar
 def test_a_worker_that_joins_with_another_schedule_ends_before_it_trains(
     job: Any, tmp_path: Path, library: str, whose: str
 ):
-    """Its function was made for the number of steps of two workers; that of the survivor for one."""
+    """Its function was created for the number of steps of two workers; that of the survivor for one."""
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost:1\n")
     discover = tmp_path / "discover.sh"

@@ -30,7 +30,7 @@ def test_the_default_process_group_belongs_to_the_user(job):
 
 
 def test_a_newcomer_is_a_world_of_one_until_elastic_run(job):
-    """Its collectives before act on itself alone, with one warning however many they are."""
+    """Its earlier collectives act on itself only, with one warning for all of them."""
     training = started(
         job, 2, RETURN, GREET="1", DIE="slot=1,step=3,place=forward", HOLD="6:size=2"
     )

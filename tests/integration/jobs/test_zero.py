@@ -33,7 +33,7 @@ STEPS = 10
 def trained(
     job: Any, rules: str, flags: str = GONE, steps: int = STEPS, workers: int = 4, **env: Any
 ) -> list[dict[str, Any]]:
-    """What every worker found at the end."""
+    """Return the final records of every worker."""
     training = job(
         f"-np {workers} --min-np 1 {flags}",
         ["python", SCRIPTS / "zero.py"],

@@ -61,7 +61,7 @@ def test_horovod_run(launched: Launched):
 
 
 def test_an_exception_in_the_function_is_a_failed_job(launched: Launched):
-    """The message says who failed and how; the traceback has been printed by then."""
+    """The message has the worker and the error; the traceback has been printed by then."""
     result, printed = launched("failure")
     assert "rank 1 (localhost:1#1 on localhost)" in result
     assert "exit code 1" in result

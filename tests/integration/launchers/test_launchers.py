@@ -30,7 +30,7 @@ WAITS = "trap '' TERM; echo waits; while :; do sleep 0.05; done"
 
 
 class Host:
-    """A launcher under test, and what it said."""
+    """A launcher under test, and its events."""
 
     def __init__(self, launcher: Any, printed: bytearray, *, real: bool) -> None:
         self.launcher = launcher

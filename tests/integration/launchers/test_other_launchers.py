@@ -82,7 +82,7 @@ def by_hand(size: int, **more: str) -> list[dict[str, str]]:
 
 
 def test_under_torchrun_which_starts_them_twice():
-    """What the first start has left at the agent misleads nobody. Then a hundred times shutdown() and init()."""
+    """Remains of the first start at the agent have no effect. Then a hundred times shutdown() and init()."""
     printed = torchrun(SCRIPT, "torchrun", env=clean({}), restarts=1)
     found = sorted(said(printed), key=lambda each: each["place"])
     assert [each["place"] for each in found] == [[rank, 2, rank, 2, 0, 1] for rank in range(2)]
@@ -93,7 +93,7 @@ def test_under_torchrun_which_starts_them_twice():
 
 
 def test_a_lost_peer_of_a_world_started_by_hand():
-    """Raises Horovod's error at once; the world can't be formed again, and that is told at once too."""
+    """Raises Horovod's error immediately; the world can't be formed again, which is logged at once, too."""
     first, second = outputs(launch("loss", by_hand(2)))
     [told] = said(first)
     assert told["place"] == [0, 2, 0, 2, 0, 1], second
@@ -137,7 +137,7 @@ def test_what_mpirun_and_srun_set_for_two_jobs_at_once():
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where ranks of one host meet."""
+    """Return the rendezvous folder of ranks of one host."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path / f"hvd-elastic-{os.getuid()}"
 

@@ -228,7 +228,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def ran(command: str, folder: Path) -> str:
-    """What it says."""
+    """Return its output."""
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,

@@ -93,7 +93,7 @@ class Cluster:
         return self.run("squeue", "--noheader", "--states=all", "--jobs", job, "--format=%T")
 
     def until(self, job: str, what: str, times: int = 1, within_s: float = 150.0) -> str:
-        """Its output, once this stands there so many times."""
+        """Return its output, once this text is in it that often."""
         output = self.folder / f"slurm-{job}.out"
         deadline = time.monotonic() + within_s
         while True:

@@ -95,7 +95,7 @@ def test_a_static_job_with_elastic_run_ends_with_its_first_lost_worker(job):
 
 @pytest.mark.forked
 def test_a_script_without_elastic_run_fails_plainly_under_an_elastic_launch(job):
-    """At the first peer that is lost: it can't recover, and is told what it takes."""
+    """At the first lost peer: it can't recover, and gets the requirements."""
     running = job("-np 3 --min-np 1", [*PLAIN, "1", "kill"])
     # That of whose word came first, the survivor's or the victim's.
     assert running.wait(40) in (1, 137)

@@ -63,7 +63,7 @@ def test_it_trains_in_a_separate_environment(wheel, tmp_path):
 
 
 def trains(wheel: Path, tmp_path: Path) -> None:
-    """What it depends on comes from this environment: torch alone would be a download of minutes."""
+    """Its requirements come from this environment: torch alone would be a download of minutes."""
     venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env" / "bin" / "python"
     target = Path(
@@ -94,7 +94,7 @@ MACHINES = {"x86_64": 62, "aarch64": 183}  # as an ELF file names them
 
 @pytest.fixture(scope="module")
 def released() -> dict[str, Path]:
-    """What `make wheels` makes, by processor."""
+    """Return the wheels of `make wheels`, by architecture."""
     for package in ("ziglang", "auditwheel"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}; run: make wheels")

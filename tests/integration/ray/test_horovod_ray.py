@@ -22,7 +22,7 @@ def cluster(two_nodes: RayCluster) -> RayCluster:
 
 
 def told(cluster: RayCluster, *arguments: str, **settings: Any) -> dict[str, list[Any]]:
-    """What this part of the script says, by kind, in order. It leaves nothing in the cluster."""
+    """Return the output of this part of the script, by kind, in order. It leaves nothing in the cluster."""
     job = RayJob(cluster, SCRIPT, *arguments, **settings)
     try:
         job.succeed(LONG_S)

@@ -73,7 +73,7 @@ def nothing_is_left(cluster: RayCluster) -> None:
 
 
 def ours(cluster: RayCluster) -> list[str]:
-    """What this library has left in the cluster: actors, placement groups, and processes of jobs."""
+    """Return the remains of this library in the cluster: actors, placement groups, and processes of jobs."""
     actors = [
         f"{actor['class']} {actor['name']}"
         for actor in cluster.actors()
@@ -93,14 +93,14 @@ def programs(cluster: RayCluster, node: str | None = None) -> Iterator[tuple[int
 
 
 def said(job: RayJob, kind: str) -> list[Any]:
-    """What the script has told in lines of that kind."""
+    """Return the script's lines of that kind."""
     return [
         json.loads(line.removeprefix(kind)) for line in job.lines if line.startswith(f"{kind} ")
     ]
 
 
 def met(values: list[Json], number: int, workers: int = 2) -> None:
-    """They trained together, and with nobody else."""
+    """Check that they trained together, and with no other worker."""
     assert [value["rank"] for value in values] == [*range(workers)]
     assert all(value["numbers"] == [number] * workers for value in values)
     assert len({value["pid"] for value in values}) == workers
@@ -266,7 +266,7 @@ def test_a_detached_job_is_scaled_through_ray(call: Callable[..., RayJob], tmp_p
 def test_rays_own_calls_in_a_worker_outlive_another_node(
     cluster: RayCluster, call: Callable[..., RayJob], tmp_path: Path
 ):
-    """All nodes have one address, so that nothing but Ray's choice says to which of them a worker is connected."""
+    """All nodes have one address, so that only Ray's choice decides to which of them a worker is connected."""
     nodes = [cluster.add(num_cpus=0, resources={"there": 1}) for _ in range(2)]
     job = call("inside", folder=tmp_path)
     job.wait_for("^report", LONG_S, count=6)
@@ -286,7 +286,7 @@ def test_rays_own_calls_in_a_worker_outlive_another_node(
 def test_the_example_of_ray_data_trains_on_each_row_once_an_epoch(
     cluster: RayCluster, call: Callable[..., RayJob]
 ):
-    """A worker is lost and comes back, so does what runs the stream; every epoch has every row, and none twice."""
+    """A worker and the stream's process are lost and return; every epoch has every row, and none twice."""
     rows = 6000
     flags = ["--rows", str(rows), "--batch-size", "50", "--epochs", "10000"]
     job = call(*flags, script=EXAMPLES / "ray_data.py")
@@ -330,7 +330,7 @@ def test_a_process_on_a_node_ends_with_its_raylet():
 def test_variables_of_opentelemetry_reach_the_driver(
     cluster: RayCluster, call: Callable[..., RayJob], tmp_path: Path
 ):
-    """Those that ``env`` has, and the caller's own; Ray's processes have neither."""
+    """Those of ``env``, and the caller's own; Ray's processes have neither."""
     script = tmp_path / "traced.py"
     script.write_text(
         textwrap.dedent("""

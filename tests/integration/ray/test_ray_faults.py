@@ -62,7 +62,7 @@ def full(training: Stepping) -> dict[int, str]:
 
 
 def usable(cluster: RayCluster) -> list[str]:
-    """Where workers can stay."""
+    """Return the nodes where workers can stay."""
     nodes = [node for node in cluster.nodes() if node["runs"] and not node["head"]]
     return [node["node"] for node in nodes if not node["draining"]]
 

@@ -37,13 +37,13 @@ def driver(cluster: RayCluster, *task: str) -> Iterator[RayJob]:
 
 
 def settled(job: RayJob) -> dict[int, str]:
-    """What it was allowed to act upon, and its state after that."""
+    """Return what it was allowed to act upon, and its state after that."""
     found = (re.match(SETTLED, line) for line in job.lines)
     return {int(match[1]): match[2] for match in found if match}
 
 
 def check_goes_on(job: RayJob, before: RayJob, term: int) -> None:
-    """It knows all that the driver before was allowed to act upon, and at most what that one was writing."""
+    """It has all that the previous driver was allowed to act upon, and at most the entry that was being written."""
     number, last_term, digest = job.wait_for(FOUND).groups()
     states = settled(before)
     assert int(last_term) == term and int(number) - max(states) in (0, 1)
@@ -51,7 +51,7 @@ def check_goes_on(job: RayJob, before: RayJob, term: int) -> None:
 
 
 def test_the_successor_of_a_driver_knows_its_actions(cluster):
-    """One is killed; the next is only cut off and writes on; then the head's service starts anew."""
+    """One is killed; the next is only disconnected and continues to write; then the head's service restarts."""
     with driver(cluster) as first:
         first.wait_for(SETTLED, count=100)  # with two snapshots
         first.process.send_signal(signal.SIGKILL)
