@@ -143,7 +143,7 @@ $(MXNET)/.installed: $(READY)
 	@touch $@
 
 mxnet: $(MXNET)/.installed
-	$(ENDS) 1200 $(MXNET)/bin/python -m pytest --nightly tests/frameworks/test_mxnet_door.py
+	$(ENDS) 1200 $(MXNET)/bin/python -m pytest --nightly tests/frameworks/test_mxnet_api.py
 
 journals: $(READY)
 	rm -rf out/journals && mkdir -p out/journals

@@ -23,9 +23,9 @@ from rich.table import Table
 from torch import distributed
 
 import groups
-import shown
+import results_output
 from elastic.collectives.shared_memory import arena
-from figures import Mark, Spread, ratio, size_text, spread
+from measurements import Mark, Spread, ratio, size_text, spread
 
 KB, MB = 1 << 10, 1 << 20
 SIZES_MB = (0.0625, 1.0, 10.0, 100.0, 256.0)
@@ -123,7 +123,7 @@ def marks_of(answers: list[Answer]) -> list[Mark]:
 
 
 def table(answers: list[Answer], rounds: int) -> Table:
-    found = shown.table(
+    found = results_output.table(
         f"allreduce of float32 on one host, ms, {rounds} rounds: median (quartiles)",
         *("workers", "size", "carried by", "ours, in place", "ours, from elsewhere"),
         *("Gloo", "plain copies", "x Gloo", "share of copies"),
@@ -143,7 +143,7 @@ def table(answers: list[Answer], rounds: int) -> Table:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes-mb", type=float, nargs="+", default=SIZES_MB)
     parser.add_argument("--rounds", type=int, default=30, help="of each way, for each size")
@@ -154,11 +154,11 @@ def main() -> None:
         for workers in options.workers
         for answer in groups.ask(measure, workers, sizes, options.rounds)
     ]
-    console = shown.console()
+    console = results_output.console()
     console.print(table(answers, options.rounds))
     if not all(answer.shared for answer in answers):
         console.print(f"no memory to share: {arena.why_not()}; the first two ways are the same")
-    shown.conclude(console, options.json, {"answers": answers}, marks_of(answers))
+    results_output.conclude(console, options.json, {"answers": answers}, marks_of(answers))
 
 
 if __name__ == "__main__":

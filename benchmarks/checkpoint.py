@@ -22,7 +22,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import elastic
-import shown
+import results_output
 from models import linear_layers
 
 KINDS = ("plain", "durable", "async")
@@ -30,7 +30,7 @@ WRITTEN_S = 2.0  # time to write the first checkpoint
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--width", type=int, default=2240)
     parser.add_argument("--batch", type=int, default=64)
@@ -44,7 +44,7 @@ def main() -> None:
         figures = measured(options, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    table = shown.table(
+    table = results_output.table(
         f"{figures['parameters'] / 1e6:.1f} M parameters, Adam; each {options.every}th step",
         *("", "step, median", "step, mean", "x plain, rounds", "mean", "stall", "checkpoints"),
     )
@@ -59,8 +59,8 @@ def main() -> None:
             f"{row['stall_ms']:.0f} ms",
             str(row["checkpoints"]),
         )
-    shown.console().print(table)
-    shown.write_json(options.json, figures)
+    results_output.console().print(table)
+    results_output.write_json(options.json, figures)
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 import elastic
-import shown
+import results_output
 from models import linear_layers
 
 
@@ -24,7 +24,7 @@ def ms(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--width", type=int, default=2240)
     parser.add_argument("--rounds", type=int, default=15)
@@ -65,7 +65,7 @@ def main() -> None:
         again.append(ms(state.commit))
     ratios = [c / p for c, p in zip(commits, plains, strict=True)]
     title = f"commit of {size / 1e6:.0f} MB, {options.rounds} pairs"
-    table = shown.table(title, "", "min", "median", "max")
+    table = results_output.table(title, "", "min", "median", "max")
     for name, values, digits in (
         ("commit(), ms", commits, 1),
         ("plain copy, ms", plains, 1),
@@ -74,9 +74,9 @@ def main() -> None:
     ):
         row = (min(values), statistics.median(values), max(values))
         table.add_row(name, *(f"{value:.{digits}f}" for value in row))
-    shown.console().print(table)
+    results_output.console().print(table)
     figures = {"commit_ms": commits, "plain_ms": plains, "again_ms": again}
-    shown.write_json(options.json, figures)
+    results_output.write_json(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from torch import distributed
 import elastic
 import groups
 import models
-import shown
-from figures import Mark, Spread, ratio, spread
+import results_output
+from measurements import Mark, Spread, ratio, spread
 
 WARMUP = 5
 WANTED = 1.02  # limit: factor of the step time
@@ -115,7 +115,7 @@ def calls_and_copies(
 
 def table(answers: list[Answer], model: str, rounds: int, block: int) -> Table:
     title = f"{model}: a commit after every step, {rounds} pairs of blocks of {block} steps"
-    found = shown.table(
+    found = results_output.table(
         f"{title}: median (quartiles)",
         *("workers", "snapshot, MB", "step, ms", "step with commit, ms", "with / without"),
         *("the call, ms", "one copy, ms", "call / copy"),
@@ -135,7 +135,7 @@ def table(answers: list[Answer], model: str, rounds: int, block: int) -> Table:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--model", choices=models.MODELS, default="gpt")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="workers")
     parser.add_argument("--rounds", type=int, default=30, help="pairs of blocks")
@@ -145,13 +145,13 @@ def main() -> None:
         groups.ask(measure, ranks, options.model, options.rounds, options.block)
         for ranks in options.ranks
     ]
-    console = shown.console()
+    console = results_output.console()
     console.print(table(answers, options.model, options.rounds, options.block))
     marks = [
         Mark(f"{each.ranks} workers, step with a commit / without", WANTED, each.ratio.median)
         for each in answers
     ]
-    shown.conclude(console, options.json, {"answers": answers}, marks)
+    results_output.conclude(console, options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-import shown
+import results_output
 from elastic.chaos.load.agents import Adopted, Count, Counted, Lose, Together
 from elastic.chaos.load.job import LightJob
-from figures import Mark
+from measurements import Mark
 
 SMALL = (10, 80, 800)  # workers of the small worlds
 TOLD_S, MEMORY_MB, IDLE = 1.0, 300.0, 0.10  # limits
@@ -146,14 +146,14 @@ def _median(figures: Figures, name: str) -> float:
 
 def table(found: list[Figures]) -> Table:
     sizes = (f"{each.workers:,} workers" for each in found)
-    made = shown.table("one driver; its agents and workers on loopback", "", *sizes)
+    made = results_output.table("one driver; its agents and workers on loopback", "", *sizes)
     for name, cell in ROWS.items():
         made.add_row(name, *(cell(each) for each in found))
     return made
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--workers", type=int, default=8000)
     parser.add_argument("--slots", type=int, default=8, help="workers of a host")
     parser.add_argument("--losses", type=int, default=3, help="hosts that are lost")
@@ -162,9 +162,9 @@ def main() -> None:
     sizes = [size for size in SMALL if size < options.workers]
     found = [measure(size, options.slots, 1, 0.0) for size in sizes]
     found.append(measure(options.workers, options.slots, options.losses, options.idle_s))
-    console, marks = shown.console(), marks_of(found[-1])
+    console, marks = results_output.console(), marks_of(found[-1])
     console.print(table(found))
-    shown.conclude(console, options.json, {"sizes": found}, marks)
+    results_output.conclude(console, options.json, {"sizes": found}, marks)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import shown
+import results_output
 from elastic.chaos.load.agents import Lose, Together
 from elastic.chaos.load.job import LightJob
-from figures import Mark
+from measurements import Mark
 
 CORE, MEMORY_MB, SHOWN_S = 0.01, 20.0, 0.2  # limits
 
@@ -137,7 +137,7 @@ def marks_of(without: PageFigures, page: PageFigures) -> list[Mark]:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--viewers", type=int, default=10)
     parser.add_argument("--losses", type=int, default=3, help="hosts that are lost")
@@ -146,16 +146,16 @@ def main() -> None:
     without = measure(options.workers, 0, options.losses, options.idle_s)
     page = measure(options.workers, options.viewers, options.losses, options.idle_s)
     title = f"{options.workers:,} workers, {options.viewers} viewers"
-    table = shown.table(title, "", "without a page", "with it")
+    table = results_output.table(title, "", "without a page", "with it")
     table.add_row("while all train, of a core", f"{without.core:.2%}", f"{page.core:.2%}")
     table.add_row("driver's memory, MB", f"{without.peak_mb:.1f}", f"{page.peak_mb:.1f}")
     table.add_row("sent to a viewer, KB/s", "", f"{page.sent_kb_per_s:.1f}")
     lost_ms = ", ".join(f"{1e3 * each:.0f}" for each in page.shown_s)
     table.add_row("a lost host on all pages, ms", "", lost_ms)
-    console, marks = shown.console(), marks_of(without, page)
+    console, marks = results_output.console(), marks_of(without, page)
     console.print(table)
     console.print(f"load {os.getloadavg()[0]:.1f}")
-    shown.conclude(console, options.json, {"without": without, "page": page}, marks)
+    results_output.conclude(console, options.json, {"without": without, "page": page}, marks)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from rich.table import Table
 from torch.utils.data import DataLoader, DistributedSampler
 
 import elastic
-import shown
-from figures import Mark, ratio, spread
+import results_output
+from measurements import Mark, ratio, spread
 
 MARK, COMMIT_MS, COMMIT_BYTES = 0.97, 0.5, 4096
 BATCH = 32
@@ -159,7 +159,7 @@ def marks_of(figures: dict[str, Any]) -> list[Mark]:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 2])
@@ -168,17 +168,17 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "This DataLoader will create")
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")
-    console = shown.console()
+    console = results_output.console()
     load = os.getloadavg()[0]
     title = f"samples per second, {options.rounds} rounds (load {load:.0f})"
-    table = shown.table(title, "", "ours / torch", "torch, samples/s")
+    table = results_output.table(title, "", "ours / torch", "torch, samples/s")
     figures: dict[str, Any] = {"rates": rates(options, table)}
     console.print(table)
-    table = shown.table("what the loader adds to a commit", "", "time", "state")
+    table = results_output.table("what the loader adds to a commit", "", "time", "state")
     figures["commits"] = commits(table)
     console.print(table)
     figures["stateful"] = stateful(console)
-    shown.conclude(console, options.json, figures, marks_of(figures))
+    results_output.conclude(console, options.json, figures, marks_of(figures))
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ from rich.table import Table
 import elastic
 import groups
 import models
-import shown
+import results_output
 from elastic.chaos.harness.ports import free_port
-from figures import Mark, Spread, ratio, spread
+from measurements import Mark, Spread, ratio, spread
 
 RATIO, MESSAGES = 1.02, 0.01  # limits; messages are per step
 WARMUP = 3  # rounds
@@ -316,7 +316,7 @@ def marks_of(answer: Answer) -> list[Mark]:
 
 
 def table(answers: list[Answer], rounds: int) -> Table:
-    found = shown.table(
+    found = results_output.table(
         f"an elastic job beside a static one, {rounds} rounds: median (quartiles)",
         *("model", "workers", "elastic, ms", "static, ms", "elastic / static", "steps"),
         *("messages out, in", "bytes out, in", "idle: messages", "bytes"),
@@ -333,7 +333,7 @@ def table(answers: list[Answer], rounds: int) -> Table:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=models.MODELS, default=["tiny", "gpt"])
     parser.add_argument("--workers", type=int, default=2, help="of each of the two jobs")
     parser.add_argument("--rounds", type=int, default=30, help="pairs of blocks")
@@ -346,10 +346,10 @@ def main() -> None:
     answers = [
         measure(model, options.workers, options.rounds, options.block_s) for model in options.models
     ]
-    console = shown.console()
+    console = results_output.console()
     console.print(table(answers, options.rounds))
     marks = [mark for answer in answers for mark in marks_of(answer)]
-    shown.conclude(console, options.json, {"answers": answers}, marks)
+    results_output.conclude(console, options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

@@ -40,14 +40,14 @@ from torch import distributed
 
 import groups
 import models
-import shown
+import results_output
 from elastic.collectives.shared_memory import host_copy
 from elastic.exact import tree
 from elastic.exact.assignment import assign
 from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.flat_buckets import zeros
-from figures import Mark, Spread, ratio, spread
+from measurements import Mark, Spread, ratio, spread
 from memory import pss
 
 EVEN_MARK, MANY_MARK = 1.05, 1.08
@@ -202,8 +202,8 @@ class MemoryAnswer:
         return Mark(what, math.log2(self.shards) + 1, self.more)
 
 
-def say_memory(options: argparse.Namespace) -> None:
-    found = shown.table(
+def print_memory(options: argparse.Namespace) -> None:
+    found = results_output.table(
         "memory of the largest worker (PSS) at its highest",
         *("model", "shards", "workers", "ordinary, MB", "in shards, MB", "more, in gradients"),
     )
@@ -215,10 +215,10 @@ def say_memory(options: argparse.Namespace) -> None:
             answers.append(answer := MemoryAnswer(name, question.shards, ranks, *peaks))
             megabytes = (f"{each.highest / (1 << 20):.0f}" for each in peaks)
             found.add_row(name, str(question.shards), str(ranks), *megabytes, f"{answer.more:.2f}")
-    console = shown.console()
+    console = results_output.console()
     console.print(found)
     marks = [answer.mark() for answer in answers]
-    shown.conclude(console, options.json, {"answers": answers}, marks)
+    results_output.conclude(console, options.json, {"answers": answers}, marks)
 
 
 def marks_of(answers: list[ShardAnswer]) -> list[Mark]:
@@ -233,7 +233,7 @@ def marks_of(answers: list[ShardAnswer]) -> list[Mark]:
 
 
 def table(answers: list[ShardAnswer], rounds: int) -> Table:
-    found = shown.table(
+    found = results_output.table(
         f"a step in shards; median and quartiles of {rounds} rounds",
         *("model", "shards", "workers", "in shards, ms", "beside, ms", "copied, ms", "alone, ms"),
         *("to beside", "to copied"),
@@ -247,7 +247,7 @@ def table(answers: list[ShardAnswer], rounds: int) -> Table:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=models.MODELS, default=["mlp", "gpt"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="workers")
     parser.add_argument("--shards", type=int, default=0, help="of a step; 0: as many as workers")
@@ -255,16 +255,16 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="how much memory it takes instead")
     options = parser.parse_args()
     if options.memory:
-        say_memory(options)
+        print_memory(options)
         return
     answers = [
         groups.ask(measure, ranks, ShardQuestion(name, options.shards, options.rounds))
         for name in options.models
         for ranks in options.ranks
     ]
-    console = shown.console()
+    console = results_output.console()
     console.print(table(answers, options.rounds))
-    shown.conclude(console, options.json, {"answers": answers}, marks_of(answers))
+    results_output.conclude(console, options.json, {"answers": answers}, marks_of(answers))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import psutil
 
-import shown
-from disturbed import Disturbed, options_of
+import results_output
+from faulted_job import Disturbed, options_of
 
 USUAL = 5.0  # factor of the median gap between two steps that still counts as training
 LEAST_S = 0.05  # a gap below this is no loss, however short the steps are
@@ -225,7 +225,7 @@ def main() -> None:
             there += end - begin
             trained += trained_s(times, begin, end)
     goodput = trained / there
-    table = shown.table(
+    table = results_output.table(
         f"{len(moments)} changes in {played[-1][0] - played[0][0]:.0f} s, {options.slots} slots",
         *("worlds broke", "steps", "goodput", "slots filled"),
         *("all gone", "a slot is back -> next step, s"),
@@ -234,9 +234,9 @@ def main() -> None:
     share = filled([*played, (over, 0)], worlds)
     figures = (str(killed), str(len(times)), f"{goodput:.4f}", f"{share:.3f}")
     table.add_row(*figures, str(len(back_s)), waits)
-    shown.console().print(table)
+    results_output.console().print(table)
     found = {"goodput": goodput, "filled": share, "back_s": back_s, "worlds_broke": killed}
-    shown.write_json(options.json, found)
+    results_output.write_json(options.json, found)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import groups
-import shown
+import results_output
 from elastic.torch_backend import registration
 from hooks import Many, alone, ours
 
@@ -124,7 +124,7 @@ def counts_of(ways: dict[str, Callable[[], Callable[[], None]]]) -> dict[str, di
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--parameters", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--elements", type=int, default=4096)
     parser.add_argument("--fsdp", type=int, metavar="LAYERS", help="count a step of FSDP2 instead")
@@ -132,16 +132,18 @@ def main() -> None:
     figures = {}
     if asked.fsdp:
         found = groups.ask(counted_sharded, 2, asked.fsdp, asked.elements)
-        table = shown.table(f"FSDP2, {asked.fsdp} layers of {asked.elements} weights", "", *SHOWN)
+        table = results_output.table(
+            f"FSDP2, {asked.fsdp} layers of {asked.elements} weights", "", *SHOWN
+        )
         for name, counts in found.items():
             table.add_row(name, *(f"{counts[each]:.4g}" for each in SHOWN))
         Console(width=200).print(table)
-        shown.write_json(asked.json, found)
+        results_output.write_json(asked.json, found)
         return
     for parameters in asked.parameters:
         found = groups.ask(counted, 2, parameters, asked.elements)
         title = f"{parameters} parameters of {asked.elements} elements"
-        table = shown.table(title, "", *SHOWN)
+        table = results_output.table(title, "", *SHOWN)
         without = found.pop("alone")
         figures[str(parameters)] = {
             name: {each: counts[each] - without[each] for each in SHOWN}
@@ -150,7 +152,7 @@ def main() -> None:
         for name, counts in figures[str(parameters)].items():
             table.add_row(name, *(f"{counts[each]:.4g}" for each in SHOWN))
         Console(width=200).print(table)
-    shown.write_json(asked.json, figures)
+    results_output.write_json(asked.json, figures)
 
 
 if __name__ == "__main__":

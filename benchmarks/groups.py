@@ -24,7 +24,7 @@ from elastic.chaos.harness.ports import free_ports
 from elastic.collectives.interface import Collectives, Op
 from elastic.protocol.messages import Address
 from elastic.runtime import lifecycle
-from figures import order
+from measurements import order
 
 CPU = torch.device("cpu")
 Found = TypeVar("Found")

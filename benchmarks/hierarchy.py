@@ -39,12 +39,12 @@ from rich.table import Table
 from torch import distributed
 
 import groups
-import shown
+import results_output
 from allreduce import gloo_sum, torchs
 from elastic.chaos.hosts.namespaces import Network, check_possible
 from elastic.collectives.shared_memory import arena
 from elastic.errors import Invalid
-from figures import Mark, Spread, ratio, size_text, spread
+from measurements import Mark, Spread, ratio, size_text, spread
 
 MB = 1 << 20
 ORDERS = {"hosts": "host by host", "dealt": "dealt out"}
@@ -199,7 +199,7 @@ def answers_of(
 
 def table(answers: list[Answer], title: str) -> Table:
     headings = ("ranks", "size", "carried by", "ours, ms", "links allow", "flat Gloo, ms")
-    found = shown.table(title, *headings, "links allow its ring", "flat / ours")
+    found = results_output.table(title, *headings, "links allow its ring", "flat / ours")
     for answer in answers:
         found.add_row(
             ORDERS[answer.order],
@@ -215,7 +215,7 @@ def table(answers: list[Answer], title: str) -> Table:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--workers", type=int, default=2, help="of each host")
     parser.add_argument("--orders", nargs="+", choices=ORDERS, default=[*ORDERS], help="of ranks")
@@ -240,7 +240,7 @@ def main() -> None:
     for order in options.orders:
         job = (order, options.hosts, options.workers, options.rate)
         answers += answers_of(ask(*job, sizes, options.rounds, options.congestion), *job)
-    console = shown.console()
+    console = results_output.console()
     title = f"{options.hosts} hosts with {options.workers} workers each, links of {options.rate}"
     title += f", {options.congestion}"
     console.print(table(answers, f"{title}, {options.rounds} rounds: median (quartiles)"))
@@ -253,7 +253,7 @@ def main() -> None:
         )
         for each in answers
     ]
-    shown.conclude(console, options.json, {"answers": answers}, marks)
+    results_output.conclude(console, options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

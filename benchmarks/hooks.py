@@ -21,11 +21,11 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-import shown
+import results_output
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.runtime import lifecycle
-from figures import order, ratio, spread
 from harness.small_worlds import World
+from measurements import order, ratio, spread
 
 
 class Many(torch.nn.Module):
@@ -83,7 +83,7 @@ WAYS = {"alone": alone, "a hook alone": hooked, "ours": ours, "torch DDP": ddp}
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--parameters", type=int, default=1000)
     parser.add_argument("--elements", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=60)
@@ -102,7 +102,7 @@ def main() -> None:
                 took[name].append(time.thread_time() - began)
     title = f"{options.parameters} parameters of {options.elements} elements"
     headings = ("", "us for each parameter", "least", "a step, beside DDP's")
-    table, found = shown.table(title, *headings), {}
+    table, found = results_output.table(title, *headings), {}
     for name, times in took.items():
         more = [
             (a - b) / options.parameters * 1e6 for a, b in zip(times, took["alone"], strict=True)
@@ -110,8 +110,8 @@ def main() -> None:
         least = (min(times) - min(took["alone"])) / options.parameters * 1e6
         found[name] = (spread(more), least, ratio(times, took["torch DDP"]))
         table.add_row(name, spread(more).text(), f"{least:.2f}", found[name][2].text())
-    shown.console().print(table)
-    shown.write_json(options.json, found)
+    results_output.console().print(table)
+    results_output.write_json(options.json, found)
     distributed.destroy_process_group()
 
 

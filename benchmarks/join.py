@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 import signal
 
-import shown
-from disturbed import Disturbed, longest_gap, options_of, table_of
+import results_output
+from faulted_job import Disturbed, longest_gap, options_of, table_of
 
 
 def main() -> None:
@@ -42,8 +42,10 @@ def main() -> None:
         "from the newcomer's start (its imports included)": whole,
         "afterwards, without a join": steady,
     }
-    shown.console().print(table_of(title, "joins", rows))
-    shown.write_json(options.json, {"join_ms": agreed, "whole_ms": whole, "steady_ms": steady})
+    results_output.console().print(table_of(title, "joins", rows))
+    results_output.write_json(
+        options.json, {"join_ms": agreed, "whole_ms": whole, "steady_ms": steady}
+    )
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import elastic
 import groups
 import models
-import shown
-from figures import Mark
+import results_output
+from measurements import Mark
 
 MB = 1 << 20
 ROOM = 1.05  # of the snapshot
@@ -119,7 +119,7 @@ def ask(model: str, ranks: int, steps: int, rounds: int) -> Answer:
 
 def table(answers: list[Answer]) -> Table:
     title = "memory of a worker (PSS), MB: median job (least .. most)"
-    found = shown.table(title, "model", "workers", "", "before the model", "trained")
+    found = results_output.table(title, "model", "workers", "", "before the model", "trained")
     for answer in answers:
         for name, jobs in ("ours, committed", answer.ours), ("torch DDP", answer.ddp):
             row = [answer.model, str(answer.ranks), name]
@@ -134,17 +134,17 @@ def table(answers: list[Answer]) -> Table:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=models.MODELS, default=["mlp", "gpt"])
     parser.add_argument("--ranks", type=int, default=2, help="workers")
     parser.add_argument("--steps", type=int, default=10, help="before memory is looked at")
     parser.add_argument("--rounds", type=int, default=3, help="jobs of each kind")
     options = parser.parse_args()
     answers = [ask(model, options.ranks, options.steps, options.rounds) for model in options.models]
-    console = shown.console()
+    console = results_output.console()
     console.print(table(answers))
     marks = [answer.mark() for answer in answers]
-    shown.conclude(console, options.json, {"answers": answers}, marks)
+    results_output.conclude(console, options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from torch import distributed
 
 import groups
 import horovod.torch as hvd
-import shown
-from figures import Mark, Spread, ratio, size_text, spread
+import results_output
+from measurements import Mark, Spread, ratio, size_text, spread
 
 KB, MB = 1 << 10, 1 << 20
 CASES = [(1, KB), (64, KB), (1024, KB), (1, MB), (64, MB)]
@@ -106,21 +106,23 @@ def marks_of(answers: list[Answer]) -> list[Mark]:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--workers", type=int, default=2, help="worker processes")
     parser.add_argument("--rounds", type=int, default=40, help="of each kind, for each size")
     options = parser.parse_args()
     answers = groups.ask(measure, options.workers, options.rounds)
-    table = shown.table(
+    table = results_output.table(
         f"allreduce of {options.workers} workers over Gloo, {options.rounds} rounds: median (quartiles)",
         *("tensors", "each", "plain, ms", "named, ms", "named / plain"),
     )
     for answer in answers:
         ms = (each.text() for each in (answer.plain_ms, answer.named_ms, answer.ratio))
         table.add_row(str(answer.tensors), size_text(answer.bytes_each), *ms)
-    console, marks = shown.console(), marks_of(answers)
+    console, marks = results_output.console(), marks_of(answers)
     console.print(table)
-    shown.conclude(console, options.json, {"workers": options.workers, "answers": answers}, marks)
+    results_output.conclude(
+        console, options.json, {"workers": options.workers, "answers": answers}, marks
+    )
 
 
 if __name__ == "__main__":

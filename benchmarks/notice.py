@@ -19,9 +19,9 @@ from pathlib import Path
 
 import psutil
 
-import shown
-from disturbed import Disturbed, longest_gap, options_of, table_of
+import results_output
 from elastic.chaos.harness.step_lines import repeated
+from faulted_job import Disturbed, longest_gap, options_of, table_of
 
 AHEAD_S = 2.0
 OTHER = "127.0.0.2"
@@ -90,9 +90,11 @@ def main() -> None:
         "afterwards, without a departure": steady,
         "from the notice until its workers have gone": left_ms,
     }
-    shown.console().print(table_of(title, "notices", rows))
+    results_output.console().print(table_of(title, "notices", rows))
     figures = {"gap_ms": gaps, "steady_ms": steady, "left_ms": left_ms}
-    shown.write_json(options.json, {**figures, "repeated": again, "broken": broke, "late": late})
+    results_output.write_json(
+        options.json, {**figures, "repeated": again, "broken": broke, "late": late}
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import shown
+import results_output
 from elastic.chaos.harness.step_lines import Step, committed_lost, repeated
 from harness.ray_cluster import RayCluster, ray_nodes
 from harness.ray_stepping import Stepping
@@ -39,7 +39,7 @@ STEP_S = 0.02
 # additional actors that wait, so that a new node is used before Ray has noticed the end of another
 SPARE = 5
 OURS, THEIRS = "hvd-elastic", "Ray Train"
-CONSOLE = shown.console()
+CONSOLE = results_output.console()
 
 Start = Callable[[RayCluster, Path], Stepping]
 
@@ -122,7 +122,7 @@ def compare(rounds: int) -> dict[str, list[dict[str, float]]]:
         for round_ in range(rounds):
             for name in (OURS, THEIRS) if round_ % 2 == 0 else (THEIRS, OURS):
                 found[name].append(one_fault(cluster, jobs[name]))
-                CONSOLE.print(f"round {round_ + 1}, {name}: {in_words(found[name][-1])}")
+                CONSOLE.print(f"round {round_ + 1}, {name}: {as_sentence(found[name][-1])}")
     return found
 
 
@@ -234,7 +234,7 @@ def a_cluster(cpus: int) -> Iterator[RayCluster]:
             yield cluster
 
 
-def in_words(numbers: dict[str, float]) -> str:
+def as_sentence(numbers: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.2f}" for name, value in numbers.items())
 
 
@@ -242,7 +242,7 @@ def side_by_side(found: dict[str, list[dict[str, float]]]) -> Table:
     rounds = len(found[OURS])
     title = f"one of {WORKERS} nodes dies: medians of {rounds} rounds (worst)"
     headings = ("s without progress", "steps repeated", "s until all train again")
-    table = shown.table(title, "", *headings)
+    table = results_output.table(title, "", *headings)
     for name, each in found.items():
         cells = []
         for key, digits in (("without_progress_s", 2), ("steps_repeated", 0), ("all_again_s", 1)):
@@ -253,7 +253,7 @@ def side_by_side(found: dict[str, list[dict[str, float]]]) -> Table:
 
 
 def of_its_own(found: dict[str, Any]) -> Table:
-    table = shown.table(f"{OURS} alone", "", "count", "p50", "max")
+    table = results_output.table(f"{OURS} alone", "", "count", "p50", "max")
     rows = {
         "machine killed -> slowest survivor's next step, ms": "machine_ms",
         "raylet killed -> slowest survivor's next step, ms": "raylet_ms",
@@ -270,7 +270,7 @@ def of_its_own(found: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="of the comparison")
     parser.add_argument("--kills", type=int, default=50, help="0: the comparison alone")
     parser.set_defaults(json=Path("out/ray_train.json"))
@@ -289,7 +289,7 @@ def main() -> None:
         CONSOLE.print(f"commits lost: {found['commits_lost']}")
         for when in ("before", "during", "after"):
             CONSOLE.print(f"{when} {options.kills} kills:", found[when])
-    shown.write_json(options.json, figures)
+    results_output.write_json(options.json, figures)
 
 
 if __name__ == "__main__":

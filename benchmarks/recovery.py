@@ -16,9 +16,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-import shown
-from disturbed import Disturbed, options_of, table_of
+import results_output
 from elastic.chaos.harness.step_lines import committed_lost
+from faulted_job import Disturbed, options_of, table_of
 
 BACK_SOON = ["--preload=auto", "--slot-attempts=50", "--blacklist-cooldown-range", "0.1", "0.2"]
 
@@ -130,7 +130,7 @@ def main() -> None:
         phases = [a for a in job.actions("ReportRecovery") if a["kind"] == "recovery"]
 
     title = f"SIGKILL of one of {options.workers} workers -> slowest survivor's next step"
-    console = shown.console()
+    console = results_output.console()
     console.print(table_of(title, "kills", {"hvd-elastic": times, "bare Gloo rebuild": bare}))
     ratio = statistics.median(times) / statistics.median(bare)
     console.print(
@@ -150,7 +150,7 @@ def main() -> None:
         "ranks": ranks,
         "replicas": replicas,
     }
-    shown.write_json(options.json, figures)
+    results_output.write_json(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import statistics
 import time
 
 import elastic
-import shown
+import results_output
 
 
 def rounds(number: int) -> list[float]:
@@ -26,17 +26,17 @@ def rounds(number: int) -> list[float]:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     found = elastic.launch(rounds, (options.rounds,), np=options.workers, log_level="WARNING")
     slowest = [max(times) for times in zip(*found, strict=True)]
-    shown.console().print(
+    results_output.console().print(
         f"shutdown() + init() of {options.workers} workers, slowest of each round:"
         f" median {statistics.median(slowest):.1f} ms, max {max(slowest):.1f} ms"
     )
-    shown.write_json(options.json, {"reinit_ms": slowest})
+    results_output.write_json(options.json, {"reinit_ms": slowest})
 
 
 if __name__ == "__main__":

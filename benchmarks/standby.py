@@ -18,9 +18,9 @@ import statistics
 import time
 from typing import Any
 
-import shown
-from disturbed import Disturbed, options_of, table_of
+import results_output
 from elastic.chaos.harness.step_lines import Step
+from faulted_job import Disturbed, options_of, table_of
 
 WORKERS = 2
 TURN_S = 1.0  # shorter than a lease
@@ -143,7 +143,7 @@ def measured(options: argparse.Namespace, preload: str) -> dict[str, Any]:
         **parts,
         "from the start of the next worker until it is ready": joining,
     }
-    console = shown.console()
+    console = results_output.console()
     title = f"{WORKERS} workers and one standby, --preload {preload}"
     console.print(table_of(title, "strikes", rows))
     ratio = statistics.median(beside) / statistics.median(alone)
@@ -169,11 +169,11 @@ def main() -> None:
     options = parser.parse_args()
     found = {preload: measured(options, preload) for preload in ("off", "auto")}
     medians = {name: statistics.median(each["joining_ms"]) for name, each in found.items()}
-    shown.console().print(
+    results_output.console().print(
         "a worker is ready to join, with preload / without:"
         f" {medians['auto']:.0f} / {medians['off']:.0f} ms = {medians['auto'] / medians['off']:.3f}"
     )
-    shown.write_json(options.json, found)
+    results_output.write_json(options.json, found)
 
 
 if __name__ == "__main__":

@@ -23,20 +23,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import elastic
-import shown
-from disturbed import Disturbed
+import results_output
 from elastic.chaos.harness.step_lines import Step, StepFiles, committed_lost, repeated
 from elastic.driver.network.secret import make_secret_file
-from figures import Mark
+from faulted_job import Disturbed
 from harness.etcd import one_etcd
 from harness.ray_cluster import ray_nodes
 from harness.ray_stepping import Stepping
+from measurements import Mark
 
 WITHIN_S = 1.0  # limit
 START_S, CHANGE_S = 90.0, 120.0  # deadlines; a newcomer imports torch beside others
 SETTLED = 5  # steps of each member before the next command
 ONE_MACHINE, ETCD, RAY = "one machine", "agents and etcd", "Ray"
-CONSOLE = shown.console()
+CONSOLE = results_output.console()
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ LAUNCHERS = {"machine": one_machine, "etcd": agents_and_etcd, "ray": on_ray}
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument(
         "--launchers", nargs="+", choices=LAUNCHERS, default=[*LAUNCHERS], metavar="LAUNCHER"
     )
@@ -202,7 +202,7 @@ def main() -> None:
             steps = steered.files.steps()
         again, gone = repeated(steps), committed_lost(steps)
         lost += again + gone
-        table = shown.table(
+        table = results_output.table(
             f"{launcher}: {again} steps made again, {gone} commits lost",
             "",
             "workers",
@@ -219,7 +219,9 @@ def main() -> None:
         Mark("in effect after s, the slowest", WITHIN_S, max(each.seconds for each in effects)),
         Mark("steps made again and commits lost", 0, lost),
     ]
-    shown.conclude(CONSOLE, options.json, {"effects": [asdict(each) for each in effects]}, marks)
+    results_output.conclude(
+        CONSOLE, options.json, {"effects": [asdict(each) for each in effects]}, marks
+    )
 
 
 if __name__ == "__main__":

@@ -36,11 +36,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import groups
 import models
-import shown
+import results_output
 import torchft_side
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
-from figures import Mark, Spread, ratio, spread
+from measurements import Mark, Spread, ratio, spread
 
 WARMUP = 5
 MODELS = ("mlp", "gpt", "convnet")
@@ -168,7 +168,7 @@ def marks_of(answers: list[Answer]) -> list[Mark]:
 
 
 def table(answers: list[Answer], rounds: int, missing: Mapping[str, str]) -> Table:
-    found = shown.table(
+    found = results_output.table(
         f"a training step, {rounds} rounds: median (quartiles)",
         *("model", "workers", "carried by", "ours, ms", "without reduction, ms"),
         *(each for peer in PEERS for each in (f"{NAMES[peer]}, ms", f"ours / {NAMES[peer]}")),
@@ -187,7 +187,7 @@ def table(answers: list[Answer], rounds: int, missing: Mapping[str, str]) -> Tab
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=models.MODELS, default=MODELS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="workers")
     parser.add_argument("--rounds", type=int, default=40, help="steps of each way")
@@ -203,9 +203,9 @@ def main() -> None:
     for name in options.models:
         question = Question(name, options.rounds, peers, options.first_mb, options.full_mb)
         answers += [groups.ask(measure, ranks, question) for ranks in options.ranks]
-    console = shown.console()
+    console = results_output.console()
     console.print(table(answers, options.rounds, missing))
-    shown.conclude(console, options.json, {"answers": answers}, marks_of(answers))
+    results_output.conclude(console, options.json, {"answers": answers}, marks_of(answers))
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import shown
+import results_output
 from elastic.chaos.harness.ports import free_ports
-from figures import Mark, order
+from measurements import Mark, order
 
 WIDTH, LAYERS = 2880, 3  # 25M parameters
 BATCH = 16
@@ -256,7 +256,7 @@ def marks_of(found: dict[str, float]) -> list[Mark]:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--as", dest="role", choices=["doors", "strategy"], help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -268,7 +268,9 @@ def main() -> None:
     run = str(Path(sys.executable).with_name("elasticrun"))
     command = [sys.executable, __file__, "--steps", str(args.steps), "--as", "doors"]
     found = answers([run, "-np", "2", *command], environ) | beside(args.steps, environ)
-    table = shown.table("TensorFlow beside torch, 2 workers", "ms", "torch", "TensorFlow", "ratio")
+    table = results_output.table(
+        "TensorFlow beside torch, 2 workers", "ms", "torch", "TensorFlow", "ratio"
+    )
     rows = {
         "a step alone": ("step of torch alone", "step of tensorflow alone"),
         "a step": ("step of torch", "step of tensorflow"),
@@ -289,9 +291,9 @@ def main() -> None:
     table.add_row(
         "a step, beside its strategy", f"{other:.1f}", f"{found['step of tensorflow']:.1f}", share
     )
-    console = shown.console()
+    console = results_output.console()
     console.print(table)
-    shown.conclude(console, args.json, found, marks_of(found))
+    results_output.conclude(console, args.json, found, marks_of(found))
 
 
 if __name__ == "__main__":

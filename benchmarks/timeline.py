@@ -30,7 +30,7 @@ from typing import Any
 from rich.table import Table
 
 import elastic
-import shown
+import results_output
 
 WARMUP = 2  # pairs
 SETTLE_S = 0.05  # before each block: a timeline begins with a comparison of clocks
@@ -149,7 +149,7 @@ def _quartiles(on: list[float], off: list[float]) -> list[float]:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=40, help="blocks of each kind")
     parser.add_argument("--steps", type=int, default=100, help="in a block")
@@ -169,8 +169,8 @@ def main() -> None:
     table.add_row("ratio of the quickest tenth", f"{answer.quiet_ratio:.3f}")
     records = f"{answer.records_per_step:.0f} of {answer.bytes_per_record:.0f} bytes"
     table.add_row("records a step", records)
-    shown.console().print(table)
-    shown.write_json(report, {"question": flags, "answer": answer})
+    results_output.console().print(table)
+    results_output.write_json(report, {"question": flags, "answer": answer})
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import groups
 import models
-import shown
+import results_output
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.torch_backend import registration
-from figures import Mark, Spread, ratio, size_text, spread
+from measurements import Mark, Spread, ratio, size_text, spread
 
 KB = 1 << 10
 SIZES_KB = (1, 64, 1024, 10 * 1024, 100 * 1024)
@@ -197,7 +197,9 @@ def _answer(what: str, size: int, ranks: int, times: dict[str, list[float]]) -> 
 
 def table(answers: list[Answer], rounds: int) -> Table:
     title = f"torch.distributed on one host, ms, {rounds} rounds: median (quartiles)"
-    found = shown.table(title, "", "size", "workers", "ours", "Gloo", "ours / Gloo", "optimizer")
+    found = results_output.table(
+        title, "", "size", "workers", "ours", "Gloo", "ours / Gloo", "optimizer"
+    )
     for answer in answers:
         size = size_text(answer.size) if answer.size else ""
         ms = [answer.ms[name].text(3) for name in ("ours", "gloo")]
@@ -228,7 +230,7 @@ def marks_of(answers: list[Answer]) -> list[Mark]:
 
 
 def main() -> None:
-    parser = shown.options_of(__doc__)
+    parser = results_output.options_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="workers")
     parser.add_argument("--rounds", type=int, default=20, help="calls, or steps, of each")
     parser.add_argument("--sizes-kb", type=int, nargs="*", default=SIZES_KB)
@@ -245,12 +247,12 @@ def main() -> None:
             answers.append(groups.ask(measure_steps, ranks, model, options.rounds))
         for model in options.zero:
             answers += groups.ask(measure_zero, ranks, model, options.rounds)
-    console = shown.console()
+    console = results_output.console()
     console.print(table(answers, options.rounds))
     marks = marks_of(answers)
-    shown.say_marks(console, [mark for mark in marks if not mark.met])
+    results_output.print_targets(console, [mark for mark in marks if not mark.met])
     console.print(f"{sum(mark.met for mark in marks)} of {len(marks)} marks met")
-    shown.write_json(options.json, {"answers": answers}, marks)
+    results_output.write_json(options.json, {"answers": answers}, marks)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Reasons of decisions as values: a kind and its facts. Their sentences are for display only. Pure.
 
-    because(Why.FROZEN, how="stopped by a signal")      as str(): it is frozen (stopped by a signal)
+    because(ReasonKind.FROZEN, how="stopped by a signal")      as str(): it is frozen (stopped by a signal)
 
 Code compares kinds. The texts in SENTENCES are read by people, in logs, errors and messages to workers, and may be
 reworded at any time. The names of kinds and facts may not change: journals contain them.
@@ -26,7 +26,7 @@ GONE = (
 )
 
 
-class Why(enum.Enum):
+class ReasonKind(enum.Enum):
     """The kind of a reason."""
 
     TOLD = "told"  # text from outside the driver
@@ -163,21 +163,21 @@ Fact = Union[str, bool, int, float, None, "Reason", List["Reason"]]  # noqa: UP0
 class Reason(msgspec.Struct, frozen=True, omit_defaults=True):
     """A kind and the ``facts`` that its sentence names. Workers are written as ``h:2#1``; times are in seconds."""
 
-    kind: Why
+    kind: ReasonKind
     facts: dict[str, Fact] = {}
 
     def __str__(self) -> str:
         return "".join(_parts(self))
 
 
-def because(kind: Why, **facts: Fact) -> Reason:
+def because(kind: ReasonKind, **facts: Fact) -> Reason:
     """Return a reason of this kind."""
     return Reason(kind, facts)
 
 
-def in_words(text: str) -> Reason:
+def as_sentence(text: str) -> Reason:
     """Return a reason that was received from outside the driver as text."""
-    return Reason(Why.TOLD, {"text": text})
+    return Reason(ReasonKind.TOLD, {"text": text})
 
 
 def brief(reason: Reason | None) -> str:
@@ -200,7 +200,7 @@ def in_one_line(reason: Reason) -> str:
     if wrote:
         without = msgspec.structs.replace(reason, facts={**reason.facts, "wrote": ""})
         lines[0] = str(without).splitlines()[0]
-    if reason.kind is Why.SCRIPT_RAISED:
+    if reason.kind is ReasonKind.SCRIPT_RAISED:
         return lines[0].rstrip(":")  # its summary is there already
     if not reason.facts.get("caught"):
         last = exception_line(str(wrote or trace or "")) or shortened(last)
@@ -386,151 +386,160 @@ def _stopped(facts: Mapping[str, Any]) -> str:
     return f"{text}; commit {commit_id(facts['newest'])} is durable: rerun the same command to resume from it"
 
 
-SENTENCES: dict[Why, Sentence] = {
-    Why.TOLD: "{text}",
-    Why.FIRST_START: "first start",
-    Why.SLOT_IS_FREE: "its slot is free again",
-    Why.TO_STAND_BY: "standby for the next lost worker",
-    Why.FROZEN: ("it is frozen", " ({how})"),
-    Why.CUT_OFF: ("it is cut off", ": no acknowledgements from its host"),
-    Why.IDLE: ("it is stuck", ": idle for {for_s:.0f} s while the others waited {where}"),
-    Why.BUSY: ("it is stuck", ": busy for {for_s:.0f} s ({rates}) while the others waited {where}"),
-    Why.GPU_FAILED: (
+SENTENCES: dict[ReasonKind, Sentence] = {
+    ReasonKind.TOLD: "{text}",
+    ReasonKind.FIRST_START: "first start",
+    ReasonKind.SLOT_IS_FREE: "its slot is free again",
+    ReasonKind.TO_STAND_BY: "standby for the next lost worker",
+    ReasonKind.FROZEN: ("it is frozen", " ({how})"),
+    ReasonKind.CUT_OFF: ("it is cut off", ": no acknowledgements from its host"),
+    ReasonKind.IDLE: ("it is stuck", ": idle for {for_s:.0f} s while the others waited {where}"),
+    ReasonKind.BUSY: (
+        "it is stuck",
+        ": busy for {for_s:.0f} s ({rates}) while the others waited {where}",
+    ),
+    ReasonKind.GPU_FAILED: (
         "its GPU failed",
         ": CUDA has returned an error for {for_s:.0f} s while all wait in collective {number} of {group!r}",
     ),
-    Why.GPU_HANGS: (
+    ReasonKind.GPU_HANGS: (
         "its GPU hangs",
         ": it launched collective {number} of {group!r} but has not reached it {for_s:.0f} s after the others",
     ),
-    Why.GPU_BEHIND: (
+    ReasonKind.GPU_BEHIND: (
         "its GPU hangs",
         ": it has not finished collective {number} of {group!r} {for_s:.0f} s after the others, for the second"
         " time",
     ),
-    Why.OTHER_DIGEST: "its parameters differ from those of {right} at commit {commit:commit}",
-    Why.DAMAGED: "its {parts} at commit {commit:commit} differs from that of {equal} others, and was equal before:"
+    ReasonKind.OTHER_DIGEST: "its parameters differ from those of {right} at commit {commit:commit}",
+    ReasonKind.DAMAGED: "its {parts} at commit {commit:commit} differs from that of {equal} others, and was equal"
+    " before:"
     " its memory or processor flipped bits, so test its host",
-    Why.SPOILT: "infinite or NaN gradients from damaged memory have corrupted all replicas, and commit"
+    ReasonKind.SPOILT: "infinite or NaN gradients from damaged memory have corrupted all replicas, and commit"
     " {commit:commit}",
-    Why.NO_INIT: "it did not call init() within {within_s:g} s",
-    Why.NOT_READY: "it did not become ready within {within_s:g} s",
-    Why.HOST_NOT_LISTED: "{host} left the list of hosts",
-    Why.HOST_LEAVES: "{host} will be reclaimed: {notice}",
-    Why.RETURNED_BEFORE: "it already returned from elastic.run, which a job runs once",
-    Why.JOB_ENDED: "the job has ended",
-    Why.JOB_OVER: "the job is over",
-    Why.GONE_ON_WITHOUT: "the job continued without it",
-    Why.NOT_LEFT: "it did not leave in time",
-    Why.REJECTED: "it was rejected",
-    Why.SCALED_DOWN: "scaled down to {workers:+worker}",
-    Why.DRAINED: "{host} is drained",
-    Why.REMOVED: "an operator removed it",
-    Why.SCALED: _scaled,
-    Why.DRAINS: _drains,
-    Why.DRAINS_NO_MORE: "{host} is not drained any more: workers may start there",
-    Why.REMOVES: "{worker} leaves at its next commit",
-    Why.FIXED_SIZE: "this job has a fixed size: start it with --min-np or --max-np to change the size while it runs",
-    Why.BELOW_LEAST: "{workers:+worker} requested, but --min-np is {least}: request at least {least}",
-    Why.NO_SUCH_HOST: "{host} is not a host of this job; it has {hosts}",
-    Why.NO_SUCH_WORKER: "{worker} is not a running worker",
-    Why.LEAVES_ALREADY: "{worker} is already leaving: {leaving}",
-    Why.CONNECTION_LOST: "its connection was lost",
-    Why.NOT_BACK: "it did not reconnect to the restarted driver",
-    Why.STRANDED: "it lost a peer outside elastic.run",
-    Why.RAISED: "it raised an exception",
-    Why.NOT_EXITED: "it did not exit in time",
-    Why.CANT_BE_KILLED: "{worker} could not be killed within {within_s:g} s: continuing without it",
-    Why.SLOT_COOLS: "{worker} ended with {exit}; its slot is available again in {wait_s:g} s",
-    Why.SLOT_GIVEN_UP: "gave up slot {slot}: {attempts} consecutive workers ended without progress, the last with"
+    ReasonKind.NO_INIT: "it did not call init() within {within_s:g} s",
+    ReasonKind.NOT_READY: "it did not become ready within {within_s:g} s",
+    ReasonKind.HOST_NOT_LISTED: "{host} left the list of hosts",
+    ReasonKind.HOST_LEAVES: "{host} will be reclaimed: {notice}",
+    ReasonKind.RETURNED_BEFORE: "it already returned from elastic.run, which a job runs once",
+    ReasonKind.JOB_ENDED: "the job has ended",
+    ReasonKind.JOB_OVER: "the job is over",
+    ReasonKind.GONE_ON_WITHOUT: "the job continued without it",
+    ReasonKind.NOT_LEFT: "it did not leave in time",
+    ReasonKind.REJECTED: "it was rejected",
+    ReasonKind.SCALED_DOWN: "scaled down to {workers:+worker}",
+    ReasonKind.DRAINED: "{host} is drained",
+    ReasonKind.REMOVED: "an operator removed it",
+    ReasonKind.SCALED: _scaled,
+    ReasonKind.DRAINS: _drains,
+    ReasonKind.DRAINS_NO_MORE: "{host} is not drained any more: workers may start there",
+    ReasonKind.REMOVES: "{worker} leaves at its next commit",
+    ReasonKind.FIXED_SIZE: "this job has a fixed size: start it with --min-np or --max-np to change the size while it"
+    " runs",
+    ReasonKind.BELOW_LEAST: "{workers:+worker} requested, but --min-np is {least}: request at least {least}",
+    ReasonKind.NO_SUCH_HOST: "{host} is not a host of this job; it has {hosts}",
+    ReasonKind.NO_SUCH_WORKER: "{worker} is not a running worker",
+    ReasonKind.LEAVES_ALREADY: "{worker} is already leaving: {leaving}",
+    ReasonKind.CONNECTION_LOST: "its connection was lost",
+    ReasonKind.NOT_BACK: "it did not reconnect to the restarted driver",
+    ReasonKind.STRANDED: "it lost a peer outside elastic.run",
+    ReasonKind.RAISED: "it raised an exception",
+    ReasonKind.NOT_EXITED: "it did not exit in time",
+    ReasonKind.CANT_BE_KILLED: "{worker} could not be killed within {within_s:g} s: continuing without it",
+    ReasonKind.SLOT_COOLS: "{worker} ended with {exit}; its slot is available again in {wait_s:g} s",
+    ReasonKind.SLOT_GIVEN_UP: "gave up slot {slot}: {attempts} consecutive workers ended without progress, the last"
+    " with"
     " {exit}{wrote:wrote}",
-    Why.INIT_AGAIN: "init() was called again",
-    Why.ENTERING: "entering elastic.run",
-    Why.FELL_OUT: "{worker} rejoined without reporting a failure",
-    Why.COLLECTIVE_BROKE: "a collective failed at {worker}: {text}",
-    Why.LOST_EXITED: "lost {worker} ({exit})",
-    Why.LOST_KILLED: "lost {worker} (killed: {killed_for:brief})",
-    Why.LOST_ALIVE: "lost {worker}, which could not be killed ({killed_for:brief})",
-    Why.LOST_STRANDED: "{worker} lost a peer outside elastic.run",
-    Why.LOST_RAISED: "{worker} raised {summary}",
-    Why.LOST_QUIT: "{worker} called {call}",
-    Why.LOST_REJECTED: "the state of {worker} differs from the world's",
-    Why.LOST_HOST: ("lost host {host}", ": {text}"),
-    Why.HOST_SILENT: "its agent is connected but has not responded for {for_s:.1f} s while all others wait for its"
+    ReasonKind.INIT_AGAIN: "init() was called again",
+    ReasonKind.ENTERING: "entering elastic.run",
+    ReasonKind.FELL_OUT: "{worker} rejoined without reporting a failure",
+    ReasonKind.COLLECTIVE_BROKE: "a collective failed at {worker}: {text}",
+    ReasonKind.LOST_EXITED: "lost {worker} ({exit})",
+    ReasonKind.LOST_KILLED: "lost {worker} (killed: {killed_for:brief})",
+    ReasonKind.LOST_ALIVE: "lost {worker}, which could not be killed ({killed_for:brief})",
+    ReasonKind.LOST_STRANDED: "{worker} lost a peer outside elastic.run",
+    ReasonKind.LOST_RAISED: "{worker} raised {summary}",
+    ReasonKind.LOST_QUIT: "{worker} called {call}",
+    ReasonKind.LOST_REJECTED: "the state of {worker} differs from the world's",
+    ReasonKind.LOST_HOST: ("lost host {host}", ": {text}"),
+    ReasonKind.HOST_SILENT: "its agent is connected but has not responded for {for_s:.1f} s while all others wait for"
+    " its"
     " workers: it is stopped or unreachable",
-    Why.LOST_WITH_HOST: ("lost host {host}", ": {text} ({workers:+worker})"),
-    Why.NOT_STOPPED: "{workers} did not reach safepoint {check} within {within_s:g} s",
-    Why.NETWORK_HANGS: _hang(
+    ReasonKind.LOST_WITH_HOST: ("lost host {host}", ": {text} ({workers:+worker})"),
+    ReasonKind.NOT_STOPPED: "{workers} did not reach safepoint {check} within {within_s:g} s",
+    ReasonKind.NETWORK_HANGS: _hang(
         "all GPUs have reached collective {number} of {group!r}, and it has not ended for {for_s:.0f} s: NCCL or"
         " the network hangs"
     ),
-    Why.GPUS_HANG: _hang(
+    ReasonKind.GPUS_HANG: _hang(
         "all ranks have launched collective {number} of {group!r}, and most GPUs have not reached it for"
         " {for_s:.0f} s"
     ),
-    Why.DIFFERENT_COLLECTIVES: (
+    ReasonKind.DIFFERENT_COLLECTIVES: (
         "all members have waited for {for_s:g} s, but {where}: these are different collectives, so none can"
         " complete: the script is wrong"
     ),
-    Why.COMMIT_ON_SOME_RANKS: (
+    ReasonKind.COMMIT_ON_SOME_RANKS: (
         "all members wait for {for_s:g} s, but {where}: commit() of a sharded state is a collective, so call it on all"
         " ranks, the same number of times"
     ),
-    Why.SEVERAL: _several,
-    Why.FIRST_WORLD: _first_world,
-    Why.NEXT_WORLD: _next_world,
-    Why.JOINED: "{workers} joined",
-    Why.LEAVES: "{worker} leaves ({leaving})",
-    Why.NOT_WANTED: "no worker joins or leaves any more",
-    Why.NO_ANSWER: "no answer from {workers}",
-    Why.RETURNED: "{worker} returned",
-    Why.RETURNED_MEANWHILE: "{worker} returned during a planned change",
-    Why.RECONNECTED: "reconnected",
-    Why.FROM_CHECKPOINT: "no worker holds a commit in memory; resuming from the newest checkpoint (restart"
+    ReasonKind.SEVERAL: _several,
+    ReasonKind.FIRST_WORLD: _first_world,
+    ReasonKind.NEXT_WORLD: _next_world,
+    ReasonKind.JOINED: "{workers} joined",
+    ReasonKind.LEAVES: "{worker} leaves ({leaving})",
+    ReasonKind.NOT_WANTED: "no worker joins or leaves any more",
+    ReasonKind.NO_ANSWER: "no answer from {workers}",
+    ReasonKind.RETURNED: "{worker} returned",
+    ReasonKind.RETURNED_MEANWHILE: "{worker} returned during a planned change",
+    ReasonKind.RECONNECTED: "reconnected",
+    ReasonKind.FROM_CHECKPOINT: "no worker holds a commit in memory; resuming from the newest checkpoint (restart"
     " {restart} of {limit} since the last one): {cause}",
-    Why.ALL_RETURNED: _all_returned,
-    Why.FAILED_AFTER_TRAINING: "training succeeded, but {who} ended with {exit} in code that runs after it: the"
+    ReasonKind.ALL_RETURNED: _all_returned,
+    ReasonKind.FAILED_AFTER_TRAINING: "training succeeded, but {who} ended with {exit} in code that runs after it: the"
     " job fails with exit code 1",
-    Why.FAILED_IN_TRAINING: "{cause} in its training function, after all others had returned: the job fails with exit"
+    ReasonKind.FAILED_IN_TRAINING: "{cause} in its training function, after all others had returned: the job fails"
+    " with exit"
     " code 1",
-    Why.FEWER_RETURNED: "--strict: scripts failed, so the job fails with exit code 1",
-    Why.ALL_EXITED: "{workers:+worker} ended with exit code 0",
-    Why.ALL_LOST: f"all {{members:+member}} of generation {{generation}} are lost, and no commit is left:"
+    ReasonKind.FEWER_RETURNED: "--strict: scripts failed, so the job fails with exit code 1",
+    ReasonKind.ALL_EXITED: "{workers:+worker} ended with exit code 0",
+    ReasonKind.ALL_LOST: f"all {{members:+member}} of generation {{generation}} are lost, and no commit is left:"
     f" {{cause}}. {GONE}{{wrote:wrote}}",
-    Why.NO_COMMIT: "no survivor holds a commit: {cause}",
-    Why.SLOTS_SPENT: "every slot was given up after {attempts:+attempt}; {needed:+worker} needed{wrote:wrote}",
-    Why.TOO_FEW: "only {ready} of {needed:+worker} ready after {within_s:g} s: start more hosts, lower --min-np,"
+    ReasonKind.NO_COMMIT: "no survivor holds a commit: {cause}",
+    ReasonKind.SLOTS_SPENT: "every slot was given up after {attempts:+attempt}; {needed:+worker} needed{wrote:wrote}",
+    ReasonKind.TOO_FEW: "only {ready} of {needed:+worker} ready after {within_s:g} s: start more hosts, lower --min-np,"
     " or raise --elastic-timeout",
-    Why.OTHERS_EXITED: "{exited:+worker} ended with exit code 0 while {waiting:+other} waited in init()",
-    Why.NO_RESUME: "training can't resume from the checkpoint: {text}",
-    Why.SHARDS_LOST: "{text}",
-    Why.SCRIPT_REFUSED: "--strict: {text}",
-    Why.RESTARTS_SPENT: "{cause}; --restarts {limit} is reached without a new checkpoint",
-    Why.MACHINE_LEAVES: _machine_leaves,
-    Why.STOPPED: _stopped,
-    Why.RESET_LIMIT: "{cause}; --reset-limit {limit} is reached",
-    Why.STUCK_AGAIN: "a worker was stuck in {worlds} consecutive worlds without a new commit: {cause}",
-    Why.IN_CIRCLES: "{worlds} consecutive recoveries without a lost worker and without a new commit: {cause}",
-    Why.LOST_PEER: "{who} lost a peer: {text}",
-    Why.CALLS_DIFFER: "{text}",
-    Why.SAME_CALLS: "after the commit was restored, the next world failed in the same way: {cause}",
-    Why.TENSORS_DIFFER: "{summary}",
-    Why.LAYOUTS_DIFFER: _layouts_differ,
-    Why.LOST_PEER_OUTSIDE: f"{{who}} lost a peer outside elastic.run and can't recover ({{text}}). {ADVICE}",
-    Why.ENDED_EARLY: "{workers} ended with exit code 0 too early: {cause}",
-    Why.ENDED: _ended,
-    Why.SCRIPT_FAILS: "every worker ended before training began, the last with {exit}{killed_for:because}{wrote:wrote}",
-    Why.SCRIPT_RAISED: "{who} raised {summary}:\n{trace}",
-    Why.SAME_EXCEPTION: "{first} and {worker} raised the same exception at commit {commit:commit}:\n{trace}",
-    Why.NOT_ENTERED: "{who} has not called init() again for {for_s:g} s while others wait for it",
-    Why.LOST_FOR_GOOD: "{who} is lost: {cause}",
-    Why.UNEVEN: "{where} for {for_s:g} s; all ranks must make the same calls; if their data are uneven, end with"
+    ReasonKind.OTHERS_EXITED: "{exited:+worker} ended with exit code 0 while {waiting:+other} waited in init()",
+    ReasonKind.NO_RESUME: "training can't resume from the checkpoint: {text}",
+    ReasonKind.SHARDS_LOST: "{text}",
+    ReasonKind.SCRIPT_REFUSED: "--strict: {text}",
+    ReasonKind.RESTARTS_SPENT: "{cause}; --restarts {limit} is reached without a new checkpoint",
+    ReasonKind.MACHINE_LEAVES: _machine_leaves,
+    ReasonKind.STOPPED: _stopped,
+    ReasonKind.RESET_LIMIT: "{cause}; --reset-limit {limit} is reached",
+    ReasonKind.STUCK_AGAIN: "a worker was stuck in {worlds} consecutive worlds without a new commit: {cause}",
+    ReasonKind.IN_CIRCLES: "{worlds} consecutive recoveries without a lost worker and without a new commit: {cause}",
+    ReasonKind.LOST_PEER: "{who} lost a peer: {text}",
+    ReasonKind.CALLS_DIFFER: "{text}",
+    ReasonKind.SAME_CALLS: "after the commit was restored, the next world failed in the same way: {cause}",
+    ReasonKind.TENSORS_DIFFER: "{summary}",
+    ReasonKind.LAYOUTS_DIFFER: _layouts_differ,
+    ReasonKind.LOST_PEER_OUTSIDE: f"{{who}} lost a peer outside elastic.run and can't recover ({{text}}). {ADVICE}",
+    ReasonKind.ENDED_EARLY: "{workers} ended with exit code 0 too early: {cause}",
+    ReasonKind.ENDED: _ended,
+    ReasonKind.SCRIPT_FAILS: "every worker ended before training began, the last with"
+    " {exit}{killed_for:because}{wrote:wrote}",
+    ReasonKind.SCRIPT_RAISED: "{who} raised {summary}:\n{trace}",
+    ReasonKind.SAME_EXCEPTION: "{first} and {worker} raised the same exception at commit {commit:commit}:\n{trace}",
+    ReasonKind.NOT_ENTERED: "{who} has not called init() again for {for_s:g} s while others wait for it",
+    ReasonKind.LOST_FOR_GOOD: "{who} is lost: {cause}",
+    ReasonKind.UNEVEN: "{where} for {for_s:g} s; all ranks must make the same calls; if their data are uneven, end with"
     " hvd.join()",
-    Why.RETURNED_ALONE: "{who} returned from elastic.run at least {for_s:g} s ago while {where}: the script is"
+    ReasonKind.RETURNED_ALONE: "{who} returned from elastic.run at least {for_s:g} s ago while {where}: the script is"
     " wrong, all members must make the same calls",
-    Why.STORE_SILENT: "etcd at {store} does not answer ({text}); training continues, membership changes wait",
-    Why.STORE_BACK: "etcd at {store} answers again, after {silent_s:.1f} s",
-    Why.JOURNAL_INCOMPLETE: "{worker} is in generation {generation}, which is missing from the journal of this"
+    ReasonKind.STORE_SILENT: "etcd at {store} does not answer ({text}); training continues, membership changes wait",
+    ReasonKind.STORE_BACK: "etcd at {store} answers again, after {silent_s:.1f} s",
+    ReasonKind.JOURNAL_INCOMPLETE: "{worker} is in generation {generation}, which is missing from the journal of this"
     " driver: the journal is incomplete",
-    Why.DRIVER_BUG: "a bug in the driver, please report it with the journal: {error}",
+    ReasonKind.DRIVER_BUG: "a bug in the driver, please report it with the journal: {error}",
 }

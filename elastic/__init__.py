@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from elastic.other_packages import warn_of_others as _warn_of_others
+from elastic.conflicting_packages import warn_of_conflicts as _warn_of_others
 from elastic.version import __version__ as __version__
 
 _warn_of_others(__name__, __path__[0])
@@ -18,7 +18,7 @@ _MODULES = {
         "init shutdown is_initialized rank size local_rank local_size cross_rank cross_size is_homogeneous long_phase"
     ),
     "elastic.run_loop": "run",
-    "elastic.checkpoints.on_request": "Checkpoints",
+    "elastic.checkpoints.checkpoints_api": "Checkpoints",
     "elastic": "data",
     "elastic.state": "State ObjectState TorchState ElasticSampler",
     "elastic.exact.shards": "Shards",
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from elastic.api.compression import Compression as Compression
     from elastic.api.ops import *  # noqa: F403
     from elastic.api.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-    from elastic.checkpoints.on_request import Checkpoints as Checkpoints
+    from elastic.checkpoints.checkpoints_api import Checkpoints as Checkpoints
     from elastic.errors import *  # noqa: F403
     from elastic.exact.shards import Shards as Shards
     from elastic.launcher.launch_function import launch as launch

@@ -53,10 +53,10 @@ from elastic.runtime import host_updates, lifecycle
 from elastic.runtime.failures import hardware_errors
 from elastic.runtime.failures.departure import Departure
 from elastic.runtime.session import Session
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.script_checks.observer import ScriptObserver, observing
-from elastic.state import bit_flips, exchange, newcomer
-from elastic.state.snapshots import memory_ahead
+from elastic.state import bit_flips, join_preparation, state_transfer
+from elastic.state.snapshots import preallocated_memory
 from elastic.state.state import State, has_custom_sync, options_of
 from elastic.torch_backend import following_group, sharding_guard
 
@@ -159,7 +159,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
     return wrapper
 
 
-def _end_now(rt: Runtime, lost: DeviceLost) -> NoReturn:
+def _end_now(rt: WorkerRuntime, lost: DeviceLost) -> NoReturn:
     """End the process at once, because a normal exit would wait for the device."""
     trace = traceback.format_exc()
     rt.training.raised(summary_of(lost), trace, True)
@@ -169,7 +169,7 @@ def _end_now(rt: Runtime, lost: DeviceLost) -> NoReturn:
 
 
 def _train(
-    rt: Runtime,
+    rt: WorkerRuntime,
     train: Callable[[], Value],
     state: State,
     departure: Departure,
@@ -200,7 +200,7 @@ def _train(
 
 
 def _train_in_worlds(
-    rt: Runtime,
+    rt: WorkerRuntime,
     train: Callable[[], Value],
     state: State,
     others: str,
@@ -249,7 +249,7 @@ def _train_in_worlds(
             state.on_reset()
 
 
-def _return_to_commit(rt: Runtime, state: State, *, alone: bool = False) -> None:
+def _return_to_commit(rt: WorkerRuntime, state: State, *, alone: bool = False) -> None:
     """Return to the last commit at the end of a world. ``alone``: to the present state, which was saved here."""
     rt.training.interrupted()
     rt.training.drain()
@@ -258,7 +258,7 @@ def _return_to_commit(rt: Runtime, state: State, *, alone: bool = False) -> None
     rt.commits.step_back(state)
 
 
-def _train_again(rt: Runtime, train: Callable[[], Value], state: State) -> Value:
+def _train_again(rt: WorkerRuntime, train: Callable[[], Value], state: State) -> Value:
     """Run a further training of a job, in the last world, which no worker can leave or join."""
     if rt.elastic and rt.place.rank == 0:
         print(f"elastic: {AGAIN}", file=sys.stderr, flush=True)
@@ -276,12 +276,12 @@ def _train_again(rt: Runtime, train: Callable[[], Value], state: State) -> Value
         raise CollectiveFailed(f"{lost}; {AGAIN}").with_traceback(lost.__traceback__) from None
 
 
-def _same_layout(rt: Runtime, layouts: Sequence[str]) -> None:
+def _same_layout(rt: WorkerRuntime, layouts: Sequence[str]) -> None:
     """Raise StateMismatch on every rank if the state of one differs."""
     ours = layouts[rt.place.rank]
     for other, theirs in enumerate(layouts):
         if theirs != ours:
-            error = StateMismatch(exchange.difference(theirs, ours, f"rank {other}"))
+            error = StateMismatch(state_transfer.difference(theirs, ours, f"rank {other}"))
             agreement.raise_together(rt.group("state", torch.device("cpu")), error)
 
 
@@ -294,11 +294,11 @@ def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:
     try:
         return user_code()
     except RuntimeError:
-        session.raise_if_told()
+        session.raise_if_ended()
         raise
 
 
-def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None:
+def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -> None:
     """Wait for a world and send the state to its members that lack it. Raises PeerLost.
 
     ``others``: layout of the optimizers that are not in the state.
@@ -312,7 +312,7 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     digest = hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
     if rt.session.recovery.newcomer:
         step_input = rt.session.recovery.step_input
-        newcomer.prepare(state, native=rt.env.native, step_input=step_input)
+        join_preparation.prepare(state, native=rt.env.native, step_input=step_input)
     joined = rt.provisional
     world = rt.worlds.next(digest, text)
     durable.entered(rt, world)
@@ -325,7 +325,7 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     if state.is_sharded():
         with timeline.during("state", COPY):
             copied, from_checkpoint = durable.bring_shards(rt, state, reset)
-        memory_ahead.leave()
+        preallocated_memory.leave()
         rt.commits.adopt(copied, from_checkpoint=from_checkpoint)
         if world.checkpoint:
             durable.finish(rt, state)
@@ -337,7 +337,7 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
     lacking = _lacking(world)
     if not first and lacking and world.place.rank not in lacking and state.calls_back():
         state.save()  # the state as sent to the others is everyone's commit from here on
-    memory_ahead.leave()
+    preallocated_memory.leave()
     rt.commits.adopt(copied)
     if copied:
         rt.commits.report_digest(state.digest(), 0)
@@ -345,7 +345,7 @@ def _enter_world(rt: Runtime, state: State, others: str, *, first: bool) -> None
         durable.finish(rt, state)
 
 
-def _bring(rt: Runtime, state: State, world: World) -> int:
+def _bring(rt: WorkerRuntime, state: State, world: World) -> int:
     """Make the state equal on all ranks. Returns bytes copied, as far as they are known."""
     if has_custom_sync(state):
         state.sync()
@@ -353,7 +353,7 @@ def _bring(rt: Runtime, state: State, world: World) -> int:
     return _copy_state(rt, state, world)
 
 
-def _copy_state(rt: Runtime, state: State, world: World) -> int:
+def _copy_state(rt: WorkerRuntime, state: State, world: World) -> int:
     """Send the state from rank 0 to the ranks that lack the newest commit; other ranks return at once.
 
     Returns the number of bytes copied.

@@ -42,9 +42,9 @@ def replace(functions: dict[str, Callable[..., Any]]) -> None:
 
 def _at_first_use(name: str) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
-        from elastic.torch_backend import in_place_of_others
+        from elastic.torch_backend import backend_override
 
-        ours = in_place_of_others.install(_originals)
+        ours = backend_override.install(_originals)
         replace(ours)
         return ours[name](*args, **options)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.other_packages import warn_of_others as _warn_of_others
-from horovod.absent import refuse_internals as _refuse_internals
+from elastic.conflicting_packages import warn_of_conflicts as _warn_of_others
+from horovod.unavailable import refuse_internals as _refuse_internals
 
 _warn_of_others(__name__, __path__[0])
 

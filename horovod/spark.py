@@ -1,5 +1,5 @@
 """Not provided: the import raises ImportError."""
 
-from horovod.absent import refuse
+from horovod.unavailable import refuse
 
 raise refuse("spark", "start workers with horovodrun or horovod.run, or keep the job on horovod")

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from elastic.chaos.exact import digests
-from elastic.chaos.harness.journal_tail import Story
+from elastic.chaos.harness.journal_tail import JobProgress
 from elastic.chaos.inject import command as faults
 from elastic.chaos.inject.faulty_job import Job, say, under_fire
 from elastic.chaos.inject.plan import Chance, Plan
@@ -104,7 +104,7 @@ def main(options: argparse.Namespace) -> int:
         print(f"journal: {before}")
         print(f"workers already disagree without faults: {inside.sentence()}")
         return DIFFER
-    _say_faults(plan)
+    _print_faults(plan)
     code, count = _run(disturbed, plan, "under faults")
     verdict = _verdict(before, disturbed.journal, code)
     if verdict == EQUAL and not count and options.undisturbed is None:
@@ -116,7 +116,7 @@ def main(options: argparse.Namespace) -> int:
     return verdict
 
 
-def _say_faults(plan: Plan) -> None:
+def _print_faults(plan: Plan) -> None:
     chance = plan.chance
     assert isinstance(chance, Chance)
     say(f"faults are drawn with --seed {chance.seed}")
@@ -131,7 +131,7 @@ def _run(job: Job, plan: Plan, how: str) -> tuple[int, int]:
     return done.code, len(done.injected)
 
 
-def _check_steps(story: Story, driver: int, now: float) -> None:
+def _check_steps(story: JobProgress, driver: int, now: float) -> None:
     """End the job at its first commit if its steps can't be compared. Raises Invalid."""
     if story.no_steps:
         raise Invalid(

@@ -37,7 +37,7 @@ class OddGradient:
 
 
 @dataclass(frozen=True)
-class Difference:
+class DigestDifference:
     """The first difference: ``tensors`` of ``worker`` after ``step`` are not those of the undisturbed run."""
 
     since: int  # first step after the last equal commit
@@ -101,7 +101,7 @@ def in_both(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> list[Held
     return [each for each in other if each.step in steps]
 
 
-def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> Difference | None:
+def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> DigestDifference | None:
     """Compare the states after each step, of all workers of the other run and each time that they trained the step.
 
     Return the first difference, or None if all steps that are in both runs are equal.
@@ -124,7 +124,7 @@ def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> Differ
         [one for one in undisturbed if one.step == step], [one for one in other if one.step == step]
     )
     since = max((one.step for one in in_both(undisturbed, other) if one.step < step), default=0)
-    return Difference(
+    return DigestDifference(
         since, step - 1, each.worker, each.generation, odd, workers, gradient, compared
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from elastic.chaos.fault_matrix import cells as faults
 from elastic.chaos.fault_matrix.cells import Cell
-from elastic.driver.reasons import Why
+from elastic.driver.reasons import ReasonKind
 
 WORKERS = 4
 GONE_S = 3.0  # time for all processes of a job to end after its driver
@@ -32,7 +32,7 @@ IN_A_STEP = (
 )
 
 
-class End(enum.Enum):
+class ExpectedEnd(enum.Enum):
     """How a cell ends."""
 
     GOES_ON = "goes on"
@@ -47,18 +47,25 @@ class End(enum.Enum):
 
 
 ENDS = {
-    End.GOES_ON: "no worker is lost, and all keep training in the same world",
-    End.REGROUPS: "no worker is lost; all restore the last commit and keep training",
-    End.RECOVERS: "the victims are lost; the others resume from the last commit, and new workers take the free places",
-    End.LEAVES: "the victims leave at a commit with exit code 0; no step is repeated",
-    End.JOB_ENDS: "the job ends with exit code 1 and the traceback",
-    End.STOPS: "the driver stops its workers, and exits",
-    End.ALL_GONE: f"no process of the job is left within {GONE_S:g} s",
-    End.SUCCEEDS: "training had ended, and the job succeeds",
-    End.FAILS: "training had ended, no other worker is affected, and the job's exit code is 1",
+    ExpectedEnd.GOES_ON: "no worker is lost, and all keep training in the same world",
+    ExpectedEnd.REGROUPS: "no worker is lost; all restore the last commit and keep training",
+    ExpectedEnd.RECOVERS: "the victims are lost; the others resume from the last commit, and new workers take the free"
+    " places",
+    ExpectedEnd.LEAVES: "the victims leave at a commit with exit code 0; no step is repeated",
+    ExpectedEnd.JOB_ENDS: "the job ends with exit code 1 and the traceback",
+    ExpectedEnd.STOPS: "the driver stops its workers, and exits",
+    ExpectedEnd.ALL_GONE: f"no process of the job is left within {GONE_S:g} s",
+    ExpectedEnd.SUCCEEDS: "training had ended, and the job succeeds",
+    ExpectedEnd.FAILS: "training had ended, no other worker is affected, and the job's exit code is 1",
 }
 LONGEST = 10  # the most cells of a job whose order is free
-LAST_OF_ITS_JOB = (End.JOB_ENDS, End.STOPS, End.ALL_GONE, End.SUCCEEDS, End.FAILS)
+LAST_OF_ITS_JOB = (
+    ExpectedEnd.JOB_ENDS,
+    ExpectedEnd.STOPS,
+    ExpectedEnd.ALL_GONE,
+    ExpectedEnd.SUCCEEDS,
+    ExpectedEnd.FAILS,
+)
 
 
 @dataclass(frozen=True)
@@ -79,9 +86,9 @@ class Result:
 class Expected:
     """Expected end of a cell. ``fenced`` has the possible reasons of the kill; empty: the driver kills no victim."""
 
-    end: End
+    end: ExpectedEnd
     why: str
-    fenced: tuple[Why, ...] = ()
+    fenced: tuple[ReasonKind, ...] = ()
 
 
 def expected(cell: Cell) -> Expected:
@@ -94,61 +101,69 @@ def expected(cell: Cell) -> Expected:
     if phase in (faults.BEFORE_INIT, faults.PREPARED):
         return _expected_before_init(fault)
     if phase in faults.IN_BACKGROUND and fault in faults.RAISING:
-        return Expected(End.GOES_ON, "what keeps a commit from the storage fails no step")
+        return Expected(ExpectedEnd.GOES_ON, "what keeps a commit from the storage fails no step")
     if phase == faults.RESUME and fault == faults.DISK:
-        return Expected(End.GOES_ON, "a storage that fails is tried again")
+        return Expected(ExpectedEnd.GOES_ON, "a storage that fails is tried again")
     if phase == faults.RESUME and fault == faults.GIL:
-        return Expected(End.GOES_ON, "a worker that reads the checkpoint does not count as stuck")
+        return Expected(
+            ExpectedEnd.GOES_ON, "a worker that reads the checkpoint does not count as stuck"
+        )
     several = victim in (faults.TWO, faults.ALL_BUT_ONE)
     if fault == faults.TERM:
-        return Expected(End.LEAVES, "SIGTERM asks a worker to leave at its next commit")
+        return Expected(ExpectedEnd.LEAVES, "SIGTERM asks a worker to leave at its next commit")
     if fault == faults.STOP:
         return Expected(
-            End.RECOVERS,
+            ExpectedEnd.RECOVERS,
             "others wait for it, and its lease is shorter than its pause",
-            (Why.FROZEN,),
+            (ReasonKind.FROZEN,),
         )
     if fault == faults.GIL:
         why = "it is idle while others wait for it"
-        return Expected(End.RECOVERS, why, (Why.IDLE, Why.BUSY))
+        return Expected(ExpectedEnd.RECOVERS, why, (ReasonKind.IDLE, ReasonKind.BUSY))
     if fault == faults.DROP:
-        return Expected(End.RECOVERS, "its host acknowledges nothing any more", (Why.CUT_OFF,))
+        return Expected(
+            ExpectedEnd.RECOVERS, "its host acknowledges nothing any more", (ReasonKind.CUT_OFF,)
+        )
     if fault == faults.SHUT:
-        return Expected(End.REGROUPS, "a collective broke, and no worker is lost")
+        return Expected(ExpectedEnd.REGROUPS, "a collective broke, and no worker is lost")
     if fault == faults.SLOW:
-        return Expected(End.GOES_ON, "slow is not lost")
+        return Expected(ExpectedEnd.GOES_ON, "slow is not lost")
     if fault in faults.RAISING and several:
         why = "the same exception at several members is the script's"
-        return Expected(End.JOB_ENDS, why)
-    return Expected(End.RECOVERS, "its exit is seen at once")
+        return Expected(ExpectedEnd.JOB_ENDS, why)
+    return Expected(ExpectedEnd.RECOVERS, "its exit is seen at once")
 
 
 def _expected_before_init(fault: str) -> Expected:
     if fault in (faults.STOP, faults.GIL, faults.SLOW):
-        return Expected(End.GOES_ON, "a worker may take --start-timeout to call init()")
+        return Expected(ExpectedEnd.GOES_ON, "a worker may take --start-timeout to call init()")
     if fault == faults.TERM:
-        return Expected(End.RECOVERS, "before init() SIGTERM has its ordinary meaning")
-    return Expected(End.RECOVERS, "its exit is seen at once")
+        return Expected(ExpectedEnd.RECOVERS, "before init() SIGTERM has its ordinary meaning")
+    return Expected(ExpectedEnd.RECOVERS, "its exit is seen at once")
 
 
 def _expected_at_shutdown(fault: str) -> Expected:
     if fault in (*faults.ENDING, *faults.RAISING):
-        return Expected(End.FAILS, "a worker that should not have ended so fails the job")
-    return Expected(End.SUCCEEDS, "only its exit is still waited for")
+        return Expected(ExpectedEnd.FAILS, "a worker that should not have ended so fails the job")
+    return Expected(ExpectedEnd.SUCCEEDS, "only its exit is still waited for")
 
 
 def _expected_of_driver(fault: str, phase: str) -> Expected:
     match fault:
         case faults.KILL | faults.SEGV:
-            return Expected(End.ALL_GONE, "the agent and its workers do not outlive their driver")
+            return Expected(
+                ExpectedEnd.ALL_GONE, "the agent and its workers do not outlive their driver"
+            )
         case faults.TERM:
-            return Expected(End.STOPS, "SIGTERM at the driver ends the job")
+            return Expected(ExpectedEnd.STOPS, "SIGTERM at the driver ends the job")
         case _ if phase == faults.SHUTDOWN:
-            return Expected(End.SUCCEEDS, "training was over before it happened")
+            return Expected(ExpectedEnd.SUCCEEDS, "training was over before it happened")
         case faults.DISK:
-            return Expected(End.SUCCEEDS, "the journal ends, with a warning; the job does not")
+            return Expected(
+                ExpectedEnd.SUCCEEDS, "the journal ends, with a warning; the job does not"
+            )
         case _:
-            return Expected(End.GOES_ON, "workers train on while the driver does not run")
+            return Expected(ExpectedEnd.GOES_ON, "workers train on while the driver does not run")
 
 
 # ---- rules ---------------------------------------------------------------------------------------
@@ -363,7 +378,7 @@ def _values(cell: Cell, together: int) -> list[tuple[str, ...]]:
 def cost(cell: Cell) -> float:
     """Estimate the seconds that a cell takes."""
     seconds = 1.0
-    if expected(cell).end in (End.RECOVERS, End.LEAVES):
+    if expected(cell).end in (ExpectedEnd.RECOVERS, ExpectedEnd.LEAVES):
         seconds += 2.0 * {faults.TWO: 2, faults.ALL_BUT_ONE: 3}.get(cell.victim, 1)
     if needs_joiner(cell):
         seconds += 2.0

@@ -21,7 +21,7 @@ import psutil
 
 from elastic.chaos.fault_matrix.expectations import GONE_S, WORKERS, JobKind
 from elastic.chaos.fault_matrix.journal_facts import JournalFacts
-from elastic.chaos.harness.journal_tail import Follower, Json
+from elastic.chaos.harness.journal_tail import JournalTail, Json
 from elastic.chaos.harness.processes import clean_environment, kill_all, marked
 from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
 
@@ -90,7 +90,7 @@ class MatrixJob:
             subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", self._disk], check=True)
         self.journal = (self._disk or folder) / "journal.jsonl"
         self.story = JournalFacts()
-        self._follower = Follower(self.journal, self.story)
+        self._follower = JournalTail(self.journal, self.story)
         self.arm([])
 
     def start(self) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from elastic.chaos.fault_matrix import cells, expectations, outside_faults
+from elastic.chaos.fault_matrix import cells, expectations, external_faults
 from elastic.chaos.fault_matrix.cells import Cell
-from elastic.chaos.fault_matrix.expectations import MOMENT_S, WORKERS, End, Expected, Result
+from elastic.chaos.fault_matrix.expectations import MOMENT_S, WORKERS, Expected, ExpectedEnd, Result
 from elastic.chaos.fault_matrix.job import MatrixJob, Unexpected
 from elastic.chaos.fault_matrix.journal_facts import COMMITS, named
 from elastic.driver.reasons import Reason
@@ -51,7 +51,7 @@ def _run(job: MatrixJob, cell: Cell, name: str) -> Result:
     victims = {each["worker"] for each in struck}
     at = max(each["at"] for each in struck)
     with contextlib.ExitStack() as stack:
-        each_turn = outside_faults.act(job, cell, struck, go, stack)
+        each_turn = external_faults.act(job, cell, struck, go, stack)
         if go.exists():
             at = time.monotonic()
         _await_end(job, cell, victims, since, each_turn)
@@ -63,7 +63,11 @@ def _recovery_ms(job: MatrixJob, cell: Cell, victims: set[str], at: float) -> fl
     """Return the time from the fault to the first report that all train again, if there was something to recover
     from.
     """
-    recovers = expectations.expected(cell).end in (End.REGROUPS, End.RECOVERS, End.LEAVES)
+    recovers = expectations.expected(cell).end in (
+        ExpectedEnd.REGROUPS,
+        ExpectedEnd.RECOVERS,
+        ExpectedEnd.LEAVES,
+    )
     if not recovers or expectations.is_first(cell) or not victims & job.story.ever:
         return None
     after = job.story.recovered_at(at)
@@ -73,28 +77,28 @@ def _recovery_ms(job: MatrixJob, cell: Cell, victims: set[str], at: float) -> fl
 def _await_end(job: MatrixJob, cell: Cell, victims: set[str], since: int, each_turn: Turn) -> None:
     wanted, story = expectations.expected(cell), job.story
     match wanted.end:
-        case End.GOES_ON:
+        case ExpectedEnd.GOES_ON:
             _goes_on(job, cell, victims, since, each_turn)
-        case End.REGROUPS:
+        case ExpectedEnd.REGROUPS:
             job.until(lambda: story.broken(since), "a broken world", CELL_S, each_turn)
             job.until(lambda: story.full, "all training again", CELL_S, each_turn)
             job.must(victims <= set(story.members), f"{_list(victims)} lost a place")
-        case End.RECOVERS | End.LEAVES:
+        case ExpectedEnd.RECOVERS | ExpectedEnd.LEAVES:
             job.until(
                 lambda: victims <= story.exited.keys(), "the victims' exits", CELL_S, each_turn
             )
             job.until(lambda: story.full, "all places filled again", CELL_S, each_turn)
             _check_exits(job, wanted, victims, since)
-        case End.JOB_ENDS:
+        case ExpectedEnd.JOB_ENDS:
             _ends_with(job, 1, each_turn)
             job.must("Traceback" in job.output, "the job ended without a traceback")
-        case End.STOPS:
+        case ExpectedEnd.STOPS:
             job.must(job.ends(each_turn) != 0, "SIGTERM at the driver ended in success")
-        case End.ALL_GONE:
+        case ExpectedEnd.ALL_GONE:
             job.ends(each_turn)
-        case End.FAILS:
+        case ExpectedEnd.FAILS:
             _ends_with(job, 1, each_turn)
-        case End.SUCCEEDS:
+        case ExpectedEnd.SUCCEEDS:
             if cell.victim == cells.DRIVER and cell.phase != cells.SHUTDOWN:
                 job.until(
                     lambda: "ends here" in job.output, "the warning that the journal ends", CELL_S
@@ -141,7 +145,7 @@ def _check_exits(job: MatrixJob, wanted: Expected, victims: set[str], since: int
             job.must(reason is not None and reason.kind in wanted.fenced, awaited)
         else:
             job.must(reason is None, f"{worker} was killed: {reason}")
-        if wanted.end is End.LEAVES:
+        if wanted.end is ExpectedEnd.LEAVES:
             code = story.exited[worker]
             job.must(code == 0, f"{worker} left with exit code {code}")
     reasons = ", ".join(map(str, killed.values()))

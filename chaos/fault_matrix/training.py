@@ -75,7 +75,7 @@ def one_epoch(state: WatchedState) -> None:
     indices = list(state.sampler)
     for number, start in enumerate(range(0, len(indices), BATCH)):
         batch = indices[start : start + BATCH]
-        if told_to_end():
+        if end_requested():
             raise Ended
         one_step(state, batch)
         state.sampler.record_batch(number, len(batch))
@@ -95,7 +95,7 @@ class Ended(Exception):
     """The file exists."""
 
 
-def told_to_end() -> bool:
+def end_requested() -> bool:
     """Return whether to end: rank 0 checks the file, and all end at the same step."""
     found = torch.tensor([float(elastic.rank() == 0 and os.path.exists(OVER))])
     return bool(elastic.allreduce(found, op=elastic.Max, name="over").item())

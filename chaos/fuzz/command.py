@@ -14,7 +14,7 @@ import time
 from rich.console import Console
 
 from elastic.chaos.fuzz.decoders import Decoders, Streams
-from elastic.chaos.fuzz.server import OnLoopback
+from elastic.chaos.fuzz.server import LoopbackServer
 from elastic.chaos.fuzz.tally import Tally, memory, table
 from elastic.errors import Invalid
 
@@ -64,7 +64,7 @@ def fuzz(seconds: float, seed: int) -> tuple[list[Tally], list[str]]:
             f"{name}: the slowest input took {part.tally.worst_s * 1e3:.0f} ms, memory grew by {grown / 1e6:.1f} MB"
         )
     # Two servers in succession: the first one warms up.
-    first, server = OnLoopback(seed), OnLoopback(seed + 1)
+    first, server = LoopbackServer(seed), LoopbackServer(seed + 1)
     first.run(time.monotonic() + WARM_UP * SHARES["server"] * seconds)
     before = memory()
     server.run(time.monotonic() + (1 - WARM_UP) * SHARES["server"] * seconds)

@@ -15,7 +15,7 @@ from elastic.chaos.fuzz.inputs import Inputs
 from elastic.chaos.fuzz.tally import Tally
 from elastic.driver.agents import messages as agent_protocol
 from elastic.protocol import messages
-from elastic.protocol.framing import NONCE_BYTES, Wire
+from elastic.protocol.framing import NONCE_BYTES, FramedConnection
 from elastic.protocol.messages import ProtocolError
 
 UNIONS: dict[str, tuple[Any, Any]] = {
@@ -48,7 +48,7 @@ class Decoders:
                     self._try(name, decoder, *inputs.spoilt(body))
 
     def _try(self, name: str, decoder: Any, how: str, body: bytes) -> None:
-        wire = Wire(decoder, limit=messages.FRAME_LIMIT)
+        wire = FramedConnection(decoder, limit=messages.FRAME_LIMIT)
         frame = len(body).to_bytes(4, "big") + body
         began = time.perf_counter()
         taken = False
@@ -105,9 +105,12 @@ class Streams:
         seconds = time.perf_counter() - began
         self.tally.note(how, taken=not refused and len(received) == len(sent), seconds=seconds)
 
-    def _pair(self) -> tuple[Wire, Wire]:
+    def _pair(self) -> tuple[FramedConnection, FramedConnection]:
         mine, theirs = (self._random.randbytes(NONCE_BYTES) for _ in range(2))
-        caller, server = Wire(messages.from_driver), Wire(messages.from_worker)
+        caller, server = (
+            FramedConnection(messages.from_driver),
+            FramedConnection(messages.from_worker),
+        )
         caller.seal(SECRET, mine=mine, theirs=theirs, caller=True)
         server.seal(SECRET, mine=theirs, theirs=mine, caller=False)
         return caller, server

@@ -18,10 +18,10 @@ import msgspec
 from elastic.chaos.fuzz.inputs import Inputs
 from elastic.chaos.fuzz.tally import Tally
 from elastic.driver.network.blocking_calls import within
-from elastic.driver.network.server import WORKERS, Server
+from elastic.driver.network.control_server import WORKERS, ControlServer
 from elastic.driver.processes.console import Console
 from elastic.protocol import messages
-from elastic.protocol.framing import NONCE_BYTES, Wire, proof
+from elastic.protocol.framing import NONCE_BYTES, FramedConnection, proof
 from elastic.protocol.messages import Address, ProtocolError, Worker
 
 SECRET = b"fuzz" * 8
@@ -42,7 +42,7 @@ class Caller:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
-        self.wire = Wire(messages.from_driver)
+        self.wire = FramedConnection(messages.from_driver)
         self.nonce = b""  # of the server
 
     async def hear(self) -> Any:
@@ -71,7 +71,7 @@ class Caller:
         return data
 
 
-class OnLoopback:
+class LoopbackServer:
     """One server, during `run`."""
 
     def __init__(self, seed: int) -> None:
@@ -86,7 +86,7 @@ class OnLoopback:
         # Frames of honest workers, as an eavesdropper sees them.
         self._stolen: deque[bytes] = deque(maxlen=50)
         self._replayed: deque[messages.Answer] = deque(maxlen=50)
-        self._server = Server(
+        self._server = ControlServer(
             secret=SECRET, log=Console(self._log, timestamps=False), callers=WORKERS
         )
         self._address = Address("", 0)
@@ -204,7 +204,7 @@ class OnLoopback:
                 await self._leave(peer)
 
     async def _intrude(self, peer: Caller) -> None:
-        what, chunks = self._nonsense(peer)
+        what, chunks = self._random_bytes(peer)
         began = time.monotonic()
         for chunk in chunks:
             peer.writer.write(chunk)
@@ -229,7 +229,7 @@ class OnLoopback:
         if not isinstance(peer.wire.next(), messages.TurnedAway) or peer.wire.unread:
             self.strangers.found(f"{what} was answered with {answered!r}")
 
-    def _nonsense(self, peer: Caller) -> tuple[str, list[bytes]]:
+    def _random_bytes(self, peer: Caller) -> tuple[str, list[bytes]]:
         """Return the input of a stranger, which knows earlier network traffic, but not the secret."""
         pick, frame = self._random, peer.wire.frame
         someone = pick.choice([*HONEST, *self._inside, Worker("h", 0)])
@@ -327,7 +327,7 @@ class OnLoopback:
             if tree["type"] not in ("Answer", "Hello"):
                 return msgspec.msgpack.encode(tree)
 
-    def _spoilt(self, wire: Wire, body: bytes) -> tuple[list[bytes], bool]:
+    def _spoilt(self, wire: FramedConnection, body: bytes) -> tuple[list[bytes], bool]:
         _, spoilt = self._inputs.spoilt(body)
         wrong = spoilt != b"" and not _decodes(spoilt)  # an empty frame is a heartbeat
         return [wire.frame_of(spoilt)], wrong
@@ -339,7 +339,7 @@ def _framed(body: bytes) -> bytes:
 
 def _decodes(body: bytes) -> bool:
     """Return whether a worker may send this. An Answer or another's Hello decodes, but ends the connection."""
-    wire = Wire(messages.from_worker, limit=messages.FRAME_LIMIT)
+    wire = FramedConnection(messages.from_worker, limit=messages.FRAME_LIMIT)
     try:
         return any(
             not isinstance(message, messages.Answer | messages.Hello)

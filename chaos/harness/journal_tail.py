@@ -1,6 +1,6 @@
 """Reader of a job's journal while it grows: members, process ids, number of commits.
 
-`Story` is pure, `Follower` reads the file.
+`JobProgress` is pure, `JournalTail` reads the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ S = TypeVar("S", bound=Heard)
 
 
 @dataclass
-class Story:
+class JobProgress:
     """Facts from the entries so far. Times are the driver's clock, which is this machine's monotonic one."""
 
     # start of training: the first collective in a world of elastic.run
@@ -90,7 +90,7 @@ class Story:
         return [worker for worker in self.pids if worker in self.members]
 
 
-class Follower(Generic[S]):
+class JournalTail(Generic[S]):
     """Reads the entries that were appended since the last look.
 
     The file may not exist yet; lines that are no entries are ignored. An incomplete line is read again: if its driver

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from elastic.chaos.harness.journal_tail import Json, Story
+from elastic.chaos.harness.journal_tail import JobProgress, Json
 from elastic.protocol.messages import Worker
 
 
-class Adoptions(Story):
+class Adoptions(JobProgress):
     """``done``: number of successor drivers that have heard from every worker of their world."""
 
     def __init__(self, members: list[Worker] | None = None) -> None:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from elastic.chaos.harness.journal_tail import Follower, Story
+from elastic.chaos.harness.journal_tail import JobProgress, JournalTail
 from elastic.chaos.hosts import sshd, steps
 from elastic.chaos.hosts.adoption import Adoptions
 from elastic.chaos.hosts.merge_journals import join, term_of
 from elastic.chaos.hosts.namespaces import Network
 from elastic.chaos.hosts.programs import Program, wait_until
-from elastic.chaos.hosts.report import Mark, Measured, ScenarioOutcome
+from elastic.chaos.hosts.report import Mark, ScenarioMeasurement, ScenarioOutcome
 from elastic.chaos.hosts.steps import Note, WorkerNotes
 from elastic.chaos.inject.report import report
 from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
@@ -35,7 +35,7 @@ CHANGE_S = 90.0  # for a smaller or larger world to train
 TAIL_BYTES = 512  # of a worker's notes, to read the latest
 
 
-class Bench:
+class HostCluster:
     """Four hosts for workers, and one each for etcd, the driver and a standby driver. A context manager.
 
     ``slack``: factor for all time limits; 1.0 on an otherwise idle machine.
@@ -50,7 +50,7 @@ class Bench:
         self._etcds = 0
         self._jobs = 0
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> HostCluster:
         self.secret.touch(0o600)
         self.secret.write_text(secrets.token_hex(32) + "\n")
         self.network.__enter__()
@@ -92,7 +92,7 @@ class HostedJob:
     """Agents and drivers of one job, and the notes of its workers."""
 
     def __init__(
-        self, bench: Bench, title: str, name: str, folder: Path, hosts: Sequence[str]
+        self, bench: HostCluster, title: str, name: str, folder: Path, hosts: Sequence[str]
     ) -> None:
         self.network = bench.network
         self.title = title
@@ -103,7 +103,7 @@ class HostedJob:
         self.agents: dict[str, Program] = {}  # the latest of each host
         self.drivers: list[Program] = []
         self.programs: list[Program] = []
-        self.measured: list[Measured] = []
+        self.measured: list[ScenarioMeasurement] = []
         self._secret = bench.secret
         self._slack = bench.slack
 
@@ -193,9 +193,11 @@ class HostedJob:
         The returned function waits until another driver has heard from every member of the world, and returns the
         milliseconds since the given time.
         """
-        before = Follower(self._by_term()[-1], Story()).look()
+        before = JournalTail(self._by_term()[-1], JobProgress()).look()
         later = Adoptions(before.members)
-        followers: list[Follower[Story]] = [Follower(path, Story()) for path in self.journals]
+        followers: list[JournalTail[JobProgress]] = [
+            JournalTail(path, JobProgress()) for path in self.journals
+        ]
         for follower in followers:
             follower.look()
             follower.story = later
@@ -223,7 +225,7 @@ class HostedJob:
         """Record the state of the survivors since ``at``."""
         seen = steps.aftermath(self.workers(), at, time.monotonic())
         asked = (mark or Mark()).eased(self._slack)
-        self.measured.append(Measured(what, seen, survivors, asked, adopted_ms))
+        self.measured.append(ScenarioMeasurement(what, seen, survivors, asked, adopted_ms))
 
     def workers(self) -> list[WorkerNotes]:
         """Return the notes of every process."""

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from elastic.chaos.hosts import random_faults, report
-from elastic.chaos.hosts.cluster import Bench
+from elastic.chaos.hosts.cluster import HostCluster
 from elastic.chaos.hosts.namespaces import check_possible
 from elastic.chaos.hosts.report import ScenarioOutcome
 from elastic.chaos.hosts.scenarios import LEASE_S, SCENARIOS, Scenario
@@ -70,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="elastic-hosts-"))
     say(f"programs write to {folder}")
     outcomes = []
-    with Bench(folder) as bench:
+    with HostCluster(folder) as bench:
         bench.start_etcd()
         if options.seed is not None:
             game = partial(random_faults.play, seed=options.seed, rounds=options.rounds)
@@ -97,7 +97,7 @@ def main(options: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def play(bench: Bench, name: str, scenario: Scenario) -> ScenarioOutcome:
+def play(bench: HostCluster, name: str, scenario: Scenario) -> ScenarioOutcome:
     """Run one scenario and log the result. An error in it becomes part of its outcome."""
     began = time.monotonic()
     try:

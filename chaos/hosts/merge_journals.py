@@ -33,7 +33,7 @@ def join(parts: Sequence[Path], into: Path) -> None:
         entries = [entry for _, entry in each.entries]
         if each.start is not None:
             lines.append(encoded(Resumed(each.start.writer)))
-            machine = snapshot.restored(bytes(each.start.snapshot), each.settings)
+            machine = snapshot.restore_snapshot(bytes(each.start.snapshot), each.settings)
         else:
             machine = Membership(each.settings)
         if later is not None:
@@ -51,7 +51,7 @@ def _shared(machine: Membership, entries: Sequence[Entry], start: Snapshot, path
     for number, entry in enumerate([None, *entries]):
         if entry is not None:
             machine.handle(entry.event, now=entry.at)
-        if snapshot.taken(machine) == wanted:
+        if snapshot.take_snapshot(machine) == wanted:
             shared = number
     if shared is None:
         raise Invalid(f"{path} begins with a state that the previous journal never reached")

@@ -1,8 +1,8 @@
 """Delay line for packets between two ends of a cable: `python -m elastic.chaos.hosts.netem A B MS`.
 
 A and B are the names of two network interfaces that it creates, and that exist until it ends. Frames received at one
-are sent from the other, delayed by `Held`. A substitute for netem, which not all kernels include. It writes ``ready``
-once the interfaces exist, and ends with its standard input.
+are sent from the other, delayed by `DelayedFrames`. A substitute for netem, which not all kernels include. It writes
+``ready`` once the interfaces exist, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IFF_TAP, IFF_NO_PI = 0x0002, 0x1000
 HELD_MOST = 10_000  # frames in one direction; further ones are dropped, as by a router
 
 
-class Held:
+class DelayedFrames:
     """Queue of the frames in one direction, with their due times."""
 
     def __init__(self, delay_s: float, most: int = HELD_MOST) -> None:
@@ -48,7 +48,7 @@ class Held:
 def main(arguments: Sequence[str]) -> int:
     first, second, delay_ms = arguments
     ends = [_interface(first), _interface(second)]
-    held = {end: Held(float(delay_ms) / 1e3) for end in ends}
+    held = {end: DelayedFrames(float(delay_ms) / 1e3) for end in ends}
     other = {ends[0]: ends[1], ends[1]: ends[0]}
     print("ready", flush=True)
     stdin = sys.stdin.fileno()
@@ -71,7 +71,7 @@ def _interface(name: str) -> int:
     return device
 
 
-def _take(end: int, held: Held) -> None:
+def _take(end: int, held: DelayedFrames) -> None:
     while True:
         try:
             held.put(time.monotonic(), os.read(end, FRAME))

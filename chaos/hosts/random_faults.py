@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic.chaos.hosts import scenarios
-from elastic.chaos.hosts.cluster import DRIVER, ETCD, HOSTS, STANDBY, Bench, HostedJob
+from elastic.chaos.hosts.cluster import DRIVER, ETCD, HOSTS, STANDBY, HostCluster, HostedJob
 from elastic.chaos.hosts.programs import Late
 from elastic.chaos.hosts.report import ScenarioOutcome
 from elastic.chaos.inject.faulty_job import say
@@ -64,7 +64,7 @@ def draw(seed: int, rounds: int) -> list[list[RandomFault]]:
     return drawn
 
 
-def play(bench: Bench, seed: int, rounds: int) -> ScenarioOutcome:
+def play(bench: HostCluster, seed: int, rounds: int) -> ScenarioOutcome:
     """Run all rounds."""
     with bench.job(f"seed {seed}") as job:
         job.start()
@@ -99,7 +99,7 @@ def _alone(faults: list[RandomFault]) -> bool:
     return "cut driver's host" in kinds and not kinds.isdisjoint(ON_ETCD)
 
 
-def _strike(bench: Bench, job: HostedJob, fault: RandomFault) -> list[Callable[[], object]]:
+def _strike(bench: HostCluster, job: HostedJob, fault: RandomFault) -> list[Callable[[], object]]:
     """Inject a fault. Return functions that undo it, beyond healing the links."""
     network, victim = bench.network, fault.victim
     leader = job.leader()
@@ -134,7 +134,7 @@ def _strike(bench: Bench, job: HostedJob, fault: RandomFault) -> list[Callable[[
     return []
 
 
-def _heal(bench: Bench, job: HostedJob, stopped: list[Callable[[], object]]) -> None:
+def _heal(bench: HostCluster, job: HostedJob, stopped: list[Callable[[], object]]) -> None:
     for undo in stopped:
         undo()
     for host in bench.network.hosts:

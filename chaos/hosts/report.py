@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic.chaos.hosts.steps import Aftermath
+from elastic.chaos.hosts.steps import SurvivorSteps
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ScenarioMeasurement:
     """One fault of a job, and its consequences.
 
     ``adopted_ms``: until another driver had all workers. ``survivors``: expected number of surviving workers; None: not
@@ -36,7 +36,7 @@ class Measured:
     """
 
     what: str
-    aftermath: Aftermath
+    aftermath: SurvivorSteps
     survivors: int | None
     mark: Mark = field(default_factory=Mark)
     adopted_ms: float | None = None
@@ -70,7 +70,7 @@ class ScenarioOutcome:
     """Result of a scenario. ``broken``: broken invariants of its journal, and other problems."""
 
     name: str
-    measured: Sequence[Measured] = ()
+    measured: Sequence[ScenarioMeasurement] = ()
     lost: int = 0  # commits, according to the journal
     compared: int = 0  # digests of commits, according to the journal
     differing: int = 0

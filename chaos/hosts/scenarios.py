@@ -10,10 +10,10 @@ import signal
 import time
 from collections.abc import Callable
 
-from elastic.chaos.hosts.cluster import DRIVER, HOSTS, STANDBY, START_S, Bench, HostedJob
+from elastic.chaos.hosts.cluster import DRIVER, HOSTS, STANDBY, START_S, HostCluster, HostedJob
 from elastic.chaos.hosts.report import Mark, ScenarioOutcome
 
-Scenario = Callable[[Bench], ScenarioOutcome]
+Scenario = Callable[[HostCluster], ScenarioOutcome]
 
 LEASE_S = 2.0
 VICTIM = "d"
@@ -31,7 +31,7 @@ ADOPTED_BY_LEASE = Mark(failed=0, interrupted=False, adopted_ms=BY_LEASE_MS)
 ADOPTED_HURT = Mark(adopted_ms=2000, interrupted=True)
 
 
-def host_killed(bench: Bench) -> ScenarioOutcome:
+def host_killed(bench: HostCluster) -> ScenarioOutcome:
     """A host loses power, and comes back later."""
     with bench.job("host killed") as job:
         job.start()
@@ -46,24 +46,24 @@ def host_killed(bench: Bench) -> ScenarioOutcome:
         return job.finish()
 
 
-def link_cut(bench: Bench) -> ScenarioOutcome:
+def link_cut(bench: HostCluster) -> ScenarioOutcome:
     """All packets to and from a host are dropped."""
     return _cut(bench, "link cut", "both ways", bench.network.cut)
 
 
-def link_cut_from(bench: Bench) -> ScenarioOutcome:
+def link_cut_from(bench: HostCluster) -> ScenarioOutcome:
     """Packets from a host are dropped."""
     cut = bench.network.cut_one_way
     return _cut(bench, "link cut from", "nothing that it sends arrives", lambda h: cut(h, "from"))
 
 
-def link_cut_towards(bench: Bench) -> ScenarioOutcome:
+def link_cut_towards(bench: HostCluster) -> ScenarioOutcome:
     """Packets to a host are dropped."""
     cut = bench.network.cut_one_way
     return _cut(bench, "link cut towards", "nothing arrives at it", lambda h: cut(h, "towards"))
 
 
-def _cut(bench: Bench, name: str, how: str, cut: Callable[[str], float]) -> ScenarioOutcome:
+def _cut(bench: HostCluster, name: str, how: str, cut: Callable[[str], float]) -> ScenarioOutcome:
     with bench.job(name) as job:
         job.start()
         at = cut(VICTIM)
@@ -75,19 +75,19 @@ def _cut(bench: Bench, name: str, how: str, cut: Callable[[str], float]) -> Scen
         return job.finish()
 
 
-def loss(bench: Bench) -> ScenarioOutcome:
+def loss(bench: HostCluster) -> ScenarioOutcome:
     """Two of a hundred packets to and from a host are lost."""
     lose = bench.network.lose
     return _bad_link(bench, "loss", "2 % loss", lambda host: lose(host, 0.02), RECOVERS)
 
 
-def slow_link(bench: Bench) -> ScenarioOutcome:
+def slow_link(bench: HostCluster) -> ScenarioOutcome:
     """A host has a link of 10 Mbit/s."""
     slow = bench.network.slow
     return _bad_link(bench, "slow link", "10 Mbit/s", lambda host: slow(host, "10mbit"), RECOVERS)
 
 
-def long_way(bench: Bench) -> ScenarioOutcome:
+def long_way(bench: HostCluster) -> ScenarioOutcome:
     """A host has a round-trip time of 200 ms, of which each step needs several."""
     delay, how = bench.network.delay, "200 ms there and back"
     # Ten round trips: to regroup, to connect, and for the four collectives of a first step.
@@ -96,7 +96,7 @@ def long_way(bench: Bench) -> ScenarioOutcome:
 
 
 def _bad_link(
-    bench: Bench, name: str, how: str, spoil: Callable[[str], float], recovers: Mark
+    bench: HostCluster, name: str, how: str, spoil: Callable[[str], float], recovers: Mark
 ) -> ScenarioOutcome:
     """Train over a bad link, and survive a failure elsewhere meanwhile."""
     with bench.job(name) as job:
@@ -111,7 +111,7 @@ def _bad_link(
         return job.finish()
 
 
-def etcd_killed(bench: Bench) -> ScenarioOutcome:
+def etcd_killed(bench: HostCluster) -> ScenarioOutcome:
     """etcd is down twice; a worker is killed during an outage, and one after etcd has returned with its data."""
     with bench.job("etcd killed") as job:
         job.start()
@@ -134,7 +134,7 @@ def etcd_killed(bench: Bench) -> ScenarioOutcome:
         return job.finish()
 
 
-def driver_killed(bench: Bench) -> ScenarioOutcome:
+def driver_killed(bench: HostCluster) -> ScenarioOutcome:
     """The driver is killed, with a standby."""
     with bench.job("driver killed") as job:
         job.start()
@@ -145,7 +145,7 @@ def driver_killed(bench: Bench) -> ScenarioOutcome:
         return job.finish()
 
 
-def drivers_host_killed(bench: Bench) -> ScenarioOutcome:
+def drivers_host_killed(bench: HostCluster) -> ScenarioOutcome:
     """The driver's host loses power, so its lease in etcd has to expire."""
     with bench.job("driver's host killed") as job:
         job.start()
@@ -156,7 +156,7 @@ def drivers_host_killed(bench: Bench) -> ScenarioOutcome:
         return job.finish()
 
 
-def drivers_link_cut(bench: Bench) -> ScenarioOutcome:
+def drivers_link_cut(bench: HostCluster) -> ScenarioOutcome:
     """The driver's host is cut off: the driver believes that it leads until the link is healed."""
     with bench.job("driver's link cut") as job:
         job.start()
@@ -171,7 +171,7 @@ def drivers_link_cut(bench: Bench) -> ScenarioOutcome:
         return job.finish()
 
 
-def drivers_blip(bench: Bench) -> ScenarioOutcome:
+def drivers_blip(bench: HostCluster) -> ScenarioOutcome:
     """The only driver is cut off for two leases, and training continues."""
     with bench.job("driver's blip") as job:
         for host in HOSTS:
@@ -187,7 +187,7 @@ def drivers_blip(bench: Bench) -> ScenarioOutcome:
         return job.finish()
 
 
-def driver_resumed(bench: Bench) -> ScenarioOutcome:
+def driver_resumed(bench: HostCluster) -> ScenarioOutcome:
     """A driver that started its agents by ssh is killed and restarted."""
     with bench.job("driver resumed") as job:
         job.start_driver_by_ssh("--resume")
@@ -208,7 +208,7 @@ def _adopted(job: HostedJob, what: str, at: float, adopted_ms: float, mark: Mark
     job.measure("then a worker is killed", at, survivors=3, mark=RECOVERS)
 
 
-def driver_and_worker_killed(bench: Bench) -> ScenarioOutcome:
+def driver_and_worker_killed(bench: HostCluster) -> ScenarioOutcome:
     """Driver and worker are killed at once: the standby finds a world that has lost a member."""
     with bench.job("driver and worker killed") as job:
         job.start()
@@ -224,7 +224,7 @@ def driver_and_worker_killed(bench: Bench) -> ScenarioOutcome:
         return job.finish()
 
 
-def two_drivers(bench: Bench) -> ScenarioOutcome:
+def two_drivers(bench: HostCluster) -> ScenarioOutcome:
     """Two drivers are started at once: one leads. Stopped and continued, it must not act any more."""
     with bench.job("two drivers") as job:
         for host in HOSTS:
@@ -243,7 +243,7 @@ def two_drivers(bench: Bench) -> ScenarioOutcome:
         return job.finish()
 
 
-def agent_killed(bench: Bench) -> ScenarioOutcome:
+def agent_killed(bench: HostCluster) -> ScenarioOutcome:
     """An agent is killed and restarted."""
     with bench.job("agent killed") as job:
         job.start()
@@ -257,7 +257,7 @@ def agent_killed(bench: Bench) -> ScenarioOutcome:
         return job.finish()
 
 
-def ssh(bench: Bench) -> ScenarioOutcome:
+def ssh(bench: HostCluster) -> ScenarioOutcome:
     """The driver starts its agents by ssh, and a host is lost."""
     with bench.job("ssh") as job:
         job.start_driver_by_ssh()

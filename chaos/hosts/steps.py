@@ -41,7 +41,7 @@ class WorkerNotes:
 
 
 @dataclass(frozen=True)
-class Aftermath:
+class SurvivorSteps:
     """Consequences for the survivors, in milliseconds since ``at`` for the slowest one."""
 
     survivors: int
@@ -66,7 +66,7 @@ def notes_of(text: str) -> list[Note]:
     return notes
 
 
-def aftermath(workers: Iterable[WorkerNotes], at: float, until: float) -> Aftermath:
+def aftermath(workers: Iterable[WorkerNotes], at: float, until: float) -> SurvivorSteps:
     """Evaluate what happened at ``at``, as far as it was over at ``until``."""
     known = list(workers)
     old = [worker for worker in known if any(note.at < at for note in worker.commits())]
@@ -84,7 +84,7 @@ def aftermath(workers: Iterable[WorkerNotes], at: float, until: float) -> Afterm
         next_steps.append(1e3 * (again - at))
         times = [note.at for note in worker.commits() if note.at <= until]
         pauses += [1e3 * (b - a) for a, b in pairwise(times) if b >= at]
-    return Aftermath(
+    return SurvivorSteps(
         len(next_steps),
         interrupted,
         max(next_steps, default=None),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elastic.checkpoints import catalog
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Name, NotReadable
+from elastic.checkpoints.manifest import CommitName, UnreadableCommit
 from elastic.protocol.messages import Worker
 
 RULES = "ELASTIC_FAILPOINTS"
@@ -17,10 +17,10 @@ PLACES = {"weights": "commit", "moments": "commit", "gradients": "optimizer-step
 
 
 @dataclass(frozen=True)
-class Spoilt:
+class CorruptedFile:
     """A file of a checkpoint with one flipped bit."""
 
-    checkpoint: Name
+    checkpoint: CommitName
     file: str
 
 
@@ -51,7 +51,7 @@ class BitFlips:
         new.write_text("".join(self._armed))
         new.rename(self._rules)
 
-    def spoil(self) -> Spoilt | None:
+    def spoil(self) -> CorruptedFile | None:
         """Flip a bit in a file of the newest complete checkpoint. Return None if there is none. Raises OSError."""
         for name in reversed(catalog.names(self._checkpoints)):
             found = catalog.entry(self._checkpoints, name).manifest
@@ -64,17 +64,17 @@ class BitFlips:
                     byte = stream.read(1)[0]
                     stream.seek(at)
                     stream.write(bytes([byte ^ 1 << self._dice.randrange(8)]))
-                return Spoilt(name, file)
+                return CorruptedFile(name, file)
         return None
 
-    def verdict(self, spoilt: Spoilt) -> str:
+    def verdict(self, spoilt: CorruptedFile) -> str:
         """Return whether the corruption of the checkpoint was detected, as a sentence. Raises OSError."""
         name = spoilt.checkpoint
         try:
             found = catalog.read(self._checkpoints, name)
-        except catalog.Torn:
+        except catalog.IncompleteCommit:
             return "its checkpoint was removed before it was read"
-        except NotReadable as error:
+        except UnreadableCommit as error:
             return f"found: {error}"
         trouble = catalog.verify(self._checkpoints, found)
         return f"found: {trouble}" if trouble else "NOT FOUND: the checkpoint seems intact"

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from elastic.chaos.harness.journal_tail import Follower, Story
+from elastic.chaos.harness.journal_tail import JobProgress, JournalTail
 from elastic.chaos.inject.bit_flips import BitFlips
 from elastic.chaos.inject.injection import MARK, Injector, NotOurs
 from elastic.chaos.inject.plan import Fault, Injected, Plan, Schedule, choose
@@ -33,7 +33,7 @@ LOOK_S = 0.02  # between two checks of the journal
 HEED_S = 2.0  # for the job to react to a Ctrl-C that it received too
 END_S = 60.0  # for the job to end after a request, of which its workers have --leave-timeout
 
-Turn = Callable[[Story, int, float], None]
+Turn = Callable[[JobProgress, int, float], None]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def under_fire(
     except OSError as error:
         raise Invalid(f"cannot start {job.words[0]}: {error.strerror}") from None
     fire = _Fire(plan, Injector(mark, say, flips))
-    follower = Follower(job.journal, Story())
+    follower = JournalTail(job.journal, JobProgress())
     try:
         with _stopping(process) as stop:
             while process.poll() is None:
@@ -136,7 +136,7 @@ class _Fire:
         # Separate from the generator of the times: the set of possible victims does not depend on the seed.
         self._dice = random.Random(plan.chance.seed if plan.chance is not None else None)
 
-    def turn(self, story: Story, now: float, *, calm: Callable[[], bool]) -> None:
+    def turn(self, story: JobProgress, now: float, *, calm: Callable[[], bool]) -> None:
         """Inject what is due. ``calm()``: start no new faults and end lasting ones; checked before each fault."""
         if calm() or story.ending:
             self.injector.close(now)
@@ -158,7 +158,7 @@ class _Fire:
         next_at = self.injector.next_at()
         return LOOK_S if next_at is None else min(LOOK_S, max(0.0, next_at - now))
 
-    def _do(self, fault: Fault, story: Story) -> None:
+    def _do(self, fault: Fault, story: JobProgress) -> None:
         victims = choose(
             fault,
             members=story.present(),
@@ -198,7 +198,7 @@ class _Stop:
         if number != signal.SIGINT:
             self._pass_on()
 
-    def see_to_it(self, story: Story, now: float) -> None:
+    def see_to_it(self, story: JobProgress, now: float) -> None:
         if self.asked_at is None:
             return
         if now > self.asked_at + HEED_S and not story.ending:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from elastic.chaos.inject import network
-from elastic.chaos.inject.bit_flips import BitFlips, Spoilt
+from elastic.chaos.inject.bit_flips import BitFlips, CorruptedFile
 from elastic.chaos.inject.network import PacketFilter
 from elastic.chaos.inject.plan import FLIPPED, SPOILS_FILE, Fault, Injected
 from elastic.chaos.inject.resume_guard import Guard
-from elastic.driver.processes.prepared import PREPARED
+from elastic.driver.processes.prepared_processes import PREPARED
 from elastic.protocol.messages import Worker
 
 MARK = "ELASTIC_CHAOS"  # environment variable with a unique value per job
@@ -82,7 +82,7 @@ class Injector:
         """Create an injector. ``flips`` is needed for bit flips."""
         self.done: list[Injected] = []
         self._flips = flips
-        self._spoilt: list[tuple[Injected, Spoilt]] = []
+        self._spoilt: list[tuple[Injected, CorruptedFile]] = []
         self._mark = f"{MARK}={mark}"
         self._say = say
         self._lasting: list[_Lasting] = []

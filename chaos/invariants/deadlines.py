@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Hashable
 
 
-class Waits:
+class Deadlines:
     """Open waits, each with a key and a sentence that says what is awaited. `begin` replaces one with the same key."""
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.chaos.invariants.job_end import JobEnd
-from elastic.chaos.invariants.job_so_far import BrokenInvariant, JobSoFar, Known
+from elastic.chaos.invariants.observed_job import BrokenInvariant, LiveWorker, ObservedJob
 from elastic.chaos.invariants.worker_records import WorkerRecords
 from elastic.chaos.invariants.world_sequence import WorldSequence
 from elastic.driver.events import (
@@ -75,7 +75,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.journal.entries import Writer, describe
 from elastic.driver.journal.journal import recording
-from elastic.driver.reasons import Why
+from elastic.driver.reasons import ReasonKind
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
@@ -102,7 +102,7 @@ class Invariants:
     """The invariants of one job. ``samples``: size of the dataset, if the job is known to train whole epochs."""
 
     def __init__(self, settings: Settings, *, samples: int = 0) -> None:
-        self.job = JobSoFar(settings, samples)
+        self.job = ObservedJob(settings, samples)
         self._workers = WorkerRecords(self.job)
         self._sequence = WorldSequence(self.job)
         self._job_end = JobEnd(self.job)
@@ -151,7 +151,7 @@ class Invariants:
         for action in answer:
             self._did(action, let_go)
         if self.job.end is None:
-            self._nobody_waits_too_long()
+            self._no_wait_exceeds_deadline()
 
     def raised(self, error: str) -> None:
         """Report that handling the last event raised an exception."""
@@ -240,7 +240,7 @@ class Invariants:
                     self._leaves(worker, "had finished", None)
             case Report(_, _, about):
                 self._explained = True
-                if about is not None and about.kind is Why.CANT_BE_KILLED:
+                if about is not None and about.kind is ReasonKind.CANT_BE_KILLED:
                     undead = about.facts["worker"]
                     named = [w for w, k in self.job.workers.items() if k.going and str(w) == undead]
                     self.job.waits.end(*(("exit", worker) for worker in named))
@@ -300,7 +300,7 @@ class Invariants:
         what = f"{worker} is started after incarnation {last}"
         self.job.must(worker.incarnation > last, "ONE PER SLOT", what)
         self.job.slots[slot], self.job.incarnations[slot] = worker, worker.incarnation
-        self.job.workers[worker] = Known()
+        self.job.workers[worker] = LiveWorker()
         here = [
             k
             for k in self.job.workers.values()
@@ -315,7 +315,7 @@ class Invariants:
         if self.job.first_ready_at is not None:
             self.job.awaits_init(worker, self.job.workers[worker])
 
-    def _nobody_waits_too_long(self) -> None:
+    def _no_wait_exceeds_deadline(self) -> None:
         overdue = self.job.waits.overdue(self.job.now)
         self.job.must(not overdue, "EVERY WAIT ENDS", overdue)
         since = self.job.broken_at

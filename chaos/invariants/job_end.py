@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 
-from elastic.chaos.invariants.job_so_far import JobSoFar, Known
+from elastic.chaos.invariants.observed_job import LiveWorker, ObservedJob
 from elastic.driver.events import (
     EndJob,
     FinishWorld,
@@ -19,7 +19,7 @@ from elastic.driver.events import (
     WorkerRaised,
 )
 from elastic.driver.membership.failure_detection.root_cause import exit_code
-from elastic.driver.reasons import Reason, Why
+from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Worker
 
 VANISHED = exit_code(-9)  # exit code of a worker unknown to its host's agent
@@ -28,7 +28,7 @@ VANISHED = exit_code(-9)  # exit code of a worker unknown to its host's agent
 class JobEnd:
     """Checks on the last lines of one journal."""
 
-    def __init__(self, job: JobSoFar) -> None:
+    def __init__(self, job: ObservedJob) -> None:
         self.job = job
         self.finishes = False  # the answer to this event releases members
 
@@ -49,14 +49,16 @@ class JobEnd:
         self.job.end = action
         self.job.waits.end_all()
         match action.reason:
-            case Reason(Why.ALL_RETURNED | Why.ALL_EXITED) if action.code != 0:
+            case Reason(ReasonKind.ALL_RETURNED | ReasonKind.ALL_EXITED) if action.code != 0:
                 what = f"exit code {action.code} for a success: {action.reason}"
                 self.job.broken("THE END", what)
             case Reason() if action.code != 0:
                 self._fails(action)
-            case Reason(Why.ALL_RETURNED, {"members": int(number), "generation": int(generation)}):
+            case Reason(
+                ReasonKind.ALL_RETURNED, {"members": int(number), "generation": int(generation)}
+            ):
                 self._all_returned(number, generation)
-            case Reason(Why.ALL_EXITED, {"workers": int(number)}):
+            case Reason(ReasonKind.ALL_EXITED, {"workers": int(number)}):
                 self._all_ran_to_their_end(number)
             case _:
                 self.job.broken("THE END", f"success, for an invalid reason: {action.reason}")
@@ -84,7 +86,7 @@ class JobEnd:
         what = f"{number} workers are said to have ended with exit code 0, {len(self.job.ended_well)} have"
         self.job.must(max(1, len(sure)) <= number <= len(self.job.ended_well), "THE END", what)
 
-    def _ran(self, slot: tuple[str, int], known: Known) -> bool:
+    def _ran(self, slot: tuple[str, int], known: LiveWorker) -> bool:
         """Return whether it certainly ran to its end outside elastic.run."""
         listed = slot[1] < self.job.hosts.get(slot[0], 0)
         placed = known.placed == self.job.generation
@@ -101,7 +103,7 @@ class JobEnd:
                 codes = {1, VANISHED}
             case WorkerRaised(final=True):
                 codes = {event.code}
-            case _ if action.reason.kind in (Why.MACHINE_LEAVES, Why.STOPPED):
+            case _ if action.reason.kind in (ReasonKind.MACHINE_LEAVES, ReasonKind.STOPPED):
                 codes = {128 + signal.SIGTERM}
             case _:
                 codes = {1}
@@ -111,10 +113,10 @@ class JobEnd:
         if self.finishes and live and all(known.finished for _, known in live):
             what = f"all {len(live)} members have returned, and the job fails: {action.reason}"
             self.job.must(isinstance(event, StopRequested), "THE END", what)
-        if action.reason.kind in (Why.ALL_LOST, Why.NO_COMMIT):
-            self._nobody_is_left()
+        if action.reason.kind in (ReasonKind.ALL_LOST, ReasonKind.NO_COMMIT):
+            self._no_worker_remains()
 
-    def _nobody_is_left(self) -> None:
+    def _no_worker_remains(self) -> None:
         for worker in self.job.members:
             known = self.job.workers.get(worker)
             if known is None or known.going or known.stranded or known.holds is None:
@@ -124,6 +126,6 @@ class JobEnd:
             )
             self.job.broken("RANK 0 IS NO OTHER", what)
 
-    def _live_members(self) -> list[tuple[Worker, Known]]:
+    def _live_members(self) -> list[tuple[Worker, LiveWorker]]:
         """Return the live members of the present world that were not told to leave, as the driver counts them."""
         return [(worker, known) for worker, known in self.job.here() if not known.dismissed]

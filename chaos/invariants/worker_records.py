@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from elastic.chaos.invariants.job_so_far import JobSoFar, Known
+from elastic.chaos.invariants.observed_job import LiveWorker, ObservedJob
 from elastic.driver import events
 from elastic.protocol.messages import Commit, Worker
 
@@ -14,7 +14,7 @@ UNKNOWN_S = 600.0  # for a machine that has announced its end without a time
 class WorkerRecords:
     """Checks the events of one journal, in order."""
 
-    def __init__(self, job: JobSoFar) -> None:
+    def __init__(self, job: ObservedJob) -> None:
         self.job = job
 
     # ---- lives -----------------------------------------------------------------------------------------------------
@@ -61,9 +61,9 @@ class WorkerRecords:
                     return
                 self._was_started(speaker)
                 if speaker in self.job.workers:
-                    self._heard_from(speaker, self.job.workers[speaker], event)
+                    self._note_event_of(speaker, self.job.workers[speaker], event)
                 else:
-                    self._heard_late(speaker, event)
+                    self._is_late_event(speaker, event)
 
     def _goes(self, host: str, notice: events.Notice | None) -> None:
         """Record a notice. The earlier of two ends counts; None: the machine stays or was replaced."""
@@ -81,7 +81,7 @@ class WorkerRecords:
         what = f"{worker} has events, but was never started"
         self.job.must(1 <= worker.incarnation <= last, "ONE PER SLOT", what)
 
-    def _on(self, host: str) -> list[tuple[Worker, Known]]:
+    def _on(self, host: str) -> list[tuple[Worker, LiveWorker]]:
         return [(w, known) for w, known in self.job.workers.items() if w.host == host]
 
     def _all_members_are_on(self, host: str) -> bool:
@@ -110,7 +110,7 @@ class WorkerRecords:
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
-    def _heard_late(self, worker: Worker, event: events.Event) -> None:
+    def _is_late_event(self, worker: Worker, event: events.Event) -> None:
         """Check a message that arrived after the exit of its sender. What it reports on commits counts."""
         departed, known = self.job.departed.get((worker.host, worker.slot), (None, None))
         if departed != worker or known is None:
@@ -122,7 +122,7 @@ class WorkerRecords:
                 self._speaks_of(worker, known, event.generation)
                 self._counts_on(worker, known, event)
 
-    def _heard_from(self, worker: Worker, known: Known, event: events.Event) -> None:
+    def _note_event_of(self, worker: Worker, known: LiveWorker, event: events.Event) -> None:
         if isinstance(event, events.WorkerReady) and 0 < event.number < known.readies:
             return  # of an earlier wait
         generation: int | None = getattr(event, "generation", None)
@@ -184,7 +184,7 @@ class WorkerRecords:
 
     @staticmethod
     def _is_overtaken(
-        known: Known, event: events.WorkerReconnected | events.WorkerDisconnected
+        known: LiveWorker, event: events.WorkerReconnected | events.WorkerDisconnected
     ) -> None:
         """Record that messages of a lost connection may arrive after those of the new one."""
         generation = known.placed
@@ -193,7 +193,7 @@ class WorkerRecords:
             generation = event.generation
         known.overtaken_in = max(known.overtaken_in, generation)
 
-    def _speaks_of(self, worker: Worker, known: Known, generation: int) -> None:
+    def _speaks_of(self, worker: Worker, known: LiveWorker, generation: int) -> None:
         places = sorted({known.before, known.placed})
         # Of a lost connection; 0: from before its first world. Messages of one connection arrive in order.
         was_there = known.first <= generation or not (generation or known.said_at_first)
@@ -206,7 +206,7 @@ class WorkerRecords:
             self.job.broken("NO MIXING", what)
         known.said = max(generation, known.said)
 
-    def _ready(self, worker: Worker, known: Known, event: events.WorkerReady) -> None:
+    def _ready(self, worker: Worker, known: LiveWorker, event: events.WorkerReady) -> None:
         known.readies = event.number
         if known.going or (worker in self.job.members and event.generation != self.job.generation):
             return  # not considered yet, or it has not received its new world yet
@@ -225,14 +225,16 @@ class WorkerRecords:
             for each, other in self.job.workers.items():
                 self.job.awaits_init(each, other)
 
-    def _stopped(self, worker: Worker, known: Known, commit: Commit | None, agreed: Commit) -> None:
+    def _stopped(
+        self, worker: Worker, known: LiveWorker, commit: Commit | None, agreed: Commit
+    ) -> None:
         if known.reconnected and commit != agreed:
             self.job.stop_at = None  # a collective broke at it, and that message was lost
         elif commit is not None and commit != agreed:
             what = f"{worker} has stopped with commit {commit}, expected {agreed}, like all others"
             self.job.broken("NEVER BACK", what)
 
-    def _resumed(self, worker: Worker, known: Known, event: events.WorkerResumed) -> None:
+    def _resumed(self, worker: Worker, known: LiveWorker, event: events.WorkerResumed) -> None:
         if known.resumed == event.generation and not known.reconnected:
             self.job.broken("NO MIXING", f"{worker} resumed twice in generation {event.generation}")
         known.resumed = event.generation
@@ -240,10 +242,10 @@ class WorkerRecords:
         if event.generation == known.placed and not known.ready:
             self._has(known, Commit(event.generation, 0))
 
-    def _has(self, known: Known, commit: Commit) -> None:
+    def _has(self, known: LiveWorker, commit: Commit) -> None:
         known.holds = commit if known.holds is None else max(known.holds, commit)
 
-    def _counts_on(self, worker: Worker, known: Known, event: events.WorkerDigested) -> None:
+    def _counts_on(self, worker: Worker, known: LiveWorker, event: events.WorkerDigested) -> None:
         """Check that commits of one worker in one generation do not go back. One may be reported in several parts."""
         generation, commit = event.generation, event.commit
         if commit.generation > generation:
@@ -260,7 +262,7 @@ class WorkerRecords:
             what = f"{worker} reports commit {commit} after {last[1]}"
             self.job.broken("NEVER BACK", what)
 
-    def _digested(self, worker: Worker, known: Known, event: events.WorkerDigested) -> None:
+    def _digested(self, worker: Worker, known: LiveWorker, event: events.WorkerDigested) -> None:
         commit = event.commit
         self._counts_on(worker, known, event)
         self._not_from_outside(worker, known, commit)
@@ -278,7 +280,7 @@ class WorkerRecords:
         if wrong:
             self.job.broken("EACH SAMPLE ONCE", wrong)
 
-    def _not_from_outside(self, worker: Worker, known: Known, commit: Commit | None) -> None:
+    def _not_from_outside(self, worker: Worker, known: LiveWorker, commit: Commit | None) -> None:
         if commit is None or worker in self.job.members or known.going or known.stranded:
             return
         newer = self.job.base is None or commit > self.job.base

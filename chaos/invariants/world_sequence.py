@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from elastic.chaos.invariants.job_so_far import JobSoFar
+from elastic.chaos.invariants.observed_job import ObservedJob
 from elastic.driver.events import Member, PublishWorld
-from elastic.driver.reasons import Reason, Why
+from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Commit, Worker
 
 
 class WorldSequence:
     """The successive worlds of one journal."""
 
-    def __init__(self, job: JobSoFar) -> None:
+    def __init__(self, job: ObservedJob) -> None:
         self.job = job
         self.worlds = 0
 
@@ -23,7 +23,7 @@ class WorldSequence:
         for rank, member in enumerate(world.members):
             self._may_be_a_member(member, rank, size)
         self._has_a_legal_size(workers, let_go)
-        self._leaves_nobody_behind(set(workers), let_go)
+        self._includes_all_ready(set(workers), let_go)
         self._begins_from_the_newest(world, workers, let_go)
         self._keeps_the_order(world, workers)
         # If no worker holds a commit, they continue from the newest durable one.
@@ -91,7 +91,7 @@ class WorldSequence:
                     excused = known.asked_to_leave or known.dismissed or known.silent
                     self.job.must(excused, "SIZE", what)
 
-    def _leaves_nobody_behind(self, chosen: set[Worker], let_go: set[Worker]) -> None:
+    def _includes_all_ready(self, chosen: set[Worker], let_go: set[Worker]) -> None:
         for worker in self.job.members:
             known = self.job.workers.get(worker)
             if known is None or worker in chosen or worker in let_go or known.going:
@@ -115,7 +115,7 @@ class WorldSequence:
         if world.commit != newest:
             self.job.broken("NEVER BACK", f"{began}, expected {newest}, the newest that is held")
         cause = world.reason.facts.get("cause")
-        from_storage = isinstance(cause, Reason) and cause.kind is Why.FROM_CHECKPOINT
+        from_storage = isinstance(cause, Reason) and cause.kind is ReasonKind.FROM_CHECKPOINT
         if self.job.trained and world.commit is None and not from_storage:
             self.job.broken(
                 "NEVER BACK", f"{began}: all training is lost, and this was not reported"

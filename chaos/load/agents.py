@@ -25,6 +25,7 @@ from elastic.chaos.load.worker import LAYOUT, LightWorker
 from elastic.driver.agents.agent_state import AgentState
 from elastic.driver.agents.host_agent import HERE_S
 from elastic.driver.agents.messages import (
+    AgentId,
     AgentMessage,
     Attach,
     Beat,
@@ -32,7 +33,6 @@ from elastic.driver.agents.messages import (
     Drop,
     Heard,
     Here,
-    HostAgent,
     Kill,
     Probe,
     Registered,
@@ -126,7 +126,7 @@ class LightAgent:
         self._fleet = fleet
         self._said_here_at = 0.0
         self.uplink = Uplink(
-            HostAgent(host, time.time_ns()),
+            AgentId(host, time.time_ns()),
             fleet.secret,
             fleet.find,
             opened=lambda: None,
@@ -168,7 +168,7 @@ class LightAgent:
                 self._attached(message)
             case Start(worker):
                 if self.state.may_start(worker) and worker not in self.workers:
-                    found = self.workers[worker] = LightWorker(worker, self._worker_said)
+                    found = self.workers[worker] = LightWorker(worker, self._worker_message)
                     found.begin()
             case Kill(worker):
                 self._exit(worker, -9)
@@ -200,7 +200,7 @@ class LightAgent:
         for each in self.workers.values():
             each.hear(messages.Restate())
             if each.recovery.running:
-                self._worker_said(each.worker, LAYOUT)
+                self._worker_message(each.worker, LAYOUT)
         self._fleet.serves(self, attach.term)
 
     def _tell(self, worker: LightWorker, word: Message) -> None:
@@ -218,7 +218,7 @@ class LightAgent:
             self._say(Seen(WorkerDisconnected(worker)))
             self._say(Seen(event))
 
-    def _worker_said(self, worker: Worker, message: Message) -> None:
+    def _worker_message(self, worker: Worker, message: Message) -> None:
         self._say(Heard(worker, message))  # type: ignore[arg-type]
 
     def _say(self, message: AgentMessage) -> None:

@@ -21,7 +21,7 @@ from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.network.hosts import ThisHost
 
 
-class NobodyStarted:
+class NoopStarter:
     """Replacement of ssh: the expected agents connect by themselves."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -39,7 +39,7 @@ def _elsewhere(name: str) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    vars(start_multi_host)["SshStarter"] = NobodyStarted
+    vars(start_multi_host)["SshStarter"] = NoopStarter
     environ = dict(os.environ)
     this_host = ThisHost(resolve=_elsewhere)
     job = cli.make_job(cli.read_options(arguments, environ), environ, this_host=this_host)

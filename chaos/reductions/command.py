@@ -30,17 +30,17 @@ from rich.console import Console
 
 from elastic.chaos.reductions.numbers import ELEMENT_BYTES, Numbers
 from elastic.chaos.reductions.plan import (
+    RankReport,
     ReductionFault,
     ReductionTally,
     Round,
-    Told,
     draw,
     quantile,
 )
 from elastic.chaos.reductions.worker import CallOutcome, Cut, Formed, ReductionWorker, Rested, Task
 from elastic.chaos.soak import resources
+from elastic.collectives.backend_selection import MAX_LOCAL_RANKS
 from elastic.collectives.shared_memory import native_library
-from elastic.collectives.topology import MAX_LOCAL_RANKS
 from elastic.errors import Invalid
 
 DESCRIPTION = (
@@ -73,7 +73,7 @@ def main(options: argparse.Namespace) -> int:
     began = time.monotonic()
     # Of the whole machine: other processes may use shared memory, too.
     before, segments = psutil.virtual_memory().shared, resources.segments()
-    fire = Fire(options.workers, options.seed)
+    fire = ReductionRun(options.workers, options.seed)
     try:
         tally = fire.run(options.count)
     finally:
@@ -90,7 +90,7 @@ def main(options: argparse.Namespace) -> int:
     return 1 if tally.findings else 0
 
 
-class Fire:
+class ReductionRun:
     """Directs the processes, and injects the faults."""
 
     def __init__(self, workers: int, seed: int) -> None:
@@ -125,7 +125,7 @@ class Fire:
         member.rested = _expect(member, Rested)
         return member
 
-    def _try(self, number: int, drawn: Round, tally: ReductionTally) -> list[Told]:
+    def _try(self, number: int, drawn: Round, tally: ReductionTally) -> list[RankReport]:
         members = [self._members[worker] for worker in drawn.ranks]
         address = members[0].rested.listening
         for rank, member in enumerate(members):

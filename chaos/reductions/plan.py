@@ -106,7 +106,7 @@ def _call(pick: random.Random, size: int, element_bytes: dict[str, int]) -> Call
 
 
 @dataclass(frozen=True)
-class Told:
+class RankReport:
     """Report of one surviving rank of one round.
 
     ``late_s`` is the time to the error from the kill or the abort, or from its own call if that was later. ``ended`` is
@@ -135,7 +135,7 @@ class ReductionTally:
     )
     findings: list[str] = field(default_factory=list)
 
-    def note(self, number: int, done: Round, told: Sequence[Told]) -> None:
+    def note(self, number: int, done: Round, told: Sequence[RankReport]) -> None:
         """Add a round. ``told`` has the reports of all ranks except the victim."""
         self.rounds[done.fault] += 1
         for call in done.calls:

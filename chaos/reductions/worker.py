@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from elastic.chaos.reductions.numbers import Numbers, same
-from elastic.chaos.reductions.plan import Call, Kind, ReductionFault, Round, Told
-from elastic.collectives.construct import Connecting, Store, StoreListener, listen
+from elastic.chaos.reductions.plan import Call, Kind, RankReport, ReductionFault, Round
+from elastic.collectives.group_factory import ConnectingGroup, Store, StoreListener, listen
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.shared_memory import arena, peer_memory
 from elastic.collectives.shared_memory.process_group import SharedCollectives
@@ -59,7 +59,7 @@ class Rested:
 
 @dataclass(frozen=True)
 class CallOutcome:
-    told: Told
+    told: RankReport
     failed_at: float  # on the clock that all processes share; 0: no failure
     began_at: float  # begin of the wait that failed
     cut_at: float  # abort by this process; 0: none
@@ -73,7 +73,7 @@ class ReductionWorker:
         self._pipe = pipe
         self._numbers = numbers
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._connecting: tuple[int, Connecting] | None = None
+        self._connecting: tuple[int, ConnectingGroup] | None = None
         self._cut_at = 0.0
         self._listener: StoreListener | None = None
 
@@ -121,7 +121,7 @@ class ReductionWorker:
             listener, self._listener = self._listener, None
         store = Store(task.store, listener, TIMEOUT_S, generation=task.number)
         store.open()
-        connecting = Connecting(
+        connecting = ConnectingGroup(
             store,
             purpose="reductions",
             rank=task.rank,
@@ -154,7 +154,7 @@ class _Attempt:
         self._expected = [numbers.come_out(call, rank) for call in told.calls]
         self.failed_at = self.began_at = 0.0
 
-    def run(self, group: Collectives) -> Told:
+    def run(self, group: Collectives) -> RankReport:
         right = 0
         wrong: list[str] = []
         error, ended = "", None
@@ -180,7 +180,7 @@ class _Attempt:
                 if self._round.fault is ReductionFault.NONE:
                     self.began_at = time.monotonic()
                     group.barrier().wait()
-                    return Told(right, tuple(wrong))
+                    return RankReport(right, tuple(wrong))
         except CollectiveFailed as failed:
             self.failed_at = time.monotonic()
             error, ended = str(failed), failed.ended
@@ -191,7 +191,7 @@ class _Attempt:
             tensor.fill_(_MARK)
         time.sleep(0.001)
         written |= any(bool((tensor != _MARK).any()) for tensor in tensors)
-        return Told(right, tuple(wrong), error, ended, undrained=undrained, written=written)
+        return RankReport(right, tuple(wrong), error, ended, undrained=undrained, written=written)
 
     def _start(
         self, group: Collectives, call: Call, put_in: torch.Tensor

@@ -18,7 +18,7 @@ from pathlib import Path
 from elastic.chaos.simulator.scale import Scale
 from elastic.chaos.simulator.simulated_shards import ShardedJob
 from elastic.chaos.simulator.simulator import Outcome, Simulation, Violation
-from elastic.driver.reasons import Why
+from elastic.driver.reasons import ReasonKind
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
@@ -85,7 +85,9 @@ def main(options: argparse.Namespace) -> int:
         )
         try:
             outcome = simulation.run()
-            survives = options.mild and outcome.reason.kind is not Why.SHARDS_LOST  # if it may
+            survives = (
+                options.mild and outcome.reason.kind is not ReasonKind.SHARDS_LOST
+            )  # if it may
             wrong = f"the job failed: {outcome.reason}" if survives and outcome.code else ""
             if not wrong:
                 outcomes["ended with success" if outcome.code == 0 else "ended with a reason"] += 1

@@ -11,10 +11,10 @@ import sys
 import time
 from dataclasses import dataclass
 
-from elastic.chaos.simulator.simulated_faults import Weather
+from elastic.chaos.simulator.simulated_faults import FaultConditions
 from elastic.chaos.simulator.simulator import LIVENESS_S, Outcome, Simulation, Violation
 from elastic.driver.membership.membership import Phase
-from elastic.driver.reasons import in_words
+from elastic.driver.reasons import as_sentence
 
 SLOTS = 8
 STEP_S = 2.0
@@ -33,7 +33,7 @@ class Scale:
             workers=workers,
             steps=10**9,
             faults=0,
-            weather=Weather(),
+            weather=FaultConditions(),
             slots=SLOTS,
             step_s=STEP_S,
             faults_s=virtual_s + 1,
@@ -59,7 +59,7 @@ class Scale:
             raise Violation(f"seed {sim.seed}: {error}") from error
         return Outcome(
             0,
-            in_words("it trains on"),
+            as_sentence("it trains on"),
             membership.generation,
             sim.clock.now,
             sim.faults,

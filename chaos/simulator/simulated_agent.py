@@ -12,7 +12,7 @@ from elastic.chaos.simulator.simulated_network import Connection, SimulatedLink
 from elastic.chaos.simulator.simulated_worker import GIVE_UP_S, SimulatedWorker
 from elastic.driver.agents import messages
 from elastic.driver.events import Notice, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
-from elastic.driver.processes.leases import Leases
+from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.protocol.messages import Worker
 
 SAMPLE_S = 0.25
@@ -24,7 +24,7 @@ class SimulatedAgent:
     def __init__(self, sim: SimulatedJob, host: str) -> None:
         self.sim = sim
         self.host = host
-        self.identity = messages.HostAgent(host, 1)
+        self.identity = messages.AgentId(host, 1)
         self.alive = not sim.weather.starts_agents  # otherwise started when workers are
         self.frozen = False
         self.lost = False  # the machine is gone for good
@@ -35,7 +35,7 @@ class SimulatedAgent:
         self._ends_at = 0.0
         self.link = self._new_link()
         self._exits: dict[Worker, WorkerExited] = {}
-        self._leases: Leases[Worker] = Leases(sim.settings.lease_s)
+        self._leases: LivenessTimeouts[Worker] = LivenessTimeouts(sim.settings.lease_s)
         self._watching = False
         self._mail: list[messages.AgentMessage] = []  # received while frozen
         self._told_frozen: set[Worker] = set()
@@ -60,13 +60,13 @@ class SimulatedAgent:
             self.say(messages.Seen(WorkerFrozen(worker, "stopped")))
 
     def say(self, message: messages.AgentMessage) -> None:
-        self.link.send(self.sim.driver.agent_said, self.identity, message)
+        self.link.send(self.sim.driver.agent_message, self.identity, message)
 
     def beat(self) -> None:
         """Send a heartbeat."""
         connection = self.link.connection
         if connection is not None and self.alive and not self.frozen:
-            connection.beat(self.sim.driver.agent_said, self.identity, messages.Here())
+            connection.beat(self.sim.driver.agent_message, self.identity, messages.Here())
 
     # ---- orders ----------------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class SimulatedAgent:
         self._exits.clear()
         for process in list(self.processes.values()):
             process.die(-9)
-        self._leases = Leases(self.sim.settings.lease_s)
+        self._leases = LivenessTimeouts(self.sim.settings.lease_s)
         self._told_frozen.clear()
         # a lost machine closes no connection
         if self.link.connection is not None and not self.lost:
@@ -200,7 +200,7 @@ class SimulatedAgent:
             if self.link.connection is not None:  # the machine came back without it
                 self.link.connection.break_off()
             self.alive = True
-            self.identity = messages.HostAgent(self.host, self.identity.incarnation + 1)
+            self.identity = messages.AgentId(self.host, self.identity.incarnation + 1)
             self.link = self._new_link()
             self.link.open()
 

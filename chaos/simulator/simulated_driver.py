@@ -18,11 +18,11 @@ from elastic.driver import events
 from elastic.driver.agents import pool_events
 from elastic.driver.agents.agent_pool import AgentPool
 from elastic.driver.agents.messages import (
+    AgentId,
     AgentMessage,
     Attach,
     Beat,
     Dump,
-    HostAgent,
     Probe,
     Registered,
     Seen,
@@ -62,7 +62,7 @@ class SimulatedDriver:
         self.crashes = 0
         self.decisions = self._new_decisions()
         self._workers: dict[Worker, Connection] = {}
-        self._agents: dict[HostAgent, Connection] = {}
+        self._agents: dict[AgentId, Connection] = {}
         self._term = 0
         self.pool = self._new_pool()
         self._pool_alarm: float | None = None
@@ -148,13 +148,13 @@ class SimulatedDriver:
                 self._meet(pool_events.KillOrdered(worker))
             case events.DumpStacks(worker):
                 self.sim.ordered(action)
-                self._tell_agent(self.pool.agent_of(worker.host), Dump(worker))
+                self._send_to_agent(self.pool.agent_of(worker.host), Dump(worker))
             case events.ProbeWorkers(workers):
                 hosts: dict[str, list[Worker]] = {}
                 for worker in workers:
                     hosts.setdefault(worker.host, []).append(worker)
                 for host, there in hosts.items():
-                    self._tell_agent(self.pool.agent_of(host), Probe(there))
+                    self._send_to_agent(self.pool.agent_of(host), Probe(there))
                 # Other workers would only report a line of the script.
                 asked = self.membership.worlds.signs.asked
                 self._send([each for each in workers if each in asked], messages.Locate())
@@ -197,7 +197,7 @@ class SimulatedDriver:
     def _leave(self) -> None:
         if self.up:
             self.up, self.gone = False, True
-            self.sim.network.driver_gone()
+            self.sim.network.driver_disconnected()
 
     # ---- its server ------------------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class SimulatedDriver:
         for agent, present in self._agents.items():
             if present is connection:
                 del self._agents[agent]
-                self._meet(pool_events.AgentGone(agent, silent))
+                self._meet(pool_events.AgentDisconnected(agent, silent))
                 return
 
     def _send(self, workers: list[Worker], message: Message) -> None:
@@ -248,12 +248,12 @@ class SimulatedDriver:
         self._meet(events.HostsChanged(dict(hosts)))
         self.hear(events.HostsChanged(dict(hosts)))
 
-    def agent_called(self, connection: Connection, agent: HostAgent) -> None:
+    def agent_called(self, connection: Connection, agent: AgentId) -> None:
         """Accept a connection of an agent, which replaces an open one."""
         self._agents[agent] = connection
-        self._meet(pool_events.AgentCalled(agent))
+        self._meet(pool_events.AgentConnected(agent))
 
-    def agent_said(self, connection: Connection, agent: HostAgent, message: AgentMessage) -> None:
+    def agent_message(self, connection: Connection, agent: AgentId, message: AgentMessage) -> None:
         """Handle an agent's message, also from a lost connection, except reports of running workers."""
         if not self.up or (isinstance(message, Registered) and connection.over):
             return
@@ -263,7 +263,7 @@ class SimulatedDriver:
                     self._last_words(event)
             case Seen(events.WorkerExited() as event):
                 self._last_words(event)
-        self._meet(pool_events.AgentSaid(agent, message))
+        self._meet(pool_events.AgentMessageReceived(agent, message))
 
     def _last_words(self, event: events.WorkerExited) -> None:
         """Usually deliver all messages of a process before its exit."""
@@ -286,22 +286,22 @@ class SimulatedDriver:
 
     def _carry_out(self, action: pool_events.PoolAction) -> None:
         match action:
-            case pool_events.TellAgents(agents, messages):
+            case pool_events.SendToAgents(agents, messages):
                 for agent in agents:
                     for message in messages:
-                        self._tell_agent(agent, message)
-            case pool_events.TellDriver(event):
+                        self._send_to_agent(agent, message)
+            case pool_events.PostToDriver(event):
                 self.hear(event)
-            case pool_events.HangUp(agent):
+            case pool_events.DisconnectAgent(agent):
                 connection = self._agents.pop(agent, None)
                 if connection is not None:
                     connection.break_off(tell_driver=False)
-                    self._meet(pool_events.AgentGone(agent, False))
+                    self._meet(pool_events.AgentDisconnected(agent, False))
             case pool_events.StartAgent(host):
                 takes_s = self.sim.clock.between(*AGENT_STARTS_S)
                 self.sim.clock.after(takes_s, self._start_agent, self.pool, host)
 
-    def _tell_agent(self, agent: HostAgent | None, message: AgentMessage) -> None:
+    def _send_to_agent(self, agent: AgentId | None, message: AgentMessage) -> None:
         if agent is None or isinstance(message, Beat):
             return  # the simulated network detects missing acknowledgements itself
         connection = self._agents.get(agent)
@@ -338,7 +338,7 @@ class SimulatedDriver:
         self._backlog.clear()
         self._workers, self._agents = {}, {}
         self._alarm = self._pool_alarm = None
-        self.sim.network.driver_gone()
+        self.sim.network.driver_disconnected()
         self.sim.clock.after(self.down_s, self.restart)
 
     def restart(self) -> None:

@@ -413,7 +413,7 @@ ON_GPUS: list[Fault] = [hang_a_gpu, hang_the_network, slow_down]  # in jobs that
 
 
 @dataclass
-class Weather:
+class FaultConditions:
     """Conditions of a run, drawn from its seed."""
 
     faults: list[Fault] = field(default_factory=list)
@@ -438,7 +438,7 @@ class Weather:
         return any(fault in breaking for fault in self.faults)
 
     @classmethod
-    def drawn(cls, seed: int, *, mild: bool) -> Weather:
+    def drawn(cls, seed: int, *, mild: bool) -> FaultConditions:
         """Draw the conditions of a seed."""
         source = random.Random(f"weather {seed}")
         kinds = MILD if mild else EVERY

@@ -68,7 +68,7 @@ class SimulatedNetwork:
     def connections(self, host: str) -> list[Connection]:
         return list(self._of.get(host, ()))
 
-    def driver_gone(self) -> None:
+    def driver_disconnected(self) -> None:
         """End all connections with the driver's process, including those that it had not accepted yet."""
         for connections in list(self._of.values()):
             for connection in list(connections):

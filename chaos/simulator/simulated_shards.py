@@ -18,13 +18,13 @@ from elastic.chaos.simulator.simulated_training import State
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.errors import ShardLost
 from elastic.protocol.messages import Worker
-from elastic.sharding import inventory, moves, placement
-from elastic.sharding.bank_cycle import BankCycle, BankRecord
-from elastic.sharding.inventory import CommitId, Inventory, WholeCommit
-from elastic.sharding.moves import Move
+from elastic.sharding import placement, resharding, shard_inventory
+from elastic.sharding.device_mesh import columns, mesh_shape, sender
+from elastic.sharding.double_buffer import BufferRecord, DoubleBuffer
 from elastic.sharding.placement import Placement, copied_to
-from elastic.sharding.replicas import columns, mesh_shape, sender
+from elastic.sharding.resharding import ReshardingMove
 from elastic.sharding.rows import ShardedTensor, owners
+from elastic.sharding.shard_inventory import CommitId, Inventory, WholeCommit
 
 TENSORS = (ShardedTensor("weight", 7, 8), ShardedTensor("bias", 1, 4), ShardedTensor("odd", 5, 3))
 LIMIT = 10  # bytes of a move
@@ -87,7 +87,7 @@ class ShardedWorker(SimulatedWorker):
 
     def __init__(self, sim: SimulatedJob, agent: Any, worker: Worker) -> None:
         super().__init__(sim, agent, worker)
-        self._cycle = BankCycle()
+        self._cycle = DoubleBuffer()
         self._memory: tuple[dict[int, Rows], dict[int, Rows]] = ({}, {})  # by shard, of each bank
         self._kept: list[State] = [self.state, self.state]  # replicated values of each bank
         self._live: Rows = {}
@@ -107,7 +107,7 @@ class ShardedWorker(SimulatedWorker):
         order = list(range(place.size))
         self._live = dict.fromkeys(_keys(owners(order, shards)[place.rank], shards), 0)
         shard = owners(order, shards)[place.rank]
-        bank = self._cycle.begin(BankRecord(CommitId(0, 0), shards, shard, (), ()))
+        bank = self._cycle.begin(BufferRecord(CommitId(0, 0), shards, shard, (), ()))
         self._memory[bank][shard], self._kept[bank] = dict(self._live), self.state
         self._cycle.copied()
         self._cycle.mirrored()
@@ -131,7 +131,7 @@ class ShardedWorker(SimulatedWorker):
         generation, rank = self.recovery.generation, self.recovery.place.rank
         shards = self._job.shards(len(self._order))
         shard, kept = owners(self._order, shards)[rank], tuple(copied_to(self._placement, rank))
-        record = BankRecord(CommitId(generation, self._count), shards, shard, kept, ())
+        record = BufferRecord(CommitId(generation, self._count), shards, shard, kept, ())
         bank = self._cycle.begin(record)
         self._memory[bank][shard] = own = {key: self.state.history for key in self._live}
         self._live = dict(own)
@@ -177,13 +177,16 @@ class ShardedWorker(SimulatedWorker):
             self._job.met(self._members(), None if restored is None else restored.steps)
         if whole is None or restored is None:
             raise ShardLost(
-                [(each.shard, each.shards, each.hosts) for each in inventory.lost_shards(told)]
+                [
+                    (each.shard, each.shards, each.hosts)
+                    for each in shard_inventory.lost_shards(told)
+                ]
             )
         hosts, shards = [each.host for each in self._members()], self._job.shards(size)
         if self._job.least is None:
-            order = moves.order_of_shards(whole, TENSORS, size)
+            order = resharding.order_of_shards(whole, TENSORS, size)
         else:
-            order = moves.order_of_replicas(whole, TENSORS, hosts, shards, self._job.copies)
+            order = resharding.order_of_replicas(whole, TENSORS, hosts, shards, self._job.copies)
         rows: Rows = {}
         for move in self._plan(whole, order, hosts, shards):
             if move.target == rank:
@@ -201,12 +204,12 @@ class ShardedWorker(SimulatedWorker):
         yield from self._seal()
 
     def _newest_whole(self, told: list[Inventory]) -> WholeCommit | None:
-        return inventory.newest_whole(told)
+        return shard_inventory.newest_whole(told)
 
     def _plan(
         self, whole: WholeCommit, order: list[int], hosts: list[str], shards: int
-    ) -> list[Move]:
-        return moves.plan_moves(whole, TENSORS, order, hosts, LIMIT, shards)
+    ) -> list[ReshardingMove]:
+        return resharding.plan_moves(whole, TENSORS, order, hosts, LIMIT, shards)
 
 
 def _keys(shard: int, shards: int) -> set[tuple[int, int]]:

@@ -226,7 +226,7 @@ class Training:
         """Mark the worker's states as corrupted: its gradients were NaN."""
         self._spoilt |= {process.state.history, process.saved.history}
 
-    def _is_spoilt(self, history: int) -> bool:
+    def _is_corrupted(self, history: int) -> bool:
         while history not in self._spoilt and history in self._made:
             history = self._made[history][0]
         return history in self._spoilt
@@ -251,7 +251,7 @@ class Training:
                 notified.add(worker)
                 peer = self.sim.processes.get(worker)
                 if peer is not None:
-                    clock.after(clock.between(0.0, 0.04), peer.peer_gone, generation)
+                    clock.after(clock.between(0.0, 0.04), peer.peer_disconnected, generation)
 
     def cut(self, host: str) -> None:
         self.cut_off.add(host)
@@ -275,7 +275,9 @@ class Training:
         """Check a worker that has returned: its history has every sample once."""
         assert process.state.steps == steps, f"{process.worker} finished after {process.state}"
         history = process.state.history
-        assert not self._is_spoilt(history), f"{process.worker} has finished with what was spoilt"
+        assert not self._is_corrupted(history), (
+            f"{process.worker} has finished with what was spoilt"
+        )
         seen: list[int] = []
         while history in self._made:
             history, samples = self._made[history]

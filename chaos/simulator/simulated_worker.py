@@ -17,7 +17,7 @@ from elastic.errors import DeviceLost, LeaveRequested, PeerLost, ShardLost, Worl
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Commit, Message, Worker
 from elastic.runtime import recovery
-from elastic.runtime.recovery import Cut, Phase, Recovery, Send, Verdict
+from elastic.runtime.recovery import AbortGroups, Phase, Recovery, Send, Verdict
 
 HOLD_S = 60.0
 DEVICE_S = 10.0
@@ -182,7 +182,7 @@ class SimulatedWorker:
             self.perform(self.recovery.receive(message))
             self.poke()
 
-    def peer_gone(self, generation: int) -> None:
+    def peer_disconnected(self, generation: int) -> None:
         self._failed.add(generation)
         self.poke()
 
@@ -191,7 +191,7 @@ class SimulatedWorker:
             match action:
                 case Send(message):
                     self.say(message)
-                case Cut(generation):
+                case AbortGroups(generation):
                     self.sim.training.peers_lose(self, generation)
 
     # ---- script ----------------------------------------------------------------------------------------------------

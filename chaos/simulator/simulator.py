@@ -17,16 +17,16 @@ from elastic.chaos.simulator import simulated_faults
 from elastic.chaos.simulator.interface import Agent
 from elastic.chaos.simulator.simulated_agent import SimulatedAgent
 from elastic.chaos.simulator.simulated_driver import BEAT_S, SimulatedDriver
-from elastic.chaos.simulator.simulated_faults import Fault, Weather
+from elastic.chaos.simulator.simulated_faults import Fault, FaultConditions
 from elastic.chaos.simulator.simulated_network import SimulatedNetwork
 from elastic.chaos.simulator.simulated_shards import ShardedJob, ShardedWorker
 from elastic.chaos.simulator.simulated_training import Training
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.chaos.simulator.virtual_clock import Clock
 from elastic.driver.events import Action, DumpStacks, Event, KillWorker, PublishWorld, StartWorker
-from elastic.driver.journal.entries import tell
+from elastic.driver.journal.entries import readable_lines
 from elastic.driver.journal.file import FileJournal
-from elastic.driver.reasons import Reason, Why
+from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
@@ -96,7 +96,7 @@ class Simulation:
         steps: int = 200,
         faults: int = 8,
         mild: bool = False,
-        weather: Weather | None = None,
+        weather: FaultConditions | None = None,
         slots: int = SLOTS,
         standbys: int = 0,
         step_s: float = 0.0,
@@ -115,7 +115,7 @@ class Simulation:
         self.step_s = step_s  # if positive, all members make a step in one event, at this interval
         self.keep_journal = keep_journal
         self.faults_s = faults_s
-        self.weather = weather or Weather.drawn(seed, mild=mild)
+        self.weather = weather or FaultConditions.drawn(seed, mild=mild)
         # This report is not repeated on a new connection. A commit of a sharded state that was complete before any rank
         # reported it may be restored.
         self.reports_samples = not self.weather.loses_messages and sharded is None
@@ -196,7 +196,7 @@ class Simulation:
         entries = self.driver.entries[-last if last else 0 :]
         since = entries[0].at if entries else 0.0
         faults = [f"fault: {fault}" for fault in self.faults]
-        return "\n".join([*faults, f"from {since:.3f} s:", *tell(entries, since=0.0)])
+        return "\n".join([*faults, f"from {since:.3f} s:", *readable_lines(entries, since=0.0)])
 
     def write_journal(self, path: Path) -> None:
         """Write the journal as a real driver does."""
@@ -284,11 +284,11 @@ class Simulation:
         if isinstance(action, KillWorker):
             process = self.processes.get(action.worker)
             why = action.reason.kind
-            hung = why in (Why.GPU_FAILED, Why.GPU_HANGS, Why.GPU_BEHIND)
+            hung = why in (ReasonKind.GPU_FAILED, ReasonKind.GPU_HANGS, ReasonKind.GPU_BEHIND)
             assert not hung or process is None or process.gpu_hangs, (
                 f"{action.worker} is killed, whose GPU is sound: {action.reason}"
             )
-            blamed = why in (Why.IDLE, Why.BUSY)
+            blamed = why in (ReasonKind.IDLE, ReasonKind.BUSY)
             assert not (blamed and process is not None and process.innocent), (
                 f"{action.worker} is killed at {process and process.point!r}: {action.reason}"
             )

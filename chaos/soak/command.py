@@ -18,13 +18,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from elastic.chaos.harness.journal_tail import Story
+from elastic.chaos.harness.journal_tail import JobProgress
 from elastic.chaos.inject import command, network, tables
 from elastic.chaos.inject.faulty_job import Job, say, under_fire
 from elastic.chaos.inject.plan import KINDS, Chance, Plan
 from elastic.chaos.soak import page, resources
-from elastic.chaos.soak.growth import QUANTITIES, Curve
-from elastic.chaos.soak.page import BACK_S, DRIVER, Found
+from elastic.chaos.soak.growth import QUANTITIES, GrowthCurve
+from elastic.chaos.soak.page import BACK_S, DRIVER, SoakResults
 from elastic.driver.network.hosts import SLOTS_LIMIT
 from elastic.errors import Invalid
 
@@ -82,7 +82,7 @@ def main(options: argparse.Namespace) -> int:
     command.check_plan(plan, job.settings, digests=True)
     say(f"the job writes to {folder}/output.txt; seed {plan.chance.seed if plan.chance else 0}")
     before = resources.segments()
-    watch = Watch(options, folder)
+    watch = ResourceMonitor(options, folder)
     with (folder / "output.txt").open("wb") as output:
         faulty_job = under_fire(job, plan, each_turn=watch.look, output=output)
     report = command.report_of(faulty_job)
@@ -169,7 +169,7 @@ def _again(options: argparse.Namespace, plan: Plan) -> str:
 # ---- watching --------------------------------------------------------------------------------------------------------
 
 
-class Watch:
+class ResourceMonitor:
     """Samples the processes while the job runs, and ends it when its time is over."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
@@ -184,7 +184,7 @@ class Watch:
         self._back_s: float | None = None
         self._over = False
 
-    def look(self, story: Story, driver: int, now: float) -> None:
+    def look(self, story: JobProgress, driver: int, now: float) -> None:
         """Sample if it is time; called in every turn of `faulty_job.under_fire`."""
         if story.began_at is None or story.ending:
             return
@@ -211,14 +211,14 @@ class Watch:
             self._over = True
             (self._folder / "over").touch()
 
-    def found(self) -> Found:
+    def found(self) -> SoakResults:
         curves = []
         for who, samples in self._samples.items():
             at, sizes = [when for when, _, _ in samples], [size for _, size, _ in samples]
             for quantity in QUANTITIES:
                 values = [measured[quantity.key] for _, _, measured in samples]
-                curves.append(Curve(who, quantity, at, values, sizes))
-        return Found(curves, self._back_s)
+                curves.append(GrowthCurve(who, quantity, at, values, sizes))
+        return SoakResults(curves, self._back_s)
 
     def _sample(self, who: str, pid: int, since: float, size: int) -> None:
         with contextlib.suppress(OSError):  # the process ends

@@ -41,7 +41,7 @@ QUANTITIES = (
 
 
 @dataclass(frozen=True)
-class Curve:
+class GrowthCurve:
     """One quantity of one process. ``at`` has seconds in ascending order, ``sizes`` the sizes of the world."""
 
     who: str

@@ -15,17 +15,17 @@ from rich.text import Text
 from elastic.chaos.inject import tables
 from elastic.chaos.inject.plan import KINDS
 from elastic.chaos.inject.report import Report, percentiles
-from elastic.chaos.soak.growth import Curve
+from elastic.chaos.soak.growth import GrowthCurve
 
 DRIVER = "driver"
 BACK_S = 60.0  # time for all workers to be back after the last fault
 
 
 @dataclass
-class Found:
+class SoakResults:
     """Measurements of the soak besides the job's report. ``left``: processes and segments that outlived the job."""
 
-    curves: list[Curve]
+    curves: list[GrowthCurve]
     back_s: float | None = None  # from the last fault until all workers trained again
     left: list[str] = field(default_factory=list)
 
@@ -48,7 +48,7 @@ class Found:
         return failed + [f"left behind: {each}" for each in self.left]
 
 
-def show(found: Found, console: Console) -> None:
+def show(found: SoakResults, console: Console) -> None:
     """Print the curves and the failed checks."""
     if not console.is_terminal:
         console.width = tables.WIDTH
@@ -59,7 +59,7 @@ def show(found: Found, console: Console) -> None:
         console.print(Text(trouble, style="red"))
 
 
-def _curves(curves: list[Curve]) -> Table:
+def _curves(curves: list[GrowthCurve]) -> Table:
     table = Table(
         title="what must not grow",
         title_justify="left",
@@ -75,7 +75,7 @@ def _curves(curves: list[Curve]) -> Table:
     return table
 
 
-def rows(curves: list[Curve]) -> list[list[str]]:
+def rows(curves: list[GrowthCurve]) -> list[list[str]]:
     """Return the cells of a table with one row per curve."""
     found = []
     for curve in curves:
@@ -97,7 +97,7 @@ def rows(curves: list[Curve]) -> list[list[str]]:
     return found
 
 
-def page(command: str, report: Report, found: Found, *, passed: bool) -> str:
+def page(command: str, report: Report, found: SoakResults, *, passed: bool) -> str:
     """Return a page of the documentation about this run. ``command`` repeats it."""
     steps, goodput = report.steps, report.goodput
     kinds = {kind: sum(fate.what.startswith(kind) for fate in report.faults) for kind in KINDS}

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import elastic
 from elastic.driver.commandline import agent_cli, flags
-from elastic.driver.commandline.afterwards import checkpoints_cli, explain_cli, replay_cli
-from elastic.driver.commandline.arguments import Parser
+from elastic.driver.commandline.argument_parser import ArgumentParser
 from elastic.driver.commandline.kubernetes import kubernetes_cli
+from elastic.driver.commandline.offline import checkpoints_cli, explain_cli, replay_cli
+from elastic.driver.commandline.running_jobs import job_commands
 from elastic.driver.commandline.setup import docs_cli, doctor_cli
-from elastic.driver.commandline.steering import job_commands
-from elastic.driver.monitoring.metrics import Figures, families
+from elastic.driver.monitoring.metrics import JobMetrics, families
 from elastic.protocol.messages import Commit, Worker
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,7 +31,7 @@ from python_names import GROUPS, PRELUDE
 FOLDER = Path(__file__).parents[1] / "reference"
 MADE = "<!-- Made by docs/site/reference.py: do not edit. -->"
 # Each command, and its flags. `secret` has none.
-COMMANDS: dict[str, Callable[[], Parser]] = {
+COMMANDS: dict[str, Callable[[], ArgumentParser]] = {
     "elasticrun": flags.parser,
     "elasticrun agent": agent_cli.agent_parser,
     "elasticrun k8s": kubernetes_cli.kubernetes_parser,
@@ -128,7 +128,7 @@ def metrics() -> str:
 
 
 def _metric_rows() -> Iterator[str]:
-    figures = Figures()
+    figures = JobMetrics()
     figures.durable, figures.commit = 1, Commit(1, 1)  # there are some that begin with the first
     figures.step = 1
     for at in (0.0, 5.0):

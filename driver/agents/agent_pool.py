@@ -11,7 +11,7 @@
 On each new connection, the agent reports the running workers, which becomes HostReported, and its workers repeat their
 state. Orders sent on a lost connection are not repeated: the report shows whether they were carried out.
 
-`fleet.Fleet` performs the actions; the simulator in `elastic.chaos` performs them on a virtual clock.
+`agent_manager.AgentManager` performs the actions; the simulator in `elastic.chaos` performs them on a virtual clock.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 
 from elastic.driver.agents import pool_events
 from elastic.driver.agents.messages import (
+    AgentId,
     Announced,
     Attach,
     Beat,
     Detach,
     Heard,
     Here,
-    HostAgent,
     Kill,
     Logged,
     Printed,
@@ -36,8 +36,14 @@ from elastic.driver.agents.messages import (
     Seen,
     Start,
 )
-from elastic.driver.agents.partition import Reach
-from elastic.driver.agents.pool_state import AGAIN_S, AgentRecord, Due, PoolActions, Timetable
+from elastic.driver.agents.partition_detector import PartitionDetector
+from elastic.driver.agents.pool_state import (
+    AGAIN_S,
+    AgentRecord,
+    DeadlineKind,
+    PoolActions,
+    PoolDeadlines,
+)
 from elastic.driver.events import (
     Event,
     HostLeaving,
@@ -49,8 +55,8 @@ from elastic.driver.events import (
     TimePassed,
     WorkerExited,
 )
-from elastic.driver.network.address_check import Agreement
-from elastic.driver.processes.leases import Leases
+from elastic.driver.network.address_check import AddressCheck
+from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.protocol.messages import Worker
 
 ARRIVE_S = 30.0  # seconds from the start of an agent to its connection
@@ -89,10 +95,10 @@ class AgentPool:
         self._starts_agents = starts_agents
         self._hosts: dict[str, AgentRecord] = {}
         self._listed: set[str] = set()
-        self._due = Timetable()
-        self._reach = Reach()
-        self._heard_of: Leases[str] = Leases(STOPPED_S)
-        self._networks = Agreement()
+        self._due = PoolDeadlines()
+        self._reach = PartitionDetector()
+        self._heard_of: LivenessTimeouts[str] = LivenessTimeouts(STOPPED_S)
+        self._networks = AddressCheck()
         self._closing = False
         self._actions = PoolActions()
         for worker in adopted:
@@ -100,7 +106,7 @@ class AgentPool:
 
     # ---- queries ---------------------------------------------------------------------------------------------------
 
-    def agent_of(self, host: str) -> HostAgent | None:
+    def agent_of(self, host: str) -> AgentId | None:
         """Return the agent to which messages for a host are sent; None if none is connected."""
         known = self._hosts.get(host)
         return known.agent if known is not None and known.here else None
@@ -130,12 +136,12 @@ class AgentPool:
         """Return the actions for an event, in order."""
         self._actions.begin(now)
         match event:
-            case pool_events.AgentSaid(agent, message, caller):
+            case pool_events.AgentMessageReceived(agent, message, caller):
                 self._handle_message(agent, self._host(agent.host), message, caller)
-            case pool_events.AgentCalled(agent):
+            case pool_events.AgentConnected(agent):
                 self._agent_called(agent, self._host(agent.host))
-            case pool_events.AgentGone(agent, silent):
-                self._agent_gone(agent, self._host(agent.host), silent)
+            case pool_events.AgentDisconnected(agent, silent):
+                self._agent_disconnected(agent, self._host(agent.host), silent)
             case pool_events.StartOrdered(order):
                 self._start(self._host(order.worker.host), order)
             case pool_events.KillOrdered(worker):
@@ -162,15 +168,15 @@ class AgentPool:
         while (key := self._due.pop(self._actions.now)) is not None:
             name, due = key
             match due:
-                case Due.ARRIVAL:
+                case DeadlineKind.ARRIVAL:
                     self._missing(self._host(name))
-                case Due.RETRY:
+                case DeadlineKind.RETRY:
                     self._try_again(self._host(name))
-                case Due.RESIGNATION:
+                case DeadlineKind.RESIGNATION:
                     # Agents have ended their workers by now, whether they are reachable or not.
                     for held in map(self._host, self._reach.give_up()):
                         self._lose(held, held.overdue_why)
-                case Due.BEAT:
+                case DeadlineKind.BEAT:
                     self._beat()
 
     def _ready(self) -> None:
@@ -187,16 +193,16 @@ class AgentPool:
         A host that receives nothing, but whose own packets arrive, is detected only while data wait for its
         acknowledgement.
         """
-        self._due.put("", Due.BEAT, self._actions.now + self.attach.lease_s / BEATS)
+        self._due.put("", DeadlineKind.BEAT, self._actions.now + self.attach.lease_s / BEATS)
         agents = [host.agent for host in self._hosts.values() if host.here and host.agent]
         if agents:
-            self._actions.add(pool_events.TellAgents(agents, [Beat()]))
+            self._actions.add(pool_events.SendToAgents(agents, [Beat()]))
         for name in self._heard_of.expired(self._actions.now):
             stopped = self._hosts[name].agent
             if stopped is not None:
                 why = f"it has sent nothing for {STOPPED_S:g} s although it is connected: is it stopped?"
                 self._actions.log("error", f"gave up the agent of {name}: {why}")
-                self._actions.add(pool_events.HangUp(stopped))
+                self._actions.add(pool_events.DisconnectAgent(stopped))
 
     def _end_job(self) -> None:
         self._closing = True
@@ -204,13 +210,11 @@ class AgentPool:
         for host in self._hosts.values():
             self._actions.tell(host, Detach("the job has ended"))
             if host.coming:
-                self._due.put(host.name, Due.ARRIVAL, self._actions.now + CALL_S)
+                self._due.put(host.name, DeadlineKind.ARRIVAL, self._actions.now + CALL_S)
 
     # ---- agents connect and disconnect -----------------------------------------------------------------------------
 
-    def _handle_message(
-        self, agent: HostAgent, host: AgentRecord, message: Any, caller: str
-    ) -> None:
+    def _handle_message(self, agent: AgentId, host: AgentRecord, message: Any, caller: str) -> None:
         if agent == host.agent:
             self._heard_of.renew(agent.host, self._actions.now)
         match message:
@@ -221,38 +225,38 @@ class AgentPool:
             case _ if agent != host.agent:
                 pass  # from an agent that was replaced
             case Heard(worker, sent) if worker.host == agent.host:
-                self._actions.add(pool_events.PassOn(worker, sent))
+                self._actions.add(pool_events.RelayMessage(worker, sent))
             case Seen(event) if event.worker.host == agent.host:
                 self._on_observation(host, event)
             case Printed(worker, stream, data) if worker.host == agent.host:
-                self._actions.add(pool_events.ShowOutput(worker, stream, data))
+                self._actions.add(pool_events.RelayOutput(worker, stream, data))
             case Logged(level, text):
                 self._actions.log(level, f"{agent.host}: {text}")
             case Announced(Notice() as notice):
-                self._actions.add(pool_events.TellDriver(HostLeaving(agent.host, notice)))
+                self._actions.add(pool_events.PostToDriver(HostLeaving(agent.host, notice)))
             case Announced():
-                self._actions.add(pool_events.TellDriver(HostStaying(agent.host)))
+                self._actions.add(pool_events.PostToDriver(HostStaying(agent.host)))
             case _:
                 self._actions.log("warning", f"{agent} reported a worker that is not its own")
-                self._actions.add(pool_events.HangUp(agent))
+                self._actions.add(pool_events.DisconnectAgent(agent))
 
-    def _agent_called(self, agent: HostAgent, host: AgentRecord) -> None:
+    def _agent_called(self, agent: AgentId, host: AgentRecord) -> None:
         """Handle a new connection: the agent receives Attach and answers with Registered.
 
         If another agent of the host is connected, an earlier one has been replaced without knowing it. A later one
         waits until the other is gone: it may be the same machine after a reboot that was not noticed yet.
         """
         if host.agent is None or host.agent == agent or not host.here:
-            self._actions.add(pool_events.TellAgents([agent], [self.attach]))
+            self._actions.add(pool_events.SendToAgents([agent], [self.attach]))
         elif host.agent.incarnation > agent.incarnation:
             self._actions.add(
-                pool_events.TellAgents([agent], [Reject("another agent serves this host")])
+                pool_events.SendToAgents([agent], [Reject("another agent serves this host")])
             )
         else:
-            self._actions.add(pool_events.HangUp(agent))
+            self._actions.add(pool_events.DisconnectAgent(agent))
 
     def _registered(
-        self, agent: HostAgent, host: AgentRecord, message: Registered, caller: str
+        self, agent: AgentId, host: AgentRecord, message: Registered, caller: str
     ) -> None:
         if host.here and agent != host.agent:
             return  # it was not attached
@@ -263,10 +267,10 @@ class AgentPool:
         host.here, host.again_s, host.trouble = True, AGAIN_S[0], ""
         host.ends, host.coming = message.ends, False
         host.given_up = False
-        self._due.drop(host.name, Due.ARRIVAL)
-        self._due.drop(host.name, Due.RETRY)
+        self._due.drop(host.name, DeadlineKind.ARRIVAL)
+        self._due.drop(host.name, DeadlineKind.RETRY)
         self._heard_of.grant(host.name, self._actions.now)
-        self._back_among_others(host.name)
+        self._reconnected(host.name)
         if self._closing:
             self._actions.tell(host, Detach("the job has ended"))
             return
@@ -276,7 +280,7 @@ class AgentPool:
         # Workers to be started on this connection are not missing from the last one.
         ordered = sorted(host.running - waiting)
         self._actions.add(
-            pool_events.TellDriver(
+            pool_events.PostToDriver(
                 HostReported(agent.host, message.running, ordered, message.notice)
             )
         )
@@ -291,7 +295,7 @@ class AgentPool:
         if trouble:
             self._actions.log("warning", trouble)
 
-    def _agent_gone(self, agent: HostAgent, host: AgentRecord, silent: bool) -> None:
+    def _agent_disconnected(self, agent: AgentId, host: AgentRecord, silent: bool) -> None:
         if agent != host.agent or host.given_up:
             return
         host.here = False
@@ -310,7 +314,7 @@ class AgentPool:
         if not host.here or host.agent is None or self._closing:
             return
         self._actions.log("error", f"gave up the agent of {host.name}: {why}")
-        self._actions.add(pool_events.HangUp(host.agent))
+        self._actions.add(pool_events.DisconnectAgent(host.agent))
         host.here, host.given_up, host.overdue_why = False, True, why
         self._heard_of.drop(host.name)
         self._reach.away(host.name)
@@ -318,7 +322,7 @@ class AgentPool:
 
     def _expect(self, host: AgentRecord, within_s: float, otherwise: str) -> None:
         host.overdue_why = otherwise
-        self._due.put(host.name, Due.ARRIVAL, self._actions.now + within_s)
+        self._due.put(host.name, DeadlineKind.ARRIVAL, self._actions.now + within_s)
 
     def _missing(self, host: AgentRecord) -> None:
         host.coming = False
@@ -326,19 +330,19 @@ class AgentPool:
             return
         if self._reach.overdue(host.name):
             self._lose(host, host.overdue_why)
-        elif ("", Due.RESIGNATION) not in self._due:
+        elif ("", DeadlineKind.RESIGNATION) not in self._due:
             self._actions.log(
                 "warning",
                 "no agent can be reached: this driver itself is disconnected, and treats no host as lost until an"
                 f" agent reconnects or {self.attach.away_s:g} s have passed",
             )
-            self._due.put("", Due.RESIGNATION, self._actions.now + self.attach.away_s)
+            self._due.put("", DeadlineKind.RESIGNATION, self._actions.now + self.attach.away_s)
 
-    def _back_among_others(self, name: str) -> None:
+    def _reconnected(self, name: str) -> None:
         """Handle a host that is reachable again. Hosts that were not given up get their full time again."""
         released = self._reach.here(name)
-        if ("", Due.RESIGNATION) in self._due and not self._reach.cut_off:
-            self._due.drop("", Due.RESIGNATION)
+        if ("", DeadlineKind.RESIGNATION) in self._due and not self._reach.cut_off:
+            self._due.drop("", DeadlineKind.RESIGNATION)
             self._actions.log("info", f"{name} is reachable again, and so is this driver")
         for other in released:
             host = self._host(other)
@@ -346,14 +350,14 @@ class AgentPool:
                 self._expect(host, self.attach.lease_s + RETURN_S, host.overdue_why)
 
     def _lose(self, host: AgentRecord, reason: str) -> None:
-        self._due.drop(host.name, Due.ARRIVAL)
+        self._due.drop(host.name, DeadlineKind.ARRIVAL)
         waiting, host.starts = host.starts, []
         for order in waiting:
             why = f"host {host.name}: {reason}"
             self._exited(host, WorkerExited(order.worker, NO_AGENT, why))
         if host.running:
             self._networks.drop(host.name)
-            self._actions.add(pool_events.TellDriver(HostLost(host.name, reason)))
+            self._actions.add(pool_events.PostToDriver(HostLost(host.name, reason)))
             self._start_again(host)
 
     def _part(self, host: AgentRecord) -> None:
@@ -384,9 +388,9 @@ class AgentPool:
 
         What runs on the host is unknown until its agent, or a new one, reports.
         """
-        if not self._starts_agents or self._closing or (host.name, Due.RETRY) in self._due:
+        if not self._starts_agents or self._closing or (host.name, DeadlineKind.RETRY) in self._due:
             return
-        self._due.put(host.name, Due.RETRY, self._actions.now + host.again_s)
+        self._due.put(host.name, DeadlineKind.RETRY, self._actions.now + host.again_s)
         host.again_s = min(2 * host.again_s, AGAIN_S[1])
 
     def _try_again(self, host: AgentRecord) -> None:
@@ -428,7 +432,7 @@ class AgentPool:
             self._actions.tell(host, order)
             return
         host.starts.append(order)
-        if (host.name, Due.ARRIVAL) in self._due:
+        if (host.name, DeadlineKind.ARRIVAL) in self._due:
             return  # a running agent is expected
         if self._starts_agents:  # an attempt to start ends by itself, with a reason if it fails
             self._start_agent(host)
@@ -450,13 +454,13 @@ class AgentPool:
             self._exited(host, event)
             self._part(host)
         else:
-            self._actions.add(pool_events.TellDriver(event))
+            self._actions.add(pool_events.PostToDriver(event))
 
     def _exited(self, host: AgentRecord, event: WorkerExited) -> None:
         """Report an exit, once for each worker."""
         if event.worker in host.running:
             host.running.discard(event.worker)
-            self._actions.add(pool_events.TellDriver(event))
+            self._actions.add(pool_events.PostToDriver(event))
 
     def _host(self, name: str) -> AgentRecord:
         known = self._hosts.get(name)

@@ -21,13 +21,13 @@ from pathlib import Path
 import msgspec
 
 from elastic.driver.agents.etcd_agent import serve_by_etcd
-from elastic.driver.agents.host_agent import FIND_S, AgentProcess, Find
+from elastic.driver.agents.host_agent import FIND_S, Find, HostAgent
 from elastic.driver.agents.uplink import NoDriver
 from elastic.driver.launch.starter import READY, Bootstrap
 from elastic.driver.network.hosts import parse_address
 from elastic.driver.network.resolver import numeric
 from elastic.driver.network.secret import SECRET_BYTES
-from elastic.driver.processes.console import Console, stand_in_for_closed
+from elastic.driver.processes.console import Console, replace_closed_streams
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.version import __version__
@@ -37,7 +37,7 @@ STDOUT = 1
 
 
 def main() -> int:
-    stand_in_for_closed()
+    replace_closed_streams()
     try:
         bootstrap = read_bootstrap(sys.stdin.buffer.readline(BOOTSTRAP_LIMIT))
         slots = bootstrap.slots or own_slots()
@@ -58,7 +58,7 @@ async def serve(bootstrap: Bootstrap, *, slots: int, bound: bool, log: Log) -> i
     """Run one agent to its end; return its exit code. Raises Invalid if etcd cannot be used."""
     if bootstrap.etcd is None:
         find = _at_addresses(bootstrap.drivers, bootstrap.drivers_file)
-        process = AgentProcess(bootstrap, find, slots=slots, bound=bound, log=log)
+        process = HostAgent(bootstrap, find, slots=slots, bound=bound, log=log)
         if bound and not bootstrap.outlives:
             _end_with_stdin(process)
         return await process.run()
@@ -168,7 +168,7 @@ def _daemonize() -> None:
     os.close(null)
 
 
-def _end_with_stdin(process: AgentProcess) -> None:
+def _end_with_stdin(process: HostAgent) -> None:
     """End the agent when standard input is closed, since its starter holds the other end."""
     loop = asyncio.get_running_loop()
 

@@ -7,11 +7,11 @@ import contextlib
 
 import msgspec
 
-from elastic.driver.agents.host_agent import AgentProcess
+from elastic.driver.agents.host_agent import HostAgent
 from elastic.driver.agents.uplink import NoDriver
-from elastic.driver.etcd.client import Etcd
+from elastic.driver.etcd.client import EtcdClient
 from elastic.driver.etcd.connection import Unavailable
-from elastic.driver.etcd.keys import DriverSeat, job_root
+from elastic.driver.etcd.keys import LeaderAddress, job_root
 from elastic.driver.etcd.registration import Registration
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.network.blocking_calls import within
@@ -36,11 +36,11 @@ async def serve_by_etcd(
     serves this host.
     """
     seat = _Seat()
-    etcd = Etcd(access, log)
+    etcd = EtcdClient(access, log)
     await etcd.open()
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(etcd.close)
-        process = AgentProcess(bootstrap, seat.find, slots=slots, bound=bound, log=log)
+        process = HostAgent(bootstrap, seat.find, slots=slots, bound=bound, log=log)
         registration = Registration(
             etcd, bootstrap.job, bootstrap.host, slots, process.identity.incarnation, log
         )
@@ -64,10 +64,10 @@ class _Seat:
     """The driver's address, as last read from etcd."""
 
     def __init__(self) -> None:
-        self._seat: DriverSeat | None = None
+        self._seat: LeaderAddress | None = None
         self._changed = asyncio.Event()
 
-    def told(self, seat: DriverSeat | None) -> None:
+    def told(self, seat: LeaderAddress | None) -> None:
         self._seat = seat
         self._changed.set()
 
@@ -85,7 +85,7 @@ class _Seat:
             raise NoDriver(str(error)) from None
 
 
-async def _watch_driver(registration: Registration, seat: _Seat, process: AgentProcess) -> None:
+async def _watch_driver(registration: Registration, seat: _Seat, process: HostAgent) -> None:
     with contextlib.suppress(Unavailable):
         async for found in registration.watch_driver():
             seat.told(found)
@@ -93,7 +93,7 @@ async def _watch_driver(registration: Registration, seat: _Seat, process: AgentP
                 process.driver_leads(found.term)
 
 
-async def _watch_generation(etcd: Etcd, job: str, process: AgentProcess) -> None:
+async def _watch_generation(etcd: EtcdClient, job: str, process: HostAgent) -> None:
     """Fence the workers if the others have continued without this host while no driver reaches it."""
     latest: _Generation | None = None
 
@@ -114,6 +114,6 @@ async def _watch_generation(etcd: Etcd, job: str, process: AgentProcess) -> None
         looking.cancel()
 
 
-async def _end_with_registration(registration: Registration, process: AgentProcess) -> None:
+async def _end_with_registration(registration: Registration, process: HostAgent) -> None:
     await registration.ended.wait()
     process.end(1, registration.why)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from elastic.driver.agents.messages import Printed
-from elastic.driver.processes.last_words import Tails
+from elastic.driver.processes.stderr_tail import StderrTails
 from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Worker
 
@@ -18,7 +18,7 @@ KEPT_LIMIT = 4 * 1024 * 1024  # bytes per host
 CONGESTED = 8 * 1024 * 1024  # bytes pending on the connection above which nothing is added
 
 
-class Forwarding:
+class ForwardingSink:
     """Forwards output to the driver; see `Sink`.
 
     Args:
@@ -29,7 +29,7 @@ class Forwarding:
     def __init__(self, send: Callable[[Printed], bool], backlog: Callable[[], int]) -> None:
         self._send = send
         self._backlog = backlog
-        self._tails = Tails()
+        self._tails = StderrTails()
         self._kept: deque[Printed] = deque()
         self._kept_bytes = 0
         self._left_out: dict[tuple[Worker, Stream], int] = {}

@@ -1,9 +1,9 @@
 """Agent of one host: connects to the driver, and serves the workers of its host. Acts.
 
-`AgentState` decides which driver it serves. Workers are started, monitored and killed by `Agent`, as in the driver's
-process, and speak the worker protocol with this process over loopback. Their messages are forwarded while a driver is
-connected, and dropped otherwise: each new driver receives the list of running workers and past exits, and the workers
-repeat their state. The loss of a connection or of a driver therefore does not stop training.
+`AgentState` decides which driver it serves. Workers are started, monitored and killed by `ProcessSupervisor`, as in the
+driver's process, and speak the worker protocol with this process over loopback. Their messages are forwarded while a
+driver is connected, and dropped otherwise: each new driver receives the list of running workers and past exits, and the
+workers repeat their state. The loss of a connection or of a driver therefore does not stop training.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from elastic.driver.agents.agent_state import AgentState
-from elastic.driver.agents.forwarding import Forwarding
-from elastic.driver.agents.machine_end import MachineEnd
+from elastic.driver.agents.forwarding import ForwardingSink
+from elastic.driver.agents.host_preemption import HostPreemption
 from elastic.driver.agents.messages import (
+    AgentId,
     Announced,
     Attach,
     Beat,
@@ -30,7 +31,6 @@ from elastic.driver.agents.messages import (
     Dump,
     Heard,
     Here,
-    HostAgent,
     Kill,
     Logged,
     Probe,
@@ -50,10 +50,10 @@ from elastic.driver.launch.environment import (
 )
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.network import choose_address, interfaces
+from elastic.driver.network.control_server import WORKERS, ControlServer
 from elastic.driver.network.secret import derived
-from elastic.driver.network.server import WORKERS, Server
 from elastic.driver.processes.exit_ordering import ExitBarrier
-from elastic.driver.processes.supervisor import Agent
+from elastic.driver.processes.supervisor import ProcessSupervisor
 from elastic.driver.reasons import counted
 from elastic.driver.settings import Settings
 from elastic.driver.sinks import Log
@@ -73,7 +73,7 @@ FIND_S = 120.0  # seconds to find the first driver, if a driver started this age
 Find = Callable[[], Awaitable[list[tuple[str, int]]]]
 
 
-class AgentProcess:
+class HostAgent:
     """The agent of one host. `run` returns its exit code; no worker is left then.
 
     Args:
@@ -88,7 +88,7 @@ class AgentProcess:
         self, bootstrap: Bootstrap, find: Find, *, slots: int, bound: bool, log: Log
     ) -> None:
         self.bootstrap = bootstrap
-        self.identity = HostAgent(bootstrap.host, time.time_ns())
+        self.identity = AgentId(bootstrap.host, time.time_ns())
         self.slots = slots
         self._find = find
         self._bound = bound
@@ -113,7 +113,7 @@ class AgentProcess:
         self._served = False
         self._over: asyncio.Future[int] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._machine = MachineEnd(
+        self._machine = HostPreemption(
             bootstrap.host,
             grace_s=bootstrap.grace_s,
             changed=self._announce,
@@ -139,8 +139,8 @@ class AgentProcess:
             lease_s=self._lease_s,
             tls=contexts[0],
         )
-        self._sink = Forwarding(self._uplink.send, lambda: self._uplink.backlog)
-        self._server: Server[Worker] = Server(
+        self._sink = ForwardingSink(self._uplink.send, lambda: self._uplink.backlog)
+        self._server: ControlServer[Worker] = ControlServer(
             secret=self._workers_secret,
             log=self._log,
             callers=WORKERS,
@@ -148,7 +148,7 @@ class AgentProcess:
             tls=contexts[1],
         )
         self._exit_barrier = ExitBarrier(self._server, self._exited)
-        self._agent = Agent(
+        self._agent = ProcessSupervisor(
             exited=self._exit_barrier.gone,
             noticed=self._noticed,
             sink=self._sink,
@@ -416,7 +416,7 @@ class AgentProcess:
         self._state.exited(event)
         self._uplink.send(Seen(event))
         if not self._agent.alive():
-            self._machine.nobody_left()
+            self._machine.all_workers_exited()
 
     def _noticed(self, event: Event) -> None:
         self._uplink.send(Seen(event))  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import VERSION, Value, Worker
 
 
-class HostAgent(Value):
+class AgentId(Value):
     """Identity of one agent process of a host. Each restart has a greater ``incarnation``."""
 
     host: str
@@ -43,7 +43,7 @@ class AgentMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 class AgentAnswer(AgentMessage):
     """Answer to protocol.Challenge, with a challenge of its own."""
 
-    agent: HostAgent
+    agent: AgentId
     nonce: bytes
     proof: bytes
     version: int = VERSION

@@ -10,31 +10,31 @@ from typing import Any, Literal
 
 import msgspec
 
-from elastic.driver.agents.messages import AgentMessage, HostAgent, Start
+from elastic.driver.agents.messages import AgentId, AgentMessage, Start
 from elastic.driver.events import Event, HostsChanged, Report, TimePassed
 from elastic.protocol.messages import Worker
 
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class AgentCalled(msgspec.Struct, frozen=True):
+class AgentConnected(msgspec.Struct, frozen=True):
     """An agent has a new connection, and has proved knowledge of the job's secret."""
 
-    agent: HostAgent
+    agent: AgentId
 
 
-class AgentSaid(msgspec.Struct, frozen=True):
+class AgentMessageReceived(msgspec.Struct, frozen=True):
     """A message of an agent. ``caller``: the numeric address of its side of the connection, if needed."""
 
-    agent: HostAgent
+    agent: AgentId
     message: Any  # one of messages.FromAgent
     caller: str = ""
 
 
-class AgentGone(msgspec.Struct, frozen=True):
+class AgentDisconnected(msgspec.Struct, frozen=True):
     """An agent's connection ended. ``silent``: it was not closed, but data are not acknowledged any more."""
 
-    agent: HostAgent
+    agent: AgentId
     silent: bool
 
 
@@ -80,9 +80,9 @@ class JobEnded(msgspec.Struct, frozen=True):
 
 
 PoolEvent = (
-    AgentCalled
-    | AgentSaid
-    | AgentGone
+    AgentConnected
+    | AgentMessageReceived
+    | AgentDisconnected
     | AgentStarted
     | AgentNotStarted
     | StartOrdered
@@ -97,17 +97,17 @@ PoolEvent = (
 # ---- actions ---------------------------------------------------------------------------------------------------------
 
 
-class TellAgents(msgspec.Struct, frozen=True):
+class SendToAgents(msgspec.Struct, frozen=True):
     """Send these messages to each agent, in one chunk."""
 
-    agents: Sequence[HostAgent]
+    agents: Sequence[AgentId]
     messages: Sequence[AgentMessage]
 
 
-class HangUp(msgspec.Struct, frozen=True):
-    """Close the agent's connection. `AgentGone` follows."""
+class DisconnectAgent(msgspec.Struct, frozen=True):
+    """Close the agent's connection. `AgentDisconnected` follows."""
 
-    agent: HostAgent
+    agent: AgentId
 
 
 class StartAgent(msgspec.Struct, frozen=True):
@@ -116,20 +116,20 @@ class StartAgent(msgspec.Struct, frozen=True):
     host: str
 
 
-class TellDriver(msgspec.Struct, frozen=True):
+class PostToDriver(msgspec.Struct, frozen=True):
     """Post this event to the job's loop."""
 
     event: Event
 
 
-class PassOn(msgspec.Struct, frozen=True):
+class RelayMessage(msgspec.Struct, frozen=True):
     """Pass on a message of a worker."""
 
     worker: Worker
     message: Any  # one of protocol.FromWorker
 
 
-class ShowOutput(msgspec.Struct, frozen=True):
+class RelayOutput(msgspec.Struct, frozen=True):
     """Show output of a worker. Empty: end of the stream."""
 
     worker: Worker
@@ -137,4 +137,6 @@ class ShowOutput(msgspec.Struct, frozen=True):
     data: bytes
 
 
-PoolAction = TellAgents | HangUp | StartAgent | TellDriver | PassOn | ShowOutput | Report
+PoolAction = (
+    SendToAgents | DisconnectAgent | StartAgent | PostToDriver | RelayMessage | RelayOutput | Report
+)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from elastic.driver.agents.messages import AgentMessage, HostAgent, Start
-from elastic.driver.agents.pool_events import PoolAction, TellAgents
+from elastic.driver.agents.messages import AgentId, AgentMessage, Start
+from elastic.driver.agents.pool_events import PoolAction, SendToAgents
 from elastic.driver.events import Report
 from elastic.protocol.messages import Worker
 
@@ -19,7 +19,7 @@ class AgentRecord:
     """State of one host's agent."""
 
     name: str
-    agent: HostAgent | None = None  # the last one that registered
+    agent: AgentId | None = None  # the last one that registered
     here: bool = False  # it is connected and has reported its workers
     ends: bool = False  # it exits when dismissed
     coming: bool = False  # it was started, outlives us, and has not connected yet
@@ -33,7 +33,7 @@ class AgentRecord:
     trouble: str = ""  # last error of starting an agent, logged once
 
 
-class Due(enum.IntEnum):
+class DeadlineKind(enum.IntEnum):
     """Purpose of a deadline."""
 
     ARRIVAL = 1  # the host's agent must be connected
@@ -42,22 +42,22 @@ class Due(enum.IntEnum):
     BEAT = 4
 
 
-class Timetable:
+class PoolDeadlines:
     """One deadline for each host and purpose; ``""`` stands for all hosts."""
 
     def __init__(self) -> None:
-        self._at: dict[tuple[str, Due], float] = {}
+        self._at: dict[tuple[str, DeadlineKind], float] = {}
         self._first: float | None = None
         self._known = True  # `_first` is up to date
 
-    def __contains__(self, key: tuple[str, Due]) -> bool:
+    def __contains__(self, key: tuple[str, DeadlineKind]) -> bool:
         return key in self._at
 
-    def put(self, host: str, due: Due, at: float) -> None:
+    def put(self, host: str, due: DeadlineKind, at: float) -> None:
         self._at[host, due] = at
         self._known = False
 
-    def drop(self, host: str, due: Due) -> None:
+    def drop(self, host: str, due: DeadlineKind) -> None:
         if self._at.pop((host, due), None) is not None:
             self._known = False
 
@@ -70,7 +70,7 @@ class Timetable:
             self._first, self._known = min(self._at.values(), default=None), True
         return self._first
 
-    def pop(self, now: float) -> tuple[str, Due] | None:
+    def pop(self, now: float) -> tuple[str, DeadlineKind] | None:
         """Remove and return the earliest expired deadline; None if none has expired."""
         first = self.first()
         if first is None or first > now:
@@ -99,4 +99,4 @@ class PoolActions:
     def tell(self, host: AgentRecord, message: AgentMessage) -> None:
         """Send a message to a host's agent, if it is connected."""
         if host.here and host.agent is not None:
-            self.add(TellAgents([host.agent], [message]))
+            self.add(SendToAgents([host.agent], [message]))

@@ -21,11 +21,11 @@ from typing import Any
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
 
 from elastic.driver.agents import messages
-from elastic.driver.agents.messages import AgentAnswer, AgentMessage, Heard, HostAgent
+from elastic.driver.agents.messages import AgentAnswer, AgentId, AgentMessage, Heard
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.keepalive import expect_signs_of_life
-from elastic.protocol.framing import NONCE_BYTES, Wire
-from elastic.protocol.handshake import Caller
+from elastic.protocol.framing import NONCE_BYTES, FramedConnection
+from elastic.protocol.handshake import ClientHandshake
 from elastic.protocol.messages import RELAY_LIMIT, Message, ProtocolError, SendResult, encoded
 from elastic.protocol.tls import explained
 
@@ -55,7 +55,7 @@ class Uplink:
 
     def __init__(
         self,
-        agent: HostAgent,
+        agent: AgentId,
         secret: bytes,
         find: Callable[[], Awaitable[list[tuple[str, int]]]],
         *,
@@ -72,7 +72,7 @@ class Uplink:
         self._opened, self._heard, self._closed, self._missing = opened, heard, closed, missing
         self._lease_s = lease_s
         self._tls = tls
-        self._wire = Wire(messages.to_agent)
+        self._wire = FramedConnection(messages.to_agent)
         self._writer: asyncio.StreamWriter | None = None
         self._drop_reason = ""
         self._results = 0  # bytes of functions' values that may be pending
@@ -166,9 +166,9 @@ class Uplink:
             sock: socket.socket = writer.get_extra_info("socket")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             expect_signs_of_life(sock, self._lease_s)
-            wire = Wire(messages.to_agent)
+            wire = FramedConnection(messages.to_agent)
             nonce = secrets.token_bytes(NONCE_BYTES)
-            caller = Caller(self._secret, "agent", str(self._agent), nonce)
+            caller = ClientHandshake(self._secret, "agent", str(self._agent), nonce)
             proof = caller.answer(await self._next(reader, wire))
             writer.write(wire.frame(AgentAnswer(self._agent, nonce, proof)))
             caller.accepted(await self._next(reader, wire), wire)
@@ -179,7 +179,7 @@ class Uplink:
         self.bound = sock.getsockname()[0]
         return reader
 
-    async def _next(self, reader: asyncio.StreamReader, wire: Wire) -> Message:
+    async def _next(self, reader: asyncio.StreamReader, wire: FramedConnection) -> Message:
         while (message := wire.next()) is None:
             data = await reader.read(65536)
             if not data:

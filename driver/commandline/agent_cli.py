@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.driver.agents import agent_process
-from elastic.driver.commandline.arguments import (
+from elastic.driver.commandline.argument_parser import (
     LOG_LEVELS,
-    Names,
-    Parser,
+    ArgumentParser,
+    NameList,
     add_declared,
     flag,
     log_level,
@@ -53,7 +53,7 @@ class AgentOptions(Options):
         "--driver",
         "HOST:PORT,...",
         "Addresses of the driver; a name is resolved again at each attempt.",
-        action=Names,
+        action=NameList,
     )
     host: str | None = flag("--host", "NAME", "Name to register (default: the host name).")
     slots: str | None = flag(
@@ -64,7 +64,7 @@ class AgentOptions(Options):
         "LIST",
         "Interfaces, networks or addresses for worker traffic; the first that exists is used"
         " (default: the route to the driver).",
-        action=Names,
+        action=NameList,
     )
     grace: float | None = flag(
         "--grace",
@@ -93,7 +93,9 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _secret(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="elasticrun secret", usage="elasticrun secret FILE", description=SECRET)
+    parser = ArgumentParser(
+        prog="elasticrun secret", usage="elasticrun secret FILE", description=SECRET
+    )
     parser.group("general")("-h --help", None, None, "Show this help and exit.", action="help")
     own, files = parser.split(arguments)
     parser.parse_args(own)
@@ -104,9 +106,9 @@ def _secret(arguments: Sequence[str]) -> int:
     return 0
 
 
-def agent_parser() -> Parser:
+def agent_parser() -> ArgumentParser:
     """Return the parser of ``elasticrun agent``."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="elasticrun agent",
         usage="elasticrun agent --job NAME (--etcd HOST:PORT | --driver HOST:PORT) [flags]",
         description=AGENT,

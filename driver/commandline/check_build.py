@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from elastic.other_packages import remedy
+from elastic.conflicting_packages import remedy
 
 DISTRIBUTION = "hvd-elastic"
 

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from elastic.checkpoints import catalog
 from elastic.checkpoints import options as told
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, NotReadable
+from elastic.checkpoints.manifest import Manifest, UnreadableCommit
 from elastic.driver.commandline.flags import Options
 from elastic.driver.commandline.setup.finished_job import SameCommand, same_command
-from elastic.driver.job.refused_start import Traces
+from elastic.driver.job.start_cleanup import StartCleanup
 from elastic.driver.network.blocking_calls import begun
 from elastic.errors import Invalid
 
@@ -40,10 +40,10 @@ class CheckpointPlan:
 
 
 def checkpoint_plan(
-    options: Options, *, elastic: bool, traces: Traces | None = None
+    options: Options, *, elastic: bool, traces: StartCleanup | None = None
 ) -> CheckpointPlan:
     """Check that the folder can be read and written. Raises Invalid. Files created are registered in ``traces``."""
-    traces = traces or Traces()
+    traces = traces or StartCleanup()
     if options.checkpoint_dir is None:
         others = {
             "--checkpoint-every": options.checkpoint_every,
@@ -136,7 +136,7 @@ def _unless_silent(work: Callable[[], Value]) -> Value | None:
     try:
         found: Value = future.result()
         return found
-    except (OSError, NotReadable):
+    except (OSError, UnreadableCommit):
         return None
 
 
@@ -161,7 +161,7 @@ def _look(options: Options, storage: Storage) -> tuple[int, Begin, Notes]:
     return run, begin, notes
 
 
-def _refuse_other(storage: Storage, other: catalog.Claimant | None) -> None:
+def _refuse_other(storage: Storage, other: catalog.RunOwner | None) -> None:
     if other is not None:
         raise Invalid(
             f"--checkpoint-dir {storage.url}: process {other.pid} of this machine writes checkpoints there, and"
@@ -200,5 +200,5 @@ def _within(seconds: float, url: str, work: Any) -> Any:
         raise Invalid(f"--checkpoint-dir {url}: no answer within {seconds:.0f} s")
     try:
         return future.result()
-    except (OSError, NotReadable) as error:
+    except (OSError, UnreadableCommit) as error:
         raise Invalid(f"--checkpoint-dir {url} can't be read: {error}") from error

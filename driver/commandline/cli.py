@@ -22,22 +22,22 @@ from typing import NamedTuple, TypeVar
 
 from elastic.checkpoints.options import RUN
 from elastic.driver.commandline import check_build, flags, torchrun_flags
-from elastic.driver.commandline.arguments import seconds
+from elastic.driver.commandline.argument_parser import seconds
 from elastic.driver.commandline.checkpoint_options import (
     checkpoint_plan,
     finished_before,
     note_finished,
     same_command_of,
 )
-from elastic.driver.commandline.command import check_command, run_by_python
 from elastic.driver.commandline.config_file import read_config
 from elastic.driver.commandline.flags import Options
 from elastic.driver.commandline.multi_host_options import fleet_plan
+from elastic.driver.commandline.program_check import check_command, run_by_python
 from elastic.driver.discovery.script import find_script
 from elastic.driver.job.job import Job, most_workers
 from elastic.driver.job.multi_host_plan import provided
 from elastic.driver.job.provider import Provider
-from elastic.driver.job.refused_start import Traces
+from elastic.driver.job.start_cleanup import StartCleanup
 from elastic.driver.journal.file import check_own
 from elastic.driver.launch import variables
 from elastic.driver.launch.environment import threads_per_worker
@@ -45,8 +45,8 @@ from elastic.driver.launch.standard_input import check_stdin
 from elastic.driver.network.hosts import ThisHost, parse_hosts, read_hostfile, show
 from elastic.driver.network.interfaces import alone_address, free_port, worker_network
 from elastic.driver.preemption import watch
-from elastic.driver.processes import prepared
-from elastic.driver.processes.console import stand_in_for_closed
+from elastic.driver.processes import prepared_processes
+from elastic.driver.processes.console import replace_closed_streams
 from elastic.driver.reasons import counted
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
@@ -81,8 +81,8 @@ class _StallLimits(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code. ``arguments``: default: those of the process."""
-    stand_in_for_closed()
+    """Run the program; return its exit code. ``argument_parser``: default: those of the process."""
+    replace_closed_streams()
     arguments = sys.argv[1:] if arguments is None else arguments
     environ = dict(os.environ)
     try:
@@ -95,19 +95,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return kubernetes_cli.main(arguments[1:])
         if arguments and arguments[0] == "explain":
-            from elastic.driver.commandline.afterwards import explain_cli
+            from elastic.driver.commandline.offline import explain_cli
 
             return explain_cli.main(arguments[1:])
         if arguments and arguments[0] == "replay":
-            from elastic.driver.commandline.afterwards import replay_cli
+            from elastic.driver.commandline.offline import replay_cli
 
             return replay_cli.main(arguments[1:])
         if arguments and arguments[0] in COMMANDS:
-            from elastic.driver.commandline.steering import job_commands
+            from elastic.driver.commandline.running_jobs import job_commands
 
             return job_commands.main(arguments[0], arguments[1:], environ)
         if arguments and arguments[0] == "checkpoints":
-            from elastic.driver.commandline.afterwards import checkpoints_cli
+            from elastic.driver.commandline.offline import checkpoints_cli
 
             return checkpoints_cli.main(arguments[1:])
         if arguments and arguments[0] == "docs":
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from elastic.driver.commandline.setup import doctor_cli
 
             return doctor_cli.main(arguments[1:], environ)
-        _check_first_word(arguments, environ)
+        _check_program(arguments, environ)
         options = read_options(arguments, environ)
         if options.version:
             print(check_build.version())
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _check_first_word(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+def _check_program(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     """Reject a misspelt command instead of running it as a program. Raises Invalid."""
     word = arguments[0] if arguments else ""
     if (
@@ -255,7 +255,7 @@ def make_job(
 
     Raises Invalid; files created until then are removed.
     """
-    traces = Traces()
+    traces = StartCleanup()
     with traces.removed_on_error():
         return _checked_job(options, environ, traces, this_host, cores, provider)
 
@@ -263,7 +263,7 @@ def make_job(
 def _checked_job(
     options: Options,
     environ: Mapping[str, str],
-    traces: Traces,
+    traces: StartCleanup,
     this_host: ThisHost | None,
     cores: int | None,
     provider: Provider | None,
@@ -401,9 +401,9 @@ def _preemption(options: Options) -> str:
 
 def _preload(options: Options, *, elastic: bool) -> str:
     """Return the preload setting; empty in a job of a fixed size, which restarts no worker. Raises Invalid."""
-    wanted = _given(options.preload, prepared.AUTO if elastic else prepared.OFF)
+    wanted = _given(options.preload, prepared_processes.AUTO if elastic else prepared_processes.OFF)
     try:
-        names, count = prepared.read(wanted)
+        names, count = prepared_processes.read(wanted)
     except ValueError as error:
         raise Invalid(f"--preload {wanted}: {error}") from error
     return ",".join([*names, str(count)]) if count else ""
@@ -665,7 +665,7 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
     return notes
 
 
-def _writable_dir(flag: str, path: str | None, traces: Traces) -> str | None:
+def _writable_dir(flag: str, path: str | None, traces: StartCleanup) -> str | None:
     if path is None:
         return None
     traces.folder(path)
@@ -682,7 +682,7 @@ def _writable_dir(flag: str, path: str | None, traces: Traces) -> str | None:
     return os.path.abspath(path)
 
 
-def _writable_file(path: str | None, traces: Traces) -> str | None:
+def _writable_file(path: str | None, traces: StartCleanup) -> str | None:
     if path is None:
         return None
     traces.file(path)

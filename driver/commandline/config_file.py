@@ -21,7 +21,7 @@ _CONTROLLERS = ("gloo", "mpi", "jsrun")
 def read_config(path: str, flags: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
     """Return flags as words, with their positions, such as ``("--log-level=INFO", "job.yaml, logging.level")``.
 
-    ``flags``: by ``section.key``; see `Parser.keys`. Raises Invalid with a sentence that has file and entry.
+    ``flags``: by ``section.key``; see `ArgumentParser.keys`. Raises Invalid with a sentence that has file and entry.
     """
     try:
         with open(path, encoding="utf-8") as file:

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.driver.commandline.arguments import (
+from elastic.driver.commandline.argument_parser import (
     LOG_LEVELS,
+    ArgumentParser,
     Group,
-    Names,
-    Parser,
-    WithoutMeaning,
+    IgnoredFlag,
+    NameList,
     add_declared,
     choice,
     cores,
@@ -166,7 +166,7 @@ class HostFlags:
         "LIST",
         "Interfaces, networks or addresses for worker traffic; each host uses the first it has:"
         " eth1,10.0.0.0/8,fd00::/8 (default: the route to the other hosts; loopback on a single machine).",
-        action=Names,
+        action=NameList,
     )
 
 
@@ -553,9 +553,9 @@ def flags_of(given: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def build_parser() -> Parser:
+def build_parser() -> ArgumentParser:
     """Return the parser with all flags, in groups."""
-    parser = Parser(
+    parser = ArgumentParser(
         prog="elasticrun",
         usage="elasticrun [flags] program [arguments of the program]",
         description=DESCRIPTION,
@@ -618,7 +618,7 @@ def _add_without_meaning(add: Group) -> None:
         ("--binding-args", str, "Process binding under MPI.", {}),
     )
     for name, convert, text, rest in valued:
-        add(name, "X", convert, text, action=WithoutMeaning, dest=name, const=True, **rest)
+        add(name, "X", convert, text, action=IgnoredFlag, dest=name, const=True, **rest)
     for name, text, key in (
         ("hierarchical-allreduce", "Two-level allreduce.", "params.hierarchical_allreduce"),
         ("hierarchical-allgather", "Two-level allgather.", "params.hierarchical_allgather"),
@@ -628,7 +628,7 @@ def _add_without_meaning(add: Group) -> None:
     ):
         on, off = f"--{name}", f"--no-{name}"
         variable = f"HOROVOD_{name.upper().replace('-', '_')}"
-        rest = {"action": WithoutMeaning, "dest": on, "nargs": 0}
+        rest = {"action": IgnoredFlag, "dest": on, "nargs": 0}
         shown = f"{text} Off: {off}."
         add(on, None, None, shown, const=True, variable=variable, keys=[f"{key}=true"], **rest)
         add(off, None, None, argparse.SUPPRESS, const=False, keys=[f"{key}=false"], **rest)

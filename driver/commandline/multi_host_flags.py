@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.checkpoints.options import DEFAULT_EVERY, DEFAULT_KEEP, DEFAULT_RESTARTS
-from elastic.driver.commandline.arguments import Names, flag, seconds, switch, whole
+from elastic.driver.commandline.argument_parser import NameList, flag, seconds, switch, whole
 
 
 @dataclass
@@ -28,7 +28,7 @@ class SshFlags:
         "--export",
         "NAMES",
         "Environment variables to pass to all workers, besides HOROVOD_*, NCCL_* and similar.",
-        action=Names,
+        action=NameList,
     )
 
 

@@ -13,7 +13,13 @@ from collections.abc import Mapping
 
 from elastic.driver.commandline.flags import Options
 from elastic.driver.etcd.keys import job_root
-from elastic.driver.job.multi_host_plan import AWAY_S, BOUND_AWAY_S, FORWARDED, FleetPlan, PodSource
+from elastic.driver.job.multi_host_plan import (
+    AWAY_S,
+    BOUND_AWAY_S,
+    FORWARDED,
+    MultiHostPlan,
+    PodSource,
+)
 from elastic.driver.launch.ssh import SshOptions
 from elastic.driver.network import choose_address
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
@@ -26,7 +32,7 @@ POD_ADDRESS = "POD_IP"  # from the downward API
 PASSWORD = "ELASTIC_ETCD_PASSWORD"
 
 
-def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool) -> FleetPlan:
+def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool) -> MultiHostPlan:
     """Return the plan for agents and driver failover.
 
     ``elsewhere``: a known host is not this machine. Raises Invalid.
@@ -62,7 +68,7 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
     if secret is None and options.journal is not None and (options.resume or left):
         secret = _secret_beside(options.journal)
     outlived = options.resume or options.standby
-    return FleetPlan(
+    return MultiHostPlan(
         name=name,
         secret=secret or secrets.token_bytes(SECRET_BYTES),
         given_secret=secret is not None,

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from elastic.driver.commandline.arguments import Group, flag, switch, whole
+from elastic.driver.commandline.argument_parser import Group, flag, switch, whole
 from elastic.errors import Invalid
 
 Options = TypeVar("Options", bound=Any)  # the class in `flags`, which includes these

@@ -16,7 +16,7 @@ from elastic.driver.etcd.keys import job_root, read_host
 
 
 class Watched(Protocol):
-    """The required part of `elastic.driver.etcd.client.Etcd`."""
+    """The required part of `elastic.driver.etcd.client.EtcdClient`."""
 
     def watch_prefix(self, prefix: str) -> AsyncGenerator[dict[str, Item], None]: ...
 

@@ -13,7 +13,7 @@ Log = Callable[[str, str], None]  # called with a level ("info", "warning") and 
 
 
 @dataclass(frozen=True)
-class Need:
+class ResourceDemand:
     """Current demand of a job, for providers that supply machines on demand.
 
     Attributes:

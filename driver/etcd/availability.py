@@ -6,12 +6,12 @@ after ``grace_s`` without any answer a line is logged, and another one when etcd
 
 from __future__ import annotations
 
-from elastic.driver.reasons import Reason, Why, because
+from elastic.driver.reasons import Reason, ReasonKind, because
 
 Line = tuple[str, Reason]  # level and reason to log
 
 
-class Contact:
+class Availability:
     """Availability of etcd. ``name``: its address, for the log lines."""
 
     def __init__(self, name: str, now: float, *, grace_s: float, gap_s: float) -> None:
@@ -31,14 +31,14 @@ class Contact:
         if not self._away:
             return None
         self._away = False
-        return "info", because(Why.STORE_BACK, store=self._name, silent_s=silent_s)
+        return "info", because(ReasonKind.STORE_BACK, store=self._name, silent_s=silent_s)
 
     def failed(self, reason: str, now: float) -> Line | None:
         """Record a failed connection or request; return the line to log, if any."""
         if self._away or now - self._answered_at < self._grace_s:
             return None
         self._away = True
-        return "warning", because(Why.STORE_SILENT, store=self._name, text=reason)
+        return "warning", because(ReasonKind.STORE_SILENT, store=self._name, text=reason)
 
     def silent_s(self, now: float) -> float:
         """Return the seconds since the last answer."""

@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
-from elastic.driver.etcd.connection import EtcdConnection, LeaseGone, Rejected, Unavailable
-from elastic.driver.etcd.endpoints import CALL_S, GRACE_S, Log, Members
+from elastic.driver.etcd.connection import EtcdConnection, LeaseExpired, Rejected, Unavailable
+from elastic.driver.etcd.endpoints import CALL_S, GRACE_S, Endpoints, Log
 from elastic.driver.etcd.keys import ROOT
 from elastic.driver.network.credentials import EtcdAccess
 from elastic.driver.reasons import Reason
@@ -46,7 +46,7 @@ class Put(NamedTuple):
     lease: int = 0  # deleted with this lease
 
 
-class Etcd:
+class EtcdClient:
     """Client of etcd. Create it in an event loop.
 
     Args:
@@ -63,7 +63,9 @@ class Etcd:
     ) -> None:
         self.access = access
         self._log = log
-        self._members = Members(access, log, root=root.encode(), end=_end_of(root), grace_s=grace_s)
+        self._members = Endpoints(
+            access, log, root=root.encode(), end=_end_of(root), grace_s=grace_s
+        )
         self._rpc = self._members.rpc
 
     async def open(self) -> None:
@@ -79,7 +81,7 @@ class Etcd:
         self._members.noticed = noticed
 
     def unsettled_s(self, settle_s: float) -> float:
-        """Return the seconds until etcd has been back for ``settle_s``: see `Contact.unsettled_s`."""
+        """Return the seconds until etcd has been back for ``settle_s``: see `Availability.unsettled_s`."""
         return self._members.unsettled_s(settle_s)
 
     # ---- keys
@@ -167,7 +169,7 @@ class Etcd:
     async def revoke(self, lease: int, *, within_s: float | None = 5.0) -> None:
         """End a lease and delete its keys. It may have expired already."""
         request = self._rpc.LeaseRevokeRequest(ID=lease)
-        with contextlib.suppress(LeaseGone):
+        with contextlib.suppress(LeaseExpired):
             await self._members.ask(lambda each: each.lease.LeaseRevoke, request, within_s)
 
     # ---- changes

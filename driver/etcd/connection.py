@@ -34,7 +34,7 @@ class Unavailable(ElasticError):
     """etcd has not answered. The request may have been carried out."""
 
 
-class NotLetIn(Unavailable):
+class AccessDenied(Unavailable):
     """etcd answers but denies access. At startup this is reported to the user, later it is retried."""
 
 
@@ -42,7 +42,7 @@ class Rejected(ElasticError):
     """etcd rejected the request; a retry would not help."""
 
 
-class LeaseGone(Rejected):
+class LeaseExpired(Rejected):
     """The lease has expired, or never existed."""
 
 
@@ -86,7 +86,7 @@ class EtcdConnection:
         return (("token", self._token),) if self._token else ()
 
     async def log_in(self, within_s: float) -> None:
-        """Get a token if a user is configured. Raises Unavailable or NotLetIn."""
+        """Get a token if a user is configured. Raises Unavailable or AccessDenied."""
         if not self._access.user:
             return
         request = self._rpc.AuthenticateRequest(
@@ -97,7 +97,7 @@ class EtcdConnection:
         except Rejected as error:
             if "authentication is not enabled" in str(error):
                 return  # access is not restricted
-            raise NotLetIn(
+            raise AccessDenied(
                 f"it rejects user {self._access.user!r}: {error}; check --etcd-user and its password"
             ) from None
         self._token = answer.token
@@ -143,9 +143,9 @@ class EtcdConnection:
         if code is codes.UNAUTHENTICATED or "revision of auth store is old" in details:
             return Unavailable(text)  # the token has expired: the next connection gets a new one
         if "user name is empty" in details:
-            return NotLetIn("it requires a user: pass --etcd-user and its password")
+            return AccessDenied("it requires a user: pass --etcd-user and its password")
         if code is codes.NOT_FOUND and "lease not found" in details:
-            return LeaseGone(text)
+            return LeaseExpired(text)
         if code is codes.RESOURCE_EXHAUSTED and "larger than max" in details:
             return Rejected(text)
         if code is codes.DEADLINE_EXCEEDED:
@@ -175,13 +175,13 @@ def _trouble(details: str, access: EtcdAccess) -> Unavailable:
     if "DNS" in details or "resolution" in details:
         return Unavailable("its name can't be resolved")
     if tls and "CERTIFICATE_VERIFY_FAILED" in details:
-        return NotLetIn(f"its certificate is not signed by {tls.ca}; check --etcd-ca")
+        return AccessDenied(f"its certificate is not signed by {tls.ca}; check --etcd-ca")
     if tls and "not in peer certificate" in details:
-        return NotLetIn("its certificate is for another name: use a name that is in it")
+        return AccessDenied("its certificate is for another name: use a name that is in it")
     if tls and "WRONG_VERSION" in details:
-        return NotLetIn("it does not use TLS: leave out --etcd-ca, or enable TLS there")
+        return AccessDenied("it does not use TLS: leave out --etcd-ca, or enable TLS there")
     if tls and "Unwrap failed" in details:
-        return NotLetIn("it rejects the client certificate: check --etcd-cert and --etcd-key")
+        return AccessDenied("it rejects the client certificate: check --etcd-cert and --etcd-key")
     if tls and "handshake" in details.lower():
         return Unavailable("the TLS handshake failed: check --etcd-cert, and whether it uses TLS")
     if "Socket closed" in details or "reset" in details or "Broken pipe" in details:
@@ -202,7 +202,7 @@ def _channel(rpc: Any, endpoint: str, access: EtcdAccess) -> Any:
             certificate_chain=_content(access.tls.cert, "--etcd-cert") if access.tls.cert else None,
         )
     except OSError as error:
-        raise NotLetIn(f"{error.filename} can't be read: {error.strerror}") from None
+        raise AccessDenied(f"{error.filename} can't be read: {error.strerror}") from None
     return rpc.secure_channel(endpoint, credentials, options=OPTIONS)
 
 
@@ -213,7 +213,7 @@ def _content(path: str, flag: str) -> bytes | None:
     with open(path, "rb") as file:
         content = file.read()
     if b"-----BEGIN" not in content:
-        raise NotLetIn(f"{flag} {path} is not a PEM file")
+        raise AccessDenied(f"{flag} {path} is not a PEM file")
     return content
 
 

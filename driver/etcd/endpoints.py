@@ -10,11 +10,11 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from elastic.driver.etcd.availability import Contact
+from elastic.driver.etcd.availability import Availability
 from elastic.driver.etcd.connection import (
     NOBODY_THERE,
+    AccessDenied,
     EtcdConnection,
-    NotLetIn,
     Rejected,
     Unavailable,
     load,
@@ -33,7 +33,7 @@ GAP_S = 2.5  # silence after which leases may have expired because they could no
 OPEN_S = 5.0
 
 
-class Members:
+class Endpoints:
     """The members of etcd, with at most one connection at a time. ``root``: prefix of all keys that are used."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Members:
         self._failures = 0  # since the last answer
         # called when it is unavailable or back
         self.noticed: Callable[[Reason], None] = lambda reason: None
-        self._contact = Contact(self._name, self._now(), grace_s=grace_s, gap_s=GAP_S)
+        self._contact = Availability(self._name, self._now(), grace_s=grace_s, gap_s=GAP_S)
         self._closing: set[asyncio.Task[None]] = set()
         self._pulse_task: asyncio.Task[None] | None = None
 
@@ -72,7 +72,7 @@ class Members:
                 try:
                     async with self._connecting:
                         await self._ask_root(max(0.1, (deadline - self._now()) / left))
-                except (NotLetIn, Rejected) as error:
+                except (AccessDenied, Rejected) as error:
                     await self.close()
                     raise Invalid(f"etcd at {endpoint}: {self._explain(error)}") from None
                 except Unavailable as error:
@@ -104,7 +104,7 @@ class Members:
             await asyncio.sleep(0.01)
 
     def unsettled_s(self, settle_s: float) -> float:
-        """Return the seconds until etcd has been back for ``settle_s``: see `Contact.unsettled_s`."""
+        """Return the seconds until etcd has been back for ``settle_s``: see `Availability.unsettled_s`."""
         return self._contact.unsettled_s(self._now(), settle_s)
 
     async def ask(self, method: Method, request: Any, within_s: float | None) -> Any:
@@ -205,7 +205,7 @@ class Members:
         task.add_done_callback(self._closing.discard)
 
     def _explain(self, error: Exception) -> str:
-        if isinstance(error, NotLetIn):
+        if isinstance(error, AccessDenied):
             return str(error)
         subject = f"user {self._access.user!r}" if self._access.user else "we"
         return f"{subject} may not read {self._root.decode()} ({error}): grant readwrite on this prefix"

@@ -24,8 +24,8 @@ import msgspec
 
 from elastic.driver.journal.entries import Header, Resumed, Writer, encoded
 from elastic.driver.journal.journal import SnapshotPolicy
-from elastic.driver.journal.past import RecoveredJob
 from elastic.driver.journal.records import PendingRecord
+from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.remote_journal import RecordJournal
 from elastic.driver.journal.resume import past_of
 from elastic.errors import Invalid

@@ -3,7 +3,7 @@
 All keys are under ``/hvd-elastic/<job>/``:
 
     hosts/<host>   HostRecord, under the lease of the host's agent
-    driver         SeatRecord, under the lease of the driver that leads
+    driver         LeaderRecord, under the lease of the driver that leads
     term           of the last driver that has led; permanent
     operators      host:port of the last leader for operators; permanent
 """
@@ -27,13 +27,13 @@ class HostRecord(msgspec.Struct, frozen=True):
     incarnation: int  # of the agent; greater after each restart
 
 
-class SeatRecord(msgspec.Struct, frozen=True):
+class LeaderRecord(msgspec.Struct, frozen=True):
     term: int
     address: str = ""  # empty: unknown yet
     port: int = 0
 
 
-class DriverSeat(NamedTuple):
+class LeaderAddress(NamedTuple):
     """Address and term of the driver of a job."""
 
     address: str  # host:port
@@ -78,20 +78,20 @@ def read_host(name: str, value: bytes) -> HostRecord | None:
     return record
 
 
-def read_seat(value: bytes) -> SeatRecord | None:
+def read_leader(value: bytes) -> LeaderRecord | None:
     """Parse a value; None if it is invalid."""
     try:
-        return msgspec.json.decode(value, type=SeatRecord)
+        return msgspec.json.decode(value, type=LeaderRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
-def seat_of(record: SeatRecord | None) -> DriverSeat | None:
+def leader_of(record: LeaderRecord | None) -> LeaderAddress | None:
     """Return the driver's address and term; None if no driver leads, or its address is unknown yet."""
     if record is None or not record.address:
         return None
     host = f"[{record.address}]" if ":" in record.address else record.address
-    return DriverSeat(f"{host}:{record.port}", record.term)
+    return LeaderAddress(f"{host}:{record.port}", record.term)
 
 
 def split_address(address: str) -> tuple[str, int]:

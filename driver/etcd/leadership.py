@@ -14,17 +14,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elastic.driver.etcd.client import Etcd, Item, Put, Unchanged
-from elastic.driver.etcd.connection import LeaseGone, Rejected, Unavailable
+from elastic.driver.etcd.client import EtcdClient, Item, Put, Unchanged
+from elastic.driver.etcd.connection import LeaseExpired, Rejected, Unavailable
 from elastic.driver.etcd.endpoints import Log
-from elastic.driver.etcd.keys import SeatRecord, job_root, read_seat, split_address
+from elastic.driver.etcd.keys import LeaderRecord, job_root, read_leader, split_address
 from elastic.driver.etcd.lease_guard import LeaseGuard
 from elastic.errors import ElasticError, Invalid
 
 RETAKE_S = 1.0  # time for the previous leader to take its seat again, once etcd is back
 
 
-class Deposed(ElasticError):
+class LeadershipLost(ElasticError):
     """Another driver leads this job, or this one has resigned: nothing was written, and nothing will be."""
 
 
@@ -35,7 +35,7 @@ class Leadership:
     waits. Resign before the connection to etcd is closed.
     """
 
-    def __init__(self, etcd: Etcd, job: str, log: Log, *, ttl_s: float = 2.0) -> None:
+    def __init__(self, etcd: EtcdClient, job: str, log: Log, *, ttl_s: float = 2.0) -> None:
         self.lost = asyncio.Event()
         self.term = 0
         self._etcd = etcd
@@ -44,7 +44,7 @@ class Leadership:
         self._term = f"{job_root(job)}term"
         self._log = log
         self._ttl_s = ttl_s
-        self._record = SeatRecord(0)
+        self._record = LeaderRecord(0)
         # holds while no other driver leads after this one
         self._guard_condition: Unchanged | None = None
         self._resigned = False
@@ -63,9 +63,9 @@ class Leadership:
         return self._guard.pid if self._guard else None
 
     async def acquire(self) -> int:
-        """Wait until no driver leads, then lead; return the new term. Raises Deposed after `resign`."""
+        """Wait until no driver leads, then lead; return the new term. Raises LeadershipLost after `resign`."""
         if self._resigned:
-            raise self._deposed()
+            raise self._leadership_lost()
         self._guard = self._guard or LeaseGuard(self._etcd.access, self._log)
         campaign = asyncio.ensure_future(self._campaign())
         self._tasks += [campaign, asyncio.ensure_future(self._keep())]
@@ -75,34 +75,34 @@ class Leadership:
             campaign.cancel()
             raise
         if campaign.cancelled():
-            raise self._deposed()
+            raise self._leadership_lost()
         campaign.result()
         self._tasks.append(asyncio.ensure_future(self._look()))
         return self.term
 
     async def announce(self, address: str) -> None:
-        """Publish this driver's address, ``host:port``. Raises Deposed."""
+        """Publish this driver's address, ``host:port``. Raises LeadershipLost."""
         host, port = split_address(address)
-        self._record = SeatRecord(self.term, host, port)
+        self._record = LeaderRecord(self.term, host, port)
         await self._sit(anew=True)
         if not self.leads:
-            raise self._deposed()
+            raise self._leadership_lost()
 
     async def transact(
         self, puts: Sequence[tuple[str, bytes]] = (), deletes: Sequence[str] = ()
     ) -> None:
-        """Write all of it if this driver leads; otherwise raise Deposed. Waits while etcd is unavailable.
+        """Write all of it if this driver leads; otherwise raise LeadershipLost. Waits while etcd is unavailable.
 
         The keys are complete. At most 127 operations and 1.5 MB.
         """
         if not self.leads or self._guard_condition is None:
-            raise self._deposed()
+            raise self._leadership_lost()
         written = await self._etcd.transact(
             [self._guard_condition], [Put(*each) for each in puts], deletes, within_s=None
         )
         if written is None:
             self._depose()
-            raise self._deposed()
+            raise self._leadership_lost()
 
     async def resign(self) -> None:
         """Free the seat, or stop waiting for it, within a time limit."""
@@ -143,7 +143,7 @@ class Leadership:
                     f"etcd key {self._term} holds no number: delete it if no job {self._job} runs"
                 ) from None
             lease = await self._live_lease()
-            record = SeatRecord(term)
+            record = LeaderRecord(term)
             conditions = [Unchanged(self._seat, 0), Unchanged(self._term, _changed(last))]
             puts = [
                 Put(self._seat, msgspec.json.encode(record), lease),
@@ -151,14 +151,14 @@ class Leadership:
             ]
             try:
                 revision = await self._etcd.transact(conditions, puts, within_s=None)
-            except LeaseGone:
+            except LeaseExpired:
                 self._lease = 0
                 continue
             if revision is None:
                 seat = await self._etcd.get(self._seat, within_s=None)
                 if seat is None:
                     continue
-                taken = read_seat(seat.value)
+                taken = read_leader(seat.value)
                 if seat.lease != lease or taken is None:
                     return False
                 # it was this driver, and the answer was lost
@@ -185,7 +185,7 @@ class Leadership:
                         if not anew:
                             self._log("info", f"leader of job {self._job} again")
                         return
-                except LeaseGone:
+                except LeaseExpired:
                     self._lease = 0
                     continue
                 term = await self._etcd.get(self._term, within_s=None)
@@ -215,7 +215,7 @@ class Leadership:
     async def _look(self) -> None:
         async with contextlib.aclosing(self._etcd.watch(self._seat)) as changes:
             async for item in changes:
-                record = read_seat(item.value) if item else None
+                record = read_leader(item.value) if item else None
                 if record is None or record.term != self.term:
                     with contextlib.suppress(Unavailable, Rejected):
                         await self._sit()
@@ -228,8 +228,8 @@ class Leadership:
                 f"another driver leads job {self._job} now, or etcd lost its data; this driver exits",
             )
 
-    def _deposed(self) -> Deposed:
-        return Deposed(f"this driver does not lead job {self._job}; nothing was written")
+    def _leadership_lost(self) -> LeadershipLost:
+        return LeadershipLost(f"this driver does not lead job {self._job}; nothing was written")
 
 
 def _changed(item: Item | None) -> int:

@@ -16,11 +16,11 @@ import sys
 
 import msgspec
 
-from elastic.driver.etcd.client import Etcd
+from elastic.driver.etcd.client import EtcdClient
 from elastic.driver.etcd.connection import Rejected, Unavailable
 from elastic.driver.etcd.endpoints import Log
 from elastic.driver.network.credentials import EtcdAccess
-from elastic.driver.processes.orphan_reaper import hear_out
+from elastic.driver.processes.orphan_reaper import read_to_end
 
 REVOKE_S = 10.0
 
@@ -77,7 +77,7 @@ class LeaseGuard:
 
 
 async def revoke(access: EtcdAccess, lease: int) -> None:
-    etcd = Etcd(access, lambda level, text: None)
+    etcd = EtcdClient(access, lambda level, text: None)
     try:
         with contextlib.suppress(Unavailable, Rejected):
             await etcd.revoke(lease, within_s=REVOKE_S)
@@ -89,7 +89,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     received = bytearray()
-    hear_out(int(sys.argv[1]), received.extend)
+    read_to_end(int(sys.argv[1]), received.extend)
     first, *leases = bytes(received).split(b"\n")[:-1] or [b""]
     if leases:
         asyncio.run(revoke(msgspec.json.decode(first, type=EtcdAccess), int(leases[-1])))

@@ -13,18 +13,18 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import msgspec
 
-from elastic.driver.etcd.client import Etcd, Item, Put, Unchanged
-from elastic.driver.etcd.connection import LeaseGone, Rejected, Unavailable
+from elastic.driver.etcd.client import EtcdClient, Item, Put, Unchanged
+from elastic.driver.etcd.connection import LeaseExpired, Rejected, Unavailable
 from elastic.driver.etcd.endpoints import Log
 from elastic.driver.etcd.keys import (
-    DriverSeat,
     HostRecord,
+    LeaderAddress,
     check_host,
     check_slots,
     job_root,
+    leader_of,
     read_host,
-    read_seat,
-    seat_of,
+    read_leader,
 )
 from elastic.errors import Invalid
 
@@ -49,7 +49,7 @@ class Registration:
 
     def __init__(
         self,
-        etcd: Etcd,
+        etcd: EtcdClient,
         job: str,
         host: str,
         slots: int,
@@ -76,7 +76,7 @@ class Registration:
 
         Raises Invalid if another live agent serves this host, Unavailable without etcd.
         """
-        await self._predecessor_gone()
+        await self._predecessor_ended()
         await self._claim(within_s=5.0)
         if self.ended.is_set():
             raise Invalid(self._taken())
@@ -94,18 +94,18 @@ class Registration:
             with contextlib.suppress(Unavailable, Rejected):  # the lease expires by itself
                 await self._etcd.revoke(self._lease, within_s=2.0)
 
-    async def watch_driver(self) -> AsyncGenerator[DriverSeat | None, None]:
+    async def watch_driver(self) -> AsyncGenerator[LeaderAddress | None, None]:
         """Yield the driver's address and term, then each change; None: no leader, or its address is unknown."""
-        last: DriverSeat | None = None
+        last: LeaderAddress | None = None
         first = True
         async with contextlib.aclosing(self._etcd.watch(f"{self._root}driver")) as changes:
             async for item in changes:
-                seat = seat_of(read_seat(item.value) if item else None)
+                seat = leader_of(read_leader(item.value) if item else None)
                 if first or seat != last:
                     first, last = False, seat
                     yield seat
 
-    async def _predecessor_gone(self) -> None:
+    async def _predecessor_ended(self) -> None:
         loop = asyncio.get_running_loop()
         deadline: float | None = None
         least_s = 0.0
@@ -144,7 +144,7 @@ class Registration:
                 put = Put(self._key, msgspec.json.encode(self._record), self._lease)
                 try:
                     await self._etcd.transact([unchanged], [put], within_s=within_s)
-                except LeaseGone:
+                except LeaseExpired:
                     self._lease = 0
 
     def _is_ours(self, item: Item) -> bool:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastic.checkpoints.manifest import at_step
-from elastic.driver.job.checkpoint_shares import Failed, Made, NotEqual
+from elastic.driver.job.checkpoint_shares import (
+    CheckpointCompleted,
+    CheckpointFailed,
+    ReplicasDiffer,
+)
 
 QUIET_S = 30.0  # minimum interval between two lines of a kind
 NAMED = 4  # workers named per group
@@ -18,13 +22,13 @@ class CheckpointLines:
         self._now = now
         self._log = log
         self._said_at: dict[type, float] = {}
-        self._unlogged: Made | None = None
+        self._unlogged: CheckpointCompleted | None = None
         self._made_at = 0.0
         self._over = False
 
-    def made(self, made: Made) -> None:
+    def made(self, made: CheckpointCompleted) -> None:
         self._made_at = self._now()
-        self._unlogged = None if self._over or self._may_log(Made) else made
+        self._unlogged = None if self._over or self._may_log(CheckpointCompleted) else made
         self._log_made("info" if self._unlogged is None else "debug", made)
 
     def ended(self) -> None:
@@ -33,7 +37,7 @@ class CheckpointLines:
         if self._unlogged is not None:
             self._log_made("info", self._unlogged)
 
-    def _log_made(self, level: str, made: Made) -> None:
+    def _log_made(self, level: str, made: CheckpointCompleted) -> None:
         size = f"{made.size / 1e6:.1f} MB in {made.took_s:.1f} s"
         ago_s = self._now() - self._made_at
         since = f", for {ago_s:.0f} s now" if ago_s >= 1 else ""
@@ -43,12 +47,12 @@ class CheckpointLines:
         if level != "debug":
             self._log("debug", f"{text}: {made.place}")
 
-    def failed(self, failed: Failed) -> None:
-        level = "warning" if failed.unusual and self._may_log(Failed) else "debug"
+    def failed(self, failed: CheckpointFailed) -> None:
+        level = "warning" if failed.unusual and self._may_log(CheckpointFailed) else "debug"
         self._log(level, f"skipped a checkpoint: {failed.who} reports {failed.reason}")
 
-    def not_equal(self, found: NotEqual) -> None:
-        if not self._may_log(NotEqual):
+    def not_equal(self, found: ReplicasDiffer) -> None:
+        if not self._may_log(ReplicasDiffer):
             return
         groups = " and ".join(
             ", ".join(map(str, group[:NAMED])) + (" ..." if len(group) > NAMED else "")

@@ -3,7 +3,7 @@
     CheckpointDue from rank 0 --> MakeDurable to all
     ShareWritten from all     --> SealCheckpoint to rank 0 --> CheckpointWritten --> CheckpointDone to all
     ShareDropped from one     --> DropCheckpoint to all
-    replicas that differ      --> DropCheckpoint to all, Damaged or NotEqual
+    replicas that differ      --> DropCheckpoint to all, ReplicaCorrupted or ReplicasDiffer
     NotFinite from all        --> Spoilt, if they differed before
 
 The state is that of one world: checkpoints not completed in it are dropped. It does not have to survive the driver,
@@ -33,7 +33,7 @@ from elastic.protocol.messages import (
 
 
 @dataclass(frozen=True)
-class TellRanks:
+class SendToRanks:
     """Action: send a message to these workers."""
 
     workers: list[Worker]
@@ -41,7 +41,7 @@ class TellRanks:
 
 
 @dataclass(frozen=True)
-class Made:
+class CheckpointCompleted:
     """A commit became durable."""
 
     commit: Commit
@@ -52,7 +52,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Failed:
+class CheckpointFailed:
     """A commit will not be stored. ``reason``: why not."""
 
     number: int
@@ -63,7 +63,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Damaged:
+class ReplicaCorrupted:
     """A worker's replica differs from those of ``equal`` others, which were equal to it before."""
 
     worker: Worker
@@ -74,7 +74,7 @@ class Damaged:
 
 
 @dataclass(frozen=True)
-class NotEqual:
+class ReplicasDiffer:
     """Replicas differ, and it is unknown which are right: no majority agrees, or they never were equal."""
 
     commit: Commit
@@ -84,7 +84,7 @@ class NotEqual:
 
 
 @dataclass(frozen=True)
-class Spoilt:
+class ReplicasCorrupted:
     """Damaged memory of one worker corrupted all replicas through the gradients.
 
     ``damaged``: workers that differed before from ``equal`` others; empty if unknown.
@@ -96,7 +96,14 @@ class Spoilt:
     equal: int
 
 
-Action = TellRanks | Made | Failed | Damaged | NotEqual | Spoilt
+Action = (
+    SendToRanks
+    | CheckpointCompleted
+    | CheckpointFailed
+    | ReplicaCorrupted
+    | ReplicasDiffer
+    | ReplicasCorrupted
+)
 
 
 @dataclass
@@ -135,12 +142,12 @@ class CheckpointShares:
         number = message.number
         match message:
             case CheckpointDue():
-                return [TellRanks(self._members, MakeDurable(self._generation, number))]
+                return [SendToRanks(self._members, MakeDurable(self._generation, number))]
             case ShareWritten() | ShareDropped() if number in self._off:
-                return [TellRanks([worker], self._off[number])]
+                return [SendToRanks([worker], self._off[number])]
             case ShareWritten() | ShareDropped() if number in self._done:
                 done = CheckpointDone(self._generation, number, self._done[number])
-                return [TellRanks([worker], done)]
+                return [SendToRanks([worker], done)]
             case ShareWritten():
                 written = self._written.setdefault(number, {})
                 again = worker in written
@@ -149,16 +156,16 @@ class CheckpointShares:
                     return self._complete(number, message.commit, written)
                 if again:  # it has waited for long: repeat the request to the others
                     silent = [each for each in self._members if each not in written]
-                    return [TellRanks(silent, MakeDurable(self._generation, number))]
+                    return [SendToRanks(silent, MakeDurable(self._generation, number))]
             case ShareDropped(reason=reason):
                 self._written.pop(number, None)
                 drop = self._drop(number, again=message.timing)
-                return [drop, Failed(number, worker, reason, not message.timing)]
+                return [drop, CheckpointFailed(number, worker, reason, not message.timing)]
             case CheckpointWritten():
                 self._written.pop(number, None)
                 self._done[number] = message.commit
                 done = CheckpointDone(self._generation, number, message.commit)
-                return [TellRanks(self._members, done), *self._made(message)]
+                return [SendToRanks(self._members, done), *self._made(message)]
         return []
 
     def _complete(
@@ -170,7 +177,7 @@ class CheckpointShares:
             groups.setdefault(tuple(sorted(written[worker].items())), []).append(worker)
         if len(groups) == 1:
             self._ever_equal = True
-            return [TellRanks(self._members[:1], SealCheckpoint(self._generation, number))]
+            return [SendToRanks(self._members[:1], SealCheckpoint(self._generation, number))]
         del self._written[number]
         drop = self._drop(number, again=False)
         most, *others = sorted(groups.values(), key=len, reverse=True)
@@ -183,11 +190,11 @@ class CheckpointShares:
                 if written[each[0]].get(part) != right[part]
             ]
             parts = [*dict.fromkeys(wrong)]
-            return [drop, NotEqual(commit, [most, *others], parts, self._ever_equal)]
+            return [drop, ReplicasDiffer(commit, [most, *others], parts, self._ever_equal)]
         damaged: list[Action] = []
         for worker in (worker for each in others for worker in each):
             parts = [part for part, value in right.items() if written[worker].get(part) != value]
-            damaged.append(Damaged(worker, self._generation, commit, parts, len(most)))
+            damaged.append(ReplicaCorrupted(worker, self._generation, commit, parts, len(most)))
         return [drop, *damaged]
 
     def _compare_before(self) -> list[Action]:
@@ -205,11 +212,11 @@ class CheckpointShares:
         most, *others = sorted(groups.values(), key=len, reverse=True)
         known = 2 * len(most) > len(reports)
         damaged = [worker for each in others for worker in each] if known else []
-        return [Spoilt(self._generation, commits.pop(), damaged, len(most))]
+        return [ReplicasCorrupted(self._generation, commits.pop(), damaged, len(most))]
 
-    def _drop(self, number: int, *, again: bool) -> TellRanks:
+    def _drop(self, number: int, *, again: bool) -> SendToRanks:
         off = self._off[number] = DropCheckpoint(self._generation, number, again)
-        return TellRanks(self._members, off)
+        return SendToRanks(self._members, off)
 
     def _of_the_past(self, message: Any) -> list[Action]:
         """Handle a message of an older world, in which only complete checkpoints count."""
@@ -220,4 +227,8 @@ class CheckpointShares:
         if self._newest is not None and message.commit <= self._newest:
             return []
         self._newest = message.commit
-        return [Made(message.commit, message.place, message.size, message.took_s, message.step)]
+        return [
+            CheckpointCompleted(
+                message.commit, message.place, message.size, message.took_s, message.step
+            )
+        ]

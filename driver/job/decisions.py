@@ -1,4 +1,4 @@
-"""Decisions about one job: `Membership` while it trains, `Ending` once its outcome is known. Pure.
+"""Decisions about one job: `Membership` while it trains, `Shutdown` once its outcome is known. Pure.
 
     answer = decisions.answer(event, now)            the actions of membership, which are written to the journal
     actions = decisions.follow(event, answer, now)   all actions to perform
@@ -27,8 +27,8 @@ from elastic.driver.events import (
     WorkerQuit,
     WorkerRaised,
 )
-from elastic.driver.job.ending import Ending
-from elastic.driver.reasons import Reason, Why, because, in_words
+from elastic.driver.job.shutdown import Shutdown
+from elastic.driver.reasons import Reason, ReasonKind, as_sentence, because
 from elastic.protocol.messages import Place, Worker
 
 
@@ -55,12 +55,12 @@ class JobDecisions:
         self.running = set(running)  # started workers whose exit was not reported
         self.members = dict(members or {})  # of the last world
         self.stop_code: int | None = None  # set by the first request to stop
-        self.ending: Ending | None = None  # once the outcome is known
+        self.ending: Shutdown | None = None  # once the outcome is known
         self.raised = False  # membership raised and is not called any more
         self._membership = membership
         self._leave_s = leave_s
-        self._idle_s = idle_s  # see `Ending`
-        self._failed: dict[Worker, Reason] = {}  # see `Ending`
+        self._idle_s = idle_s  # see `Shutdown`
+        self._failed: dict[Worker, Reason] = {}  # see `Shutdown`
         self._let_go: set[Worker] = set()  # released workers whose exit was not handled yet
 
     @property
@@ -95,11 +95,13 @@ class JobDecisions:
             case WorkerExited(worker):
                 self.running.discard(worker)
             case WorkerRaised(worker, summary=summary):
-                self._failed[worker] = because(Why.LOST_RAISED, worker=str(worker), summary=summary)
+                self._failed[worker] = because(
+                    ReasonKind.LOST_RAISED, worker=str(worker), summary=summary
+                )
             case WorkerQuit(worker, call=call) if event.code:
-                lost = because(Why.LOST_QUIT, worker=str(worker), call=call)
+                lost = because(ReasonKind.LOST_QUIT, worker=str(worker), call=call)
                 if not call:
-                    lost = because(Why.LOST_REJECTED, worker=str(worker))
+                    lost = because(ReasonKind.LOST_REJECTED, worker=str(worker))
                 self._failed[worker] = lost
         unseen = self._unseen(event)
         actions = [self._record_action(action, now) for action in answer]
@@ -133,7 +135,7 @@ class JobDecisions:
         if self.stop_code is not None and outcome.code != 0:
             outcome = EndJob(self.stop_code, outcome.reason)
         members = {w: place for w, place in self.members.items() if w not in self._let_go}
-        self.ending = Ending(
+        self.ending = Shutdown(
             outcome,
             members=members,
             alive=self.running,
@@ -150,7 +152,7 @@ class JobDecisions:
         actions: list[Action] = []
         if not again or self.ending.code == 0:  # it had succeeded while a stop was pending
             self.ending.stopped(self.stop_code, now)
-            actions.append(EndJob(self.stop_code, in_words(event.reason)))
+            actions.append(EndJob(self.stop_code, as_sentence(event.reason)))
         return actions + self.ending.hurried(now) if again else actions
 
     def _unseen(self, event: Event) -> set[Worker]:

@@ -11,7 +11,7 @@ from elastic.driver.discovery.interface import Discovery, Log
 from elastic.driver.discovery.local import LocalDiscovery
 from elastic.driver.discovery.script import ScriptDiscovery
 from elastic.driver.discovery.static import OwnSlots, StaticDiscovery
-from elastic.driver.job.multi_host_plan import FleetPlan
+from elastic.driver.job.multi_host_plan import MultiHostPlan
 from elastic.driver.network.hosts import SLOTS_LIMIT, ThisHost
 from elastic.driver.processes.console import Write
 from elastic.driver.settings import UNBOUNDED, Settings
@@ -39,7 +39,7 @@ class Job:
     hosts: dict[str, int] | None  # host -> slots, in order of preference
     script: list[str] | None  # the discovery script, with an absolute path, and its arguments
     # settings for other hosts or driver failover; None: this machine only
-    fleet: FleetPlan | None = None
+    fleet: MultiHostPlan | None = None
     own_slots: bool = False  # the number of slots of this machine was not specified
     slots_per_host: int = 1  # of a host that the script lists without a number
     environ: dict[str, str] = field(default_factory=dict, repr=False)

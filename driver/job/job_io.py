@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 
 from elastic.driver.events import Action, Event, StopRequested, WorkerRaised
 from elastic.driver.job.job import Job
-from elastic.driver.job.steering.messages import PURPOSE
-from elastic.driver.job.steering.steering import OperatorDesk, Steering
+from elastic.driver.job.operator_api.messages import PURPOSE
+from elastic.driver.job.operator_api.operator_service import OperatorAccess, OperatorService
 from elastic.driver.journal.entries import readable
 from elastic.driver.monitoring.dashboard import page_server
-from elastic.driver.monitoring.dashboard.http_requests import Guard
+from elastic.driver.monitoring.dashboard.http_requests import RequestGuard
 from elastic.driver.monitoring.dashboard.live_page import LivePage
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
+from elastic.driver.monitoring.debounce_timer import DebounceTimer
 from elastic.driver.monitoring.explain.run_report import RunReport
-from elastic.driver.monitoring.quiet_timer import QuietTimer
 from elastic.driver.monitoring.recovery_traces import RecoveryTraces
 from elastic.driver.monitoring.tensorboard_scalars import TensorBoard
 from elastic.driver.monitoring.time_spent import TimeSpent, summary
@@ -40,7 +40,7 @@ from elastic.protocol.messages import Place, Worker
 from elastic.protocol.report_values import Report
 
 if TYPE_CHECKING:
-    from elastic.driver.monitoring.metrics import Metrics
+    from elastic.driver.monitoring.metrics import MetricsServer
 
 STOPPED_S = 2.0  # seconds for writing the remaining output per stream after a stop
 
@@ -62,13 +62,13 @@ class JobIO:
     console: Console
     output: Output
     tracing: Tracing
-    metrics: Metrics | None
+    metrics: MetricsServer | None
     spent: TimeSpent | None  # for the summary at the end
     report: RunReport | None
     page: LivePage
     traces: RecoveryTraces | None
     tensorboard: TensorBoard | None
-    desk: OperatorDesk
+    desk: OperatorService
     place_of: Callable[[Worker], Place | None]
 
     level: str  # log level of the console
@@ -106,7 +106,7 @@ class JobIO:
         if self.tensorboard is not None:
             self.tensorboard.note(actions)
 
-    def say_rest(self, *, last: bool = False) -> None:
+    def log_remaining(self, *, last: bool = False) -> None:
         """Log exceptions of workers that were not logged yet.
 
         ``last``: no worker is left. A worker that was killed before it sent its traceback to stderr had reported it
@@ -139,7 +139,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
             most=job.settings.workers_max,
         )
     )
-    timer = QuietTimer(lambda: found[0].say_rest() if found else None)
+    timer = DebounceTimer(lambda: found[0].log_remaining() if found else None)
     output = Output(
         place_of=lambda worker: found[0].place_of(worker) if found else None,
         stdout=stdout,
@@ -159,7 +159,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         timestamps=job.log_timestamps,
         heard=page.said,
     )
-    metrics: Metrics | None = None
+    metrics: MetricsServer | None = None
     wait_s: float | None = STOPPED_S  # also if an exception ends it
     try:
         for note_level, line in job.notes:
@@ -170,10 +170,10 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
             console("info", f"timeline: {job.settings.timeline}")
         if job.metrics is not None:
             from elastic.driver.monitoring.metrics import (
-                Metrics,  # its import takes a tenth of a second
+                MetricsServer,  # its import takes a tenth of a second
             )
 
-            metrics = Metrics(*job.metrics)
+            metrics = MetricsServer(*job.metrics)
             host = f"[{job.metrics[0]}]" if ":" in job.metrics[0] else job.metrics[0]
             console("info", f"serving metrics at http://{host}:{metrics.port}/metrics")
         spent = TimeSpent() if job.summary else None
@@ -196,7 +196,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
     finally:
         timer.cancel()
         if found:
-            found[0].say_rest()
+            found[0].log_remaining()
         if found and found[0].spent is not None:
             console("info", "\n".join(summary(found[0].spent)))
         if found and found[0].report is not None:
@@ -221,11 +221,11 @@ def _write(report: RunReport, log: Log) -> None:
         log("info", f"report of this job: {report.file}")
 
 
-def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorDesk:
+def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorService:
     """Return a desk for operators that is not open yet."""
     secret = secrets.token_bytes(SECRET_BYTES) if job.fleet is None else job.fleet.secret
     key = derived(secret, PURPOSE)
-    steering = Steering(
+    steering = OperatorAccess(
         name=job.name,
         key=key,
         command=readable(job.command),
@@ -233,7 +233,7 @@ def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorDesk:
         environ=job.environ,
         standby=job.fleet is not None and job.fleet.standby,
     )
-    return OperatorDesk(steering, page, log)
+    return OperatorService(steering, page, log)
 
 
 def _shown_by(status: StatusLine | None, output: Output) -> Callable[[str], None] | None:
@@ -242,7 +242,7 @@ def _shown_by(status: StatusLine | None, output: Output) -> Callable[[str], None
         return None
     line = status
     # An empty chunk would not be written, so a space stands for it, which is not shown either.
-    return lambda text: output.say_apart(line.show, text.encode(errors="replace") or b" ")
+    return lambda text: output.write_separately(line.show, text.encode(errors="replace") or b" ")
 
 
 async def serve_page(job: Job, job_io: JobIO) -> None:
@@ -254,7 +254,7 @@ async def serve_page(job: Job, job_io: JobIO) -> None:
     listening = page_server.bound(address, port)
     own, port = listening.getsockname()[:2]
     token = page_token(job)
-    guard = Guard(token, {"localhost", address.lower(), socket.gethostname().lower()})
+    guard = RequestGuard(token, {"localhost", address.lower(), socket.gethostname().lower()})
     await job_io.page.serve(PageServer(job_io.page.model, listening, guard), job_io.line)
     host = socket.gethostname() if own in ("0.0.0.0", "::") else address
     host = f"[{host}]" if ":" in host else host

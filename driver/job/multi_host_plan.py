@@ -35,7 +35,7 @@ class PodSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FleetPlan:
+class MultiHostPlan:
     """Settings for other hosts and driver failover. ``outlived``: agents continue without this driver."""
 
     name: str  # of the job
@@ -80,7 +80,7 @@ class FleetPlan:
         return tls.context(self.tls.cert, self.tls.key, self.tls.ca, server=True)
 
 
-def provided(plan: FleetPlan, provider: Provider) -> FleetPlan:
+def provided(plan: MultiHostPlan, provider: Provider) -> MultiHostPlan:
     """Return the plan with hosts from an engine."""
     return replace(
         plan,

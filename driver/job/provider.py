@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from elastic.driver.discovery.interface import Discovery, Log, Need
+from elastic.driver.discovery.interface import Discovery, Log, ResourceDemand
 from elastic.driver.journal.journal import Archive
 from elastic.driver.launch.starter import Starter
 
@@ -23,7 +23,7 @@ class Provider(Protocol):
     def towards(self) -> Sequence[str]:
         """Addresses of some machines, which determine the network on which the driver listens."""
 
-    def discovery(self, log: Log, need: Callable[[], Need]) -> Discovery:
+    def discovery(self, log: Log, need: Callable[[], ResourceDemand]) -> Discovery:
         """Return the discovery of machines and slots.
 
         Called once; it may call ``need`` at any time in the driver's loop.

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elastic.driver.discovery.interface import Discovery
-from elastic.driver.job import loop
+from elastic.driver.job import driver_loop
 from elastic.driver.job.job import Job, first_hosts, listed_hosts, room_for, script_discovery
 from elastic.driver.job.job_io import JobIO, open_job_io, serve_page
-from elastic.driver.job.multi_host_plan import FleetPlan
+from elastic.driver.job.multi_host_plan import MultiHostPlan
 from elastic.driver.journal.entries import header_of, readable
 from elastic.driver.journal.file import FileArchive, FileJournal
 from elastic.driver.journal.journal import Journal, SnapshotPolicy
@@ -19,9 +19,9 @@ from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.launch.standard_input import check_stdin
 from elastic.driver.membership.membership import Membership
 from elastic.driver.network.choose_address import is_loopback
+from elastic.driver.network.control_server import WORKERS, ControlServer
 from elastic.driver.network.hosts import ThisHost
 from elastic.driver.network.interfaces import alone_address, listen_address
-from elastic.driver.network.server import WORKERS, Server
 from elastic.errors import Invalid
 from elastic.protocol import tls
 from elastic.protocol.report_values import Report
@@ -60,7 +60,7 @@ async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
                 outcome = await _started(job, job_io, this_host)
             finally:
                 await job_io.desk.close()
-            job_io.stopped = outcome.code in loop.STOP_CODES.values()
+            job_io.stopped = outcome.code in driver_loop.STOP_CODES.values()
             return outcome
     except (Invalid, OSError):
         job.refused()
@@ -78,9 +78,9 @@ async def _started(job: Job, job_io: JobIO, this_host: ThisHost) -> Outcome:
     by_agents = fleet is not None and fleet.needed
     check_stdin(job.stdin_rank, job.settings.workers_max, by_agents=by_agents)
     if fleet is not None and fleet.fresh and job.journal:
-        from elastic.driver.job import left_behind
+        from elastic.driver.job import orphaned_agents
 
-        await left_behind.end(job, fleet, job.journal, known or job.hosts or (), job_io.console)
+        await orphaned_agents.end(job, fleet, job.journal, known or job.hosts or (), job_io.console)
     if fleet is None or not fleet.needed:
         return await _alone(job, job_io, known, this_host)
     from elastic.driver.job.start_multi_host import start_fleet
@@ -88,7 +88,7 @@ async def _started(job: Job, job_io: JobIO, this_host: ThisHost) -> Outcome:
     return Outcome(*await start_fleet(job, fleet, job_io, known, this_host))
 
 
-async def _may_grow(fleet: FleetPlan) -> bool:
+async def _may_grow(fleet: MultiHostPlan) -> bool:
     """Return whether a script that lists only this machine may list others later, whose workers must reach those
     here.
     """
@@ -124,8 +124,8 @@ async def _alone(
     secret = secrets.token_bytes(32)
     bind = job.bind or alone_address(())
     files = None if job.fleet is None else job.fleet.tls
-    driver = loop.Driver(
-        loop.JobRuntime(
+    driver = driver_loop.Driver(
+        driver_loop.JobRuntime(
             settings=job.settings,
             command=job.command,
             environ=job.environ,
@@ -137,7 +137,7 @@ async def _alone(
             collective_timeout_s=job.collective_timeout_s,
         ),
         membership=membership,
-        server=Server(
+        server=ControlServer(
             secret=secret,
             log=console,
             callers=WORKERS,
@@ -161,7 +161,7 @@ async def _alone(
         tracing=job_io.tracing,
         reported=lambda report: job_io.told(report, job.reported),
         answered=job_io.desk.answered,
-        gone=lambda: job_io.say_rest(last=True),
+        gone=lambda: job_io.log_remaining(last=True),
     )
     job_io.desk.serves(driver, room_for(job, discovery))
     if job.begun is not None:

@@ -17,37 +17,37 @@ from typing import Any
 
 import msgspec
 
+from elastic.driver.agents.agent_manager import AGENTS, AgentManager
 from elastic.driver.agents.agent_pool import silence_s
-from elastic.driver.agents.fleet import AGENTS, Fleet
 from elastic.driver.agents.messages import Attach
 from elastic.driver.agents.open_files import allow_hosts
-from elastic.driver.discovery.interface import Discovery, Need
+from elastic.driver.discovery.interface import Discovery, ResourceDemand
 from elastic.driver.etcd.journal import EtcdArchive
 from elastic.driver.etcd.keys import job_root, operators_key
-from elastic.driver.etcd.leadership import Deposed
+from elastic.driver.etcd.leadership import LeadershipLost
 from elastic.driver.events import Action, Event, PublishWorld
-from elastic.driver.job import loop
-from elastic.driver.job.election import Lead, campaign
+from elastic.driver.job import driver_loop
 from elastic.driver.job.job import Job, listed_hosts, room_for, script_discovery
 from elastic.driver.job.job_io import JobIO
-from elastic.driver.job.multi_host_plan import FleetPlan, PodSource
-from elastic.driver.journal.copy import Copied, copied_to
+from elastic.driver.job.leader_election import LeaderLease, campaign
+from elastic.driver.job.multi_host_plan import MultiHostPlan, PodSource
+from elastic.driver.journal.copy import JournalCopy, copied_to
 from elastic.driver.journal.entries import Writer, header_of, readable
 from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import Archive, Journal, SnapshotPolicy
-from elastic.driver.journal.past import RecoveredJob
+from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.resume import to_go_on_with, writer_here
-from elastic.driver.launch.by_host import StarterFor
 from elastic.driver.launch.ssh import SshStarter
 from elastic.driver.launch.starter import Bootstrap, Starter
+from elastic.driver.launch.starter_by_host import StarterByHost
 from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.network.choose_address import is_loopback
+from elastic.driver.network.control_server import ControlServer
 from elastic.driver.network.hosts import ThisHost, parse_address
 from elastic.driver.network.interfaces import listen_address
-from elastic.driver.network.server import Server
 from elastic.driver.preemption import slurm
 from elastic.driver.reasons import GONE
 from elastic.errors import Invalid
@@ -61,7 +61,7 @@ Outcome = tuple[int, str, list[bytes | None], dict[int, Report]]
 
 
 async def start_fleet(
-    job: Job, plan: FleetPlan, job_io: JobIO, known: dict[str, int] | None, this_host: ThisHost
+    job: Job, plan: MultiHostPlan, job_io: JobIO, known: dict[str, int] | None, this_host: ThisHost
 ) -> Outcome:
     """Run a job with agents; return its exit code, the reason, and results and last reports by rank.
 
@@ -85,7 +85,7 @@ async def start_fleet(
 
 
 async def _past(
-    job: Job, plan: FleetPlan, lead: Lead | None, archive: Archive | None
+    job: Job, plan: MultiHostPlan, lead: LeaderLease | None, archive: Archive | None
 ) -> RecoveredJob | None:
     """Return the job that this driver resumes, if any. Raises Invalid if it must not start a new one."""
     if archive is None:
@@ -118,7 +118,7 @@ async def _past(
     )
 
 
-def _archive(job: Job, plan: FleetPlan, lead: Lead | None) -> Archive | None:
+def _archive(job: Job, plan: MultiHostPlan, lead: LeaderLease | None) -> Archive | None:
     """Return the archive for the journal of a job that outlives its driver.
 
     Raises Invalid if another driver writes it.
@@ -130,7 +130,7 @@ def _archive(job: Job, plan: FleetPlan, lead: Lead | None) -> Archive | None:
     return None if job.journal is None else FileArchive(Path(job.journal))
 
 
-def _bound(server: Server[Any], interface: str, port: int, own: int) -> Address:
+def _bound(server: ControlServer[Any], interface: str, port: int, own: int) -> Address:
     """Bind the server and return its address. ``own``: the port of --driver-port.
 
     Raises:
@@ -160,10 +160,10 @@ class _Run:
     def __init__(
         self,
         job: Job,
-        plan: FleetPlan,
+        plan: MultiHostPlan,
         job_io: JobIO,
         past: RecoveredJob | None,
-        lead: Lead | None,
+        lead: LeaderLease | None,
         this_host: ThisHost,
     ) -> None:
         self.job = job
@@ -190,7 +190,7 @@ class _Run:
     async def to_its_end(self, archive: Archive | None, known: dict[str, int] | None) -> Outcome:
         job, plan, past = self.job, self.plan, self.past
         allow_hosts(None if job.hosts is None else len(job.hosts))
-        server = Server(
+        server = ControlServer(
             secret=plan.secret,
             log=self.log,
             callers=AGENTS,
@@ -208,7 +208,7 @@ class _Run:
         if self.lead is not None:
             now = asyncio.get_running_loop().time
             self.lead.etcd.tell(lambda reason: journal.trouble(now() + writer.offset_s, reason))
-        fleet = Fleet(
+        fleet = AgentManager(
             server,
             attach=Attach(
                 self.id,
@@ -229,8 +229,8 @@ class _Run:
             deposed=lambda: self.lost is not None and self.lost.is_set(),
         )
         discovery = self._discovery(known, lambda event: fleet.noticed(event))
-        driver = loop.Driver(
-            loop.JobRuntime(
+        driver = driver_loop.Driver(
+            driver_loop.JobRuntime(
                 settings=job.settings,
                 command=job.command,
                 environ=plan.forwarded,
@@ -242,7 +242,7 @@ class _Run:
             membership=self.membership,
             server=fleet.workers,
             launcher=fleet,
-            discovery=Overheard(discovery, fleet.listed),
+            discovery=ObservedDiscovery(discovery, fleet.listed),
             journal=journal,
             log=self.log,
             noted=self._noted,
@@ -252,7 +252,7 @@ class _Run:
             reported=lambda report: self.job_io.told(report, job.reported),
             leaves=self._leave if plan.left_by_sigterm else None,
             answered=self.job_io.desk.answered,
-            gone=lambda: self.job_io.say_rest(last=True),
+            gone=lambda: self.job_io.log_remaining(last=True),
         )
         self.job_io.desk.serves(driver, room_for(job, discovery))
         if past is not None:
@@ -265,16 +265,16 @@ class _Run:
             )
         if job.begun is not None:
             job.begun(driver)
-        code = await self._unless_deposed(driver)
+        code = await self._unless_leadership_lost(driver)
         if code is None:
-            code = loop.STOP_CODES[signal.SIGTERM] if self.left else DEPOSED_CODE
+            code = driver_loop.STOP_CODES[signal.SIGTERM] if self.left else DEPOSED_CODE
             return code, driver.outcome, [], {}
         if code:
             # for example if no agent could be started, or by workers before they wrote a checkpoint
             job.refused()
         return code, driver.outcome, driver.ordered_results(), driver.last_reports()
 
-    async def _unless_deposed(self, driver: loop.Driver) -> int | None:
+    async def _unless_leadership_lost(self, driver: driver_loop.Driver) -> int | None:
         if self.lost is None:
             return await driver.run()
         running = asyncio.ensure_future(driver.run())
@@ -284,7 +284,7 @@ class _Run:
             if lost.done() and not running.done():
                 running.cancel()
                 await asyncio.wait({running})
-            elif running.cancelled() or not isinstance(running.exception(), Deposed):
+            elif running.cancelled() or not isinstance(running.exception(), LeadershipLost):
                 return running.result()
         finally:
             lost.cancel()
@@ -344,7 +344,7 @@ class _Run:
             return self.plan.provider.starter(self.log)
         if self.plan.agents_come:
             return None
-        return StarterFor(
+        return StarterByHost(
             self.this_host.elsewhere,
             here=ChildStarter(environ=self.job.environ, log=self.log),
             there=SshStarter(self.plan.ssh, environ=os.environ, log=self.log),
@@ -375,21 +375,21 @@ class _Run:
             return EtcdDiscovery(self.lead.etcd, self.plan.name, self.log)
         return listed_hosts(self.job, self.membership.workers_max)
 
-    def _need(self) -> Need:
+    def _need(self) -> ResourceDemand:
         membership = self.membership
         used: dict[str, int] = {}
         for worker in membership.roster:
             used[worker.host] = max(used.get(worker.host, 0), worker.slot + 1)
         most = membership.workers_max + self.job.settings.standbys
-        return Need(most, used, membership.drained)
+        return ResourceDemand(most, used, membership.drained)
 
     def _pods(
         self, pods: PodSource, fallback: Discovery | None, noticed: Callable[[Event], None]
     ) -> Discovery:
-        from elastic.driver.discovery.kubernetes.cluster import ApiServer
+        from elastic.driver.discovery.kubernetes.api_client import ApiClient
         from elastic.driver.discovery.kubernetes.pod_discovery import PodDiscovery
 
-        cluster = ApiServer(pods.selector, pods.namespace)
+        cluster = ApiClient(pods.selector, pods.namespace)
         self.log("info", f"hosts: pods {cluster.selector} of namespace {cluster.namespace}")
         return PodDiscovery(cluster, self.log, noticed=noticed, slots=pods.slots, fallback=fallback)
 
@@ -421,7 +421,7 @@ class _Run:
         if archive is None:
             return Journal()
         policy = SnapshotPolicy(
-            take=(lambda: snapshot.taken(self.membership)) if self.plan.outlived else None,
+            take=(lambda: snapshot.take_snapshot(self.membership)) if self.plan.outlived else None,
             failed=lambda text: self.log("warning", text),
             suits=self._none_waiting,
         )
@@ -437,14 +437,14 @@ class _Run:
         if self.job.journal is not None and not isinstance(archive, FileArchive):
             # A copy that can be read here after etcd has discarded it, starting with this driver.
             at = writer.at if self.past is None else max(self.past.last_at, writer.at)
-            state = None if self.past is None else snapshot.taken(self.membership)
+            state = None if self.past is None else snapshot.take_snapshot(self.membership)
             file = FileArchive(Path(self.job.journal))
             copy = await copied_to(file, header, state, at, failed=policy.failed)
         if self.past is not None:
             journal = await archive.go_on(self.past, writer, policy)
         else:
             journal = await archive.begin(header, policy)
-        return journal if copy is None else Copied(journal, copy)
+        return journal if copy is None else JournalCopy(journal, copy)
 
     def _none_waiting(self) -> bool:
         """Return whether all train and no worker is about to reconnect or exit.
@@ -470,12 +470,12 @@ class _Run:
             ranks = {worker: rank for worker, (_, rank) in found.items()}
             self.job_io.report.adopt(ranks, membership.generation)
 
-    def _adopted(self, clock_offset: float) -> loop.Adopted | None:
+    def _adopted(self, clock_offset: float) -> driver_loop.Adopted | None:
         if self.past is None:
             return None
         membership = self.membership
         places = {worker: membership.place_of(worker) for worker in membership.members}
-        return loop.Adopted(
+        return driver_loop.Adopted(
             running=[*membership.roster],
             places={worker: place for worker, place in places.items() if place is not None},
             generation=membership.generation,
@@ -496,11 +496,11 @@ class _Run:
         """Publish the generation, by which disconnected agents learn whether the job has continued without them."""
         assert self.lead is not None
         value = msgspec.json.encode({"generation": generation, "term": self.term, "job": self.id})
-        with contextlib.suppress(Deposed):
+        with contextlib.suppress(LeadershipLost):
             await self.lead.leadership.transact([(f"{job_root(self.plan.name)}generation", value)])
 
 
-class Overheard:
+class ObservedDiscovery:
     """A discovery that passes its lists to a callback too."""
 
     def __init__(self, source: Discovery, hears: Callable[[dict[str, int]], None]) -> None:

@@ -41,7 +41,7 @@ async def copied_to(
     return copy
 
 
-class Copied(Journal):
+class JournalCopy(Journal):
     """Writes two journals. ``first`` is authoritative, ``copy`` receives the same entries."""
 
     def __init__(self, first: Journal, copy: FileJournal) -> None:

@@ -226,7 +226,7 @@ def _kinds(fact: object) -> Any:
 # ---- formatting ----------------------------------------------------------------------------------------------------
 
 
-def tell(entries: Sequence[Entry], *, since: float) -> Iterator[str]:
+def readable_lines(entries: Sequence[Entry], *, since: float) -> Iterator[str]:
     """Yield readable lines: seconds since ``since``, the event, and each action below it."""
     for entry in entries:
         yield f"{entry.at - since:+10.3f}  {describe(entry.event)}"
@@ -236,7 +236,7 @@ def tell(entries: Sequence[Entry], *, since: float) -> Iterator[str]:
             yield f"{'':12}!! {entry.error}"
 
 
-def tell_writer(writer: Writer) -> str:
+def describe_writer(writer: Writer) -> str:
     """Return the line for a change of the driver."""
     where = f" at {writer.address}" if writer.address else ""
     return f"-- another driver resumes: term {writer.term}{where}, {writer.date}"

@@ -33,7 +33,7 @@ from elastic.driver.journal.entries import (
     header_of,
 )
 from elastic.driver.journal.journal import Journal, SnapshotPolicy
-from elastic.driver.journal.past import RecoveredJob
+from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.resume import past_of, writer_here
 from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings

@@ -31,14 +31,14 @@ from elastic.driver.journal.entries import (
     decoded,
     decoded_header,
     describe,
+    describe_writer,
     digest_of,
+    readable_lines,
     same,
-    tell,
-    tell_writer,
 )
-from elastic.driver.journal.past import RecoveredJob
+from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.snapshot import NotTaken, restored
+from elastic.driver.membership.snapshot import SnapshotError, restore_snapshot
 from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
@@ -125,7 +125,9 @@ class Journal:
     def story(self, last: int = RING) -> str:
         """Return the latest entries in readable form, oldest first."""
         entries = list(self._ring)[-last:]
-        return "\n".join(tell(entries, since=entries[0].at)) if entries else "no events yet"
+        return (
+            "\n".join(readable_lines(entries, since=entries[0].at)) if entries else "no events yet"
+        )
 
     def close(self) -> None:
         """Close the journal; nothing more is recorded."""
@@ -148,7 +150,7 @@ class Journal:
         assert self.take is not None
         try:
             data = self.take()
-        except NotTaken as error:  # a bug; without snapshots, resuming only takes longer
+        except SnapshotError as error:  # a bug; without snapshots, resuming only takes longer
             self.take = None
             self.failed(f"the journal gets no more snapshots: {error}")
             return
@@ -168,7 +170,7 @@ class Archive(Protocol):
         """
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> Journal:
-        """Begin the journal of a new job and discard that of a previous one. Requires `past`."""
+        """Begin the journal of a new job and discard that of a previous one. Requires `recovered_job`."""
 
     async def go_on(
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
@@ -253,7 +255,7 @@ def replay(
     found = recording(path)
     begun: Machine
     if found.start is not None and machine is Membership:
-        begun = restored(bytes(found.start.snapshot), found.settings)
+        begun = restore_snapshot(bytes(found.start.snapshot), found.settings)
     else:
         begun = machine(found.settings)
     return list(_replayed(found.entries, begun))
@@ -337,6 +339,6 @@ def story_of(found: Recording) -> Iterator[str]:
     takeovers = deque(found.takeovers)
     for number, entry in found.entries:
         while takeovers and takeovers[0][0] < number:
-            yield tell_writer(takeovers.popleft()[1])
-        yield from tell([entry], since=since)
-    yield from (tell_writer(writer) for _, writer in takeovers)
+            yield describe_writer(takeovers.popleft()[1])
+        yield from readable_lines([entry], since=since)
+    yield from (describe_writer(writer) for _, writer in takeovers)

@@ -18,10 +18,10 @@ import msgspec
 from elastic.driver.events import EndJob
 from elastic.driver.journal.entries import Entry, Header, Resumed, Snapshot, Writer, decoded
 from elastic.driver.journal.journal import ReplayDiffers, rebuilt
-from elastic.driver.journal.past import RecoveredJob
+from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership
-from elastic.driver.reasons import in_words
+from elastic.driver.reasons import as_sentence
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
 
@@ -69,7 +69,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
             raise Invalid(f"entry {number} is invalid: {error}") from error
         match line:
             case Snapshot(data, at, writer):
-                membership = snapshot.restored(bytes(data), settings)
+                membership = snapshot.restore_snapshot(bytes(data), settings)
                 entries.clear()
             case Resumed(writer):
                 at = max(at, writer.at)
@@ -87,7 +87,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
     if entries:
         at = max(at, entries[-1].at)
         if entries[-1].error:
-            ended = EndJob(1, in_words(f"a bug in the driver: {entries[-1].error}"))
+            ended = EndJob(1, as_sentence(f"a bug in the driver: {entries[-1].error}"))
     return RecoveredJob(
         header=header,
         settings=settings,

@@ -37,7 +37,7 @@ _heads = msgspec.json.Decoder(Head)
 
 
 @dataclass(eq=False)
-class Piecewise(PendingRecord):
+class SegmentedRecord(PendingRecord):
     """A record whose pieces have heads. ``after``: the place that it continues from."""
 
     after: Place | None = None

@@ -10,7 +10,7 @@ from elastic.driver.events import Event, HostLeaving, HostStaying, Notice, Worke
 from elastic.driver.launch.environment import without_secrets
 from elastic.driver.launch.standard_input import StandardInput, rank_of
 from elastic.driver.preemption.watch import OFF, Watch
-from elastic.driver.processes.supervisor import Agent
+from elastic.driver.processes.supervisor import ProcessSupervisor
 from elastic.driver.settings import Settings
 from elastic.driver.sinks import Log, Sink
 from elastic.protocol.messages import Worker
@@ -38,13 +38,13 @@ class LocalLauncher:
         self._preemption = preemption  # source of preemption notices
         self._preload = preload  # modules that the next worker imports in advance
         self._stdin = StandardInput(stdin_rank)  # assigns this process's standard input
-        self._agent: Agent | None = None
+        self._agent: ProcessSupervisor | None = None
         self._watch: Watch | None = None
         self._hosts: set[str] = set()  # host names with which workers were started here
         self._noticed: Callable[[Event], None] = lambda event: None
 
     @property
-    def agent(self) -> Agent:
+    def agent(self) -> ProcessSupervisor:
         assert self._agent is not None, "open() comes first"
         return self._agent
 
@@ -52,7 +52,7 @@ class LocalLauncher:
         self, exited: Callable[[WorkerExited], None], noticed: Callable[[Event], None]
     ) -> None:
         assert self._agent is None, "open() is called once"
-        self._agent = Agent(
+        self._agent = ProcessSupervisor(
             exited=exited, noticed=noticed, sink=self._sink, log=self._log, lease_s=self._lease_s
         )
         self._agent.prepared.modules = self._preload
@@ -77,7 +77,7 @@ class LocalLauncher:
             notice = None if self._watch is None else self._watch.notice
             if notice is not None:
                 self._noticed(HostLeaving(worker.host, notice, alone=True))
-        has_stdin = self._stdin.goes_to(worker, rank_of(env), self.alive())
+        has_stdin = self._stdin.receives(worker, rank_of(env), self.alive())
         self.agent.start(worker, command, env, stdin=0 if has_stdin else subprocess.DEVNULL)
 
     def kill(self, worker: Worker) -> None:

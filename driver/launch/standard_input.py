@@ -48,7 +48,7 @@ class StandardInput:
         self._rank = rank
         self._holder: Worker | None = None
 
-    def goes_to(self, worker: Worker, rank: int | None, alive: Collection[Worker]) -> bool:
+    def receives(self, worker: Worker, rank: int | None, alive: Collection[Worker]) -> bool:
         """Return whether a worker that is about to start gets standard input. ``alive`` are the running workers."""
         if self._rank is None or self._holder in alive:
             return False

@@ -24,7 +24,7 @@ from elastic.driver.membership.failure_detection.root_cause import (
 from elastic.driver.membership.part import Part
 from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.worlds import Phase
-from elastic.driver.reasons import Reason, Why, because
+from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.tracebacks import exception_line
 
 UNCAUGHT = 1  # Python's exit code after an uncaught exception
@@ -59,11 +59,11 @@ class Failures(Part):
         elif self.worlds.phase is not Phase.GATHERING:
             # Many workers report the same failure; only the first report of a generation gets here.
             worker, text = str(event.worker), event.reason
-            broke = because(Why.COLLECTIVE_BROKE, worker=worker, text=text)
+            broke = because(ReasonKind.COLLECTIVE_BROKE, worker=worker, text=text)
             if event.calls:
-                broke = because(Why.CALLS_DIFFER, text=text)
+                broke = because(ReasonKind.CALLS_DIFFER, text=text)
                 if self.worlds.mismatches.repeats(event.generation, event.calls):
-                    self.worlds.end(1, because(Why.SAME_CALLS, cause=broke))
+                    self.worlds.end(1, because(ReasonKind.SAME_CALLS, cause=broke))
             self.worlds.break_up(broke)
 
     def stranded(self, event: WorkerStranded) -> None:
@@ -71,37 +71,39 @@ class Failures(Part):
         if record is None or event.generation != self.worlds.generation:
             return
         name, text = self.worlds.named(record), event.reason
-        verdict = because(Why.LOST_PEER_OUTSIDE, who=name, text=text)
+        verdict = because(ReasonKind.LOST_PEER_OUTSIDE, who=name, text=text)
         if event.differs:
-            verdict = because(Why.CALLS_DIFFER, text=text)
+            verdict = because(ReasonKind.CALLS_DIFFER, text=text)
         if self.settings.elastic and record.stage is WorkerStage.DISMISSED:
             return  # it is already leaving
         if not self.settings.elastic:
             self._record_complaint(record, self._broken(record, event))
         elif any(s.running for s in self.worlds.live()):
             # The workers inside elastic.run continue, and this one is restarted.
-            self.staff.dismiss(record, because(Why.STRANDED), self.settings.disconnect_s)
-            self.worlds.lose(record, because(Why.LOST_STRANDED, worker=str(event.worker)))
+            self.staff.dismiss(record, because(ReasonKind.STRANDED), self.settings.disconnect_s)
+            self.worlds.lose(record, because(ReasonKind.LOST_STRANDED, worker=str(event.worker)))
         elif self.worlds.phase is Phase.GATHERING and self.worlds.gathering.had_loss:
             if self._nothing_to_lose():
                 self._restart_all(verdict)
                 return
-            self.worlds.end(1, because(Why.SEVERAL, causes=[self.worlds.gathering.reason, verdict]))
+            self.worlds.end(
+                1, because(ReasonKind.SEVERAL, causes=[self.worlds.gathering.reason, verdict])
+            )
         else:
             self._record_complaint(record, verdict)
 
     def _broken(self, record: WorkerRecord, event: WorkerFailed | WorkerStranded) -> Reason:
         """Return why a job of a fixed size ends with a broken collective."""
         if event.differs:
-            return because(Why.CALLS_DIFFER, text=event.reason)
-        return because(Why.LOST_PEER, who=self.worlds.named(record), text=event.reason)
+            return because(ReasonKind.CALLS_DIFFER, text=event.reason)
+        return because(ReasonKind.LOST_PEER, who=self.worlds.named(record), text=event.reason)
 
     def raised(self, event: WorkerRaised) -> None:
         record = self.roster.get(event.worker)
         if record is None or record.stage is WorkerStage.DISMISSED:
             return
         if event.final:
-            refused = Why.NO_RESUME if event.code == 1 else Why.SCRIPT_REFUSED
+            refused = ReasonKind.NO_RESUME if event.code == 1 else ReasonKind.SCRIPT_REFUSED
             end = because(refused, text=event.summary)
             if event.shards_lost:
                 end = self.worlds.give_up.shards_lost(self.worlds.world, event.summary)
@@ -113,17 +115,17 @@ class Failures(Part):
                 by = self.actions.now + self.settings.leave_s  # its exit reports the exit code
                 self.worlds.root_cause_search = RootCauseSearch(by, by, None)
             name, summary = self.worlds.named(record), event.summary
-            verdict = because(Why.SCRIPT_RAISED, who=name, summary=summary, trace=trace)
+            verdict = because(ReasonKind.SCRIPT_RAISED, who=name, summary=summary, trace=trace)
             self.worlds.root_cause_search.name_root_cause(event.worker, verdict)
             return
         if event.worker in self.worlds.world.places and event.calls:
             # All ranks received the same calls, and would again after a retry.
-            self.worlds.end(1, because(Why.TENSORS_DIFFER, summary=event.summary))
+            self.worlds.end(1, because(ReasonKind.TENSORS_DIFFER, summary=event.summary))
         if event.worker in self.worlds.world.places and not event.hardware:
             earlier = self.worlds.exceptions.repeats(event)
             if earlier is not None:
                 same = because(
-                    Why.SAME_EXCEPTION,
+                    ReasonKind.SAME_EXCEPTION,
                     first=str(earlier),
                     worker=str(event.worker),
                     commit=event.commit.dotted if event.commit else "none",
@@ -133,9 +135,9 @@ class Failures(Part):
         self.staff.last_output = trace
         blamed = ": the GPU or NCCL failed, not the script" if event.hardware else ""
         self.actions.log("error", f"{raised}{blamed}")
-        self.staff.dismiss(record, because(Why.RAISED), self.settings.leave_s)
+        self.staff.dismiss(record, because(ReasonKind.RAISED), self.settings.leave_s)
         worker, summary = str(event.worker), event.summary
-        lost = because(Why.LOST_RAISED, worker=worker, summary=summary)
+        lost = because(ReasonKind.LOST_RAISED, worker=worker, summary=summary)
         if not event.hardware:
             self.worlds.give_up.script_failures.failed(record.slot, lost)
         self.worlds.lose(record, lost)
@@ -152,11 +154,11 @@ class Failures(Part):
             return
         if not any(s.stage in AT_STAKE for s in self.worlds.live() if s is not record):
             return  # no worker waits for it, so it has time to exit; its exit ends the job
-        self.staff.dismiss(record, because(Why.NOT_EXITED), self.settings.leave_s)
+        self.staff.dismiss(record, because(ReasonKind.NOT_EXITED), self.settings.leave_s)
         worker, ended = str(event.worker), describe_exit(event.code)
-        lost = because(Why.LOST_EXITED, worker=worker, exit=ended)
+        lost = because(ReasonKind.LOST_EXITED, worker=worker, exit=ended)
         if event.call:
-            lost = because(Why.LOST_QUIT, worker=worker, call=event.call)
+            lost = because(ReasonKind.LOST_QUIT, worker=worker, call=event.call)
         if event.code:
             self.worlds.give_up.script_failures.failed(record.slot, lost)
         self.worlds.lose(record, lost)
@@ -168,11 +170,11 @@ class Failures(Part):
             return
         exit_text = ended = event.reason or describe_exit(event.code)
         worker = str(event.worker)
-        lost = because(Why.LOST_EXITED, worker=worker, exit=exit_text)
+        lost = because(ReasonKind.LOST_EXITED, worker=worker, exit=exit_text)
         if record.killed_for is not None:
             # The reason was logged when it was killed. It is repeated only if the exit ends the job.
             ended = f"{ended}, as requested"
-            lost = because(Why.LOST_KILLED, worker=worker, killed_for=record.killed_for)
+            lost = because(ReasonKind.LOST_KILLED, worker=worker, killed_for=record.killed_for)
         # A worker killed by SIGKILL cannot report why, and an earlier worker's output does not explain a later exit.
         if event.output and event.code != -signal.SIGKILL:
             self.staff.last_output = event.output.rstrip()
@@ -241,7 +243,7 @@ class Failures(Part):
         text = "no worker had entered elastic.run, so all start from the beginning"
         self.actions.log("warning", f"{why}; {text}")
         self.worlds.gathering.anew = self.worlds.gathering.whole = True
-        stranded = because(Why.STRANDED)
+        stranded = because(ReasonKind.STRANDED)
         for record in [*self.roster.in_plans()]:
             if record.stage is not WorkerStage.STARTING:
                 self.staff.discard(record, stranded)
@@ -256,7 +258,7 @@ class Failures(Part):
         if self.worlds.root_cause_search is None:
             if self.worlds.completed:
                 early = ", ".join(self.worlds.completed[:8])
-                verdict = because(Why.ENDED_EARLY, workers=early, cause=verdict)
+                verdict = because(ReasonKind.ENDED_EARLY, workers=early, cause=verdict)
             moment = self.settings.disconnect_s
             self.worlds.root_cause_search = RootCauseSearch(
                 self.actions.now + moment, self.actions.now + 5 * moment, verdict
@@ -285,7 +287,7 @@ class Failures(Part):
 
     def _ended(self, record: WorkerRecord, exit_text: str, **facts: bool | str) -> Reason:
         name, killed_for = self.worlds.named(record), record.killed_for
-        return because(Why.ENDED, who=name, exit=exit_text, killed_for=killed_for, **facts)
+        return because(ReasonKind.ENDED, who=name, exit=exit_text, killed_for=killed_for, **facts)
 
     def _end_if_the_script_is_wrong(
         self, record: WorkerRecord, event: WorkerExited, exit_text: str
@@ -296,7 +298,7 @@ class Failures(Part):
         self.staff.slots.ended(record.slot, -1 if record.killed_for else event.code)
         if not self.worlds.trained and self.staff.all_fail():
             fails = because(
-                Why.SCRIPT_FAILS,
+                ReasonKind.SCRIPT_FAILS,
                 exit=exit_text,
                 killed_for=record.killed_for,
                 wrote=self.staff.last_output,

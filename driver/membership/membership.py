@@ -14,8 +14,9 @@ and a worker that cannot be reached is killed first.
 
 This module routes each event to the part that handles it, and runs the checks that follow each event. `worlds` has the
 transitions between phases, `worker_reports` the workers' reports, `failures` broken worlds and dead workers,
-`reconnect` repeated reports after a lost connection, `frozen` and `stuck` workers that hold up the others, `notices`
-preemption, `requests` operator requests, `worker_pool` the processes, and `root_cause` the attribution of failures.
+`reconnect` repeated reports after a lost connection, `frozen` and `stuck` workers that hold up the others,
+`preemption_notices` preemption, `operator_requests` operator requests, `worker_pool` the processes, and `root_cause`
+the attribution of failures.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.root_cause import describe_exit
 from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failures import Failures
-from elastic.driver.membership.notices import Notices
-from elastic.driver.membership.reconnect import Reconnections
-from elastic.driver.membership.requests import OperatorRequests
+from elastic.driver.membership.operator_requests import OperatorRequests
+from elastic.driver.membership.preemption_notices import Notices
+from elastic.driver.membership.reconnect import Reconnects
 from elastic.driver.membership.roster import Roster, WorkerStage
 from elastic.driver.membership.worker_reports import IllegalEvent, WorkerReports
 from elastic.driver.membership.worlds.deadlines import Deadlines
 from elastic.driver.membership.worlds.stop import Stop
 from elastic.driver.membership.worlds.worlds import JobFinished, Phase, Worlds
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Place, Worker
 
@@ -51,7 +52,7 @@ class Membership:
         self.story: deque[events.Event] = deque(maxlen=30)  # the latest events
         self.worlds = Worlds(settings)
         self.failures = Failures(self.worlds)
-        self.reconnections = Reconnections(self.worlds)
+        self.reconnections = Reconnects(self.worlds)
         self.frozen = Frozen(self.worlds)
         self.reports = WorkerReports(self.worlds, self.frozen)
         self.stuck = Stuck(self.worlds)
@@ -189,7 +190,7 @@ class Membership:
             if record.stage is not WorkerStage.DISMISSED:
                 record.stage = WorkerStage.DISMISSED
                 worker, killed_for = str(record.worker), record.killed_for
-                alive = because(Why.LOST_ALIVE, worker=worker, killed_for=killed_for)
+                alive = because(ReasonKind.LOST_ALIVE, worker=worker, killed_for=killed_for)
                 self.frozen.given_up(record, alive)
         self.frozen.give_up_hosts()
         self.frozen.fence()
@@ -202,11 +203,11 @@ class Membership:
             case events.WorkerExited():
                 self.roster.remove(event.worker)
             case events.WorkerConnected() | events.WorkerReady() if event.worker in self.roster:
-                self.worlds.staff.release(self.roster[event.worker], because(Why.JOB_ENDED))
+                self.worlds.staff.release(self.roster[event.worker], because(ReasonKind.JOB_ENDED))
             case events.WorkerReconnected() if self._has_finished(event.worker):
                 self.reconnections.reconnected(event)  # code after its training still runs
             case events.WorkerReconnected():
-                self.worlds.actions.add(events.LetGo(event.worker, because(Why.JOB_ENDED)))
+                self.worlds.actions.add(events.LetGo(event.worker, because(ReasonKind.JOB_ENDED)))
             case events.HostReported():
                 for gone in self.reconnections.not_there(event):
                     self.roster.remove(gone.worker)
@@ -217,7 +218,9 @@ class Membership:
                 | events.DrainRequested(request)
                 | events.RemoveRequested(request)
             ):
-                self.worlds.actions.add(events.AnswerRequest(request, False, because(Why.JOB_OVER)))
+                self.worlds.actions.add(
+                    events.AnswerRequest(request, False, because(ReasonKind.JOB_OVER))
+                )
             case events.WorkerFrozen() if event.worker in self.roster:
                 record = self.roster[event.worker]
                 if not record.frozen:

@@ -31,24 +31,24 @@ from elastic.driver.membership.part import Part
 from elastic.driver.membership.roster import WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.membership.worlds.worlds import Phase
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 
 # reasons for a kill that a reconnection cancels
-UNTIL_IT_IS_BACK = (Why.CONNECTION_LOST, Why.NOT_BACK)
+UNTIL_IT_IS_BACK = (ReasonKind.CONNECTION_LOST, ReasonKind.NOT_BACK)
 
 
-class Reconnections(Part):
+class Reconnects(Part):
     """Repeats the current decisions to workers that reconnect."""
 
     def reconnected(self, event: WorkerReconnected) -> None:
         record = self.roster.get(event.worker)
         if record is None:
             # Reported dead, but still alive: no other worker trains with it.
-            self.actions.add(LetGo(event.worker, because(Why.GONE_ON_WITHOUT), True))
+            self.actions.add(LetGo(event.worker, because(ReasonKind.GONE_ON_WITHOUT), True))
             return
         if event.generation > self.worlds.generation:
             worker, generation = str(event.worker), event.generation
-            unknown = because(Why.JOURNAL_INCOMPLETE, worker=worker, generation=generation)
+            unknown = because(ReasonKind.JOURNAL_INCOMPLETE, worker=worker, generation=generation)
             self.worlds.end(1, unknown)
         why = record.exit_why
         if why is not None and why.kind in UNTIL_IT_IS_BACK and record.killed_for is None:
@@ -94,7 +94,9 @@ class Reconnections(Part):
             case Phase.TRAINING | Phase.ENDING:
                 # It may be held at a change that was called off while it was disconnected.
                 self.actions.add(
-                    CallOffChange(generation, change.number, [worker], because(Why.RECONNECTED))
+                    CallOffChange(
+                        generation, change.number, [worker], because(ReasonKind.RECONNECTED)
+                    )
                 )
 
     # ---- a whole host, or all hosts --------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ class Reconnections(Part):
         for worker in event.running:
             record = here.get(worker)
             if record is None:
-                self.actions.add(KillWorker(worker, because(Why.GONE_ON_WITHOUT)))
+                self.actions.add(KillWorker(worker, because(ReasonKind.GONE_ON_WITHOUT)))
             elif record.killed_for:
                 self.actions.add(KillWorker(worker, record.killed_for))
         ordered = here.keys() if event.ordered is None else set(event.ordered)
@@ -132,4 +134,4 @@ class Reconnections(Part):
                 WorkerStage.RETURNED,
             ):
                 record.exit_by = now + settings.reconnect_s
-                record.exit_why = because(Why.NOT_BACK)
+                record.exit_why = because(ReasonKind.NOT_BACK)

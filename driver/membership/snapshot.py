@@ -30,29 +30,29 @@ from elastic.driver.membership.failure_detection.root_cause import (
     Mismatches,
     RootCauseSearch,
 )
-from elastic.driver.membership.failure_detection.silence import Silence
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicion, Suspicions, Verdict
+from elastic.driver.membership.failure_detection.unresponsive_hosts import UnresponsiveHosts
 from elastic.driver.membership.failures import Failures
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.notices import Departure, Notices
-from elastic.driver.membership.reconnect import Reconnections
+from elastic.driver.membership.preemption_notices import Departure, Notices
+from elastic.driver.membership.reconnect import Reconnects
 from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.cooldown import Cooldown, SlotRecord
 from elastic.driver.membership.scheduling.slots import Slots
-from elastic.driver.membership.scheduling.worker_pool import Workforce
+from elastic.driver.membership.scheduling.worker_pool import WorkerPool
 from elastic.driver.membership.worker_reports import WorkerReports
 from elastic.driver.membership.worlds.deadlines import Deadlines
 from elastic.driver.membership.worlds.gathering import Gathering, Kind
 from elastic.driver.membership.worlds.give_up import GiveUpRules
-from elastic.driver.membership.worlds.planned_change import Change
+from elastic.driver.membership.worlds.liveness_probes import LivenessProbes
+from elastic.driver.membership.worlds.planned_change import PlannedChange
 from elastic.driver.membership.worlds.script_failures import ScriptFailures
-from elastic.driver.membership.worlds.signs_of_life import SignsOfLife
 from elastic.driver.membership.worlds.stop import Stop
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
-from elastic.driver.reasons import Reason, Why
+from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
 from elastic.protocol.calls import Called
@@ -64,7 +64,7 @@ OBJECTS: tuple[type, ...] = (  # created empty and then filled; compared by iden
         Worlds,
         WorkerReports,
         Failures,
-        Reconnections,
+        Reconnects,
         Frozen,
         Stuck,
         Notices,
@@ -72,16 +72,16 @@ OBJECTS: tuple[type, ...] = (  # created empty and then filled; compared by iden
         Stop,
         Deadlines,
         ActionList,
-        Workforce,
+        WorkerPool,
         GiveUpRules,
         World,
         Gathering,
-        Change,
+        PlannedChange,
         Exceptions,
         Mismatches,
         RootCauseSearch,
         ScriptFailures,
-        SignsOfLife,
+        LivenessProbes,
     ),
     *(
         Slots,
@@ -93,11 +93,11 @@ OBJECTS: tuple[type, ...] = (  # created empty and then filled; compared by iden
         Suspicion,
         IdleWorld,
         Stragglers,
-        Silence,
+        UnresponsiveHosts,
     ),
 )
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
-ENUMS: tuple[type[enum.Enum], ...] = (Phase, WorkerStage, Kind, Verdict, Why)
+ENUMS: tuple[type[enum.Enum], ...] = (Phase, WorkerStage, Kind, Verdict, ReasonKind)
 STRUCTS: tuple[type[msgspec.Struct], ...] = (  # created from their parts, as are enums and tuples
     *(Worker, Commit, Address, Place, Launches, Times, Member, Notice, Reason, Called),
     *Event.__subclasses__(),
@@ -117,7 +117,7 @@ _METHOD = "method"
 Part = str | int | float | bool | list[Any] | None
 
 
-class NotTaken(ElasticError, TypeError):
+class SnapshotError(ElasticError, TypeError):
     """The state contains an object of an unknown type. This is a bug, but it does not end the job."""
 
 
@@ -131,13 +131,13 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_Snapshot).decode
 
 
-def taken(membership: Membership) -> bytes:
-    """Return the whole state of a membership between two events. Raises NotTaken."""
+def take_snapshot(membership: Membership) -> bytes:
+    """Return the whole state of a membership between two events. Raises SnapshotError."""
     with _nothing_collected():
         return _encode(_Taking(membership).snapshot)
 
 
-def restored(data: bytes, settings: Settings) -> Membership:
+def restore_snapshot(data: bytes, settings: Settings) -> Membership:
     """Restore a Membership that answers every event as the original would.
 
     Raises:
@@ -213,7 +213,7 @@ class _Taking:
             return found
         way = self._ways.get(kind)
         if way is None:
-            raise NotTaken(
+            raise SnapshotError(
                 f"a snapshot can't hold {kind.__module__}.{kind.__qualname__}: {value!r:.200}"
             )
         return way(value)
@@ -250,7 +250,7 @@ class _Taking:
     def _method(self, value: Any) -> list[int]:
         owner, name = value.__self__, value.__name__
         if (type(owner), name) not in METHODS:
-            raise NotTaken(f"a snapshot can't hold the method {value!r:.200}")
+            raise SnapshotError(f"a snapshot can't hold the method {value!r:.200}")
         found = self._methods.get((id(owner), name))
         if found is None:
             row = [self._number(_METHOD), name, self._part(owner)]
@@ -259,7 +259,7 @@ class _Taking:
 
     def _of_settings(self, value: Any) -> list[int]:
         if value is not self._settings:
-            raise NotTaken("a snapshot can't hold two settings")
+            raise SnapshotError("a snapshot can't hold two settings")
         return self._add(value, [self._number(Settings.__name__)])
 
     # Mutable objects may have any position, and may form cycles.

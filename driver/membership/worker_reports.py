@@ -13,7 +13,7 @@ from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
-from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import Commit, Worker
 
 BEFORE = "model before the gradients became infinite or NaN"
@@ -86,7 +86,7 @@ class WorkerReports(Part):
         if record.stage is WorkerStage.STARTING:
             raise IllegalEvent("ready before it connected")
         if record.stage is WorkerStage.FINISHED:
-            self.staff.release(record, because(Why.RETURNED_BEFORE))
+            self.staff.release(record, because(ReasonKind.RETURNED_BEFORE))
             return
         was_at_work = record.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)
         record.commit, record.store = event.commit, event.store
@@ -94,18 +94,18 @@ class WorkerReports(Part):
         self.worlds.trained = self.worlds.trained or event.running
         record.moved(self.actions.now)
         record.waits_since = self.actions.now
-        self.staff.somebody_waits()
+        self.staff.has_waiting_starts()
         if event.worker not in self.worlds.world.places:
             self._newcomer_ready(record)
             return
         record.stage = WorkerStage.READY
         if was_at_work and self.worlds.phase in (Phase.TRAINING, Phase.PREPARING, Phase.ENDING):
             if self.worlds.world.running:
-                fell_out = because(Why.FELL_OUT, worker=str(event.worker))
+                fell_out = because(ReasonKind.FELL_OUT, worker=str(event.worker))
                 self.worlds.break_up(fell_out, failure=False)
             else:
                 # The first worker to return from user code outside elastic.run. The others are not interrupted.
-                why = Why.ENTERING if event.running else Why.INIT_AGAIN
+                why = ReasonKind.ENTERING if event.running else ReasonKind.INIT_AGAIN
                 self.worlds.gather(Kind.START, because(why))
 
     def _newcomer_ready(self, record: WorkerRecord) -> None:
@@ -130,7 +130,7 @@ class WorkerReports(Part):
         record = self.roster.get(event.worker)
         # its machine's notice determines when it leaves
         if record is not None and not record.noticed:
-            self.staff.leave(record, in_words(event.reason), self.worlds.world.places)
+            self.staff.leave(record, as_sentence(event.reason), self.worlds.world.places)
 
     def resumed(self, event: events.WorkerResumed) -> None:
         record = self.roster.get(event.worker)
@@ -150,7 +150,7 @@ class WorkerReports(Part):
         found = self.worlds.world.digested(event, self.roster)
         if found is not None:
             wrong, right = found
-            differs = because(Why.OTHER_DIGEST, right=str(right), commit=event.commit.dotted)
+            differs = because(ReasonKind.OTHER_DIGEST, right=str(right), commit=event.commit.dotted)
             self.staff.fence(self.roster[wrong], differs)
 
     def differs(self, event: events.WorkerDiffers) -> None:
@@ -160,7 +160,7 @@ class WorkerReports(Part):
     def _damaged(self, worker: Worker, parts: str, commit: Commit, equal: int) -> None:
         record = self.roster.get(worker)
         if record is not None and not record.killed_for:
-            damaged = because(Why.DAMAGED, parts=parts, commit=commit.dotted, equal=equal)
+            damaged = because(ReasonKind.DAMAGED, parts=parts, commit=commit.dotted, equal=equal)
             self.staff.fence(record, damaged)
 
     def spoilt(self, event: events.ReplicasSpoilt) -> None:
@@ -170,7 +170,7 @@ class WorkerReports(Part):
             return
         for worker in event.damaged:
             self._damaged(worker, BEFORE, event.commit, event.equal)
-        reason = because(Why.SPOILT, commit=event.commit.dotted)
+        reason = because(ReasonKind.SPOILT, commit=event.commit.dotted)
         for record in here:
             if record.killed_for:
                 record.stage = WorkerStage.DISMISSED  # its fault was already logged
@@ -191,7 +191,7 @@ class WorkerReports(Part):
             s.stage is WorkerStage.READY for s in self.worlds.live()
         ):
             # It returned while others stopped: only a new world can include all of them.
-            returned = because(Why.RETURNED_MEANWHILE, worker=str(event.worker))
+            returned = because(ReasonKind.RETURNED_MEANWHILE, worker=str(event.worker))
             self.worlds.break_up(returned, failure=False)
             return
         self.worlds.one_returned(record)

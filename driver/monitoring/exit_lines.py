@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.driver.monitoring.quiet_timer import QuietTimer
-from elastic.driver.reasons import Reason, Why
+from elastic.driver.monitoring.debounce_timer import DebounceTimer
+from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.sinks import Log
 
 
@@ -13,11 +13,11 @@ class ExitLines:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._more: list[Reason] | None = None  # None: no summary is pending
-        self._timer = QuietTimer(self.say)
+        self._timer = DebounceTimer(self.say)
 
     def shares(self, about: Reason | None) -> bool:
         """Return whether a line is deferred to the summary."""
-        if about is None or about.kind is not Why.SLOT_COOLS:
+        if about is None or about.kind is not ReasonKind.SLOT_COOLS:
             return False
         self._timer.touch()
         if self._more is not None:

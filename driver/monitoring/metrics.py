@@ -1,7 +1,7 @@
 """Prometheus metrics of a job, from the events and decisions that the journal contains. Decides nothing.
 
-`Figures` is pure: it receives events and keeps numbers. `Metrics` serves them over HTTP from its own threads, so that
-a scrape never blocks the driver. All names begin with ``elastic_``; worker labels are limited to live workers.
+`JobMetrics` is pure: it receives events and keeps numbers. `MetricsServer` serves them over HTTP from its own threads,
+so that a scrape never blocks the driver. All names begin with ``elastic_``; worker labels are limited to live workers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from elastic.driver.monitoring.dashboard.http_requests import is_ours
 from elastic.driver.monitoring.step_rate import StepRate
 from elastic.driver.monitoring.straggler_waits import Histogram, StragglerWaits
 from elastic.driver.monitoring.time_spent import TimeSpent
-from elastic.driver.reasons import Why
+from elastic.driver.reasons import ReasonKind
 from elastic.errors import Invalid
 from elastic.protocol.messages import Commit, Worker
 from elastic.protocol.report_values import Report
@@ -45,16 +45,16 @@ RANKS, NAMES = 64, 64  # reported values: ranks below RANKS, and names of each
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of histograms
 # Kills that are fences, and the label under which they are counted.
 FENCES = {
-    Why.FROZEN: "frozen",
-    Why.IDLE: "stuck",
-    Why.BUSY: "stuck",
-    Why.CUT_OFF: "cut off",
-    Why.OTHER_DIGEST: "digest",
-    Why.DAMAGED: "digest",
-    Why.GPU_FAILED: "gpu",
-    Why.GPU_HANGS: "gpu",
-    Why.GPU_BEHIND: "gpu",
-    Why.NO_INIT: "late",
+    ReasonKind.FROZEN: "frozen",
+    ReasonKind.IDLE: "stuck",
+    ReasonKind.BUSY: "stuck",
+    ReasonKind.CUT_OFF: "cut off",
+    ReasonKind.OTHER_DIGEST: "digest",
+    ReasonKind.DAMAGED: "digest",
+    ReasonKind.GPU_FAILED: "gpu",
+    ReasonKind.GPU_HANGS: "gpu",
+    ReasonKind.GPU_BEHIND: "gpu",
+    ReasonKind.NO_INIT: "late",
 }
 
 
@@ -71,7 +71,7 @@ def _durations() -> Histogram:
     return Histogram(BOUNDS_S)
 
 
-class Figures:
+class JobMetrics:
     """All counted values of one job."""
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Figures:
             self.stragglers = self._judge.named
 
 
-def families(figures: Figures, now: float = 0.0) -> Iterator[Metric]:
+def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
     """Return the metric families in Prometheus format, ``now`` seconds since 1970. Pure."""
     stages = Counter(figures.stages.values())
     yield _gauge("workers", "Worker processes by stage.", "stage", ((s, stages[s]) for s in STAGES))
@@ -464,11 +464,11 @@ def refuse_other_names(server: Any, own: str) -> None:
     server.set_app(answer)
 
 
-class Metrics(Collector):
+class MetricsServer(Collector):
     """Serves the metrics of one job. Raises Invalid if it cannot listen."""
 
     def __init__(self, address: str, port: int) -> None:
-        self._figures = Figures()
+        self._figures = JobMetrics()
         self._changing = threading.Lock()  # the driver's thread writes, a scrape's thread reads
         self._epoch: float | None = None  # offset from the journal's clock to seconds since 1970
         registry = CollectorRegistry()
@@ -493,7 +493,7 @@ class Metrics(Collector):
             self._figures.note(event, actions, self._epoch + now)
 
     def adopt(self, members: Sequence[tuple[Worker, int]], generation: int) -> None:
-        """Adopt the world of the previous driver; see `Figures.adopt`."""
+        """Adopt the world of the previous driver; see `JobMetrics.adopt`."""
         with self._changing:
             self._figures.adopt(members, generation)
 

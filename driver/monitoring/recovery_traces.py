@@ -77,7 +77,7 @@ class RecoveryTraces:
         for processor in processors:
             self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("hvd-elastic")
-        self._first_warnings = TroubleToldOnce(log)
+        self._first_warnings = ExportErrorHandler(log)
         self._below = set_span_in_context
         self._job = job
         self._epoch: float | None = None  # offset from the journal's clock to seconds since 1970
@@ -114,7 +114,7 @@ class RecoveryTraces:
         self._first_warnings.close()
 
 
-class TroubleToldOnce(logging.Handler):
+class ExportErrorHandler(logging.Handler):
     """Logs the first warning of the SDK, as of an unreachable collector, to the driver's log."""
 
     def __init__(self, log: Log) -> None:

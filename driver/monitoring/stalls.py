@@ -411,7 +411,7 @@ def blamed(facts: Mapping[str, Any]) -> str:
     return " and ".join([", ".join(names), *more]) if names else ""
 
 
-def in_words(facts: Mapping[str, Any]) -> str:
+def as_sentence(facts: Mapping[str, Any]) -> str:
     """Return a stall's facts as a clause.
 
     For example ``3 ranks wait for rank 1 (h:1#1) at train.py:12``; in the past tense once it is over.

@@ -239,7 +239,7 @@ class TimeSpent:
                     self._begin("recovering", now)
             case events.PublishWorld(generation, members, _, holders):
                 if not holders:
-                    self._all_gone()
+                    self._all_exited()
                 before, self._members = self._members, {member.worker for member in members}
                 for worker in before - self._members:
                     if worker in self.running:
@@ -332,7 +332,7 @@ class TimeSpent:
             self.older_count += KEPT
             del self.gone[:KEPT]
 
-    def _all_gone(self) -> None:
+    def _all_exited(self) -> None:
         """Handle the loss of all commits in memory.
 
         Training since the newest checkpoint, or since the beginning, must be repeated.

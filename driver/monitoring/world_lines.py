@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.driver.events import PublishWorld, ReportRecovery
-from elastic.driver.reasons import Why, because, counted
+from elastic.driver.reasons import ReasonKind, because, counted
 
 _VERBS = {"recovery": "recovered", "change": "changed", "start": "started"}
 
@@ -18,11 +18,11 @@ def world_line(world: PublishWorld, *, before: str, wanted: int, slots: int) -> 
         slots: number of listed slots.
     """
     size, reason = len(world.members), world.reason
-    if reason.kind is Why.FIRST_WORLD and size < wanted:
-        reason = because(Why.FIRST_WORLD, members=size, wanted=wanted, slots=slots)
+    if reason.kind is ReasonKind.FIRST_WORLD and size < wanted:
+        reason = because(ReasonKind.FIRST_WORLD, members=size, wanted=wanted, slots=slots)
     text = f"generation {world.generation} has {counted(size, 'worker')}"
     cause = reason.facts.get("cause")
-    if reason.kind is Why.NEXT_WORLD and cause is not None and before.endswith(str(cause)):
+    if reason.kind is ReasonKind.NEXT_WORLD and cause is not None and before.endswith(str(cause)):
         new = f", {reason.facts['new']} joined" if reason.facts["new"] else ""
         return f"{text}: {reason.facts['ready']} of {reason.facts['members']} stayed{new}"
     return f"{text}: {reason}"

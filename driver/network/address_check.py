@@ -18,7 +18,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-class Agreement:
+class AddressCheck:
     """Addresses that hosts use and have, as counts, so that hosts need not be compared in pairs."""
 
     def __init__(self) -> None:

@@ -61,7 +61,7 @@ def _noticed(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-class CallsInTurn:
+class SequentialCalls:
     """Runs blocking calls one at a time: a call that exceeds its limit continues, and later ones wait for it."""
 
     def __init__(self, name: str) -> None:

@@ -24,7 +24,7 @@ _NAME = re.compile(r"[^\s/%]{1,15}")  # as on Linux
 _INNER = ("docker", "br-", "virbr", "veth", "cni", "cbr", "flannel", "cali", "lxc", "lxd", "podman")
 
 
-class Interface(msgspec.Struct, frozen=True):
+class InterfaceAddress(msgspec.Struct, frozen=True):
     """One address of this machine. An interface with several addresses is represented by several objects."""
 
     name: str
@@ -55,7 +55,7 @@ def check_wanted(wanted: Iterable[str]) -> None:
 
 
 def choose_bind(
-    wanted: Sequence[str], own: Sequence[Interface], *, local: str, several: bool = False
+    wanted: Sequence[str], own: Sequence[InterfaceAddress], *, local: str, several: bool = False
 ) -> str:
     """Return the numeric address on which the workers of this host listen.
 
@@ -82,12 +82,14 @@ def choose_bind(
     return local
 
 
-def wanted_address(wanted: Sequence[str], own: Sequence[Interface], *, family: int = 4) -> str:
+def wanted_address(
+    wanted: Sequence[str], own: Sequence[InterfaceAddress], *, family: int = 4
+) -> str:
     """Return the address of the first of ``wanted`` that this machine has, preferably of ``family``.
 
     Raises Invalid.
     """
-    scoped: Interface | None = None
+    scoped: InterfaceAddress | None = None
     for name in wanted:
         network = _network(name)
         found = [each for each in own if each.up and _fits(each, name, network)]
@@ -101,7 +103,7 @@ def wanted_address(wanted: Sequence[str], own: Sequence[Interface], *, family: i
     raise Invalid(f"{FLAG} {','.join(wanted)} matches no address of this machine, which has {here}")
 
 
-def name_of(address: str, own: Sequence[Interface]) -> str | None:
+def name_of(address: str, own: Sequence[InterfaceAddress]) -> str | None:
     """Return the interface that has this address; for 127.0.0.2, the one that has its network."""
     for each in own:
         if each.address == address:
@@ -112,7 +114,7 @@ def name_of(address: str, own: Sequence[Interface]) -> str | None:
 
 
 def worker_variables(
-    bind: str, own: Sequence[Interface], environ: Mapping[str, str]
+    bind: str, own: Sequence[InterfaceAddress], environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Return variables that make NCCL, torch's own Gloo and Horovod's scripts use the interface of this address.
 
@@ -145,7 +147,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_link_local(address: str) -> bool:
-    """Return whether an address is link-local IPv6: see `Interface.link_local`."""
+    """Return whether an address is link-local IPv6: see `InterfaceAddress.link_local`."""
     found = ipaddress.ip_address(bare(address))
     return found.version == 6 and found.is_link_local
 
@@ -167,13 +169,13 @@ def _network(name: str) -> _Network | None:
     )
 
 
-def _fits(interface: Interface, name: str, network: _Network | None) -> bool:
+def _fits(interface: InterfaceAddress, name: str, network: _Network | None) -> bool:
     if network is None:
         return interface.name == name
     return ipaddress.ip_address(interface.address) in network
 
 
-def _reachable(own: Sequence[Interface], family: int) -> str:
+def _reachable(own: Sequence[InterfaceAddress], family: int) -> str:
     """Return the best guess without a setting: real interfaces before internal ones, then by family."""
     found = [each for each in own if each.up and not each.loopback and not each.link_local]
     if not found:
@@ -182,7 +184,7 @@ def _reachable(own: Sequence[Interface], family: int) -> str:
             f" or pass {FLAG}"
         )
 
-    def rank(each: Interface) -> tuple[bool, bool, bool]:
+    def rank(each: InterfaceAddress) -> tuple[bool, bool, bool]:
         found = ipaddress.ip_address(each.address)
         return each.name.startswith(_INNER), found.is_link_local, found.version != family
 

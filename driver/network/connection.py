@@ -15,9 +15,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from elastic.driver.network.keepalive import expect_signs_of_life
-from elastic.protocol.framing import NONCE_BYTES, Wire
+from elastic.protocol.framing import NONCE_BYTES, FramedConnection
 from elastic.protocol.messages import HANDSHAKE_LIMIT, Address, Challenge, ProtocolError, encoded
-from elastic.protocol.tls import FLAGS, Endpoint
+from elastic.protocol.tls import FLAGS, TlsEndpoint
 
 HANDSHAKE_S = 5.0
 TLS_HANDSHAKE_LIMIT = 64 * 1024  # bytes, including the caller's certificates
@@ -33,7 +33,7 @@ Who = TypeVar("Who", bound=Hashable)
 
 
 class Owner(Protocol[Who]):
-    """Interface of the server that a connection belongs to: see `elastic.driver.network.server`."""
+    """Interface of the server that a connection belongs to: see `elastic.driver.network.control_server`."""
 
     secret: bytes
     lease_s: float
@@ -66,9 +66,9 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self._server = server
         self._loop = loop
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._wire = Wire(server.decoder)
+        self._wire = FramedConnection(server.decoder)
         self._unproved = 0  # bytes received before authentication
-        self._tls = None if server.tls is None else Endpoint(server.tls, server=True)
+        self._tls = None if server.tls is None else TlsEndpoint(server.tls, server=True)
         self._identity: Who | None = None
         self._over = False
         self._deadline: asyncio.TimerHandle | None = None

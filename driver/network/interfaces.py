@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from elastic.driver.network.choose_address import (
     FLAG,
-    Interface,
+    InterfaceAddress,
     bare,
     choose_bind,
     is_link_local,
@@ -25,7 +25,7 @@ _OUTWARD = ("192.0.2.1", "2001:db8::1")  # reserved addresses: only the route is
 _PORT = 9
 
 
-def own_addresses() -> list[Interface]:
+def own_addresses() -> list[InterfaceAddress]:
     """Return every IPv4 and IPv6 address of this machine, including loopback, in the order of its interfaces."""
     import psutil  # slow, and only needed by some jobs
 
@@ -37,11 +37,11 @@ def own_addresses() -> list[Interface]:
             if row.family in (socket.AF_INET, socket.AF_INET6):
                 address = bare(row.address)
                 length = _prefix_length(address, row.netmask)
-                found.append(Interface(name, address, length, up, is_loopback(address)))
+                found.append(InterfaceAddress(name, address, length, up, is_loopback(address)))
     return found
 
 
-def alone_address(wanted: Sequence[str], own: Sequence[Interface] | None = None) -> str:
+def alone_address(wanted: Sequence[str], own: Sequence[InterfaceAddress] | None = None) -> str:
     """Return the address for driver and workers of a job on this machine only. Raises Invalid."""
     if not wanted:
         return "127.0.0.1"
@@ -69,7 +69,7 @@ async def listen_address(
     towards: Sequence[str],
     *,
     grows: bool = False,
-    own: Sequence[Interface] | None = None,
+    own: Sequence[InterfaceAddress] | None = None,
     resolve: Callable[[str, int, float], Awaitable[Found]] = resolved,
     route: Callable[[str], str | None] = route_to,
 ) -> str:

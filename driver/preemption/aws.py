@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 
 from elastic.driver.preemption.metadata import Answer, MetadataServer
-from elastic.driver.preemption.source import Ends, Trouble
+from elastic.driver.preemption.source import PreemptionNotice, SourceError
 
 ENDPOINT = "http://169.254.169.254"
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"  # as in Amazon's own tools
@@ -34,24 +34,24 @@ class Aws:
     def here(self) -> bool:
         try:
             return not self._off and self._ask("/latest/meta-data/", within_s=1.0).status == 200
-        except Trouble:
+        except SourceError:
             return False
 
-    def look(self) -> Ends | None:
+    def look(self) -> PreemptionNotice | None:
         self._look_for_a_hint()
         answer = self._ask("/latest/meta-data/spot/instance-action")
         if answer.status == 404:
             return None
         if answer.status != 200:
-            raise Trouble(f"it returned status {answer.status}")
+            raise SourceError(f"it returned status {answer.status}")
         content = answer.json()
         try:
             action, end = str(content["action"]), str(content["time"])
             moment = datetime.strptime(end, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
         except (KeyError, TypeError, ValueError) as error:
-            raise Trouble(f"its answer is not as documented: {answer.text[:80]!r}") from error
+            raise SourceError(f"its answer is not as documented: {answer.text[:80]!r}") from error
         text = f"AWS will {action} this spot instance"
-        return Ends(text, answer.ends_at(moment.timestamp()))
+        return PreemptionNotice(text, answer.ends_at(moment.timestamp()))
 
     def released(self) -> None:
         pass
@@ -86,6 +86,6 @@ class Aws:
             "/latest/api/token", headers, method="PUT", body=b"", within_s=within_s
         )
         if answer.status != 200 or not answer.text:
-            raise Trouble(f"it returned status {answer.status} instead of a token")
+            raise SourceError(f"it returned status {answer.status} instead of a token")
         self._token = answer.text
         self._renew_at = time.monotonic() + TOKEN_S / 2

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.driver.preemption.metadata import Answer, MetadataServer
-from elastic.driver.preemption.source import Ends, Trouble
+from elastic.driver.preemption.source import PreemptionNotice, SourceError
 
 ENDPOINT = "http://169.254.169.254"
 ENDPOINT_VARIABLE = "ELASTIC_AZURE_METADATA_ENDPOINT"
@@ -42,18 +42,18 @@ class Azure:
     def here(self) -> bool:
         try:
             return self._ask(NAME, within_s=1.0).status == 200
-        except Trouble:
+        except SourceError:
             return False
 
-    def look(self) -> Ends | None:
+    def look(self) -> PreemptionNotice | None:
         if not self._own_name:
             answer = self._ask(NAME)
             if answer.status != 200:
-                raise Trouble(f"it returned status {answer.status}")
+                raise SourceError(f"it returned status {answer.status}")
             self._own_name = answer.text
         answer = self._ask(EVENTS, within_s=2.0 if self._answered else FIRST_ANSWER_S)
         if answer.status != 200:
-            raise Trouble(f"it returned status {answer.status}")
+            raise SourceError(f"it returned status {answer.status}")
         self._answered = True
         content = answer.json()
         try:
@@ -61,7 +61,7 @@ class Azure:
             self._announced = [str(event["EventId"]) for event in own]
             ends = [self._ends(event, answer) for event in own]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise Trouble(f"its answer is not as documented: {answer.text[:80]!r}") from error
+            raise SourceError(f"its answer is not as documented: {answer.text[:80]!r}") from error
         return min(ends, key=lambda each: each.at or 0.0, default=None)
 
     def released(self) -> None:
@@ -70,7 +70,7 @@ class Azure:
             body = json.dumps({"StartRequests": requests}).encode()
             answer = self._ask(EVENTS, method="POST", body=body)
             if answer.status >= 300:
-                raise Trouble(f"it rejected the acknowledgement: status {answer.status}")
+                raise SourceError(f"it rejected the acknowledgement: status {answer.status}")
 
     def hint(self) -> str:
         return ""
@@ -78,11 +78,11 @@ class Azure:
     def _is_mine(self, event: Any) -> bool:
         return event["EventType"] in ENDING and self._own_name in event["Resources"]
 
-    def _ends(self, event: Any, answer: Answer) -> Ends:
+    def _ends(self, event: Any, answer: Answer) -> PreemptionNotice:
         """Return the notice of an event. Without ``NotBefore`` the event has already started."""
         text, moment = ENDING[event["EventType"]], event.get("NotBefore")
         at = email.utils.parsedate_to_datetime(moment).timestamp() if moment else 0.0
-        return Ends(text, answer.ends_at(at))
+        return PreemptionNotice(text, answer.ends_at(at))
 
     def _ask(
         self, path: str, *, method: str = "GET", body: bytes | None = None, within_s: float = 2.0

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 
-from elastic.driver.preemption.source import Ends, Trouble
+from elastic.driver.preemption.source import PreemptionNotice, SourceError
 from elastic.driver.processes import orphan_reaper
 
 ANSWER_S = 10.0
@@ -24,19 +24,19 @@ class Command:
         self._environ = dict(environ)
         self.name = f"--preemption {command!r}"
         self._command = command
-        self._known: Ends | None = None
+        self._known: PreemptionNotice | None = None
 
     def here(self) -> bool:
         return True
 
-    def look(self) -> Ends | None:
+    def look(self) -> PreemptionNotice | None:
         code, printed, wrote = self._run()
         if code == 1:
             self._known = None
             return None
         if code != 0:
             wrote = wrote.strip()[-200:]
-            raise Trouble(f"exit code {code}, expected 0 or 1{wrote and f': {wrote}'}")
+            raise SourceError(f"exit code {code}, expected 0 or 1{wrote and f': {wrote}'}")
         self._known = self._read(printed)
         return self._known
 
@@ -60,16 +60,16 @@ class Command:
                 start_new_session=True,
             )
         except OSError as error:
-            raise Trouble(str(error)) from error
+            raise SourceError(str(error)) from error
         with process:
             try:
                 printed, wrote = process.communicate(timeout=ANSWER_S)
             except subprocess.TimeoutExpired as error:
                 orphan_reaper.kill_group(process.pid)  # including its child processes
-                raise Trouble(f"no answer within {ANSWER_S:g} s") from error
+                raise SourceError(f"no answer within {ANSWER_S:g} s") from error
         return process.returncode, printed, wrote
 
-    def _read(self, printed: str) -> Ends:
+    def _read(self, printed: str) -> PreemptionNotice:
         lines = printed.strip().splitlines()
         first, _, rest = (lines[0] if lines else "").partition(" ")
         try:
@@ -79,8 +79,8 @@ class Command:
         text = rest.strip()[:200] or f"reported by {self._command!r}"
         known = self._known
         if within_s is None:
-            return Ends(text, None)
+            return PreemptionNotice(text, None)
         at = time.time() + within_s
         if known is not None and known.at is not None and known.at <= at + 1.0:
             at = known.at  # the same time as before
-        return Ends(text, at)
+        return PreemptionNotice(text, at)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from urllib.parse import quote
 
 from elastic.driver.preemption.metadata import Answer, MetadataServer
-from elastic.driver.preemption.source import Ends, Trouble
+from elastic.driver.preemption.source import PreemptionNotice, SourceError
 
 HOST = "169.254.169.254"  # metadata.google.internal, without name resolution
 HOST_VARIABLE = "GCE_METADATA_HOST"  # as in Google's own libraries
@@ -28,16 +28,16 @@ class GoogleCloud:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._server = MetadataServer(environ.get(HOST_VARIABLE) or HOST)
         self._etag = ""
-        self._known: Ends | None = None
+        self._known: PreemptionNotice | None = None
 
     def here(self) -> bool:
         try:
             answer = self._server.ask("/computeMetadata/v1/", HEADERS, within_s=1.0)
-        except Trouble:
+        except SourceError:
             return False
         return answer.status == 200 and answer.headers.get("metadata-flavor") == "Google"
 
-    def look(self) -> Ends | None:
+    def look(self) -> PreemptionNotice | None:
         """Return the notice: immediately in the first call, then after a change or WAIT_S."""
         query = "recursive=true"
         if self._etag:
@@ -45,12 +45,12 @@ class GoogleCloud:
         path = f"/computeMetadata/v1/instance/?{query}"
         try:
             answer = self._server.ask(path, HEADERS, within_s=WAIT_S + 5.0)
-        except Trouble:
+        except SourceError:
             self._etag = ""
             raise
         if answer.status != 200:
             self._etag = ""
-            raise Trouble(f"it returned status {answer.status}")
+            raise SourceError(f"it returned status {answer.status}")
         self._etag = answer.headers.get("etag", "")
         self._known = self._read(answer)
         if not self._etag:
@@ -63,10 +63,10 @@ class GoogleCloud:
     def hint(self) -> str:
         return ""
 
-    def _read(self, answer: Answer) -> Ends | None:
+    def _read(self, answer: Answer) -> PreemptionNotice | None:
         content = answer.json()
         if not isinstance(content, dict):
-            raise Trouble(f"its answer is not as documented: {answer.text[:80]!r}")
+            raise SourceError(f"its answer is not as documented: {answer.text[:80]!r}")
         if content.get("preempted") == "TRUE":
             return self._since("Google Cloud will preempt this machine", PREEMPTED_S)
         if str(content.get("maintenanceEvent", "")).startswith("TERMINATE"):
@@ -75,8 +75,8 @@ class GoogleCloud:
             )
         return None
 
-    def _since(self, text: str, within_s: float) -> Ends:
+    def _since(self, text: str, within_s: float) -> PreemptionNotice:
         """Return a notice. If it was known before, its end stays the same."""
         if self._known is not None and self._known.text == text:
             return self._known
-        return Ends(text, time.time() + within_s)
+        return PreemptionNotice(text, time.time() + within_s)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from elastic.driver.preemption.source import Trouble
+from elastic.driver.preemption.source import SourceError
 
 ANSWER_S = 2.0
 LIMIT = 1 << 20  # bytes
@@ -35,12 +35,12 @@ class Answer:
         """Return the decoded body.
 
         Raises:
-            Trouble: the body is not JSON.
+            SourceError: the body is not JSON.
         """
         try:
             return json.loads(self.body)
         except ValueError as error:
-            raise Trouble(f"its answer is not JSON: {self.text[:80]!r}") from error
+            raise SourceError(f"its answer is not JSON: {self.text[:80]!r}") from error
 
     def ends_at(self, moment: float) -> float:
         """Convert a time of the server's clock to this machine's clock."""
@@ -57,7 +57,7 @@ class MetadataServer:
         except ValueError:
             host = None
         if host is None or parts.scheme != "http":
-            raise Trouble(
+            raise SourceError(
                 f"{endpoint!r} is not an address of a metadata server: use http://HOST[:PORT]"
             )
         self._host, self._port = host, port
@@ -75,7 +75,7 @@ class MetadataServer:
         """Send one request on its own connection.
 
         Raises:
-            Trouble: there was no complete answer within the time limit.
+            SourceError: there was no complete answer within the time limit.
         """
         deadline = time.monotonic() + within_s
         connection = http.client.HTTPConnection(self._host, self._port, timeout=within_s)
@@ -86,12 +86,12 @@ class MetadataServer:
             while piece := response.read1(PIECE):
                 pieces.append(piece)
                 if time.monotonic() > deadline or sum(map(len, pieces)) > LIMIT:
-                    raise Trouble("its answer is incomplete")
+                    raise SourceError("its answer is incomplete")
             named = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, named, b"".join(pieces), _skew_s(named))
         except (OSError, http.client.HTTPException, ValueError) as error:
             # ValueError: part of an earlier answer is invalid in a request.
-            raise Trouble(str(error) or type(error).__name__) from error
+            raise SourceError(str(error) or type(error).__name__) from error
         finally:
             connection.close()
 

@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 
-from elastic.driver.preemption.source import Ends
+from elastic.driver.preemption.source import PreemptionNotice
 
 JOB, END = VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_END_TIME")
 LEAD_S = 120.0  # time of the notice before the end
@@ -32,12 +32,12 @@ class Slurm:
         self._end_at = _seconds(environ.get(END, ""))
         self._ask_at = 0.0
         self._pause_s = ASK_S
-        self._signalled: Ends | None = None
+        self._signalled: PreemptionNotice | None = None
 
     def here(self) -> bool:
         return bool(self._job)
 
-    def look(self) -> Ends | None:
+    def look(self) -> PreemptionNotice | None:
         """Return the notice.
 
         The controller is queried while the end is unknown, and again once it is near, since it may have been extended.
@@ -50,13 +50,15 @@ class Slurm:
             if self._end_at is not None and not self._near(now):
                 self._signalled = None  # the end was extended
         if self._end_at is not None and self._near(now):
-            return Ends(f"Slurm will end job {self._job}", self._end_at)
+            return PreemptionNotice(f"Slurm will end job {self._job}", self._end_at)
         return self._signalled
 
     def signalled(self) -> None:
         """Record SIGUSR1. Callable from another thread, since it is one assignment."""
         at = time.time() + SIGNALLED_S if self._end_at is None else self._end_at
-        self._signalled = Ends(f"Slurm announced the end of job {self._job} with a signal", at)
+        self._signalled = PreemptionNotice(
+            f"Slurm announced the end of job {self._job} with a signal", at
+        )
 
     def released(self) -> None:
         pass

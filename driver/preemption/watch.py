@@ -20,12 +20,12 @@ from elastic.driver.preemption.azure import Azure
 from elastic.driver.preemption.command import Command
 from elastic.driver.preemption.google_cloud import GoogleCloud
 from elastic.driver.preemption.slurm import Slurm
-from elastic.driver.preemption.source import Ends, Source, Trouble
+from elastic.driver.preemption.source import NoticeSource, PreemptionNotice, SourceError
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 
 AUTO, OFF = "auto", "off"
-NAMED: dict[str, Callable[[Mapping[str, str]], Source]] = {
+NAMED: dict[str, Callable[[Mapping[str, str]], NoticeSource]] = {
     "aws": Aws,
     "gcp": GoogleCloud,
     "azure": Azure,
@@ -68,7 +68,7 @@ class Watch:
         self._changed = changed
         self._log = log
         self._environ = environ
-        self._standing: dict[str, Ends] = {}  # by source
+        self._standing: dict[str, PreemptionNotice] = {}  # by source
         self._over = threading.Event()
         self._released = threading.Event()
         self._loop = asyncio.get_running_loop()
@@ -102,9 +102,9 @@ class Watch:
 
     # ---- source threads --------------------------------------------------------------------------------------------
 
-    def _candidates(self) -> list[Source]:
+    def _candidates(self) -> list[NoticeSource]:
         if self._wanted in NAMED:
-            factories: list[Callable[[Mapping[str, str]], Source]] = [NAMED[self._wanted]]
+            factories: list[Callable[[Mapping[str, str]], NoticeSource]] = [NAMED[self._wanted]]
         elif self._wanted == AUTO:
             factories = [*NAMED.values()]
         else:
@@ -113,7 +113,7 @@ class Watch:
         for factory in factories:
             try:
                 source = factory(self._environ)
-            except Trouble as error:
+            except SourceError as error:
                 self._log("warning", f"preemption notices are not watched: {error}")
                 continue
             if isinstance(source, Slurm) and source.here():
@@ -127,7 +127,7 @@ class Watch:
             self._loop.add_signal_handler(signal.SIGUSR1, slurm.signalled)
             self._catches_signals = True
 
-    def _run(self, source: Source) -> None:
+    def _run(self, source: NoticeSource) -> None:
         if not source.here():
             if self._wanted != AUTO:
                 text = "does not respond when asked for preemption notices; retrying"
@@ -148,7 +148,7 @@ class Watch:
                     self._call_in_loop(self._log, "info", f"{source.name} answers again")
                 failed = 0
                 self._call_in_loop(self._update, source.name, ends)
-            except Trouble as error:
+            except SourceError as error:
                 failed += 1
                 if failed == FAILS:
                     text = f"preemption notices from {source.name} can't be read: {error}; retrying"
@@ -164,7 +164,7 @@ class Watch:
 
     # ---- event loop's thread ---------------------------------------------------------------------------------------
 
-    def _update(self, name: str, ends: Ends | None) -> None:
+    def _update(self, name: str, ends: PreemptionNotice | None) -> None:
         before = self._standing.get(name)
         if self._over.is_set() or ends == before:
             return
@@ -180,7 +180,7 @@ class Watch:
         self._changed(self.notice)
 
 
-def _same(one: Ends, other: Ends) -> bool:
+def _same(one: PreemptionNotice, other: PreemptionNotice) -> bool:
     if one.text != other.text or one.at is None or other.at is None:
         return one == other
     return abs(one.at - other.at) < SAME_S

@@ -164,7 +164,7 @@ def write_both(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Write, Wri
     return out, out if one else write_to(stderr)
 
 
-def stand_in_for_closed() -> None:
+def replace_closed_streams() -> None:
     """Open /dev/null for each standard stream that was closed before Python started, as in some batch systems.
 
     Otherwise the next file or socket would get the descriptor 2, and the output meant for stderr.

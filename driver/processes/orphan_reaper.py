@@ -77,7 +77,7 @@ def heed(groups: set[int], text: bytes) -> bytes:
     return rest
 
 
-def hear_out(driver: int, heard: Callable[[bytes], None]) -> None:
+def read_to_end(driver: int, heard: Callable[[bytes], None]) -> None:
     """Pass on data from standard input until it is closed, or the driver's process exits."""
     os.set_blocking(0, False)
     poll = select.poll()
@@ -105,7 +105,7 @@ def watch(driver: int) -> set[int]:
         nonlocal rest
         rest = heed(groups, rest + text)
 
-    hear_out(driver, heard)
+    read_to_end(driver, heard)
     return groups
 
 

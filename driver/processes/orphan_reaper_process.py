@@ -18,7 +18,7 @@ from elastic.driver.processes import orphan_reaper
 from elastic.driver.sinks import Log
 
 
-class WardenProcess:
+class OrphanReaper:
     """Starts an orphan reaper when needed, sends it process groups, and replaces it when it dies.
 
     ``groups`` returns all groups, for a new reaper.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from elastic.driver.monitoring.stacks import training_stack
 from elastic.driver.processes.console import Write, WriterThread
-from elastic.driver.processes.last_words import DiagnosticLines, Tails, TracebackLedger
+from elastic.driver.processes.stderr_tail import DiagnosticLines, StderrTails, TracebackLedger
 from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Place, Worker
 from elastic.protocol.uncaught.sending import Uncaught
@@ -76,7 +76,7 @@ class Output:
         self._timestamps = timestamps
         self._clock = clock
         self._partial: dict[tuple[Worker, Stream], bytearray] = {}
-        self._tails = Tails()
+        self._tails = StderrTails()
         self._diagnostics = DiagnosticLines()
         self._unsaid = unsaid
         self.tracebacks = TracebackLedger(verbose=verbose)
@@ -90,7 +90,7 @@ class Output:
         """Write a line of the driver to stderr, between those of the workers."""
         self._writers["stderr"].put(self._write["stderr"], data)
 
-    def say_apart(self, write: Write, data: bytes) -> None:
+    def write_separately(self, write: Write, data: bytes) -> None:
         """Call ``write(data)`` in the thread that writes stderr, in order with other output."""
         self._writers["stderr"].put(write, data)
 

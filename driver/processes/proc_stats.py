@@ -32,7 +32,7 @@ class Stat:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ProcSample:
     """Resources used so far by a process and its whole session.
 
     ``io_bytes``: read and written, cached or not. ``memory``: bytes held now, with memory shared in the session
@@ -112,7 +112,7 @@ def parse_cgroup(text: bytes, mounts: Mapping[str, str]) -> list[str]:
     return files
 
 
-def says_frozen(text: bytes) -> bool:
+def is_frozen(text: bytes) -> bool:
     """Return whether the content of such a file states that the cgroup is frozen."""
     return text.strip() == b"FROZEN" or b"frozen 1" in text.splitlines()
 
@@ -190,7 +190,7 @@ def frozen(pid: int) -> bool:
         files = parse_cgroup(_read(f"/proc/{pid}/cgroup"), _mounts())
     except OSError:
         return False
-    return any(says_frozen(_read_or_nothing(file)) for file in files)
+    return any(is_frozen(_read_or_nothing(file)) for file in files)
 
 
 def cannot_run(pid: int, last: Stat | None) -> tuple[str, Stat]:
@@ -208,7 +208,7 @@ def cannot_run(pid: int, last: Stat | None) -> tuple[str, Stat]:
     return "", stat
 
 
-def samples_of(pids: Collection[int]) -> dict[int, Sample]:
+def samples_of(pids: Collection[int]) -> dict[int, ProcSample]:
     """Return a sample of each process and its session, from one pass over /proc."""
     ticks: dict[int, int] = defaultdict(int)
     io_bytes: dict[int, int] = defaultdict(int)
@@ -225,7 +225,7 @@ def samples_of(pids: Collection[int]) -> dict[int, Sample]:
             pages[stat.session] += held if int(name) == stat.session else held - shared
             states[int(name)] = stat.state
     return {
-        pid: Sample(
+        pid: ProcSample(
             states.get(pid, GONE),
             ticks[pid] / TICKS_PER_S,
             io_bytes[pid],

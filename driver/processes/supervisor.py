@@ -36,11 +36,11 @@ import msgspec
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.membership.failure_detection.root_cause import describe_exit
 from elastic.driver.processes import orphan_reaper, proc_stats
-from elastic.driver.processes.leases import Leases
-from elastic.driver.processes.orphan_reaper_process import WardenProcess
+from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
+from elastic.driver.processes.orphan_reaper_process import OrphanReaper
 from elastic.driver.processes.out_of_memory import OutOfMemory
 from elastic.driver.processes.pipes import Pipe
-from elastic.driver.processes.prepared import Prepared
+from elastic.driver.processes.prepared_processes import PreparedProcesses
 from elastic.driver.processes.spawning import spawn, why_not_started
 from elastic.driver.processes.usage import USAGE_S, UsageMeter
 from elastic.driver.settings import Settings
@@ -61,7 +61,7 @@ ENDING_S = 0.001
 ENDING_LOOKS = 50  # ... and after this many, its exit is awaited
 
 
-class Agent:
+class ProcessSupervisor:
     """The worker processes of this host.
 
     Args:
@@ -93,7 +93,7 @@ class Agent:
         self._unreaped: set[_Process] = set()
         self._pipes: set[Pipe] = set()
         self._sweep: asyncio.TimerHandle | None = None
-        self._leases: Leases[Worker] = Leases(lease_s)
+        self._leases: LivenessTimeouts[Worker] = LivenessTimeouts(lease_s)
         self._look_s = min(LOOK_S, max(LEAST_LOOK_S, lease_s / 4))
         self._next_look: asyncio.TimerHandle | None = None
         self._usage = UsageMeter()
@@ -102,11 +102,11 @@ class Agent:
         self._memory = OutOfMemory()
         self._born = mmap.mmap(-1, 8)  # memory shared with children
         self._life_locks = LifeLocks()
-        self._warden = WardenProcess(self._loop, self._groups, log)
-        self.prepared = Prepared(
+        self._reaper = OrphanReaper(self._loop, self._groups, log)
+        self.prepared = PreparedProcesses(
             "",
             spawn=self._spawn,
-            gone=self._is_gone,
+            gone=self._has_exited,
             available=self._memory.available_bytes,
             log=log,
         )
@@ -147,7 +147,7 @@ class Agent:
         folder: str | None,
         stdin: int,
     ) -> None:
-        self._warden.ensure()
+        self._reaper.ensure()
         lock = self._life_locks.new()
         if lock is not None:
             env = {**env, LIFE_LOCK: lock.told}
@@ -168,7 +168,7 @@ class Agent:
             self._loop.call_soon(self._exited, WorkerExited(worker, code, reason))
             return
         # Repeated in case the reaper was replaced meanwhile.
-        self._warden.tell(f"+{process.pid}\n")
+        self._reaper.tell(f"+{process.pid}\n")
         self._processes[worker] = process
         assert popen.stdout is not None and popen.stderr is not None
         fds: dict[Stream, int] = {
@@ -259,7 +259,7 @@ class Agent:
             self._log("error", f"{process.worker} (pid {process.pid}) could not be killed")
         for pipe in list(self._pipes):
             pipe.close()
-        await self._warden.close()
+        await self._reaper.close()
         self._born.close()
         self._life_locks.close()
 
@@ -279,17 +279,17 @@ class Agent:
             )
         except (OSError, subprocess.SubprocessError, ValueError):
             if pid := int.from_bytes(self._born[:], "little"):
-                self._is_gone(pid)
+                self._has_exited(pid)
             raise
 
-    def _is_gone(self, pid: int) -> None:
+    def _has_exited(self, pid: int) -> None:
         """Remove a process from the orphan reaper, since its pid may be reused from now on."""
-        self._warden.tell(f"-{pid}\n")
+        self._reaper.tell(f"-{pid}\n")
 
     def _announce(self, pid: int) -> None:
         """Announce a child from within it. If its exec fails, the parent learns its pid only from this memory."""
         self._born[:] = pid.to_bytes(len(self._born), "little")
-        self._warden.announce(pid)
+        self._reaper.announce(pid)
 
     # ---- states ----------------------------------------------------------------------------------------------------
 
@@ -414,7 +414,7 @@ class Agent:
         dead, self._unreaped = self._unreaped, set()
         orphan_reaper.kill_sessions({process.pid for process in dead})
         for process in dead:
-            self._is_gone(process.pid)
+            self._has_exited(process.pid)
             process.popen.wait()  # a zombie: returns at once
 
     def _groups(self) -> list[int]:

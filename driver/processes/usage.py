@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from elastic.driver.processes import proc_stats
-from elastic.driver.processes.proc_stats import Sample
+from elastic.driver.processes.proc_stats import ProcSample
 from elastic.driver.sinks import Usage
 
 USAGE_S = 5.0  # interval between two measurements
@@ -27,7 +27,7 @@ class Rates:
         self._before: dict[int, tuple[float, float]] = {}
 
     def between(
-        self, samples: Mapping[int, Sample], gpus: Mapping[int, Gpu], now: float
+        self, samples: Mapping[int, ProcSample], gpus: Mapping[int, Gpu], now: float
     ) -> dict[int, Usage]:
         """Return the usage of each running process. Its first measurement has no ``cores``."""
         found: dict[int, Usage] = {}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 
-class Unanswered(Exception):
+class RayUnavailable(Exception):
     """Ray did not answer, or with an error. The text is the reason."""
 
 
@@ -36,7 +36,7 @@ class Node(NamedTuple):
 
 
 class Cluster(Protocol):
-    """Operations on Ray. All may block, and raise Unanswered; `discovery_calls.RayCalls` is the implementation."""
+    """Operations on Ray. All may block, and raise RayUnavailable; `discovery_calls.RayCalls` is the implementation."""
 
     def claims(self, prefix: str) -> list[Group]:
         """Return the placement groups of this namespace with this name prefix, including removed ones."""
@@ -59,7 +59,7 @@ class Cluster(Protocol):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ClusterRequest:
     """Resources that a job requests.
 
     Args:

@@ -20,21 +20,27 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from elastic.driver.discovery.interface import Log, Need
-from elastic.driver.network.blocking_calls import CallsInTurn
+from elastic.driver.discovery.interface import Log, ResourceDemand
+from elastic.driver.network.blocking_calls import SequentialCalls
 from elastic.driver.network.hosts import show
 from elastic.driver.ray import placement_groups
 from elastic.driver.ray.cluster import (
     Cluster,
     Group,
     Node,
-    Unanswered,
+    RayUnavailable,
     numbered,
     prefix_of,
     present,
 )
-from elastic.driver.ray.cluster import Wanted as Wanted
-from elastic.driver.ray.placement_groups import Claim, Claims, ClaimStage, Condition, Decision
+from elastic.driver.ray.cluster import ClusterRequest as ClusterRequest
+from elastic.driver.ray.placement_groups import (
+    Claim,
+    ClaimStage,
+    Condition,
+    Decision,
+    PlacementGroupPool,
+)
 from elastic.errors import Invalid
 
 LOOK_S = 0.25
@@ -62,7 +68,7 @@ class RayDiscovery:
 
     def __init__(
         self,
-        wanted: Wanted,
+        wanted: ClusterRequest,
         log: Log,
         *,
         job: str,
@@ -84,8 +90,8 @@ class RayDiscovery:
         self._clock = clock
         self._sleep = sleep
         self._given = None if wanted.group is None else str(wanted.group.id.hex())
-        self._claims = Claims(wanted.most, ours=self._given is None)
-        self._calls = CallsInTurn("ask ray")
+        self._claims = PlacementGroupPool(wanted.most, ours=self._given is None)
+        self._calls = SequentialCalls("ask ray")
         self._looking = asyncio.Lock()
         self._decided = Decision()
         self._whole = False
@@ -97,7 +103,7 @@ class RayDiscovery:
         self._trouble = ""
         self._silent = False  # no draining nodes are reported
         self._closing = False
-        self._need: Callable[[], Need] | None = None
+        self._need: Callable[[], ResourceDemand] | None = None
 
     # ---- queries ---------------------------------------------------------------------------------------------------
 
@@ -109,7 +115,7 @@ class RayDiscovery:
         """Return the GPU ids for each slot, joined by commas if there are several; [] if no GPUs were requested."""
         return list(self._gpus.get(host, ()))
 
-    def follow(self, need: Callable[[], Need]) -> None:
+    def follow(self, need: Callable[[], ResourceDemand]) -> None:
         """Use the driver's need at each check as the number of claims, instead of ``wanted.most``."""
         self._need = need
 
@@ -169,9 +175,9 @@ class RayDiscovery:
         try:
             while left := await self._call(self._remove_all, CLOSE_S):
                 if self._clock() >= until:
-                    raise Unanswered(f"{left} still exist")
+                    raise RayUnavailable(f"{left} still exist")
                 await self._sleep(self._look_s)
-        except Unanswered as error:
+        except RayUnavailable as error:
             ends = (
                 "only remove_claims removes them" if self._detached else "they end with the Ray job"
             )
@@ -186,7 +192,7 @@ class RayDiscovery:
         async with self._looking:
             try:
                 look = await self._call(self._ask, self._answer_s)
-            except Unanswered as error:
+            except RayUnavailable as error:
                 self._in_trouble(str(error))
                 return
             self._settle(look)
@@ -198,7 +204,7 @@ class RayDiscovery:
         try:
             return await self._calls(call, within_s)
         except asyncio.TimeoutError:
-            raise Unanswered(f"no response within {within_s:g} s") from None
+            raise RayUnavailable(f"no response within {within_s:g} s") from None
 
     def _ask(self) -> _Look:
         """Query Ray. Runs in a thread, so it must not change this object."""
@@ -208,7 +214,7 @@ class RayDiscovery:
         else:
             group = self._cluster.group(self._given)
             if group is None:
-                raise Unanswered("the placement group is unknown to it")
+                raise RayUnavailable("the placement group is unknown to it")
             groups = [group]
         draining = self._cluster.draining()
         nodes = self._cluster.nodes()
@@ -223,7 +229,7 @@ class RayDiscovery:
                     ids = self._known.get((number, node))
                     if ids is None and (ids_of_bundle := self._cluster.gpus(group, index, share)):
                         ids = ",".join(placement_groups.part(ids_of_bundle, number % each, each))
-                except Unanswered as error:
+                except RayUnavailable as error:
                     problem = f"asked for GPUs: {error}"
                 if ids is not None:
                     gpus[number, node] = ids
@@ -311,7 +317,7 @@ class RayDiscovery:
             return
         try:
             await self._call(action, self._answer_s)
-        except Unanswered as error:
+        except RayUnavailable as error:
             self._in_trouble(str(error))
 
     def _make(self) -> None:
@@ -335,7 +341,7 @@ class RayDiscovery:
 
     async def _shortage(self, at_least: int, placed: int, within_s: float) -> str:
         free: dict[str, float] = {}
-        with contextlib.suppress(Unanswered):
+        with contextlib.suppress(RayUnavailable):
             free = await self._call(self._cluster.free, self._answer_s)
         look = self._latest_look
         text = placement_groups.shortage(

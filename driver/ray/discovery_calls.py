@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from elastic.driver.ray.cluster import Group, Node, Unanswered, prefix_of, present
+from elastic.driver.ray.cluster import Group, Node, RayUnavailable, prefix_of, present
 from elastic.driver.ray.placement_groups import held
 
 _untyped: Any = ray
@@ -141,4 +141,4 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except (ray.exceptions.RayError, OSError, RuntimeError, TimeoutError) as error:
-        raise Unanswered(f"{type(error).__name__}: {error}".splitlines()[0][:300]) from error
+        raise RayUnavailable(f"{type(error).__name__}: {error}".splitlines()[0][:300]) from error

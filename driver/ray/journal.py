@@ -31,15 +31,21 @@ import msgspec
 
 from elastic.driver.discovery.interface import Log
 from elastic.driver.etcd.keys import ROOT, job_root
-from elastic.driver.etcd.leadership import Deposed
+from elastic.driver.etcd.leadership import LeadershipLost
 from elastic.driver.journal.entries import Header, Resumed, Writer, decoded_header, encoded
 from elastic.driver.journal.journal import SnapshotPolicy
-from elastic.driver.journal.past import RecoveredJob
+from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.remote_journal import RecordJournal
 from elastic.driver.journal.resume import past_of
-from elastic.driver.journal.segments import Piecewise, Place, chapter_name, counting, writer_of
+from elastic.driver.journal.segments import (
+    Place,
+    SegmentedRecord,
+    chapter_name,
+    counting,
+    writer_of,
+)
 from elastic.driver.network.blocking_calls import within
-from elastic.driver.ray.kv import Insistent, KeyValues
+from elastic.driver.ray.kv import KVStore, RetryingKV
 from elastic.errors import Invalid
 
 READ = 32  # values per call
@@ -53,14 +59,14 @@ class RayArchive:
     """
 
     def __init__(
-        self, job: str, *, log: Log = lambda level, text: None, kv: Insistent | None = None
+        self, job: str, *, log: Log = lambda level, text: None, kv: RetryingKV | None = None
     ) -> None:
         """Prepare access. Raises Invalid for an invalid name, or if Ray is not installed."""
         self._job = job
         self._root = f"journal/{job_root(job).removeprefix(ROOT)}"
         self._log = log
-        self._kv = kv or Insistent(_ray(), log)
-        self._turn: Turn | None = None
+        self._kv = kv or RetryingKV(_ray(), log)
+        self._turn: WriterTerm | None = None
         self._chapters: list[str] = []  # all existing ones
         self._place: Place | None = None  # where to continue
         self.lost = asyncio.Event()
@@ -68,7 +74,7 @@ class RayArchive:
     async def past(self) -> RecoveredJob | None:
         """Read the job to resume; waits for Ray.
 
-        Raises Invalid, and Deposed if another driver has taken a turn meanwhile.
+        Raises Invalid, and LeadershipLost if another driver has taken a turn meanwhile.
         """
         self._turn = self._turn or await self._take()
         writers = await self._writers()
@@ -109,7 +115,7 @@ class RayArchive:
     async def forget(self, within_s: float = FORGET_S) -> None:
         """Remove the journal of a job whose outcome is not needed any more.
 
-        Only its driver may be writing it; raises Deposed if another driver does. What cannot be removed in time
+        Only its driver may be writing it; raises LeadershipLost if another driver does. What cannot be removed in time
         remains.
         """
         try:
@@ -131,12 +137,12 @@ class RayArchive:
         await self._kv.remove(f"{self._root}records/")
         self._turn = None
 
-    async def _take(self) -> Turn:
+    async def _take(self) -> WriterTerm:
         """Take the next turn, even if others compete for it."""
         own = uuid.uuid4().hex[:12]
         while True:
             number = max((number for number, _ in await self._writers()), default=0) + 1
-            turn = Turn(self._kv, self._job, self._root, number, own, self.lost, self._log)
+            turn = WriterTerm(self._kv, self._job, self._root, number, own, self.lost, self._log)
             if await turn.take():
                 return turn
 
@@ -158,12 +164,12 @@ class RayArchive:
         return chapters
 
 
-class Turn:
+class WriterTerm:
     """The turn of one driver. ``number``: it follows all smaller ones."""
 
     def __init__(
         self,
-        kv: Insistent,
+        kv: RetryingKV,
         job: str,
         root: str,
         number: int,
@@ -188,7 +194,7 @@ class Turn:
         return (await self._kv.get([self._key])).get(self._key) == self._own.encode()
 
     async def check(self) -> None:
-        """Raise Deposed if the turn is not ours any more."""
+        """Raise LeadershipLost if the turn is not ours any more."""
         if not self._lost.is_set():
             found = await self._kv.get([self._key, self._next])
             if found == {self._key: self._own.encode()}:
@@ -199,14 +205,16 @@ class Turn:
                 f"another driver leads job {self._job} now, or Ray's key-value store lost its data; this driver"
                 " exits",
             )
-        raise Deposed(f"this driver does not lead job {self._job}; nothing was done")
+        raise LeadershipLost(f"this driver does not lead job {self._job}; nothing was done")
 
     def chapter(self, number: int) -> str:
         """Return the name of a chapter. Sorting names yields their order."""
         return chapter_name(self.number, number, self._own)
 
     async def put(self, place: Place, data: bytes) -> None:
-        """Write a piece. May be repeated; `check` tells whether it is valid. Raises Deposed if known to be deposed."""
+        """Write a piece. May be repeated; `check` tells whether it is valid. Raises LeadershipLost if known to be
+        deposed.
+        """
         if self._lost.is_set():
             await self.check()
         await self._kv.put(f"{self._records}{place.chapter}/{place.end:09d}", data)
@@ -215,12 +223,12 @@ class Turn:
         await self._kv.remove(f"{self._records}{chapter}/")
 
 
-class RayJournal(RecordJournal[Piecewise]):
+class RayJournal(RecordJournal[SegmentedRecord]):
     """An open journal."""
 
     def __init__(
         self,
-        turn: Turn,
+        turn: WriterTerm,
         obsolete: Iterable[str],
         header: Header,
         writer: Writer,
@@ -228,7 +236,7 @@ class RayJournal(RecordJournal[Piecewise]):
         *,
         entries: int = 0,
     ) -> None:
-        super().__init__(Piecewise, writer, policy, entries=entries)
+        super().__init__(SegmentedRecord, writer, policy, entries=entries)
         self._turn = turn
         self._obsolete = deque(obsolete)  # chapters to remove after the next beginning
         self._header = header
@@ -237,18 +245,18 @@ class RayJournal(RecordJournal[Piecewise]):
 
     async def begin(self) -> None:
         """Begin the journal of a new job."""
-        self.waiting.append(Piecewise(bytearray(encoded(self._header)), begins=True))
+        self.waiting.append(SegmentedRecord(bytearray(encoded(self._header)), begins=True))
         await self.settle()
 
     async def go_on(self, after: Place) -> None:
         """Resume the journal of a job."""
-        self.waiting.append(Piecewise(bytearray(encoded(Resumed(self.writer))), after=after))
+        self.waiting.append(SegmentedRecord(bytearray(encoded(Resumed(self.writer))), after=after))
         await self.settle()
 
     def _before_snapshot(self) -> bytes:
         return encoded(self._header)
 
-    async def _put(self, record: Piecewise) -> None:
+    async def _put(self, record: SegmentedRecord) -> None:
         """Write a record piece by piece. A piece without an answer is written again, in the same place."""
         if not record.begun and record.begins and self._place.end:
             self._obsolete.append(self._place.chapter)
@@ -267,11 +275,11 @@ class RayJournal(RecordJournal[Piecewise]):
             await self._turn.check()  # the removal may have taken a while
 
 
-def _ray() -> KeyValues:
+def _ray() -> KVStore:
     try:
-        from elastic.driver.ray.kv_calls import RayKeyValues
+        from elastic.driver.ray.kv_calls import RayKV
     except ImportError as error:
         raise Invalid(
             f"Ray can't be used ({error.name} is missing): run pip install 'hvd-elastic[ray]'"
         ) from None
-    return RayKeyValues()
+    return RayKV()

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
 from elastic.driver.discovery.interface import Log
-from elastic.driver.network.blocking_calls import CallsInTurn
-from elastic.driver.ray.cluster import Unanswered
+from elastic.driver.network.blocking_calls import SequentialCalls
+from elastic.driver.ray.cluster import RayUnavailable
 
 ANSWER_S = 5.0  # limit for a call that should have timed out by itself before
 GRACE_S = 3.0  # silence after which it is logged
@@ -23,8 +23,10 @@ PAUSE_S = 0.5  # maximum interval between two attempts
 T = TypeVar("T")
 
 
-class KeyValues(Protocol):
-    """Operations on the store. All may block, and raise Unanswered if it is unknown whether they were carried out."""
+class KVStore(Protocol):
+    """Operations on the store. All may block, and raise RayUnavailable if it is unknown whether they were carried
+    out.
+    """
 
     def put(self, key: str, value: bytes) -> None:
         """Write a value, replacing any other."""
@@ -41,12 +43,12 @@ class KeyValues(Protocol):
         """Remove all keys with this prefix."""
 
 
-class Insistent:
+class RetryingKV:
     """Repeats each operation until it is answered, one after the other, outside the event loop."""
 
     def __init__(
         self,
-        kv: KeyValues,
+        kv: KVStore,
         log: Log,
         *,
         answer_s: float = ANSWER_S,
@@ -58,7 +60,7 @@ class Insistent:
         self._answer_s = answer_s
         self._clock = clock
         self._pause = pause
-        self._calls = CallsInTurn("ray key-value store")
+        self._calls = SequentialCalls("ray key-value store")
         self._failures = 0  # since the last answer
         self._silent_since = 0.0  # only valid if there are failures
         self._logged = False
@@ -87,7 +89,7 @@ class Insistent:
             begun = self._clock()
             try:
                 answer = await self._calls(call, self._answer_s)
-            except Unanswered as error:
+            except RayUnavailable as error:
                 await self._failed(str(error), begun)
             except asyncio.TimeoutError:
                 await self._failed(f"no response within {self._answer_s:g} s", begun)

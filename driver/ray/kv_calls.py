@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.experimental import internal_kv
 
-from elastic.driver.ray.cluster import Unanswered
+from elastic.driver.ray.cluster import RayUnavailable
 
 _untyped: Any = internal_kv
 
@@ -23,8 +23,8 @@ NAMESPACE = b"hvd-elastic"
 CALL_S = 2.0
 
 
-class RayKeyValues:
-    """The store of the cluster that this process is connected to; see `kv.KeyValues`."""
+class RayKV:
+    """The store of the cluster that this process is connected to; see `kv.KVStore`."""
 
     def put(self, key: str, value: bytes) -> None:
         with _answering() as gcs:
@@ -60,4 +60,4 @@ def _answering() -> Iterator[Any]:
     try:
         yield gcs
     except (ray.exceptions.RayError, OSError) as error:
-        raise Unanswered(f"{type(error).__name__}: {error}".splitlines()[0][:300]) from error
+        raise RayUnavailable(f"{type(error).__name__}: {error}".splitlines()[0][:300]) from error

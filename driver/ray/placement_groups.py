@@ -109,7 +109,7 @@ class SlotTable:
         return {node: [*numbers] for node, numbers in self._seats.items()}
 
 
-class Claims:
+class PlacementGroupPool:
     """The claims of one job. ``ours`` False: they are bundles of a given group, never created or removed here."""
 
     def __init__(self, most: int, *, ours: bool = True) -> None:

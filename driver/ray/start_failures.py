@@ -38,7 +38,7 @@ def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) 
     return f"Ray can't run an actor on {host}, node {node}: {kind}: {_cause(message)}; see `ray list actors`"
 
 
-def why_gone(host: str, text: str) -> str:
+def exit_cause(host: str, text: str) -> str:
     """Return the message for an actor that ended although its agent was ready."""
     return f"the agent on {host} is gone with its actor: {_cause(_COLOUR.sub('', text))}"
 

@@ -18,7 +18,7 @@ from elastic.driver.launch.starter import Bootstrap, StartFailed
 from elastic.driver.network.blocking_calls import begun, to_thread, within
 from elastic.driver.ray.actors import Actors, RayActors, Taken
 from elastic.driver.ray.node.worker_calls import CallFailed
-from elastic.driver.ray.start_failures import another_release, why_gone, why_no_actor
+from elastic.driver.ray.start_failures import another_release, exit_cause, why_no_actor
 from elastic.driver.sinks import Log
 from elastic.version import __version__
 
@@ -156,7 +156,7 @@ class RayStarter:
             )
         except Exception as error:
             raise CallFailed(
-                f"the worker of rank {rank} is gone: {why_gone(held.host, str(error))}"
+                f"the worker of rank {rank} is gone: {exit_cause(held.host, str(error))}"
             ) from None
         if answer[1]:
             raise CallFailed(answer[1])
@@ -250,7 +250,7 @@ class RayStarter:
                 if type(error).__name__ == "ActorUnavailableError":  # it may return
                     await asyncio.sleep(UNAVAILABLE_S)
                     continue
-                lines, ended = [], ("warning", why_gone(held.host, str(error)))
+                lines, ended = [], ("warning", exit_cause(held.host, str(error)))
             for level, text in lines:
                 self._log(level, f"the agent on {held.host}: {text}")
         self._log(*ended)

@@ -14,13 +14,13 @@ import psutil
 from elastic.checkpoints import manifest
 from elastic.checkpoints.files.checked import Check
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, Name, Newer, NotReadable
+from elastic.checkpoints.manifest import CommitName, Manifest, NewerFormat, UnreadableCommit
 from elastic.errors import Invalid
 
 BLOCK = 1 << 20  # bytes read at once
 
 
-class Torn(NotReadable):
+class IncompleteCommit(UnreadableCommit):
     """An incomplete commit: its manifest was never written."""
 
 
@@ -42,14 +42,14 @@ class CheckpointEntry:
         newer: whether it was written by a newer version, which may be able to use it.
     """
 
-    name: Name
+    name: CommitName
     manifest: Manifest | None
     trouble: str
     torn: bool = False
     newer: bool = False
 
 
-def names(storage: Storage) -> list[Name]:
+def names(storage: Storage) -> list[CommitName]:
     """Return the names of all commits, complete or incomplete, oldest first.
 
     Raises:
@@ -70,13 +70,13 @@ def claim_run(storage: Storage) -> int:
     """
     number = max((name.run for name in names(storage)), default=0) + 1
     process = psutil.Process()
-    whose = Claimant(socket.gethostname(), process.pid, process.create_time())
+    whose = RunOwner(socket.gethostname(), process.pid, process.create_time())
     while not storage.claim(f"run-{number:04}", msgspec.json.encode(whose)):
         number += 1
     return number
 
 
-class Claimant(msgspec.Struct, frozen=True):
+class RunOwner(msgspec.Struct, frozen=True):
     """Process that a run belongs to. ``began_at``: its start time in seconds since 1970."""
 
     host: str
@@ -84,7 +84,7 @@ class Claimant(msgspec.Struct, frozen=True):
     began_at: float
 
 
-def writing_here(storage: Storage, before: int | None = None) -> Claimant | None:
+def writing_here(storage: Storage, before: int | None = None) -> RunOwner | None:
     """Return a running process of this machine, other than this one, that has claimed a run; None if there is none.
 
     Args:
@@ -98,7 +98,7 @@ def writing_here(storage: Storage, before: int | None = None) -> Claimant | None
     numbers = sorted(int(each[1]) for each in claimed if each)
     for number in [n for n in numbers if before is None or n < before][-CLAIMS_READ:]:
         with contextlib.suppress(msgspec.MsgspecError, psutil.Error, FileNotFoundError):
-            found = msgspec.json.decode(storage.read(f"run-{number:04}"), type=Claimant)
+            found = msgspec.json.decode(storage.read(f"run-{number:04}"), type=RunOwner)
             if found.host != socket.gethostname() or found.pid == os.getpid():
                 continue
             process = psutil.Process(found.pid)
@@ -119,30 +119,30 @@ def give_back_run(storage: Storage, number: int) -> None:
     storage.remove_file(f"run-{number:04}")
 
 
-def read(storage: Storage, name: Name) -> Manifest:
+def read(storage: Storage, name: CommitName) -> Manifest:
     """Return the manifest of a commit after checking that all its files exist with the recorded sizes.
 
     Raises:
-        Torn: the commit is incomplete.
-        NotReadable: the manifest or a file is damaged or missing.
+        IncompleteCommit: the commit is incomplete.
+        UnreadableCommit: the manifest or a file is damaged or missing.
         OSError: the storage failed.
     """
     try:
         found = manifest.decode_manifest(storage.read(f"{name}/{manifest.MANIFEST}"))
     except FileNotFoundError:
-        raise Torn("it was not completed: there is no manifest.json") from None
+        raise IncompleteCommit("it was not completed: there is no manifest.json") from None
     if found.name != name:
-        raise NotReadable(f"its manifest is that of {found.name}")
+        raise UnreadableCommit(f"its manifest is that of {found.name}")
     files = storage.sizes(str(name))
     if manifest.MANIFEST not in files:
-        raise Torn("it was removed meanwhile")
+        raise IncompleteCommit("it was removed meanwhile")
     trouble = manifest.missing(found, files)
     if trouble:
-        raise NotReadable(trouble)
+        raise UnreadableCommit(trouble)
     return found
 
 
-def entry(storage: Storage, name: Name) -> CheckpointEntry:
+def entry(storage: Storage, name: CommitName) -> CheckpointEntry:
     """Return the catalog entry of a commit, whether it is usable or not.
 
     Raises:
@@ -150,8 +150,8 @@ def entry(storage: Storage, name: Name) -> CheckpointEntry:
     """
     try:
         return CheckpointEntry(name, read(storage, name), "")
-    except NotReadable as error:
-        torn, newer = isinstance(error, Torn), isinstance(error, Newer)
+    except UnreadableCommit as error:
+        torn, newer = isinstance(error, IncompleteCommit), isinstance(error, NewerFormat)
         return CheckpointEntry(name, None, str(error), torn, newer)
 
 
@@ -205,11 +205,11 @@ def chosen(storage: Storage, which: str) -> Manifest:
         raise Invalid(f"{storage.url} has {what} {which}; there are: {there}{how}")
     try:
         return read(storage, fitting[0])
-    except NotReadable as error:
+    except UnreadableCommit as error:
         raise Invalid(f"{storage.url}/{fitting[0]} can't be taken: {error}") from error
 
 
-def prune(storage: Storage, keep: int, floor: int = 0) -> list[Name]:
+def prune(storage: Storage, keep: int, floor: int = 0) -> list[CommitName]:
     """Remove the commits that `manifest.superfluous` selects, and return their names.
 
     Raises:
@@ -217,7 +217,7 @@ def prune(storage: Storage, keep: int, floor: int = 0) -> list[Name]:
     """
     have = names(storage)
     # Only the newest commit is verified. For older ones, the manifest shows that they were complete.
-    whole: list[Name] = []
+    whole: list[CommitName] = []
     for name in reversed(have):
         if whole:
             if manifest.MANIFEST in storage.sizes(str(name)):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from elastic.state.held import Held, HeldRows
+from elastic.state.held_commit import HeldCommit, HeldRows
 
 Path = tuple[Any, ...]
 LEAVES = 1000  # a value with more leaves is stored as a single object
@@ -70,7 +70,7 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def contents(held: Held) -> Contents:
+def contents(held: HeldCommit) -> Contents:
     """Return the contents of a commit whose copies are complete."""
     items: list[StateItem] = []
     objects: dict[Path, Any] = {}

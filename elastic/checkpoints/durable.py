@@ -19,15 +19,15 @@ from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.shard_reader import ShardReader
 from elastic.errors import Invalid, StateMismatch
 from elastic.protocol.messages import COPY, World
-from elastic.runtime.worker import Runtime
-from elastic.state.fully_sharded.sharded_commits import Meeting
+from elastic.runtime.worker_runtime import WorkerRuntime
+from elastic.state.fully_sharded.sharded_commits import WorldInventory
 from elastic.state.handled_state import HandledState, shards_of
 from elastic.state.state import ObjectState, State
 from elastic.state.torch_state import TorchState
 
 
 @contextlib.contextmanager
-def commits(rt: Runtime, state: State) -> Iterator[None]:
+def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
     """While a function under ``elastic.run`` trains, its commits are written as the job says. Raises Invalid."""
     found = options.read(os.environ)
     if found is None:
@@ -51,9 +51,9 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
         found = replace(found, run=catalog.claim_run(storage))
     # Imports torch.distributed.checkpoint and with it SymPy, which takes most of a second. Jobs without checkpoints
     # skip it.
-    from elastic.checkpoints.writer import Writer
+    from elastic.checkpoints.writer import CheckpointWriter
 
-    writer = Writer(storage, found, rt.session.send, alone=rt.alone)
+    writer = CheckpointWriter(storage, found, rt.session.send, alone=rt.alone)
     rt.commits.durable = writer
     rt.first_not_finite = None if rt.alone else writer.first_not_finite
     rt.link_thread.checkpoints = writer.receive
@@ -67,7 +67,7 @@ def commits(rt: Runtime, state: State) -> Iterator[None]:
         writer.close()
 
 
-def entered(rt: Runtime, world: World) -> None:
+def entered(rt: WorkerRuntime, world: World) -> None:
     """Use the world's run number, so that all its members write under the same one, whichever driver started them.
 
     Observations about non-finite gradients are discarded if this worker receives another state.
@@ -80,7 +80,7 @@ def entered(rt: Runtime, world: World) -> None:
         rt.first_not_finite.missed()
 
 
-def finish(rt: Runtime, state: State) -> None:
+def finish(rt: WorkerRuntime, state: State) -> None:
     """Make the last commit durable after the training function has returned, before the job ends."""
     if rt.commits.durable is None:
         return
@@ -90,14 +90,14 @@ def finish(rt: Runtime, state: State) -> None:
         rt.commits.finish(state)
 
 
-def returned(rt: Runtime) -> None:
+def returned(rt: WorkerRuntime) -> None:
     """Record on each rank that the training function has returned and that its last commit was waited for."""
     commit = rt.session.recovery.agreed()
     if rt.commits.durable is not None and not rt.alone and commit is not None:
         rt.commits.durable.returned(commit, rt.place, rt.env.worker.incarnation)
 
 
-def resume(rt: Runtime, state: State) -> None:
+def resume(rt: WorkerRuntime, state: State) -> None:
     """Resume from the newest durable commit, if one exists, when no worker holds a commit in memory. Collective.
 
     If the state does not match the checkpoint, the job ends.
@@ -116,14 +116,14 @@ def resume(rt: Runtime, state: State) -> None:
             _resume(rt, state, found)
 
 
-class Brought(NamedTuple):
+class TransferOutcome(NamedTuple):
     """Outcome of bringing a state to all ranks: bytes received from other ranks, and whether it is a checkpoint's."""
 
     copied_bytes: int
     from_checkpoint: bool
 
 
-def bring_shards(rt: Runtime, state: State, reset: Callable[[], None]) -> Brought:
+def bring_shards(rt: WorkerRuntime, state: State, reset: Callable[[], None]) -> TransferOutcome:
     """Bring a sharded state to all ranks of a new world. Collective.
 
     This is the newest commit that the ranks hold. If the ranks no longer hold all shards, or nothing was trained yet,
@@ -146,15 +146,15 @@ def bring_shards(rt: Runtime, state: State, reset: Callable[[], None]) -> Brough
     if found is not None and (whole is None or whole.commit.generation == 0):
         with rt.account.during("storage"):
             if _resume_shards(rt, state, found, met, reset):
-                return Brought(0, True)
-    return Brought(state.bring_shards(reset, met), False)
+                return TransferOutcome(0, True)
+    return TransferOutcome(state.bring_shards(reset, met), False)
 
 
 def _resume_shards(
-    rt: Runtime,
+    rt: WorkerRuntime,
     state: State,
     found: CheckpointOptions,
-    met: Meeting | None,
+    met: WorldInventory | None,
     reset: Callable[[], None],
 ) -> bool:
     assert isinstance(state, HandledState)
@@ -166,13 +166,13 @@ def _resume_shards(
         _cannot_begin(rt, error)
 
 
-def _cannot_begin(rt: Runtime, error: Exception) -> NoReturn:
+def _cannot_begin(rt: WorkerRuntime, error: Exception) -> NoReturn:
     """Report the error to the driver, which ends the job with it, since any other worker would fail in the same way."""
     rt.training.cannot_begin(str(error))
     sys.exit(1)
 
 
-def _resume(rt: Runtime, state: ObjectState, found: CheckpointOptions) -> None:
+def _resume(rt: WorkerRuntime, state: ObjectState, found: CheckpointOptions) -> None:
     generators: list[Any] = []
     if rt.place.rank == 0:
         # The other ranks wait as long as the storage is slow or unreachable; none of them could read it faster.

@@ -18,8 +18,8 @@ import torch
 
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.loading import by_file, read_file
-from elastic.checkpoints.manifest import Manifest, NotReadable
-from elastic.checkpoints.plain_data import Damaged
+from elastic.checkpoints.manifest import Manifest, UnreadableCommit
+from elastic.checkpoints.plain_data import CorruptedData
 from elastic.checkpoints.row_ranges import check_ranges
 from elastic.checkpoints.values import dtype_named, from_plain
 from elastic.errors import Invalid
@@ -31,7 +31,7 @@ _OUTSIDE = "elastic"  # first key of tensors that are in no state dict
 Key = tuple[str, str]  # part, tensor
 
 
-class LeftOut(NamedTuple):
+class SkippedValue(NamedTuple):
     """A value that was not exported. ``but_tensors``: the value is a part of the state whose tensors were exported."""
 
     name: str
@@ -39,15 +39,15 @@ class LeftOut(NamedTuple):
 
 
 @dataclass
-class WholeState:
+class ExportedState:
     """State dicts of models, and other values, by their names in the state. ``left_out``: values in neither."""
 
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
-    left_out: list[LeftOut] = field(default_factory=list)
+    left_out: list[SkippedValue] = field(default_factory=list)
 
 
-def export(storage: Storage, found: Manifest, file: str) -> list[LeftOut]:
+def export(storage: Storage, found: Manifest, file: str) -> list[SkippedValue]:
     """Write a checkpoint to a file, atomically. Return the values that were omitted.
 
     If the name ends in ``.safetensors``, the file contains only the tensors of the models, named as in their state
@@ -56,7 +56,7 @@ def export(storage: Storage, found: Manifest, file: str) -> list[LeftOut]:
 
     Raises:
         Invalid: the package safetensors is missing, or there is no model to write.
-        NotReadable: the checkpoint is damaged.
+        UnreadableCommit: the checkpoint is damaged.
         OSError: reading or writing failed.
     """
     save = _safetensors() if file.endswith(SAFETENSORS) else None
@@ -106,19 +106,19 @@ def _named(models: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     return found
 
 
-def whole_state(storage: Storage, found: Manifest) -> WholeState:
+def whole_state(storage: Storage, found: Manifest) -> ExportedState:
     """Read all files of a checkpoint and verify their checksums.
 
     Raises:
-        NotReadable: the checkpoint is damaged, or lacks the sizes of an optimizer's groups.
+        UnreadableCommit: the checkpoint is damaged, or lacks the sizes of an optimizer's groups.
         OSError: reading failed.
     """
     tensors = _whole_tensors(storage, found)
-    made = WholeState()
+    made = ExportedState()
     for each in found.pickled:
         kind, _, name = each.partition(".")
         kept = kind == "structures" and any(part == name for part, _ in tensors)
-        made.left_out.append(LeftOut(name, kept))
+        made.left_out.append(SkippedValue(name, kept))
     for name, text in found.values.items():
         _take(made, name, functools.partial(_decoded, text))
     parts = {each.part for each in found.tensors}
@@ -129,15 +129,19 @@ def whole_state(storage: Storage, found: Manifest) -> WholeState:
     return made
 
 
-def _take(made: WholeState, name: str, value: Callable[[], Any]) -> None:
+def _take(made: ExportedState, name: str, value: Callable[[], Any]) -> None:
     try:
         made.others[name] = _portable(value())
     except _NotPortable:
-        made.left_out.append(LeftOut(name))
+        made.left_out.append(SkippedValue(name))
 
 
 def _take_part(
-    made: WholeState, found: Manifest, name: str, structure: Any, tensors: dict[str, torch.Tensor]
+    made: ExportedState,
+    found: Manifest,
+    name: str,
+    structure: Any,
+    tensors: dict[str, torch.Tensor],
 ) -> None:
     kinds = structure.keys() if isinstance(structure, dict) else set()
     if {"names", "opaque"} <= kinds:
@@ -147,10 +151,10 @@ def _take_part(
             try:
                 made.models[name][key] = _portable(value)
             except _NotPortable:
-                made.left_out.append(LeftOut(f"{name}.{key}"))
+                made.left_out.append(SkippedValue(f"{name}.{key}"))
     elif {"origins", "options"} <= kinds:
         if name not in found.group_sizes:
-            raise NotReadable(f"its manifest does not have the groups of the optimizer {name}")
+            raise UnreadableCommit(f"its manifest does not have the groups of the optimizer {name}")
         sizes = found.group_sizes[name]
         _take(made, name, lambda: _portable(optimizer_state.described(structure, sizes, tensors)))
     elif tensors:  # of an unknown kind, or with pickled Python values
@@ -199,8 +203,8 @@ def _whole_tensors(storage: Storage, found: Manifest) -> dict[Key, torch.Tensor]
 def _decoded(text: Any) -> Any:
     try:
         return from_plain(text)
-    except Damaged as error:
-        raise NotReadable(f"its manifest is damaged: {error}") from error
+    except CorruptedData as error:
+        raise UnreadableCommit(f"its manifest is damaged: {error}") from error
 
 
 class _NotPortable(Exception):

@@ -11,11 +11,11 @@ import torch
 from elastic.checkpoints import manifest
 from elastic.checkpoints.files.checked import Check
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, NotReadable, StoredTensor
-from elastic.checkpoints.plain_data import Damaged
+from elastic.checkpoints.manifest import Manifest, StoredTensor, UnreadableCommit
+from elastic.checkpoints.plain_data import CorruptedData
 from elastic.checkpoints.values import dtype_named, from_plain
 from elastic.errors import StateMismatch
-from elastic.state import exchange
+from elastic.state import state_transfer
 from elastic.state.handlers.part import Part, ShardsStateHandler
 from elastic.state.handlers.python_values import loads
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
@@ -32,7 +32,7 @@ def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
 
     Raises:
         StateMismatch: the state does not match the commit. Nothing was changed.
-        NotReadable: the checkpoint is damaged. The state must then be loaded from another one.
+        UnreadableCommit: the checkpoint is damaged. The state must then be loaded from another one.
         OSError: the storage failed.
     """
     parts: Mapping[str, Part] = parts_of(state)
@@ -45,7 +45,7 @@ def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
         differ = {*there.splitlines()} ^ {*here.splitlines()}
         computed = all(".arithmetic." in line for line in differ)
         raise StateMismatch(
-            f"{exchange.difference(there, here, 'the checkpoint')}; {where} is left as it is:"
+            f"{state_transfer.difference(there, here, 'the checkpoint')}; {where} is left as it is:"
             f" {COMPUTE_AS_BEFORE if computed else 'start the script that has written it'}, or begin anew with"
             " --fresh or with another --checkpoint-dir"
         )
@@ -66,7 +66,7 @@ def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
         for name, part in parts.items():
             part.place(structures[name], fresh.get(name, {}), None, restoring=False)
     for each in shards:
-        each.goes_on_from(found.layout)
+        each.resume_from(found.layout)
     take_values(state, values)
 
 
@@ -74,14 +74,16 @@ def load_random(generators: Sequence[Any], rank: int, state: ObjectState) -> Non
     """Set the random generators to the states that rank ``rank`` committed, if the manifest has them.
 
     Raises:
-        NotReadable: the states are damaged.
+        UnreadableCommit: the states are damaged.
     """
     saved = generators[rank] if rank < len(generators) else None
     if saved is not None:
         try:
             take_random(state, from_plain(saved))
-        except Damaged as error:
-            raise NotReadable(f"its random state of rank {rank} is damaged: {error}") from error
+        except CorruptedData as error:
+            raise UnreadableCommit(
+                f"its random state of rank {rank} is damaged: {error}"
+            ) from error
 
 
 def _python(
@@ -93,8 +95,8 @@ def _python(
     try:
         for kind, texts in (("values", found.values), ("structures", found.structures)):
             by_kind[kind].update({name: from_plain(text) for name, text in texts.items()})
-    except Damaged as error:
-        raise NotReadable(f"its {manifest.MANIFEST} is damaged: {error}") from error
+    except CorruptedData as error:
+        raise UnreadableCommit(f"its {manifest.MANIFEST} is damaged: {error}") from error
     if found.pickled:
         content = storage.read(f"{found.name}/{manifest.PICKLED}")
         check = Check(found.files[manifest.PICKLED])
@@ -107,7 +109,7 @@ def _python(
 
 def _compare(file: str, check: Check) -> None:
     if not check.passed():
-        raise NotReadable(f"{file} is damaged: its checksum differs")
+        raise UnreadableCommit(f"{file} is damaged: its checksum differs")
 
 
 def _tensors(
@@ -148,7 +150,7 @@ def read_file(
     """Read one file from beginning to end, so that its checksum is verified before any tensor is used.
 
     Raises:
-        NotReadable: the file is damaged.
+        UnreadableCommit: the file is damaged.
         OSError: the storage failed.
     """
     read: list[tuple[StoredTensor, torch.Tensor]] = []
@@ -163,9 +165,9 @@ def read_file(
             try:
                 tensor = torch.load(content, weights_only=True, map_location="cpu")
             except Exception as error:
-                raise NotReadable(f"{file} is damaged: {stored.name} can't be read") from error
+                raise UnreadableCommit(f"{file} is damaged: {stored.name} can't be read") from error
             if not isinstance(tensor, torch.Tensor) or list(tensor.shape) != stored.stored_shape:
-                raise NotReadable(f"{file} is damaged: {stored.name} is another tensor")
+                raise UnreadableCommit(f"{file} is damaged: {stored.name} is another tensor")
             read.append((stored, tensor))
         while block := stream.read(1 << 20):
             check.update(block)

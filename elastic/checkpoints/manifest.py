@@ -33,7 +33,7 @@ PICKLED = "python.pkl"
 _NAME = re.compile(r"r(\d{4,})-g(\d{4,})-c(\d{8,})")
 
 
-class Name(msgspec.Struct, frozen=True, order=True):
+class CommitName(msgspec.Struct, frozen=True, order=True):
     """Identifier of a durable commit, ordered by age."""
 
     run: int
@@ -48,10 +48,10 @@ class Name(msgspec.Struct, frozen=True, order=True):
         return Commit(self.generation, self.number)
 
 
-def parse(folder: str) -> Name | None:
+def parse(folder: str) -> CommitName | None:
     """Inverse of ``str``; None if the folder is not named like a commit."""
     found = _NAME.fullmatch(folder)
-    return None if found is None else Name(*map(int, found.groups()))
+    return None if found is None else CommitName(*map(int, found.groups()))
 
 
 class StoredFile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -142,7 +142,7 @@ class Manifest(msgspec.Struct, frozen=True):
     """
 
     format: int
-    name: Name
+    name: CommitName
     size: int  # of the world that wrote it
     written_at: float  # seconds since 1970
     torch_version: str
@@ -180,11 +180,11 @@ def at_step(commit: Commit, step: int | None) -> str:
     return f"commit {commit}" if step is None else f"step {step} (commit {commit})"
 
 
-class NotReadable(Exception):
+class UnreadableCommit(Exception):
     """A folder without a usable commit. The message gives the reason."""
 
 
-class Newer(NotReadable):
+class NewerFormat(UnreadableCommit):
     """A commit of a newer version, which may be complete."""
 
 
@@ -208,44 +208,44 @@ def decode_share(content: bytes) -> Share:
     """Decode a share.
 
     Raises:
-        NotReadable: the share is damaged.
-        Newer: it was written by a newer version.
+        UnreadableCommit: the share is damaged.
+        NewerFormat: it was written by a newer version.
     """
     _check_format(content, "share")
     try:
         return msgspec.json.decode(content, type=Share)
     except msgspec.DecodeError as error:
-        raise NotReadable(f"its share is damaged: {error}") from error
+        raise UnreadableCommit(f"its share is damaged: {error}") from error
 
 
 def decode_manifest(content: bytes) -> Manifest:
     """Decode a manifest.
 
     Raises:
-        NotReadable: the manifest is damaged.
-        Newer: it was written by a newer version.
+        UnreadableCommit: the manifest is damaged.
+        NewerFormat: it was written by a newer version.
     """
     _check_format(content, MANIFEST)
     try:
         return msgspec.json.decode(content, type=Manifest)
     except msgspec.DecodeError as error:
-        raise NotReadable(f"its {MANIFEST} is damaged: {error}") from error
+        raise UnreadableCommit(f"its {MANIFEST} is damaged: {error}") from error
 
 
 def _check_format(content: bytes, what: str) -> None:
     try:
         version = msgspec.json.decode(content, type=_Versioned).format
     except msgspec.DecodeError as error:
-        raise NotReadable(f"its {what} is damaged: {error}") from error
+        raise UnreadableCommit(f"its {what} is damaged: {error}") from error
     if version > FORMAT:
-        raise Newer(
+        raise NewerFormat(
             f"it was written by a newer version (format {version}, this one reads up to {FORMAT})"
         )
     if version >= 2:
         last = _CHECKSUM.search(content)
         body = content[: last.start()] + b"}" if last else content
         if last is None or hashlib.sha256(body).hexdigest().encode() != last[1]:
-            raise NotReadable(f"its {what} is damaged: its checksum differs")
+            raise UnreadableCommit(f"its {what} is damaged: its checksum differs")
 
 
 def format_of(tensors: Sequence[StoredTensor]) -> int:
@@ -266,7 +266,9 @@ def missing(manifest: Manifest, sizes: dict[str, int]) -> str:
     return ""
 
 
-def superfluous(names: list[Name], whole: list[Name], keep: int, floor: int = 0) -> list[Name]:
+def superfluous(
+    names: list[CommitName], whole: list[CommitName], keep: int, floor: int = 0
+) -> list[CommitName]:
     """Return the commits to remove: all but the newest ``keep`` complete ones, and older incomplete ones.
 
     Args:

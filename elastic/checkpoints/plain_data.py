@@ -19,7 +19,7 @@ class NotPlain(ValueError):
     """A value of a type that only pickle can store."""
 
 
-class Damaged(ValueError):
+class CorruptedData(ValueError):
     """Input that `encode` did not produce."""
 
 
@@ -92,7 +92,7 @@ _KINDS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
 
 
 def _unknown(kind: str, content: Any) -> Any:
-    raise Damaged(f"a value of the unknown kind {kind!r}")
+    raise CorruptedData(f"a value of the unknown kind {kind!r}")
 
 
 def decode(text: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:
@@ -103,7 +103,7 @@ def decode(text: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:
         other: called with type and content of each object that ``other`` of `encode` has made.
 
     Raises:
-        Damaged: `encode` did not produce the input.
+        CorruptedData: `encode` did not produce the input.
     """
 
     def back(each: Any) -> Any:
@@ -119,7 +119,7 @@ def decode(text: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:
     made = _KINDS.get(kind) if isinstance(kind, str) else None
     try:
         return other(str(kind), content) if made is None else made(content, back)
-    except Damaged:
+    except CorruptedData:
         raise
     except (TypeError, ValueError, AttributeError) as error:
-        raise Damaged(f"{kind!r} does not fit its content: {error}") from error
+        raise CorruptedData(f"{kind!r} does not fit its content: {error}") from error

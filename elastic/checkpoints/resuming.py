@@ -10,7 +10,7 @@ import tenacity
 
 from elastic.checkpoints import catalog, loading
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, Name, NotReadable
+from elastic.checkpoints.manifest import CommitName, Manifest, UnreadableCommit
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
@@ -19,7 +19,7 @@ from elastic.state.state import ObjectState
 PATIENCE_S = 120.0  # how long to retry a storage that does not respond
 
 Value = TypeVar("Value")
-Passed = dict[tuple[str, Name], str]  # by folder and commit, why it cannot be read
+Passed = dict[tuple[str, CommitName], str]  # by folder and commit, why it cannot be read
 
 
 def load_newest(
@@ -47,7 +47,7 @@ def load_proposed(
         try:
             failpoint("durable-load")
             loading.load(where, manifest, state)
-        except NotReadable as error:
+        except UnreadableCommit as error:
             pass_over(where.url, manifest, str(error), passed)
         else:
             return where.url, manifest
@@ -108,13 +108,13 @@ def patiently(storage: Storage, work: Callable[[], Value]) -> Value:
         retry=tenacity.retry_if_exception_type(OSError),
         wait=tenacity.wait_random_exponential(0.2, 5.0),
         stop=tenacity.stop_after_delay(PATIENCE_S),
-        before_sleep=lambda tried: _say_once(storage, tried),
+        before_sleep=lambda tried: _log_once(storage, tried),
         reraise=True,
     )
     return tries(work)
 
 
-def _say_once(storage: Storage, tried: tenacity.RetryCallState) -> None:
+def _log_once(storage: Storage, tried: tenacity.RetryCallState) -> None:
     if tried.attempt_number == 1 and tried.outcome is not None:
         error = tried.outcome.exception()
         _say(f"{storage.url} can't be read yet ({error}); trying for {PATIENCE_S:.0f} s")

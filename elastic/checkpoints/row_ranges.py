@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from elastic.checkpoints.manifest import NotReadable, StoredTensor
+from elastic.checkpoints.manifest import StoredTensor, UnreadableCommit
 from elastic.sharding.rows import Rows, overlap
 
 PIECE = 4 << 20  # bytes per checksum
@@ -71,7 +71,7 @@ def check_ranges(tensors: Sequence[StoredTensor]) -> None:
     """Check that the ranges of each sharded tensor cover all its rows exactly once.
 
     Raises:
-        NotReadable: rows are missing or stored twice, or shapes or dtypes differ.
+        UnreadableCommit: rows are missing or stored twice, or shapes or dtypes differ.
     """
     by_name: dict[tuple[str, str], list[StoredTensor]] = {}
     for each in tensors:
@@ -80,12 +80,12 @@ def check_ranges(tensors: Sequence[StoredTensor]) -> None:
     for found in by_name.values():
         name, kinds = found[0].name, {(each.dtype, *each.shape) for each in found}
         if len(kinds) > 1:
-            raise NotReadable(f"its ranks have written {name} with other shapes or dtypes")
+            raise UnreadableCommit(f"its ranks have written {name} with other shapes or dtypes")
         at = 0
         for rows in sorted((each.rows for each in found if each.rows), key=lambda r: r.begin):
             pieces = -(-(rows.end - rows.begin) // rows.step) if rows.step > 0 else -1
             if rows.begin != at or rows.end <= rows.begin or len(rows.sums) != pieces:
-                raise NotReadable(f"it does not have rows {at} to {rows.begin} of {name} once")
+                raise UnreadableCommit(f"it does not have rows {at} to {rows.begin} of {name} once")
             at = rows.end
         if at != found[0].shape[0]:
-            raise NotReadable(f"it has {at} of the {found[0].shape[0]} rows of {name}")
+            raise UnreadableCommit(f"it has {at} of the {found[0].shape[0]} rows of {name}")

@@ -17,17 +17,17 @@ import torch
 from elastic.checkpoints import loading, resuming
 from elastic.checkpoints.files import row_file
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, NotReadable, StoredTensor
+from elastic.checkpoints.manifest import Manifest, StoredTensor, UnreadableCommit
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.row_ranges import check_ranges
 from elastic.checkpoints.values import dtype_named
 from elastic.failpoints import failpoint
 from elastic.protocol.messages import COPY
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.sharding.rows import Rows
-from elastic.state.fully_sharded import objects
+from elastic.state.fully_sharded import object_exchange
 from elastic.state.fully_sharded.live_shards import RowSpec
-from elastic.state.fully_sharded.sharded_commits import Meeting
+from elastic.state.fully_sharded.sharded_commits import WorldInventory
 from elastic.state.handled_state import HandledState, shards_of
 from elastic.state.state import broadcast_state
 
@@ -47,7 +47,11 @@ class ShardReader:
     """Reader of one rank. ``met``: what the ranks hold; None in a world of a single rank without a driver."""
 
     def __init__(
-        self, rt: Runtime, state: HandledState, options: CheckpointOptions, met: Meeting | None
+        self,
+        rt: WorkerRuntime,
+        state: HandledState,
+        options: CheckpointOptions,
+        met: WorldInventory | None,
     ) -> None:
         self._rt = rt
         self._state = state
@@ -111,7 +115,7 @@ class ShardReader:
                     failpoint("durable-load")
                     check_ranges(manifest.tensors)
                     loading.load(where, manifest, self._state)
-                except NotReadable as error:
+                except UnreadableCommit as error:
                     resuming.pass_over(where.url, manifest, str(error), self._passed)
                 else:
                     return Chosen(where.url, manifest)
@@ -137,7 +141,7 @@ class ShardReader:
             with self._long(), torch.no_grad():
                 resuming.patiently(storage, lambda: read_rows(storage, chosen.manifest, targets))
             loading.load_random(chosen.manifest.generators, rank, self._state)
-        except NotReadable as error:
+        except UnreadableCommit as error:
             return str(error)
         return ""
 
@@ -155,7 +159,7 @@ class ShardReader:
                 value = work()
         if self._rt.place.size > 1:
             with self._rt.guard(COPY):
-                value = objects.broadcast(self._rt.group("state", CPU), value, 0)
+                value = object_exchange.broadcast(self._rt.group("state", CPU), value, 0)
         found: Value = value
         return found
 
@@ -163,7 +167,7 @@ class ShardReader:
         if self._rt.place.size == 1:
             return [value]
         with self._rt.guard(COPY):
-            return objects.gather(self._rt.group("state", CPU), value)
+            return object_exchange.gather(self._rt.group("state", CPU), value)
 
 
 def row_specs(tensors: list[StoredTensor]) -> dict[str, RowSpec]:
@@ -190,7 +194,7 @@ def read_rows(storage: Storage, manifest: Manifest, targets: Targets) -> None:
     """Read the rows of each tensor into its destination.
 
     Raises:
-        NotReadable: a file is missing or damaged.
+        UnreadableCommit: a file is missing or damaged.
         OSError: the storage failed.
     """
     by_name: dict[str, list[StoredTensor]] = {}

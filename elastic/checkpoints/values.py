@@ -12,11 +12,11 @@ from typing import Any
 import numpy
 import torch
 
-from elastic.checkpoints.plain_data import Damaged, NotPlain, decode, encode, word
+from elastic.checkpoints.plain_data import CorruptedData, NotPlain, decode, encode, word
 from elastic.state.handlers.model_state import Opaque
 from elastic.state.handlers.python_values import Index
 from elastic.state.snapshots.snapshot import as_bytes
-from elastic.state.snapshots.tensor_index import plain
+from elastic.state.snapshots.state_structure import plain
 
 INLINE = 1 << 16  # bytes; a larger tensor among Python values makes them not plain
 
@@ -37,7 +37,7 @@ def from_plain(text: Any) -> Any:
     """Inverse of `to_plain`.
 
     Raises:
-        Damaged: `to_plain` did not produce the input.
+        CorruptedData: `to_plain` did not produce the input.
     """
     return decode(text, _back)
 
@@ -69,7 +69,7 @@ def _other(value: Any) -> Any:
 def _back(kind: str, content: Any) -> Any:
     made = _KINDS.get(kind)
     if made is None:
-        raise Damaged(f"a value of the unknown kind {kind!r}")
+        raise CorruptedData(f"a value of the unknown kind {kind!r}")
     return made(content)
 
 
@@ -101,11 +101,11 @@ def dtype_named(name: str) -> torch.dtype:
     """Return torch's dtype of this name, such as ``float32``.
 
     Raises:
-        Damaged: this version of torch has no such dtype.
+        CorruptedData: this version of torch has no such dtype.
     """
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
-        raise Damaged(f"{name!r} is not a dtype of this torch")
+        raise CorruptedData(f"{name!r} is not a dtype of this torch")
     return found
 
 

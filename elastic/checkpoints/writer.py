@@ -19,16 +19,16 @@ from time import monotonic
 
 import tenacity
 
-from elastic.checkpoints import catalog, finished, writing
+from elastic.checkpoints import catalog, finished_training, writing
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Name, NotReadable, Share
+from elastic.checkpoints.manifest import CommitName, Share, UnreadableCommit
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.schedule import Schedule
 from elastic.errors import DeviceLost
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.protocol import messages
 from elastic.protocol.messages import Commit, Message, Place
-from elastic.state.held import Held
+from elastic.state.held_commit import HeldCommit
 from elastic.state.state import ObjectState, hold, prepare_hold
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 3.0
@@ -44,7 +44,7 @@ CLOSE_S = 2.0  # seconds for a write in progress to abort
 Told = messages.ShareWritten | messages.ShareDropped | messages.CheckpointWritten
 
 
-class _Spoilt(Exception):
+class _Corrupted(Exception):
     """A commit that training could not continue from; earlier commits are more useful."""
 
 
@@ -57,8 +57,8 @@ class _Attempt:
     """One commit that is being written. ``number``: the request that it fulfills."""
 
     number: int
-    name: Name
-    held: Held
+    name: CommitName
+    held: HeldCommit
     rank: int
     size: int
     began_at: float
@@ -70,7 +70,7 @@ class _Attempt:
             raise _Dropped
 
 
-class Writer:
+class CheckpointWriter:
     """Checkpoint writer of the process.
 
     Args:
@@ -155,7 +155,7 @@ class Writer:
         self._hold(state, commit, step.begin, place)
 
     def _hold(self, state: ObjectState, commit: Commit, number: int, place: Place) -> None:
-        name = Name(self.run, commit.generation, commit.number)
+        name = CommitName(self.run, commit.generation, commit.number)
         attempt = _Attempt(number, name, hold(state), place.rank, place.size, monotonic())
         self._attempt = attempt
         with self._changed:
@@ -222,11 +222,11 @@ class Writer:
             with contextlib.suppress(
                 OSError
             ):  # then a rerun of the command trains on from this commit
-                name = Name(self.run, commit.generation, commit.number)
-                began_at = finished.process_began_at()
-                finished.note_read(self._storage, name, place.rank, began_at)
+                name = CommitName(self.run, commit.generation, commit.number)
+                began_at = finished_training.process_began_at()
+                finished_training.note_read(self._storage, name, place.rank, began_at)
                 if place.rank == 0:
-                    finished.note_returned(self._storage, name, began_at, place.size)
+                    finished_training.note_returned(self._storage, name, began_at, place.size)
 
     def _wait(self, deadline: float, over: Callable[[], bool]) -> bool:
         """Wait until the outcome of the latest request is known.
@@ -373,14 +373,14 @@ class Writer:
             name = attempt.name
             self._tell(messages.ShareWritten(name.generation, attempt.number, name.commit, digests))
 
-    def _look_at_numbers(self, held: Held, shares: Sequence[Share]) -> None:
+    def _look_at_numbers(self, held: HeldCommit, shares: Sequence[Share]) -> None:
         """Check that parameters did not become non-finite: such commits would eventually replace all good ones.
 
         Replicas are compared elsewhere first, so that a faulty one can be named. For sharded parameters, each rank has
         checked its own rows.
 
         Raises:
-            _Spoilt: a parameter became infinite or NaN.
+            _Corrupted: a parameter became infinite or NaN.
         """
         found = {name for share in shares for name in share.not_finite}
         if not held.is_sharded:
@@ -389,7 +389,7 @@ class Writer:
             self._odd = found
         new = sorted(found - (self._odd or set()))
         if new:
-            raise _Spoilt(
+            raise _Corrupted(
                 f"{', '.join(new[:NAMED])}{' ...' if len(new) > NAMED else ''} became infinite or NaN: nothing is"
                 " written until that is over, and what was written before stays"
             )
@@ -428,7 +428,7 @@ class Writer:
         with contextlib.suppress(OSError):  # retried after the next checkpoint
             catalog.prune(self._storage, self._options.keep, self._options.floor)
 
-    def _storage_size(self, name: Name) -> int:
+    def _storage_size(self, name: CommitName) -> int:
         with contextlib.suppress(OSError):
             return sum(self._storage.sizes(str(name)).values())
         return 0
@@ -451,7 +451,7 @@ class Writer:
         except (_Dropped, OSError):
             self._over(attempt)
             return False
-        except (NotReadable, DeviceLost, _Spoilt) as error:
+        except (UnreadableCommit, DeviceLost, _Corrupted) as error:
             self._refuse(attempt, str(error))
             return False
         except Exception as error:  # an error here must not end the training

@@ -26,13 +26,13 @@ from elastic.checkpoints.files import tensor_file
 from elastic.checkpoints.files.checked import Alive, CheckedFile
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import (
+    CommitName,
     Manifest,
-    Name,
-    NotReadable,
     Share,
     StoredFile,
     StoredRows,
     StoredTensor,
+    UnreadableCommit,
 )
 from elastic.checkpoints.plain_data import NotPlain
 from elastic.checkpoints.values import to_plain
@@ -40,12 +40,12 @@ from elastic.failpoints import failpoint
 from elastic.optimizer.gradients.not_finite import finite
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.python_values import ATOMS, dumps
-from elastic.state.held import Held
+from elastic.state.held_commit import HeldCommit
 from elastic.state.snapshots.digest import digest
 
 
 def write_share(
-    storage: Storage, name: Name, held: Held, rank: int, size: int, alive: Alive
+    storage: Storage, name: CommitName, held: HeldCommit, rank: int, size: int, alive: Alive
 ) -> None:
     """Write this rank's tensors and the list that marks them complete.
 
@@ -103,7 +103,7 @@ def _write(item: StateItem, file: str, out: CheckedFile) -> StoredTensor:
     )
 
 
-def replica_digests(held: Held) -> dict[str, int]:
+def replica_digests(held: HeldCommit) -> dict[str, int]:
     """Return, by part, the digest of the tensors that are equal on all ranks.
 
     Raises:
@@ -117,7 +117,7 @@ def replica_digests(held: Held) -> dict[str, int]:
     return {part: digest(tensors) for part, tensors in alike.items()}
 
 
-def not_finite(held: Held) -> set[str]:
+def not_finite(held: HeldCommit) -> set[str]:
     """Return the parameters that contain an infinity or NaN; of sharded parameters, in the rows of this rank.
 
     Raises:
@@ -136,8 +136,8 @@ def not_finite(held: Held) -> set[str]:
 
 def seal(
     storage: Storage,
-    name: Name,
-    held: Held,
+    name: CommitName,
+    held: HeldCommit,
     size: int,
     alive: Alive,
     look: Callable[[list[Share]], None] = lambda shares: None,
@@ -146,7 +146,7 @@ def seal(
 
     Raises:
         OSError: the storage failed.
-        NotReadable: a share is missing or damaged, or the shares are not the complete state.
+        UnreadableCommit: a share is missing or damaged, or the shares are not the complete state.
     """
     found = [_share(storage, name, rank, size) for rank in range(size)]
     look(found)
@@ -189,7 +189,7 @@ def seal(
     )
     trouble = manifest.missing(whole, storage.sizes(str(name)))
     if trouble:
-        raise NotReadable(f"{trouble}; is {storage.url} one folder that all hosts share?")
+        raise UnreadableCommit(f"{trouble}; is {storage.url} one folder that all hosts share?")
     alive()
     failpoint("durable-manifest")
     storage.write(f"{name}/{manifest.MANIFEST}", manifest.encoded(whole))
@@ -197,17 +197,17 @@ def seal(
     return catalog.read(storage, name)
 
 
-def _share(storage: Storage, name: Name, rank: int, size: int) -> Share:
+def _share(storage: Storage, name: CommitName, rank: int, size: int) -> Share:
     file = f"{name}/share-{rank}.json"
     try:
         share = manifest.decode_share(storage.read(file))
     except FileNotFoundError:
-        raise NotReadable(
+        raise UnreadableCommit(
             f"{file} is not there, although rank {rank} has written it: is {storage.url} one folder that all hosts"
             " share?"
         ) from None
     if (share.rank, share.size) != (rank, size):
-        raise NotReadable(f"{file} is that of another world")
+        raise UnreadableCommit(f"{file} is that of another world")
     return share
 
 
@@ -234,7 +234,7 @@ def _saved_object(value: Any, what: str) -> bytes:
     return stream.getvalue()
 
 
-def _python(held: Held) -> tuple[dict[str, dict[str, Any]], dict[tuple[str, str], Any]]:
+def _python(held: HeldCommit) -> tuple[dict[str, dict[str, Any]], dict[tuple[str, str], Any]]:
     """Return the plain data by kind and name, and the values that are not plain data."""
     plain: dict[str, dict[str, Any]] = {"values": {}, "structures": {}}
     pickled: dict[tuple[str, str], Any] = {}

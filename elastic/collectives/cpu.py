@@ -1,8 +1,8 @@
 """A CPU group, from before its ranks know each other: connects them in a way that all support.
 
-First every rank publishes its host and what it can share; `topology` decides. If memory is to be shared, each rank maps
-that of its neighbors and reports whether this succeeded; shared memory is used only if it did on all. Everything else
-uses Gloo.
+First every rank publishes its host and what it can share; `backend_selection` decides. If memory is to be shared, each
+rank maps that of its neighbors and reports whether this succeeded; shared memory is used only if it did on all.
+Everything else uses Gloo.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Protocol
 
 import msgspec
 
-from elastic.collectives import topology
+from elastic.collectives import backend_selection
+from elastic.collectives.backend_selection import Backend, BackendSelection, RankInfo
 from elastic.collectives.gloo.process_group import GlooCollectives
 from elastic.collectives.hierarchical.plan import Topology
 from elastic.collectives.hierarchical.process_group import HierarchicalCollectives
@@ -21,9 +22,8 @@ from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
 from elastic.collectives.shared_memory import native_library, peer_memory
 from elastic.collectives.shared_memory.exchange import MemoryOffer
-from elastic.collectives.shared_memory.peer_memory import Unreachable
+from elastic.collectives.shared_memory.peer_memory import PeerMemoryUnavailable
 from elastic.collectives.shared_memory.process_group import SharedCollectives
-from elastic.collectives.topology import Backend, Plan, RankInfo
 from elastic.errors import CollectiveFailed
 from elastic.rendezvous.store import Call, Store
 
@@ -112,7 +112,7 @@ class CpuGroup:
     def _introduce(self, store: Store, purpose: str, offer: MemoryOffer) -> list[RankInfo]:
         """Return every rank's row once all have arrived; this is where late ranks are awaited.
 
-        See `construct.meeting`.
+        See `group_factory.meeting`.
         """
         rows = self._swap(
             store,
@@ -133,7 +133,7 @@ class CpuGroup:
 
         def received(words: list[bytes]) -> None:
             rows[:] = _rows(words)
-            if topology.plan(rows).backend is not Backend.GLOO:
+            if backend_selection.plan(rows).backend is not Backend.GLOO:
                 raise CollectiveFailed("ranks of one host share memory")
 
         gloo = self._gloo(self._rank, self._size)
@@ -142,20 +142,20 @@ class CpuGroup:
         try:
             gloo.connect(store, purpose, bind_host, word=word, heard=received)
         except CollectiveFailed:
-            if self._aborted or not rows or topology.plan(rows).backend is Backend.GLOO:
+            if self._aborted or not rows or backend_selection.plan(rows).backend is Backend.GLOO:
                 raise
             self._drop(gloo)
             return None, rows
-        self._say(topology.plan(rows))
+        self._say(backend_selection.plan(rows))
         return gloo, rows
 
     def _meet(
         self, store: Store, purpose: str, offer: MemoryOffer, rows: Sequence[RankInfo]
-    ) -> tuple[Plan, SharedCollectives | LocalCollectives | None]:
+    ) -> tuple[BackendSelection, SharedCollectives | LocalCollectives | None]:
         """Return the plan of all ranks, and the group of this host if there is one."""
-        plan = topology.plan(rows)
+        plan = backend_selection.plan(rows)
         if self._messages and plan.backend is Backend.HIERARCHY:
-            plan = Plan(Backend.GLOO, plan.hosts, plan.why)
+            plan = BackendSelection(Backend.GLOO, plan.hosts, plan.why)
         if plan.backend is Backend.GLOO:
             return plan, None
         host, why = self._join(purpose, offer, rows, plan.local_ranks(self._rank))
@@ -170,7 +170,7 @@ class CpuGroup:
         why = next((each.decode() for each in reasons if each), "")
         if why:
             self._drop(host)
-            return Plan(Backend.GLOO, plan.hosts, why), None
+            return BackendSelection(Backend.GLOO, plan.hosts, why), None
         return plan, host
 
     def _join(
@@ -190,11 +190,11 @@ class CpuGroup:
                 len(ranks),
                 offer.map(rows, ranks, self._rank),
                 self._collective_timeout_s,
-                oversubscribed=topology.cores(rows, ranks) < len(ranks),
+                oversubscribed=backend_selection.cores(rows, ranks) < len(ranks),
                 ranks=ranks,
                 key=f"{purpose}/host of {ranks[0]}",
             )
-        except (Unreachable, CollectiveFailed) as error:
+        except (PeerMemoryUnavailable, CollectiveFailed) as error:
             return None, f"rank {self._rank}: {error}"
         self._adopt(shared)
         return shared, ""
@@ -209,7 +209,7 @@ class CpuGroup:
             raise CollectiveFailed("aborted", aborted=True)
         return store.exchange(key, self._rank, self._size, blob, timeout_s, self._swapping)
 
-    def _say(self, plan: Plan) -> None:
+    def _say(self, plan: BackendSelection) -> None:
         """Log the reason on one rank, since it is the same on all."""
         if plan.why and self._rank == 0 and plan.why not in _logged:
             _logged.add(plan.why)

@@ -48,7 +48,7 @@ class Work(Protocol):
 
 
 @runtime_checkable
-class KnowsWhoIsMissing(Protocol):
+class ReportsMissingRanks(Protocol):
     """A work in flight that knows which ranks it waits for."""
 
     def missing(self) -> list[int]:

@@ -389,7 +389,7 @@ class NcclCollectives:
                 error = nccl_library.revoke(self._communicator)
                 self._revoked = not error
                 if error:
-                    _say_once(f"NCCL did not revoke a communicator: {nccl_library.words(error)}")
+                    _log_once(f"NCCL did not revoke a communicator: {nccl_library.words(error)}")
         if not self._revoked:
             _abort(self._backend)
 
@@ -565,13 +565,13 @@ def _options(timeout_s: float) -> Any:
 def _revocable(backend: Any) -> int:
     """Return NCCL's pointer to the communicator of the present device; 0 if it cannot be revoked."""
     if not (nccl_library.can_revoke() and hasattr(backend, "_comm_ptr")):
-        _say_once("this NCCL can't revoke a communicator: version 2.28 and torch 2.8 are required")
+        _log_once("this NCCL can't revoke a communicator: version 2.28 and torch 2.8 are required")
         return 0
     return int(backend._comm_ptr())
 
 
 @functools.cache
-def _say_once(why: str) -> None:
+def _log_once(why: str) -> None:
     print(
         f"elastic: {why}: after a loss each worker frees its communicators at once, and a kernel of a slower one may"
         " fail with an illegal memory access",

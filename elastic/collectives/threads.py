@@ -21,7 +21,7 @@ _lock = threading.Lock()
 _leave_at: float | None = None
 
 
-class Ending(BaseException):
+class ProcessExiting(BaseException):
     """The process exits and has waited long enough for this thread."""
 
 
@@ -62,9 +62,9 @@ def leave_behind(timeout_s: float) -> None:
 
 
 def leave_if_ending() -> None:
-    """Raise `Ending` in a thread that waits in slices once `finish` has waited for long."""
+    """Raise `ProcessExiting` in a thread that waits in slices once `finish` has waited for long."""
     if _leave_at is not None and time.monotonic() >= _leave_at:
-        raise Ending
+        raise ProcessExiting
 
 
 class Completion:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from elastic.data.positions import Dealing
+from elastic.data.positions import SamplePartition
 from elastic.errors import Invalid
 
 OPTIONS = {
@@ -75,12 +75,12 @@ class LoaderArguments:
         """Whether the samples of the dataset are already batches."""
         return self.batch_size is None or self.batch_sampler is not None
 
-    def dealing(self, size: int) -> Dealing:
+    def dealing(self, size: int) -> SamplePartition:
         """Return how steps are divided in a world of ``size``."""
         if self.global_batch_size is not None:
-            return Dealing(self.shards or size, self.global_batch_size, self.drop_last)
+            return SamplePartition(self.shards or size, self.global_batch_size, self.drop_last)
         each = 1 if self.ready or self.batch_size is None else self.batch_size
-        return Dealing(size, size * each, self.drop_last)
+        return SamplePartition(size, size * each, self.drop_last)
 
     def _check_options(self) -> None:
         unknown = self.options.keys() - OPTIONS

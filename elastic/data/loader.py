@@ -18,7 +18,7 @@ import torch
 from elastic.data import optimizer_steps
 from elastic.data.arguments import LoaderArguments, Seeds, is_stream
 from elastic.data.batch_gradients import BatchGradients
-from elastic.data.positions import Dealing, Position
+from elastic.data.positions import Position, SamplePartition
 from elastic.data.progress import DataProgress
 from elastic.data.sampler import present_world
 from elastic.data.sources import IndexedSource, Loaded, Source, StreamSource
@@ -125,7 +125,7 @@ class DataLoader:
         self._handed_some = False
         self._in_state = self._awaits_steps = False
         self._gradients = BatchGradients()
-        self._dealt = Dealing(1, 1)  # for the world of the present pass
+        self._dealt = SamplePartition(1, 1)  # for the world of the present pass
         self._count = optimizer_steps.count()  # of optimizer steps, at the last check
         self._moves = 0  # number of times the position was set from outside
         self._noting = environment.digests()
@@ -258,7 +258,7 @@ class DataLoader:
             raise TypeError(f"{type(self.dataset).__name__} is a stream, and has no length")
         return length
 
-    def _dealing(self) -> Dealing:
+    def _dealing(self) -> SamplePartition:
         _check_joined()
         return self.arguments.dealing(present_world()[1])
 
@@ -316,7 +316,7 @@ class DataLoader:
             return [rank]
         if self._shards is not None:
             return list(self._shards.held)
-        return list(Dealing(size, shards).part(range(shards), rank))
+        return list(SamplePartition(size, shards).part(range(shards), rank))
 
     def _hand(self, consumed: int) -> None:
         self._progress.hand(consumed)

@@ -5,8 +5,9 @@ two numbers, however many ranks there are and whatever they have prefetched. A s
 they are divided into as many parts as there are ranks (or shards): consecutive, in the order of the parts, of sizes
 that differ by at most one. After a change of the world the same rule applies to the remaining samples.
 
-    Dealing(parts=3, batch=6), 20 samples:   | 0 1 . 2 3 . 4 5 | 6 7 . 8 9 . 10 11 | 12 13 . 14 15 | 16 17 . 18 . 19 |
-                                               part 0 . 1 . 2                        (two sizes differ by at most one)
+    SamplePartition(parts=3, batch=6), 20 samples:   | 0 1 . 2 3 . 4 5 | 6 7 . 8 9 . 10 11 | 12 13 . 14 15 | 16 17 . 18
+                                               . 19 | part 0 . 1 . 2                        (two sizes differ by at most
+                                               one)
 
 No sample is repeated to fill a step. If a whole step would leave less than one sample for each part, the last two
 steps share the remaining samples. So a part is empty only if a step has fewer samples than parts: the epoch has fewer
@@ -30,7 +31,7 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dealing:
+class SamplePartition:
     """Steps of ``batch`` samples for all ``parts`` together: ranks of a world, or shards. Raises Invalid.
 
     With ``drop_last`` an epoch ends if less than a whole step is left.

@@ -11,7 +11,7 @@ from torch.utils import data as torch_data
 
 from elastic.data import order
 from elastic.data.arguments import LoaderArguments, Seeds
-from elastic.data.positions import Dealing, Position
+from elastic.data.positions import Position, SamplePartition
 from elastic.data.seeded_dataset import SeededDataset, as_it_is
 from elastic.data.seeds import batch_seed, sample_seed
 from elastic.data.stream import NOBODY, StreamDataset
@@ -28,7 +28,9 @@ class Source(Protocol):
     def length(self, epoch: int) -> int | None:
         """Return the number of samples in an epoch; None if only the end of the stream determines it."""
 
-    def begin(self, position: Position, dealing: Dealing, mine: list[int]) -> Iterator[Loaded]:
+    def begin(
+        self, position: Position, dealing: SamplePartition, mine: list[int]
+    ) -> Iterator[Loaded]:
         """Yield the parts ``mine`` of all steps from a position on, in order.
 
         A part without samples gets a placeholder that must not count.
@@ -60,7 +62,9 @@ class IndexedSource:
             return length
         return len(self._order.of(length, epoch))
 
-    def begin(self, position: Position, dealing: Dealing, mine: list[int]) -> Iterator[Loaded]:
+    def begin(
+        self, position: Position, dealing: SamplePartition, mine: list[int]
+    ) -> Iterator[Loaded]:
         length, arguments = self.length(position.epoch) or 0, self._arguments
         drawn = self._order.of(len(arguments.dataset), position.epoch)
 
@@ -109,7 +113,9 @@ class StreamSource:
         except TypeError:
             return None
 
-    def begin(self, position: Position, dealing: Dealing, mine: list[int]) -> Iterator[Loaded]:
+    def begin(
+        self, position: Position, dealing: SamplePartition, mine: list[int]
+    ) -> Iterator[Loaded]:
         self._dataset.deal(position, dealing, mine or [NOBODY])
         return (
             (range(start, stop), part, batch) for start, stop, part, batch in iter(self._loader)

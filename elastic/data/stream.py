@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loader_worker
 
 from elastic.data.order import kept, plant
-from elastic.data.positions import Dealing, Position
+from elastic.data.positions import Position, SamplePartition
 from elastic.data.seeds import batch_seed, sample_seed, seed_of
 
 # Start and end of its step, the part's number, its samples.
@@ -49,7 +49,7 @@ class StreamDataset(IterableDataset[Any]):
             6 + most_parts, dtype=torch.int64, device="cpu"
         ).share_memory_()
 
-    def deal(self, position: Position, dealing: Dealing, mine: list[int]) -> None:
+    def deal(self, position: Position, dealing: SamplePartition, mine: list[int]) -> None:
         """Set what the next iteration returns: the parts ``mine`` of each step from ``position`` on."""
         numbers = [position.epoch, position.consumed, dealing.parts, dealing.batch]
         numbers += [int(dealing.drop_last), len(mine), *mine]
@@ -58,7 +58,7 @@ class StreamDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[int, int, int, Any]]:
         """Yield start and end of a step, a part's number, and its batch."""
         epoch, consumed, parts, batch, drop_last, number, *mine = self._assignment.tolist()
-        dealing = Dealing(parts, batch, bool(drop_last))
+        dealing = SamplePartition(parts, batch, bool(drop_last))
         info = get_worker_info()
         if info is not None:
             self._worker = info.id, info.num_workers
@@ -116,7 +116,9 @@ def _apart(batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-def _steps(samples: Iterator[Any], dealing: Dealing, start: int) -> Iterator[tuple[range, Any]]:
+def _steps(
+    samples: Iterator[Any], dealing: SamplePartition, start: int
+) -> Iterator[tuple[range, Any]]:
     """Yield steps and their samples. Reads ahead as far as needed to know the size of a step."""
     ahead: deque[Any] = deque()
     while True:
@@ -129,7 +131,7 @@ def _steps(samples: Iterator[Any], dealing: Dealing, start: int) -> Iterator[tup
 
 
 def _cuts(
-    steps: Iterator[tuple[range, list[Any]]], dealing: Dealing, mine: list[int]
+    steps: Iterator[tuple[range, list[Any]]], dealing: SamplePartition, mine: list[int]
 ) -> Iterator[Cut]:
     for step, samples in steps:
         for part in mine:

@@ -260,7 +260,9 @@ class BufferKeeper:
             self._take(message, buffers)
 
     def _message(self, filled: bool, numbers: list[int], given: bool) -> torch.Tensor:
-        """Return a message. ``given``: sized like the results, which receivers know; else like the step's start."""
+        """Return a message. ``batch_checks``: sized like the results, which receivers know; else like the step's
+        start.
+        """
         parts = [torch.zeros(8, dtype=torch.uint8, device="cpu")]
         for number in numbers:
             kept = self._kept[number]

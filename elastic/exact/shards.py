@@ -22,7 +22,7 @@ from elastic.data import optimizer_steps
 from elastic.data.loader import StepShards
 from elastic.data.seeds import seed_of
 from elastic.errors import Invalid, StateMismatch
-from elastic.exact import assignment, generators, given, probe, tree
+from elastic.exact import assignment, batch_checks, generators, probe, tree
 from elastic.exact.buffers import BufferKeeper
 from elastic.exact.step import ShardStep, StepListener
 from elastic.runtime import lifecycle
@@ -96,7 +96,7 @@ class Shards:
         ``batches``: a step of an `elastic.data.DataLoader` with these shards, or any iterable with one micro-batch per
         shard of `held`. Raises Invalid if there are too few, or for unsuitable objects.
         """
-        given.check(batches, self, self._committed)
+        batch_checks.check(batches, self, self._committed)
         coming = iter(batches)
         for shard in self:
             try:

@@ -27,7 +27,7 @@ from elastic.data.conversion import from_torch
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.integrations import versions
 from elastic.runtime import lifecycle
-from elastic.state import sharding
+from elastic.state import unsupported_sharding
 from elastic.state.handlers.part import Carried
 from elastic.state.torch_state import TorchState
 
@@ -54,7 +54,7 @@ class PreparedState(TorchState):
         refuse(accelerator)
         optimizers = [each.optimizer for each in accelerator._optimizers]
         models = [value for value in values.values() if isinstance(value, Module)]
-        sharding.check_trainer("Accelerate", optimizers, models)
+        unsupported_sharding.check_trainer("Accelerate", optimizers, models)
         kept = {name: _kept(accelerator, value) for name, value in values.items()}
         for number, optimizer in enumerate(accelerator._optimizers):
             kept[f"optimizer_{number}"] = optimizer.optimizer
@@ -101,7 +101,7 @@ def refuse(accelerator: Accelerator) -> None:
         )
 
 
-def _has_others(state: PartialState) -> bool:
+def _has_unknown(state: PartialState) -> bool:
     """Accelerate's own answer, but True for a worker that is alone, because others may join it.
 
     On a GPU this decides whether Accelerate wraps a model in DDP; on a CPU it always does.
@@ -111,7 +111,7 @@ def _has_others(state: PartialState) -> bool:
 
 
 # At import: a model is prepared before a state is created.
-setattr(PartialState, "use_distributed", property(_has_others))  # noqa: B010 - not for mypy
+setattr(PartialState, "use_distributed", property(_has_unknown))  # noqa: B010 - not for mypy
 
 
 def averaging(value: Any) -> Any:

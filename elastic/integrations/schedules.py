@@ -13,7 +13,7 @@ from elastic.errors import StaleValueWarning
 Factor = Callable[[float], float]  # learning-rate factor by the position in a schedule
 
 
-class Following:
+class ScaledSchedule:
     """A factor for ``LambdaLR`` that follows the number of steps in the present world, without a jump.
 
     It is a function of the completed share of training. ``make(steps)`` creates the factor for a number of steps;
@@ -58,7 +58,7 @@ class Following:
         self.rate = max(0.0, self.steps - position) / left
 
 
-class Changed:
+class ScheduleLengthChange:
     """Detects that the number of steps differs from the one that a script's schedule was given.
 
     `warn` warns once; the numbers are part of a state.

@@ -29,7 +29,7 @@ from elastic.data import DataLoader
 from elastic.errors import Invalid
 from elastic.integrations import accelerate, schedules, versions
 from elastic.run_loop import run
-from elastic.state import sharding
+from elastic.state import unsupported_sharding
 from elastic.state.handlers.part import Carried
 from elastic.state.torch_state import TorchState
 
@@ -88,7 +88,9 @@ class ElasticTrainerMixin:
         made = create(num_training_steps, optimizer)
         trainers_own = getattr(create, "__func__", None) is Trainer.create_scheduler
         if trainers_own and not given and isinstance(made, LambdaLR) and _has_an_end(self.args):
-            factor = schedules.Following(functools.partial(_factor, self.args), num_training_steps)
+            factor = schedules.ScaledSchedule(
+                functools.partial(_factor, self.args), num_training_steps
+            )
             made.lr_lambdas = [factor for _ in made.lr_lambdas]
         return made
 
@@ -215,11 +217,11 @@ class ElasticTrainerMixin:
                 "Leave the schedule to the Trainer (lr_scheduler_type), which follows, or give max_steps",
             )
 
-    def _factor(self) -> tuple[schedules.Following | None, Any]:
+    def _factor(self) -> tuple[schedules.ScaledSchedule | None, Any]:
         """Return the factor of the Trainer's own schedule, and the schedule."""
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         (first, *_) = getattr(schedule, "lr_lambdas", None) or [None]
-        return (first if isinstance(first, schedules.Following) else None), schedule
+        return (first if isinstance(first, schedules.ScaledSchedule) else None), schedule
 
     def _epochs(self, first: Epoch) -> int:
         if self.args.max_steps > 0:
@@ -240,7 +242,7 @@ class _Steps:
         self.all = 0  # ... and those left in the present world
         self.begun = False
         self.count = 0
-        self.changed = schedules.Changed()
+        self.changed = schedules.ScheduleLengthChange()
         self._fresh = False
 
     def begin(self, epoch: int) -> None:
@@ -350,7 +352,9 @@ class _Loss(Carried):
 
 
 def _state_of(trainer: Any, loader: DataLoader) -> TorchState:
-    sharding.check_trainer("transformers", [trainer.optimizer.optimizer], [trainer.model_wrapped])
+    unsupported_sharding.check_trainer(
+        "transformers", [trainer.optimizer.optimizer], [trainer.model_wrapped]
+    )
     values: dict[str, Any] = {
         "loader": loader,
         "optimizer": trainer.optimizer.optimizer,

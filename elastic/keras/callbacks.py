@@ -16,7 +16,7 @@ import torch
 
 from elastic.api import arrays, broadcasting
 from elastic.api import ops as collectives
-from elastic.api.which_keras import keras
+from elastic.api.keras_version import keras
 from elastic.errors import Invalid
 from elastic.keras import last_steps, tensors
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
@@ -421,9 +421,9 @@ def _end_epoch_of_data() -> None:
     if getattr(adapter, "_within_epoch", False):
         adapter.on_epoch_end()
     if tensors.backend() == "tensorflow":
-        from elastic.tensorflow import left_behind
+        from elastic.tensorflow import leftover_variables
 
-        left_behind.destroy(left_behind.iterator_of(iterator))
+        leftover_variables.destroy(leftover_variables.iterator_of(iterator))
         iterator._epoch_iterator = iterator._current_iterator = None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from elastic.api.compression import Compression as TorchCompression
+from elastic.api.keras_version import LEGACY, keras
 from elastic.api.ops import Average
-from elastic.api.which_keras import LEGACY, keras
 from elastic.errors import Invalid
 from elastic.keras import (
     observed_steps,  # noqa: F401  script checks see its optimizers' steps

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from elastic.api.which_keras import LEGACY, keras
+from elastic.api.keras_version import LEGACY, keras
 from elastic.keras import tensors
 from elastic.protocol.messages import STEP_INPUT_LIMIT
 from elastic.runtime import lifecycle
@@ -27,7 +27,7 @@ def watch(model: keras.Model) -> None:
     """Start reporting the batches that the model is trained on."""
     if not LEGACY and tensors.backend() == "tensorflow":
         _watched.add(model)
-        _tell_by_train_function()
+        _trace_by_train_function()
 
 
 def prepare(model: keras.Model, step_input: bytes) -> None:
@@ -61,7 +61,7 @@ def _of_iterators(train_function: Any) -> Any:
 
 
 @functools.cache
-def _tell_by_train_function() -> None:
+def _trace_by_train_function() -> None:
     make = keras.Model.make_train_function
 
     @functools.wraps(make)
@@ -84,7 +84,7 @@ def _telling(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         rt = lifecycle.active()
         if not sent and rt is not None and rt.session.recovery.running:
             sent = True  # once, even if it fails: this is called at every step
-            rt.worlds.tell_step_input(_step_input(iterator))
+            rt.worlds.report_step_input(_step_input(iterator))
         return step(iterator)
 
     return telling

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from elastic.api.which_keras import LEGACY, keras
+from elastic.api.keras_version import LEGACY, keras
 from elastic.keras import tensors
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from elastic.api import arrays
-from elastic.api.which_keras import LEGACY, keras
+from elastic.api.keras_version import LEGACY, keras
 from elastic.keras import optimizer as reducing
 from elastic.keras import tensors
 from elastic.script_checks import step_sources

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elastic.api.which_keras import LEGACY, keras
+from elastic.api.keras_version import LEGACY, keras
 from elastic.errors import Invalid
 from elastic.keras import tensors
 from elastic.negotiation import submission

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elastic.api import arrays
-from elastic.api.which_keras import keras
+from elastic.api.keras_version import keras
 from elastic.errors import Invalid
 from elastic.keras import first_step
 from elastic.keras import optimizer as reducing

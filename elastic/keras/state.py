@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.api.which_keras import keras
+from elastic.api.keras_version import keras
 from elastic.errors import Invalid
 from elastic.keras import (
     observed_steps,  # noqa: F401  script checks see its optimizers' steps

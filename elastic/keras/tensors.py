@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from elastic.api.arrays import to_numpy, to_torch, value_of
-from elastic.api.which_keras import keras
+from elastic.api.keras_version import keras
 from elastic.errors import Invalid
 from elastic.rendezvous import environment
 

@@ -33,7 +33,7 @@ class Job:
         given = {"--job": name, "--journal": journal, "--etcd": etcd, "--secret-file": secret_file}
         words = [f"{flag}={value}" for flag, value in given.items() if value]
         words += ["--ray"] if ray else []
-        from elastic.driver.commandline.steering.job_commands import found_job
+        from elastic.driver.commandline.running_jobs.job_commands import found_job
 
         found = found_job([*words, *flags], os.environ)
         self.name: str = found.name
@@ -41,26 +41,26 @@ class Job:
 
     def status(self) -> dict[str, Any]:
         """The contents of the live page: ``set``, ``rows`` and ``add``; see docs/commands.md."""
-        from elastic.driver.job.steering.messages import AskStatus
+        from elastic.driver.job.operator_api.messages import AskStatus
 
         state: dict[str, Any] = json.loads(self._ask(AskStatus)[1])
         return state
 
     def scale(self, workers: int) -> str:
         """Set the number of workers. Returns the expected outcome at once; see `status`."""
-        from elastic.driver.job.steering.messages import AskScale
+        from elastic.driver.job.operator_api.messages import AskScale
 
         return self._ask(AskScale, workers)[0]
 
     def drain(self, host: str, *, off: bool = False) -> str:
         """Move the workers off a host if enough others stay, and start none there; ``off``: allow them again."""
-        from elastic.driver.job.steering.messages import AskDrain
+        from elastic.driver.job.operator_api.messages import AskDrain
 
         return self._ask(AskDrain, host, off)[0]
 
     def remove(self, worker: int | str) -> str:
         """Remove a worker, given as rank or ``"host:slot"``, at its next commit."""
-        from elastic.driver.job.steering.messages import AskRemove
+        from elastic.driver.job.operator_api.messages import AskRemove
 
         return self._ask(AskRemove, str(worker))[0]
 
@@ -69,7 +69,7 @@ class Job:
 
         That of the thread that called ``init()`` starts with ``Training thread``.
         """
-        from elastic.driver.job.steering.messages import AskStacks
+        from elastic.driver.job.operator_api.messages import AskStacks
 
         data = self._ask(AskStacks, "" if worker is None else str(worker))[1]
         stacks: dict[str, str] = json.loads(data)
@@ -77,14 +77,14 @@ class Job:
 
     def logs(self, worker: int | str | None = None) -> list[tuple[float, str, str, str]]:
         """The last 500 lines: seconds since 1970, level or stream, worker (empty: the driver), text."""
-        from elastic.driver.job.steering.messages import AskLogs
+        from elastic.driver.job.operator_api.messages import AskLogs
 
         _, lines = json.loads(self._ask(AskLogs, "" if worker is None else str(worker))[1])
         return [(at, level, who, text) for at, level, who, text in lines]
 
     def stop(self) -> str:
         """Stop the job, as SIGTERM to its driver does; a second time, at once."""
-        from elastic.driver.job.steering.messages import AskStop
+        from elastic.driver.job.operator_api.messages import AskStop
 
         return self._ask(AskStop)[0]
 
@@ -92,7 +92,7 @@ class Job:
         return f"Job({self.name!r})"
 
     def _ask(self, kind: type[Any], *arguments: Any) -> tuple[str, str]:
-        from elastic.driver.job.steering.client import JobClient
+        from elastic.driver.job.operator_api.client import JobClient
 
         with JobClient(self._found) as client:
             answer = client.ask(kind, *arguments)

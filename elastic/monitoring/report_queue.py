@@ -83,7 +83,7 @@ class ReportQueue:
             self._under_way_bytes -= _size(self._under_way.popleft())
             self._sent = max(0, self._sent - 1)
 
-    def say_again(self) -> None:
+    def resend(self) -> None:
         """Send the reports in flight again, which may be lost with the previous connection."""
         self._sent = 0
 

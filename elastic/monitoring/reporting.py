@@ -62,10 +62,10 @@ class Reporting:
         self._send_all()
         return True
 
-    def say_again(self) -> None:
+    def resend(self) -> None:
         """Send again after a change of the driver or of the connection."""
         with self._changed:
-            self._queue.say_again()
+            self._queue.resend()
         self._send_all()
 
     def driver_lost(self) -> None:

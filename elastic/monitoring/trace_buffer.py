@@ -88,7 +88,7 @@ class TraceBuffer:
 
     # ---- taking
 
-    def tell_lasting(self, now_ns: int) -> None:
+    def report_open_spans(self, now_ns: int) -> None:
         """Record long spans that have not ended."""
         with self._spans:
             for row, spans in self._open.items():

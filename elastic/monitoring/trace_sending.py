@@ -60,7 +60,7 @@ class TraceSending:
         """Return the messages to send now."""
         if not self.timeline:
             return []
-        self._buffer.tell_lasting(now_ns)
+        self._buffer.report_open_spans(now_ns)
         if not self._clock.known:
             return []  # times cannot be converted yet
         due: list[Message] = []

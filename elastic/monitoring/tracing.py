@@ -243,7 +243,7 @@ class _Writing:
         self._file.close()
 
     def _append(self) -> None:
-        self.buffer.tell_lasting(time.monotonic_ns())
+        self.buffer.report_open_spans(time.monotonic_ns())
         while len(self.buffer):
             self._file.append(self._format.records(self._key, self.buffer.take(BATCH)))
         dropped = self.buffer.take_dropped()

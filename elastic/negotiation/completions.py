@@ -35,7 +35,7 @@ class Completions:
         ``finish`` calls `submission.synchronize` and must not raise. Completions are noticed in any order, so that a
         collective delayed by another rank does not hold up the ones submitted after it.
         """
-        if submission.over(handle) or self._comes_soon(handle):
+        if submission.over(handle) or self._ends_soon(handle):
             finish()
             return
         with self._changed:
@@ -51,7 +51,7 @@ class Completions:
         if not idle:
             submission.offer(handle)
 
-    def _comes_soon(self, handle: int) -> bool:
+    def _ends_soon(self, handle: int) -> bool:
         if self._waiting or not self._brief.acquire(blocking=False):
             return False
         try:

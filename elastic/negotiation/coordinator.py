@@ -78,7 +78,7 @@ class Coordinator:
             return []  # not a member: it has already raised at the call
         known = int.from_bytes(offer.known, "little")
         if offer.epoch != each.epoch:
-            requests = (*each.in_old_words(rank, known), *requests)
+            requests = (*each.with_known_numbers(rank, known), *requests)
             known = 0
         else:
             each.unaware.discard(rank)

@@ -173,10 +173,10 @@ class Engine:
         """Wait until the collective is decided. Raises CollectiveFailed."""
         self.drive(lambda: pending.decided, time.monotonic() + BLOCKED_S)
         if not pending.decided:
-            self._say_wait(pending)
+            self._log_wait(pending)
             self.drive(lambda: pending.decided)
 
-    def _say_wait(self, pending: Pending) -> None:
+    def _log_wait(self, pending: Pending) -> None:
         """Report that this rank submits nothing before ``pending`` completes, if this is its only submitting thread.
 
         Raises CollectiveFailed.
@@ -244,12 +244,12 @@ class Engine:
             self._wake.get()
             if self._failure:
                 return
-            self._let_grow()
+            self._wait_to_grow()
             with self._driving:
                 try:
                     while self._undecided and not (self._failure or self._resting):
                         if not self._turn():
-                            self._let_grow()
+                            self._wait_to_grow()
                 except CollectiveFailed as error:
                     self._give_up(str(error))
                     return
@@ -257,7 +257,7 @@ class Engine:
                     self._give_up(f"{type(error).__name__}: {error}")
                     raise
 
-    def _let_grow(self) -> None:
+    def _wait_to_grow(self) -> None:
         """Wait one cycle, and longer while tensors keep arriving, so that they travel together."""
         if self._env.cycle_s > 0:
             before = -1

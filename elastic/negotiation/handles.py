@@ -13,7 +13,7 @@ from elastic.negotiation.messages import Members
 from elastic.negotiation.pending import Pending
 
 
-class Claimed:
+class HandleEntry:
     """A handle in use. Small and without closures: thousands may be in flight, each a cost to the garbage collector."""
 
     __slots__ = ("generation", "pending", "pick", "runtime", "shown")
@@ -41,7 +41,7 @@ class Handles:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._claimed: dict[int, Claimed] = {}
+        self._claimed: dict[int, HandleEntry] = {}
         self._names: dict[tuple[Members, str], int] = {}
         self._lost: set[int] = set()  # of earlier worlds
         self._world: tuple[Context, int] | None = None  # whose handles these are
@@ -65,7 +65,7 @@ class Handles:
                         " duplicates)"
                     )
                 self._names[full] = handle
-            self._claimed[handle] = Claimed(rt, pending, pick, name or pending.kind)
+            self._claimed[handle] = HandleEntry(rt, pending, pick, name or pending.kind)
             return handle
 
     def name(self, handle: int) -> str:
@@ -80,7 +80,7 @@ class Handles:
             if claimed is not None:
                 self._unname(handle, claimed)
 
-    def _unname(self, handle: int, claimed: Claimed) -> None:
+    def _unname(self, handle: int, claimed: HandleEntry) -> None:
         # Use the name that was claimed: the engine may have assigned another one since.
         full = claimed.pending.members, claimed.shown
         if self._names.get(full) == handle:
@@ -96,7 +96,7 @@ class Handles:
                 raise Invalid(f"handle {handle} does not exist, or was already synchronized")
         return claimed is None or claimed.stale(rt) or claimed.pending.done()
 
-    def find(self, handle: int, rt: Context) -> Claimed | None:
+    def find(self, handle: int, rt: Context) -> HandleEntry | None:
         """Return the collective in flight under this handle, or None. Call `release` when its result was taken.
 
         Raises PeerLost if it belongs to an earlier world.
@@ -108,7 +108,7 @@ class Handles:
             raise PeerLost(f"the world in which handle {handle} was submitted is gone")
         return claimed
 
-    def peek(self, handle: int) -> Claimed | None:
+    def peek(self, handle: int) -> HandleEntry | None:
         """Like `find`, but for any world, and without releasing anything."""
         return self._claimed.get(handle)
 

@@ -13,7 +13,7 @@ from elastic.monitoring import timeline
 from elastic.negotiation.coordinator import Coordinator
 from elastic.negotiation.messages import RequestList, ResponseList
 from elastic.negotiation.pending import row
-from elastic.negotiation.transport import BEAT_S, ControllerServer, Rules
+from elastic.negotiation.transport import BEAT_S, ControllerServer, ControllerSettings
 from elastic.rendezvous.environment import COLLECTIVE_TIMEOUT_S, Environment
 from elastic.rendezvous.store import StoreListener
 
@@ -40,7 +40,7 @@ class LocalController:
 
     def __init__(
         self,
-        rules: Rules,
+        rules: ControllerSettings,
         listener: StoreListener,
         size: int,
         generation: int,

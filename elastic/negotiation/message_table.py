@@ -33,7 +33,7 @@ class MessageTable:
     def name_of(self, number: int) -> str:
         return self.entries[number].request.name
 
-    def in_old_words(self, rank: int, known: int) -> list[Request]:
+    def with_known_numbers(self, rank: int, known: int) -> list[Request]:
         """Return the requests that these bits of the previous epoch stand for."""
         position = self.members.index(rank)
         return [self.before[number].asked_by(position) for number in bits(known)]

@@ -1,8 +1,8 @@
 """Decide which process sets exist, their numbers and their members. Pure: no clock, socket, thread or torch.
 
 Every worker keeps its own table, and all tables must be equal. All ranks request a change together: each sends a
-`Wish`, with what it wants and what the others must know of its table. The result is a function of the list of wishes
-alone, so all ranks reach the same result or all raise.
+`TableProposal`, with what it wants and what the others must know of its table. The result is a function of the list of
+wishes alone, so all ranks reach the same result or all raise.
 
 Tables may differ for a while, because a world can break when only some ranks have made a change. After the rollback to
 a commit those ranks request it again. So adding a set that was registered in an earlier generation is not an error; all
@@ -61,7 +61,7 @@ def present(ranks: Ranks, size: int) -> Ranks:
 
 
 @dataclass(eq=False)
-class Entry:
+class SetEntry:
     """One set. Holders of the object see it registered (``number`` is not 0), renumbered and removed."""
 
     ranks: Ranks
@@ -70,7 +70,7 @@ class Entry:
     removed: bool = False
 
 
-class Wish(msgspec.Struct, frozen=True):
+class TableProposal(msgspec.Struct, frozen=True):
     """What one rank asks for, and what the others must know of its table."""
 
     do: str  # ADD or REMOVE
@@ -84,7 +84,7 @@ class Wish(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self).decode()
 
     @classmethod
-    def parse(cls, text: str) -> Wish:
+    def parse(cls, text: str) -> TableProposal:
         return msgspec.json.decode(text, type=cls)
 
 
@@ -96,11 +96,11 @@ class _Table(msgspec.Struct):
     largest: int
 
 
-class SetTable:
+class ProcessSetTable:
     """The sets that one worker knows, without the global set, whose number is 0."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, SetEntry] = {}
         self._next_number = 1  # numbers are never reused: an old one must not refer to another set
         self.largest = 0  # size of the largest world so far; 0: none yet
         self.joined = False  # this table has been part of a world
@@ -110,18 +110,18 @@ class SetTable:
         self.joined = True
         self.largest = max(self.largest, size)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[SetEntry]:
         """All sets, ordered by number."""
         return [self._entries[number] for number in sorted(self._entries)]
 
-    def find(self, ranks: Ranks) -> Entry | None:
+    def find(self, ranks: Ranks) -> SetEntry | None:
         return next((entry for entry in self._entries.values() if entry.ranks == ranks), None)
 
     # ---- changes that all ranks agree on ---------------------------------------------------------
 
-    def wish(self, do: str, sets: Sequence[Ranks], generation: int) -> Wish:
+    def wish(self, do: str, sets: Sequence[Ranks], generation: int) -> TableProposal:
         held = [self.find(ranks) for ranks in sets]
-        return Wish(
+        return TableProposal(
             do,
             list(sets),
             [entry.number if entry else 0 for entry in held],
@@ -130,7 +130,9 @@ class SetTable:
             self.largest,
         )
 
-    def add(self, wishes: Sequence[Wish], generation: int, fixed_size: int = 0) -> list[Entry]:
+    def add(
+        self, wishes: Sequence[TableProposal], generation: int, fixed_size: int = 0
+    ) -> list[SetEntry]:
         """Register what all ranks ask for; ``wishes`` are in rank order.
 
         ``fixed_size`` is the size of a world that never changes, else 0. Raises Invalid, leaving the table unchanged,
@@ -165,7 +167,7 @@ class SetTable:
         self._next_number = max(self._next_number, next_number, *(e.number + 1 for e in added))
         return added
 
-    def remove(self, wishes: Sequence[Wish]) -> bool:
+    def remove(self, wishes: Sequence[TableProposal]) -> bool:
         """Remove what all ranks ask for; return whether any rank had it. Raises Invalid if the wishes differ."""
         _same(wishes)
         for ranks in wishes[0].sets:
@@ -173,15 +175,15 @@ class SetTable:
         self._next_number = max(wish.next_number for wish in wishes)
         return any(any(wish.numbers) for wish in wishes)
 
-    def _enter(self, ranks: Ranks, number: int, generation: int) -> Entry:
-        entry = self.find(ranks) or Entry(ranks)
+    def _enter(self, ranks: Ranks, number: int, generation: int) -> SetEntry:
+        entry = self.find(ranks) or SetEntry(ranks)
         self._entries.pop(entry.number, None)
         assert number not in self._entries, f"process set {number} already exists"
         entry.number, entry.since = number, generation
         self._entries[number] = entry
         return entry
 
-    def _drop(self, entry: Entry | None) -> None:
+    def _drop(self, entry: SetEntry | None) -> None:
         if entry is not None:
             del self._entries[entry.number]
             entry.number, entry.removed = 0, True
@@ -220,7 +222,7 @@ class SetTable:
                     f"process set {number} was registered with ranks {list(entry.ranks)} here; in the world that"
                     f" this worker joins its ranks are {list(ranks)}, which apply"
                 )
-            entry = entry or Entry(ranks)
+            entry = entry or SetEntry(ranks)
             entry.ranks, entry.number = ranks, number
             entries[number] = entry
         for entry in own.values():
@@ -236,7 +238,7 @@ class SetTable:
         return news
 
 
-def _common(wishes: Sequence[Wish], index: int) -> int:
+def _common(wishes: Sequence[TableProposal], index: int) -> int:
     """Return the number that a set has on some ranks and that is free on all others, or 0."""
     known = {wish.numbers[index] for wish in wishes} - {0}
     if len(known) != 1:
@@ -246,7 +248,7 @@ def _common(wishes: Sequence[Wish], index: int) -> int:
     return number if free else 0
 
 
-def _same(wishes: Sequence[Wish]) -> None:
+def _same(wishes: Sequence[TableProposal]) -> None:
     """Raise Invalid, naming which rank asked for what, unless all ask for the same."""
     asked: dict[str, list[int]] = {}
     for rank, wish in enumerate(wishes):

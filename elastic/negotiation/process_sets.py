@@ -22,10 +22,10 @@ from elastic.negotiation import submission
 from elastic.negotiation.process_set_table import (
     ADD,
     REMOVE,
-    Entry,
+    ProcessSetTable,
     Ranks,
-    SetTable,
-    Wish,
+    SetEntry,
+    TableProposal,
     checked_ranks,
     present,
 )
@@ -34,7 +34,7 @@ from elastic.protocol.messages import COPY
 _PACKET_BYTES = 1024  # a table that fits takes a single broadcast
 _HEAD_BYTES = 8
 
-_table = SetTable()
+_table = ProcessSetTable()
 _dynamic = False
 
 
@@ -48,7 +48,7 @@ class ProcessSet:
     mpi_comm = None
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
-        self._entry = Entry(checked_ranks(ranks_or_comm))
+        self._entry = SetEntry(checked_ranks(ranks_or_comm))
 
     @property
     def process_set_id(self) -> int | None:
@@ -122,7 +122,7 @@ class GlobalProcessSet(ProcessSet):
 
 global_process_set = GlobalProcessSet()
 
-_objects: dict[Entry, ProcessSet] = {}  # the first object for each registered set
+_objects: dict[SetEntry, ProcessSet] = {}  # the first object for each registered set
 
 
 # ---- for collectives -------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def _members(process_set: ProcessSet) -> Ranks:
     return members
 
 
-def _called(entry: Entry) -> str:
+def _called(entry: SetEntry) -> str:
     return f"process set {entry.number} with ranks {list(entry.ranks)}"
 
 
@@ -295,12 +295,12 @@ def _add(rt: Context, sets: Sequence[ProcessSet]) -> None:
         _objects.setdefault(entry, each)
 
 
-def _agree(rt: Context, wish: Wish) -> list[Wish]:
+def _agree(rt: Context, wish: TableProposal) -> list[TableProposal]:
     if rt.provisional:
         return [wish]  # not negotiated until the new worker joins
     # All changes share one name, so that ranks with different requests are compared.
     texts = submission.agree("process sets", "change", wish.text())
-    return [Wish.parse(text) for text in texts]
+    return [TableProposal.parse(text) for text in texts]
 
 
 def _look_around(rt: Context) -> None:
@@ -309,7 +309,7 @@ def _look_around(rt: Context) -> None:
         _table.in_world(rt.place.size)
 
 
-def _object(entry: Entry) -> ProcessSet:
+def _object(entry: SetEntry) -> ProcessSet:
     if entry not in _objects:
         made = ProcessSet(entry.ranks)
         made._entry = entry

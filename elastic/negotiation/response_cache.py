@@ -13,7 +13,7 @@ from elastic.negotiation.message_table import bits
 from elastic.negotiation.messages import Members, Request, RequestList, Response, ResponseList
 
 
-class Asked(Protocol):
+class PendingRequest(Protocol):
     """A collective that this rank has submitted. Keys are equal if and only if requests are."""
 
     key: Hashable  # stored until it has a number
@@ -30,7 +30,7 @@ class Asked(Protocol):
     def request(self) -> Request: ...
 
 
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=PendingRequest)
 
 
 class ResponseCache(Generic[A]):

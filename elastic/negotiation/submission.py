@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from elastic import context
-from elastic.collectives import construct, own_gpu
+from elastic.collectives import group_factory, own_gpu
 from elastic.collectives.algorithms import adasum, reductions
 from elastic.collectives.interface import Op
 from elastic.errors import (
@@ -263,7 +263,7 @@ def _submit(
 
 def _to_engine(rt: context.Context, pending: Pending, soon: bool) -> None:
     # check now: after the negotiation, other ranks depend on this one
-    construct.check_device(pending.device.type)
+    group_factory.check_device(pending.device.type)
     own_gpu.meet(pending.device)
     rt.engine().submit(pending, soon)
 

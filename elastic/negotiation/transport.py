@@ -24,9 +24,9 @@ import msgspec
 from elastic.errors import CollectiveFailed
 from elastic.negotiation.fusion import FusionLimits
 from elastic.negotiation.messages import RequestList, ResponseList
-from elastic.protocol.framing import NONCE_BYTES, CalledWire, Wire, derived
+from elastic.protocol.framing import NONCE_BYTES, AcceptedConnection, FramedConnection, derived
 from elastic.protocol.messages import ProtocolError
-from elastic.protocol.strangers import Strangers, count_limit
+from elastic.protocol.pending_handshakes import PendingHandshakes, count_limit
 from elastic.rendezvous.store import Store, StoreListener
 
 _FRAME_LIMIT = 256 << 20  # bytes
@@ -43,7 +43,7 @@ _encoder = msgspec.msgpack.Encoder()
 _offers: msgspec.msgpack.Decoder[RequestList] = msgspec.msgpack.Decoder(RequestList)
 
 
-class Rules(msgspec.Struct, frozen=True, array_like=True):
+class ControllerSettings(msgspec.Struct, frozen=True, array_like=True):
     """Settings that rank 0 publishes to all: its address, and the limits of fusion."""
 
     host: str
@@ -66,23 +66,23 @@ _hellos: msgspec.msgpack.Decoder[_Hello] = msgspec.msgpack.Decoder(_Hello)
 _decisions: msgspec.msgpack.Decoder[ResponseList] = msgspec.msgpack.Decoder(ResponseList)
 
 
-def rules_of(listener: StoreListener, limits: FusionLimits) -> Rules:
+def rules_of(listener: StoreListener, limits: FusionLimits) -> ControllerSettings:
     """Return rank 0's settings."""
     where = listener.address
     nonce = os.urandom(NONCE_BYTES)
-    return Rules(
+    return ControllerSettings(
         where.host, where.port, nonce, limits.fusion_bytes, limits.alone_bytes, limits.groups
     )
 
 
-def encode_rules(rules: Rules) -> bytes:
+def encode_rules(rules: ControllerSettings) -> bytes:
     return _encoder.encode(rules)
 
 
-def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Rules:
+def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> ControllerSettings:
     """Fetch rank 0's rules; rank 0 need not have called a collective yet. Raises CollectiveFailed."""
     try:
-        return msgspec.msgpack.decode(store.fetch(KEY, rank, timeout_s)[0], type=Rules)
+        return msgspec.msgpack.decode(store.fetch(KEY, rank, timeout_s)[0], type=ControllerSettings)
     except (msgspec.MsgspecError, IndexError) as error:
         raise CollectiveFailed(f"rank 0's negotiation settings are corrupted: {error}") from error
 
@@ -94,10 +94,15 @@ class ControllerClient:
     """
 
     def __init__(
-        self, rules: Rules, rank: int, generation: int, secret: bytes, silence_s: float = 0.0
+        self,
+        rules: ControllerSettings,
+        rank: int,
+        generation: int,
+        secret: bytes,
+        silence_s: float = 0.0,
     ) -> None:
         nonce = os.urandom(NONCE_BYTES)
-        self._wire = Wire(_decisions)
+        self._wire = FramedConnection(_decisions)
         self._wire.seal(
             derived(secret, KEY, generation),
             mine=nonce,
@@ -200,7 +205,7 @@ class ControllerServer:
     def __init__(
         self,
         listener: StoreListener,
-        rules: Rules,
+        rules: ControllerSettings,
         *,
         size: int,
         generation: int,
@@ -218,11 +223,11 @@ class ControllerServer:
         self._offered, self._left, self._look, self._died = offered, left, look, died
         self._deaf = False  # temporarily not accepting connections
         self._selector = selectors.DefaultSelector()
-        self._wires: dict[socket.socket, Wire] = {}
+        self._wires: dict[socket.socket, FramedConnection] = {}
         self._ranks: dict[socket.socket, int] = {}
         # All ranks connect at about the same time, and are unauthenticated until their first message.
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._strangers: Strangers[socket.socket] = Strangers(
+        self._strangers: PendingHandshakes[socket.socket] = PendingHandshakes(
             _HELLO_S, count_limit(_HELLO_LIMIT, descriptors, extra=size)
         )
         self._sockets: dict[int, socket.socket] = {}
@@ -370,7 +375,7 @@ class ControllerServer:
             if (oldest := self._strangers.add(sock, time.monotonic())) is not None:
                 self._drop(oldest)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._wires[sock] = CalledWire(
+            self._wires[sock] = AcceptedConnection(
                 _hellos, self._secret, mine=self._rules.nonce, limit=_HELLO_LIMIT
             )
             self._selector.register(sock, selectors.EVENT_READ)

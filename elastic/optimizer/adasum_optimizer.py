@@ -3,8 +3,8 @@
 The user's optimizer takes one ordinary step with this rank's own gradients. What it changed, the *delta* of each
 parameter, is reduced with Adasum over all ranks, and the result is added to the parameters as they were before. So
 learning rates need not be scaled with the number of ranks, and optimizers of any kind work; their state (moments, step
-counters) follows the local gradients and differs between ranks. From Maleki et al., "Scaling Distributed Training with
-Adaptive Summation", MLSys 2021, arXiv 2006.02924, section 4.
+counters) follows the local gradients and differs between ranks. From Maleki et al., "Scaling WrappedOptimizer Training
+with Adaptive Summation", MLSys 2021, arXiv 2006.02924, section 4.
 
 Deltas travel after backward and not during it: an optimizer that is stepped once as a whole keeps its fused kernels,
 its step hooks and its closure, which one stepped for each parameter alone does not. Nothing here talks to other
@@ -25,11 +25,11 @@ from elastic.errors import NotInitialized
 from elastic.failpoints import failpoint
 from elastic.optimizer.flat_buckets import Compressor
 from elastic.optimizer.gradients.gradient_hooks import GradientHooks
-from elastic.optimizer.wrapped_optimizer import Distributed
+from elastic.optimizer.wrapped_optimizer import WrappedOptimizer
 from elastic.runtime import lifecycle
 
 
-class AdasumDistributed(Distributed):
+class AdasumDistributed(WrappedOptimizer):
     """What ``op=Adasum`` adds to an optimizer's class; comes before that class in the method order."""
 
     _compression: Compressor
@@ -62,7 +62,7 @@ class AdasumDistributed(Distributed):
             for parameter in group["params"]
             if parameter.requires_grad
         ]
-        own_step = super(Distributed, self).step
+        own_step = super(WrappedOptimizer, self).step
         if world.place.size == 1 or not parameters:
             return own_step() if closure is None else own_step(closure)
         adasum.check(world.place.size)
@@ -80,7 +80,7 @@ class AdasumDistributed(Distributed):
         self._reducer.discard()
         return result
 
-    # As in `Distributed`: the user's class runs its step hooks.
+    # As in `WrappedOptimizer`: the user's class runs its step hooks.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -96,7 +96,7 @@ class AdasumDistributed(Distributed):
             for parameter, gradient in self._gradients():
                 if gradient.is_sparse:
                     parameter.grad = gradient.to_dense()
-        own_step = super(Distributed, self).step
+        own_step = super(WrappedOptimizer, self).step
         found_inf = self.__dict__.get("found_inf")
         if found_inf is None or self._takes_scaler:
             return own_step() if closure is None else own_step(closure)
@@ -165,7 +165,7 @@ class AdasumDistributed(Distributed):
         self.__dict__["_step_supports_amp_scaling"] = supports
 
 
-def prepare(wrapped: Distributed, compression: Compressor, sparse_as_dense: bool) -> None:
+def prepare(wrapped: WrappedOptimizer, compression: Compressor, sparse_as_dense: bool) -> None:
     """Says how the deltas of an `AdasumDistributed` travel."""
     assert isinstance(wrapped, AdasumDistributed)
     wrapped._compression = compression

@@ -27,7 +27,7 @@ from elastic.optimizer.gradient_options import Options, check_compression, check
 from elastic.optimizer.gradients import gradient_layout
 from elastic.optimizer.gradients.gradient_reducer import GradientReducer
 from elastic.optimizer.sharded.reducer import ShardReducer
-from elastic.optimizer.wrapped_optimizer import UNNAMED, Distributed, Reducer, check_passes
+from elastic.optimizer.wrapped_optimizer import UNNAMED, Reducer, WrappedOptimizer, check_passes
 from elastic.runtime import lifecycle
 
 
@@ -49,7 +49,7 @@ def DistributedOptimizer(
 
     The result is an instance of a subclass of ``optimizer``'s class with the same name. It shares ``param_groups``,
     ``state`` and ``defaults``, so learning rate schedulers, ``state_dict`` and ``GradScaler`` work as before; it adds
-    the methods of `Distributed`. Wrap before you create a scheduler.
+    the methods of `WrappedOptimizer`. Wrap before you create a scheduler.
 
     - ``named_parameters``: ``model.named_parameters()``; names all parameters, each name once.
     - ``compression``: `Compression.none`, ``fp16``, ``bf16``, or any object with ``compress(tensor) -> (tensor,
@@ -89,7 +89,7 @@ def DistributedOptimizer(
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise Invalid(f"{type(optimizer).__name__} is not a torch.optim.Optimizer; wrap one")
-    if isinstance(optimizer, Distributed):
+    if isinstance(optimizer, WrappedOptimizer):
         raise Invalid("this optimizer is already a DistributedOptimizer: wrap it only once")
     process_set = process_set or global_process_set
     reduction = _checked_op(op)
@@ -120,10 +120,14 @@ def DistributedOptimizer(
         adasum.check(world.place.size)
 
     added = (
-        AdasumDistributed if reduction is Op.ADASUM else DividedOptimizer if zero else Distributed
+        AdasumDistributed
+        if reduction is Op.ADASUM
+        else DividedOptimizer
+        if zero
+        else WrappedOptimizer
     )
     optimizer_class = _subclass(type(optimizer), added)  # type: ignore[arg-type]
-    made = gradient_layout.Made(
+    made = gradient_layout.OptimizerArguments(
         Options(reduction, gradient_predivide_factor, compression, groups),
         backward_passes_per_step,
         sparse_as_dense,
@@ -170,8 +174,8 @@ def DistributedOptimizer(
 
 @functools.cache
 def _subclass(
-    optimizer_class: type[torch.optim.Optimizer], added: type[Distributed]
-) -> type[Distributed]:
+    optimizer_class: type[torch.optim.Optimizer], added: type[WrappedOptimizer]
+) -> type[WrappedOptimizer]:
     attributes = {
         # As in Horovod: frameworks tell a wrapped optimizer by str(type(optimizer)).
         "__module__": "horovod.torch.optimizer",

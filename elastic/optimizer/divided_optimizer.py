@@ -17,7 +17,7 @@ from elastic.collectives.interface import Collectives
 from elastic.errors import Fixed, Invalid, NotElastic, NotPicklable
 from elastic.failpoints import failpoint
 from elastic.optimizer.gather_plan import Slice, gathers
-from elastic.optimizer.wrapped_optimizer import Distributed
+from elastic.optimizer.wrapped_optimizer import WrappedOptimizer
 from elastic.runtime import lifecycle
 from elastic.sharding.rows import owners, rows_of
 
@@ -62,7 +62,7 @@ def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class DividedOptimizer(Distributed):
+class DividedOptimizer(WrappedOptimizer):
     """A `DistributedOptimizer` with ``zero=1``. ``zero_order``: the rank of each shard."""
 
     zero_order: tuple[int, ...]

@@ -3,7 +3,7 @@
 A `FlatBucket` owns one buffer and a view of it per parameter. A gradient that is no view yet is copied in, and the
 parameter's ``grad`` then *is* the view: after the reduction nothing is copied back. What travels lies where the other
 ranks of the host can reduce it in place. A `CompressedGradient` carries one gradient through a user's own compression
-class. The first bucket of a plan also carries the mark (see `elastic.optimizer.plan_agreement`); a `MarkBucket` does
+class. The first bucket of a plan also carries the mark (see `elastic.optimizer.plan_agreement`); a `FlagBucket` does
 where there is no flat one.
 
 A bucket also sees whether somebody has written into a gradient since it was taken in: what travels is the gradient as
@@ -20,7 +20,7 @@ import torch
 from elastic.collectives.dtypes_and_ops import rescale_
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.shared_memory import arena, host_copy
-from elastic.optimizer.gradients.gradient_mark import MarkOnHost
+from elastic.optimizer.gradients.host_step_flag import HostStepFlag
 from elastic.optimizer.gradients.not_finite import SAMPLE
 from elastic.optimizer.plan_agreement import BucketSpec, StepFlag, mark_value
 
@@ -129,7 +129,7 @@ class FlatBucket:
             if self._in_place and wire.nbytes >= LARGE_BYTES and host_copy.bytewise(parameter, wire)
         }
         self._mark = self._wire[elements] if marked else None
-        self._heard = MarkOnHost(self._wire[elements]) if marked else None
+        self._heard = HostStepFlag(self._wire[elements]) if marked else None
         self._pointers = [view.data_ptr() for view in self._views]
         # What parameters get as ``grad``. Module.to() and some scripts keep such an object and give it other memory,
         # so that these are no views of the buffer any more. Each counts its own versions, and not what happens in the
@@ -357,7 +357,7 @@ class CompressedGradient:
         return works
 
 
-class MarkBucket:
+class FlagBucket:
     """Nothing but the mark."""
 
     def __init__(self, device: torch.device) -> None:
@@ -366,7 +366,7 @@ class MarkBucket:
         self.scales = UNSCALED
         self.device = device
         self._wire = zeros(1, torch.float32, device)
-        self._heard = MarkOnHost(self._wire)
+        self._heard = HostStepFlag(self._wire)
         self._work: Work | None = None
 
     def wire(self) -> BucketSpec:

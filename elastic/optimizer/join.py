@@ -19,7 +19,7 @@ from elastic.errors import Invalid, StateMismatch
 from elastic.negotiation import submission
 from elastic.optimizer import joined_rank, plan_agreement, plan_difference
 from elastic.optimizer.gradients import gradient_reducer
-from elastic.optimizer.joined_rank import Members, Shadow
+from elastic.optimizer.joined_rank import JoinedRank, Members
 from elastic.runtime import lifecycle
 
 # Between two looks at what is under way: soon after something happened, and later. What the others wait for, when a
@@ -61,7 +61,7 @@ def join(device: int = -1) -> int:
                 if not noted:
                     time.sleep(SOON_S)
             if shared is None:  # from here on it helps
-                shared = [_SharedPlans(rt, members) for members in _who_shares(rt)]
+                shared = [_SharedPlans(rt, members) for members in _sharing_optimizers(rt)]
             while True:
                 if last is None and submission.poll(handle):
                     last = submission.synchronize(handle)
@@ -76,7 +76,7 @@ def join(device: int = -1) -> int:
                 pause_s = min(pause_s * 1.05, LATER_S)
 
 
-def _who_shares(rt: Context) -> list[Members]:
+def _sharing_optimizers(rt: Context) -> list[Members]:
     """The groups of ranks with which this rank averages gradients, or may: the world, and process sets."""
     if rt.provisional or rt.place.size == 1:
         return []
@@ -94,7 +94,7 @@ class _SharedPlans:
         self._members = members
         self._known = plan_agreement.of(rt, members)
         self._shadows = {
-            agreed.number: Shadow(rt, agreed, members) for agreed in self._known.agreed
+            agreed.number: JoinedRank(rt, agreed, members) for agreed in self._known.agreed
         }
         self._proposed: tuple[Collectives, torch.device, torch.Tensor, Work] | None = None
         self._nobody_proposes = False
@@ -163,13 +163,13 @@ class _SharedPlans:
             joined_rank.share_order(group, device, verdict.source, None, parameters)
         if verdict.sparse:
             joined_rank.compare_sparse(group, device, {}, parameters)
-        layout = joined_rank.hear_layout(group, device, verdict.source)
+        layout = joined_rank.receive_layout(group, device, verdict.source)
         number = self._known.number(verdict)
         before = self._shadows.get(number)
         while before is not None and not before.ended:
             before.take()
         agreed = self._known.record(number, layout, None)
-        self._shadows[number] = Shadow(self._rt, agreed, self._members)
+        self._shadows[number] = JoinedRank(self._rt, agreed, self._members)
         self._proposed = None
 
 

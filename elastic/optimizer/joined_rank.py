@@ -20,7 +20,7 @@ from elastic.errors import StateMismatch
 from elastic.optimizer import plan_agreement
 from elastic.optimizer.flat_buckets import zeros
 from elastic.optimizer.plan_agreement import (
-    Agreed,
+    AgreedPlan,
     BucketSpec,
     Plans,
     PlanVerdict,
@@ -117,7 +117,7 @@ def share_bytes(group: Collectives, device: torch.device, root: int, data: bytes
     return data if mine else bytes(text.tolist())
 
 
-def tell_layout(
+def send_layout(
     group: Collectives, device: torch.device, source: int | None, layout: StepPlan | None
 ) -> None:
     """To those that have joined, from rank ``source``. None: there will be no plan."""
@@ -125,8 +125,8 @@ def tell_layout(
     share_bytes(group, device, source, b"" if layout is None else layout.encode())
 
 
-def hear_layout(group: Collectives, device: torch.device, source: int) -> StepPlan:
-    """The other side of `tell_layout`. Raises StateMismatch if there is none."""
+def receive_layout(group: Collectives, device: torch.device, source: int) -> StepPlan:
+    """The other side of `send_layout`. Raises StateMismatch if there is none."""
     data = share_bytes(group, device, source)
     if not data:
         raise StateMismatch(
@@ -136,9 +136,9 @@ def hear_layout(group: Collectives, device: torch.device, source: int) -> StepPl
     return StepPlan.decode(data)
 
 
-def end_plan(rt: Context, agreed: Agreed, members: Members) -> None:
+def end_plan(rt: Context, agreed: AgreedPlan, members: Members) -> None:
     """A step of nothing but zeros, and the last with this plan. Meets those that joined, or that do take the step."""
-    Shadow(rt, agreed, members, StepFlag.CHANGE).take()
+    JoinedRank(rt, agreed, members, StepFlag.CHANGE).take()
 
 
 def _marked(group: Collectives, buffer: torch.Tensor, layout: StepPlan, mark: StepFlag) -> Work:
@@ -155,11 +155,11 @@ def _reduced(group: Collectives, buffer: torch.Tensor, layout: StepPlan) -> Work
 # ---- the steps of a joined rank --------------------------------------------------------------------------------------
 
 
-class Shadow:
+class JoinedRank:
     """One plan as long as it lasts. It waits in the plan's first buffer: that is complete when the others step."""
 
     def __init__(
-        self, rt: Context, agreed: Agreed, members: Members, mark: StepFlag = StepFlag.JOINED
+        self, rt: Context, agreed: AgreedPlan, members: Members, mark: StepFlag = StepFlag.JOINED
     ) -> None:
         self.agreed = agreed
         self.over = False  # nobody has data left

@@ -26,7 +26,7 @@ _MOST_KEPT = 256 << 20
 _MOST_TOLD = (1 << 31) - 1  # mallopt takes an int
 
 
-class FreedMemory:
+class MallocTuning:
     """``libc``: where ``mallopt`` and ``malloc_trim`` are looked up. ``may``: whether that is ours to do."""
 
     def __init__(self, libc: Any, *, may: bool) -> None:
@@ -65,12 +65,12 @@ class FreedMemory:
             self._malloc_trim(0)
 
 
-_of_process: FreedMemory | None = None
+_of_process: MallocTuning | None = None
 
 
-def of_process() -> FreedMemory:
+def of_process() -> MallocTuning:
     """This process's; it has one allocator."""
     global _of_process
     if _of_process is None:
-        _of_process = FreedMemory(ctypes.CDLL(None), may=not environment.allocator_chosen())
+        _of_process = MallocTuning(ctypes.CDLL(None), may=not environment.allocator_chosen())
     return _of_process

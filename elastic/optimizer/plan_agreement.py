@@ -26,7 +26,7 @@ from elastic.errors import StateMismatch
 from elastic.protocol.messages import GRADIENTS
 
 CHANNEL = "gradients plans"  # the group on which all plans but the first of a generation are agreed
-BOARD = 64  # numbers that can be used again
+MAX_PLANS = 64  # numbers that can be used again
 
 
 # ---- the mark --------------------------------------------------------------------------------------------------------
@@ -134,10 +134,10 @@ class PlanDigest(NamedTuple):
 
 _NOTHING = -(1 << 62)
 _COMPARED = len(PlanDigest._fields)
-VERDICT = 2 * _COMPARED + 12 + BOARD  # elements
+VERDICT = 2 * _COMPARED + 12 + MAX_PLANS  # elements
 
 
-class Moment(enum.Enum):
+class ComparisonPoint(enum.Enum):
     """When a rank compares its plan."""
 
     LAST_PASS = 0  # at the end of the last backward pass of a step
@@ -151,7 +151,7 @@ def proposal(
     sparse: int,
     rank: int,
     taken: Sequence[int],
-    moment: Moment = Moment.STEP,
+    moment: ComparisonPoint = ComparisonPoint.STEP,
     twin: int = 0,
     twins: int = 1,
     order: Sequence[int] = (),
@@ -164,7 +164,10 @@ def proposal(
     if outline is None:
         nothing = [_NOTHING] * (2 * _COMPARED + 2)
         return [*nothing, 0, 1, _NOTHING, 0, 0, _NOTHING, _NOTHING, 0, _NOTHING, _NOTHING, *taken]
-    moments = [int(moment is not Moment.LAST_PASS), int(moment is not Moment.STEP)]
+    moments = [
+        int(moment is not ComparisonPoint.LAST_PASS),
+        int(moment is not ComparisonPoint.STEP),
+    ]
     same = [twin, -twin, twins]
     digest = hashlib.blake2b(repr(tuple(order)).encode(), digest_size=7).digest()
     seen = int.from_bytes(digest, "big")
@@ -194,7 +197,7 @@ class PlanVerdict(NamedTuple):
 def verdict(reduced: list[int]) -> PlanVerdict:
     greatest = PlanDigest(*reduced[:_COMPARED])
     least = PlanDigest(*(-number for number in reduced[_COMPARED : 2 * _COMPARED]))
-    trained, same_trained, sparse, joined, source, *moments = reduced[2 * _COMPARED : -BOARD]
+    trained, same_trained, sparse, joined, source, *moments = reduced[2 * _COMPARED : -MAX_PLANS]
     not_last, passed, last_twin, first_twin, twins, seen, same_seen = moments
     alike = trained == -same_trained
     return PlanVerdict(
@@ -207,7 +210,7 @@ def verdict(reduced: list[int]) -> PlanVerdict:
         not not_last,
         bool(passed) and (least != greatest or (last_twin != -first_twin and twins > 1)),
         alike and seen == -same_seen,
-        reduced[-BOARD:],
+        reduced[-MAX_PLANS:],
     )
 
 
@@ -221,7 +224,7 @@ class Owner(Protocol):
         """While this rank had joined, the others agreed on another plan for this optimizer."""
 
 
-class Agreed:
+class AgreedPlan:
     """One number: the plan that goes by it now, and whose it is on this rank."""
 
     def __init__(self, number: int, layout: StepPlan, owner: Owner | None) -> None:
@@ -244,7 +247,7 @@ class Plans:
     """What the same ranks have agreed on in one generation."""
 
     def __init__(self) -> None:
-        self.agreed: list[Agreed] = []
+        self.agreed: list[AgreedPlan] = []
         self.channel_open = False  # every one of the ranks has formed that group
 
     @property
@@ -254,24 +257,24 @@ class Plans:
 
     def taken(self) -> list[int]:
         """1 for each number that can't be used again, as this rank knows."""
-        taken = [int(each.taken) for each in self.agreed[:BOARD]]
-        return taken + [0] * (BOARD - len(taken))
+        taken = [int(each.taken) for each in self.agreed[:MAX_PLANS]]
+        return taken + [0] * (MAX_PLANS - len(taken))
 
     def number(self, verdict: PlanVerdict) -> int:
         """Which number the plan gets that was just agreed."""
         if verdict.greatest.replaces >= 0:
             return verdict.greatest.replaces
-        for number in range(min(len(self.agreed), BOARD)):
+        for number in range(min(len(self.agreed), MAX_PLANS)):
             if not verdict.taken[number]:
                 return number
         return len(self.agreed)
 
-    def record(self, number: int, layout: StepPlan, owner: Owner | None) -> Agreed:
+    def record(self, number: int, layout: StepPlan, owner: Owner | None) -> AgreedPlan:
         """``owner``: None on a rank that has joined. There the optimizer of a replaced plan is told."""
         if self.agreed:
             self.channel_open = True  # this agreement took place there
         if number == len(self.agreed):
-            self.agreed.append(Agreed(number, layout, owner))
+            self.agreed.append(AgreedPlan(number, layout, owner))
             return self.agreed[number]
         agreed = self.agreed[number]
         agreed.layout = layout
@@ -286,14 +289,14 @@ class Plans:
                 before.plan_replaced()
         return agreed
 
-    def find(self, owner: Owner) -> Agreed | None:
+    def find(self, owner: Owner) -> AgreedPlan | None:
         """The number that this optimizer has already."""
         for agreed in self.agreed:
             if agreed.owner is not None and agreed.owner() is owner:
                 return agreed
         return None
 
-    def adopt(self, owner: Owner, digest: int, version: int) -> Agreed | None:
+    def adopt(self, owner: Owner, digest: int, version: int) -> AgreedPlan | None:
         """A plan that the others agreed on while this rank had joined, if ``owner`` has the same. Talks to nobody.
 
         ``version``: of the plan that the owner knows. None: it is to be agreed. Raises StateMismatch where the owner

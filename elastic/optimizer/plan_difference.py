@@ -19,7 +19,7 @@ from elastic.optimizer.joined_rank import share_bytes
 _NOBODY = -(1 << 31)
 
 
-class Found(NamedTuple):
+class PlanDifference(NamedTuple):
     """``first`` is the lowest rank that has data, ``other`` the lowest whose lines are not the same, or None."""
 
     first: int
@@ -30,7 +30,7 @@ class Found(NamedTuple):
 
 def find(
     group: Collectives, device: torch.device, first: int | None, own: Sequence[str] | None
-) -> Found:
+) -> PlanDifference:
     """``own``: what describes this rank's optimizer, None on one that has joined. Raises CollectiveFailed."""
     assert first is not None
     lines = _share(group, device, first, own)
@@ -40,10 +40,10 @@ def find(
     other = None if int(lowest) == _NOBODY else -int(lowest)
     other_lines = lines if other is None else _share(group, device, other, own)
     agreement.wait_for_all(group)  # before the callers raise
-    return Found(first, other, lines, other_lines)
+    return PlanDifference(first, other, lines, other_lines)
 
 
-def words(found: Found) -> str:
+def words(found: PlanDifference) -> str:
     """``compression is fp16 on rank 1, none on rank 0``: the first thing that differs."""
     values, others = [dict(map(_named, each)) for each in (found.lines, found.other_lines)]
     for name in [*values, *others]:
@@ -61,7 +61,7 @@ def words(found: Found) -> str:
 
 
 def refuse(
-    world: Context, members: tuple[int, ...] | None, own: Sequence[str], found: Found
+    world: Context, members: tuple[int, ...] | None, own: Sequence[str], found: PlanDifference
 ) -> NoReturn:
     """Raises StateMismatch; CollectiveFailed on those that are to go on, without newcomers that differ.
 

@@ -37,10 +37,10 @@ class Reducer(Protocol):
     def discard(self) -> None: ...
 
 
-class Distributed(torch.optim.Optimizer):
+class WrappedOptimizer(torch.optim.Optimizer):
     """The methods that `DistributedOptimizer` adds to an optimizer's class; precedes that class in the method order."""
 
-    gradients_made: gradient_layout.Made
+    gradients_made: gradient_layout.OptimizerArguments
     _parameter_names: dict[torch.Tensor, str]
     _synchronized: bool  # since the last step, by the user
     _synchronized_for_scaler: bool
@@ -195,16 +195,16 @@ class Distributed(torch.optim.Optimizer):
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy or a pickle is an optimizer like the one that was wrapped: hooks and buffers belong to this process.
         classes = type(self).__mro__
-        user_class = classes[classes.index(Distributed) + 1]
+        user_class = classes[classes.index(WrappedOptimizer) + 1]
         return (user_class.__new__, (user_class,), self.__getstate__())
 
 
 def wrap(
     optimizer: torch.optim.Optimizer,
-    wrapped_class: type[Distributed],
+    wrapped_class: type[WrappedOptimizer],
     names: dict[torch.Tensor, str],
-    made: gradient_layout.Made,
-) -> Distributed:
+    made: gradient_layout.OptimizerArguments,
+) -> WrappedOptimizer:
     """Create an instance of ``wrapped_class`` with the contents of ``optimizer``. Usable after `reduce_with`."""
     wrapped = wrapped_class.__new__(wrapped_class)
     # A scheduler made before patched the optimizer's step(): that one knows nothing of gradients on other ranks.
@@ -217,7 +217,7 @@ def wrap(
     return wrapped
 
 
-def reduce_with(wrapped: Distributed, reducer: Reducer) -> None:
+def reduce_with(wrapped: WrappedOptimizer, reducer: Reducer) -> None:
     """Set the object that reduces its gradients, or its steps."""
     wrapped._reducer = reducer
 

@@ -44,7 +44,7 @@ def derived(secret: bytes, purpose: str, generation: int) -> bytes:
     return hmac.digest(secret, text.encode(), hashlib.sha256)
 
 
-class Wire:
+class FramedConnection:
     """Both directions of one connection, from one end.
 
     ``decoder`` is for the peer's messages. Before `seal`, a frame may have at most ``limit`` bytes.
@@ -143,7 +143,7 @@ class Wire:
             yield message
 
 
-class CalledWire(Wire):
+class AcceptedConnection(FramedConnection):
     """The called end of a connection on which the caller sends its nonce first.
 
     ``secret`` is that of this use, see `derived`; ``mine`` is this end's nonce if the caller knows it. The connection

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hmac
 from typing import Any
 
-from elastic.protocol.framing import NONCE_BYTES, Wire, proof
+from elastic.protocol.framing import NONCE_BYTES, FramedConnection, proof
 from elastic.protocol.messages import VERSION, Accepted, Challenge, ProtocolError, TurnedAway
 
 
-class Caller:
+class ClientHandshake:
     """The connecting end, named ``who``, of kind ``role``. ``nonce``: NONCE_BYTES, new for this connection."""
 
     def __init__(self, secret: bytes, role: str, who: str, nonce: bytes) -> None:
@@ -30,7 +30,7 @@ class Caller:
         self._theirs = challenge.nonce
         return proof(self._secret, self._role, self._theirs, self.nonce, self._who)
 
-    def accepted(self, reply: Any, wire: Wire) -> None:
+    def accepted(self, reply: Any, wire: FramedConnection) -> None:
         """Check the driver's answer to our proof, and seal the wire.
 
         Raises ProtocolError unless the driver knows the secret and accepts us; with its reason if it gives one.

@@ -1,6 +1,6 @@
 """Record which paths a worker's script reads, by Python's audit events. Standard library only.
 
-Installed at interpreter start if the job has a checkpoint folder; see `elastic.checkpoints.finished`.
+Installed at interpreter start if the job has a checkpoint folder; see `elastic.checkpoints.finished_training`.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
 
 def check(cert: str, key: str, ca: str) -> None:
     """Raise Invalid unless two ends with these files would accept each other now."""
-    client = Endpoint(context(cert, key, ca, server=False), server=False)
-    server = Endpoint(context(cert, key, ca, server=True), server=True)
+    client = TlsEndpoint(context(cert, key, ca, server=False), server=False)
+    server = TlsEndpoint(context(cert, key, ca, server=True), server=True)
     try:
         for _ in range(8):
             server.feed(client.due())
@@ -81,7 +81,7 @@ def check(cert: str, key: str, ca: str) -> None:
         ) from None
 
 
-class Endpoint:
+class TlsEndpoint:
     """One end of one connection. Received bytes go into `feed`; bytes to be sent come out of `due`. Not thread-safe.
 
     What is said before the handshake is over is sent after it.

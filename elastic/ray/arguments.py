@@ -18,7 +18,7 @@ LEAST_S = 1.0  # minimum of any limit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class WorkerRequest:
     """Number of workers, their resources and their placement.
 
     ``resources`` use Ray's units: CPU, GPU, memory in bytes, and custom resources.
@@ -41,7 +41,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class JobLimits:
     """Seconds and counts, named as the flags of ``elasticrun``. None: the flag's default."""
 
     elastic_timeout: float | None = None
@@ -80,7 +80,7 @@ def wanted(
     use_gpu: bool,
     placement_group: Any = CURRENT,
     num_hosts: int | None = None,
-) -> Wanted:
+) -> WorkerRequest:
     """Check the arguments that determine the workers. Raises Invalid."""
     counts = {"num_workers": num_workers, "min_workers": min_workers, "max_workers": max_workers}
     for name, count in counts.items():
@@ -106,7 +106,7 @@ def wanted(
         raise Invalid(f"{np} workers can't be divided evenly among {num_hosts} hosts")
     if num_hosts is not None and elastic:
         raise Invalid("an elastic job uses all hosts that are available: leave num_hosts out")
-    return Wanted(
+    return WorkerRequest(
         np=np,
         least=least,
         most=most,
@@ -152,12 +152,12 @@ def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, flo
     return found
 
 
-def places(wanted: Wanted, limits: Limits) -> int:
+def places(wanted: WorkerRequest, limits: JobLimits) -> int:
     """Return the maximum number of workers, including standbys."""
     return wanted.most + (limits.standbys or 0)
 
 
-def check_limits(limits: Limits, *, elastic: bool = True) -> None:
+def check_limits(limits: JobLimits, *, elastic: bool = True) -> None:
     """Check the limits. Raises Invalid."""
     seconds = {
         "elastic_timeout": limits.elastic_timeout,

@@ -20,7 +20,7 @@ import ray
 
 from elastic.driver.commandline import cli
 from elastic.driver.commandline.flags import flags_of
-from elastic.driver.discovery.interface import Log, Need
+from elastic.driver.discovery.interface import Log, ResourceDemand
 from elastic.driver.job.job import Job, Stoppable
 from elastic.driver.job.start import start
 from elastic.driver.job.start_multi_host import DEPOSED_CODE
@@ -33,9 +33,9 @@ from elastic.driver.ray.node.worker_calls import CallFailed
 from elastic.driver.ray.starter import RayStarter
 from elastic.errors import ElasticError, Invalid
 from elastic.protocol.report_values import Report
-from elastic.ray import arguments, calls
-from elastic.ray.arguments import Limits, Wanted
-from elastic.ray.news import Item, News, Told
+from elastic.ray import arguments, call_results
+from elastic.ray.arguments import JobLimits, WorkerRequest
+from elastic.ray.job_updates import JobUpdate, JobUpdates, UpdateBatch
 
 RUN_FUNCTION = ("python", "-m", "elastic.launcher.run_function")
 SERVE_CALLS = ("python", "-m", "elastic.ray.serve_calls")
@@ -53,8 +53,8 @@ class DriverSpec:
     """Specification of a driver. ``name``: of the job, unique in its cluster. ``secret``: shared with its agents."""
 
     name: str
-    wanted: Wanted
-    limits: Limits
+    wanted: WorkerRequest
+    limits: JobLimits
     # added to the environment of the workers
     environ: Mapping[str, str] = dataclasses.field(repr=False)
     # OTEL_* variables of the driver.
@@ -89,7 +89,7 @@ class DriverActor:
         self._stopped: tuple[str, int] | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="elastic-driver", daemon=True).start()
-        self._news: News = self._apart(self._make_news()).result()
+        self._news: JobUpdates = self._apart(self._make_news()).result()
         self._job: asyncio.Future[Ended] | None = None
         self._placed = False
         self._again = spec.detached and _restarted()
@@ -117,11 +117,11 @@ class DriverActor:
         return await self._in_loop(self._ready(count, within_s))
 
     async def call(self, rank: int, blob: bytes) -> bytes:
-        """Make a call on a persistent worker. Return its answer, or why it is lost. See `elastic.ray.calls`."""
+        """Make a call on a persistent worker. Return its answer, or why it is lost. See `elastic.ray.call_results`."""
         assert self._starter is not None, "persistent workers have been started"
         return await self._in_loop(self._call(rank, blob))
 
-    async def news(self, source: str, begin: int, wait_s: float) -> Told:
+    async def news(self, source: str, begin: int, wait_s: float) -> UpdateBatch:
         return await self._in_loop(self._news.after(source, begin, wait_s))
 
     async def desk(self) -> tuple[str, bytes] | None:
@@ -147,8 +147,8 @@ class DriverActor:
     def _in_loop(self, work: Coroutine[Any, Any, Value]) -> Awaitable[Value]:
         return asyncio.wrap_future(self._apart(work))
 
-    async def _make_news(self) -> News:
-        news = News()
+    async def _make_news(self) -> JobUpdates:
+        news = JobUpdates()
         spec = self._job_spec
         level = "debug" if spec.limits.verbose else "info"
         self._log: Log = Console(news.err, level=level, colour=False, timestamps=True)
@@ -159,7 +159,7 @@ class DriverActor:
     def _discover(self) -> RayDiscovery:
         wanted = self._job_spec.wanted
         return RayDiscovery(
-            places.Wanted(
+            places.ClusterRequest(
                 arguments.places(wanted, self._job_spec.limits),
                 wanted.resources,
                 wanted.placement_group,
@@ -241,7 +241,7 @@ class DriverActor:
         )
 
     def _reported(self, report: Report) -> None:
-        self._news.put(Item("report", report), REPORT_BYTES + len(repr(report.metrics)))
+        self._news.put(JobUpdate("report", report), REPORT_BYTES + len(repr(report.metrics)))
 
     def _steered(self, address: str, key: bytes) -> None:
         self._desk = address, key
@@ -288,7 +288,7 @@ class DriverActor:
         if self._job.done():
             ended = self._job.result()
             why = f"the job ended with exit code {ended.code}: {ended.reason}"
-        return calls.lost(why)
+        return call_results.lost(why)
 
     async def _stop(self, reason: str) -> None:
         self._stopped = (reason, STOP_CODE)
@@ -370,7 +370,7 @@ class RayProvider:
     def towards(self) -> list[str]:
         return self._discovery.addresses()
 
-    def discovery(self, log: Log, need: Callable[[], Need]) -> RayDiscovery:
+    def discovery(self, log: Log, need: Callable[[], ResourceDemand]) -> RayDiscovery:
         self._discovery.follow(need)
         return self._discovery
 

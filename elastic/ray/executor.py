@@ -10,8 +10,8 @@ import cloudpickle
 
 from elastic.errors import Invalid, JobFailed
 from elastic.protocol.report_values import Report
-from elastic.ray import arguments, calls
-from elastic.ray.arguments import CURRENT, PLACEMENT_S, Limits
+from elastic.ray import arguments, call_results
+from elastic.ray.arguments import CURRENT, PLACEMENT_S, JobLimits
 
 NEEDS_RAY = "elastic.ray needs Ray: pip install 'hvd-elastic[ray]'"
 
@@ -105,12 +105,12 @@ def attach(
 
     The outcome is available once; afterwards the name is free. Raises Invalid if there is no such job, and JobFailed.
     """
-    following = _following()
-    following.connect()
-    actor = following.find_actor(job)
+    driver_client = _following()
+    driver_client.connect()
+    actor = driver_client.find_actor(job)
     if actor is None:
         raise Invalid(f"this cluster has no detached job {job!r}; see `ray list actors`")
-    follower = following.Follower(actor, on_report=on_report, on_output=on_output)
+    follower = driver_client.DriverClient(actor, on_report=on_report, on_output=on_output)
     ended = follower.ended(stops_job=False)
     follower.close()
     return _result(ended)
@@ -118,9 +118,9 @@ def attach(
 
 def stop(job: str) -> bool:
     """End a detached job in any state and release its resources. Return whether it existed."""
-    following = _following()
-    following.connect()
-    return bool(following.stop(job))
+    driver_client = _following()
+    driver_client.connect()
+    return bool(driver_client.stop(job))
 
 
 class Executor:
@@ -176,8 +176,8 @@ class Executor:
             placement_group,
             num_hosts,
         )
-        of_limits = {each.name for each in fields(Limits)} & given.keys()
-        self._limits = Limits(**{name: given[name] for name in of_limits})
+        of_limits = {each.name for each in fields(JobLimits)} & given.keys()
+        self._limits = JobLimits(**{name: given[name] for name in of_limits})
         arguments.check_limits(self._limits, elastic=self._wanted.elastic)
         arguments.check_callables(on_report=on_report, on_output=on_output)
         arguments.check_environ(env)
@@ -185,7 +185,9 @@ class Executor:
         self._on_report = on_report
         self._on_output = on_output
         self._follower: Any = None
-        self._spread: arguments.Wanted | None = None  # with a placement group over several hosts
+        self._spread: arguments.WorkerRequest | None = (
+            None  # with a placement group over several hosts
+        )
         self._calling: Any = None  # set if workers are persistent
 
     # ---- begin and end -----------------------------------------------------------------------------------------------
@@ -205,13 +207,13 @@ class Executor:
                 "an elastic executor has new workers for each run: create the object in the function"
             )
         self._env |= dict(extra_env_vars or {})
-        following, environ = self._prepared()
+        driver_client, environ = self._prepared()
         if self._wanted.hosts is not None:
-            from elastic.ray.spread import spread
+            from elastic.ray.spread_placement import spread
 
             self._spread = spread(self._wanted)
         try:
-            self._follower = self._made(following, environ)
+            self._follower = self._made(driver_client, environ)
             (refused,) = self._follower.wait([self._follower.actor.place.remote()])
             if refused:
                 raise Invalid(refused)
@@ -223,13 +225,13 @@ class Executor:
 
     def _prepared(self) -> tuple[Any, dict[str, str]]:
         """Connect to Ray. Return the module that uses it, and the workers' environment. Raises Invalid."""
-        following = _following()
-        environ = following.environ_of(self._env)
-        following.connect()
-        return following, environ
+        driver_client = _following()
+        environ = driver_client.environ_of(self._env)
+        driver_client.connect()
+        return driver_client, environ
 
-    def _made(self, following: Any, environ: Mapping[str, str], **more: Any) -> Any:
-        return following.Follower.made(
+    def _made(self, driver_client: Any, environ: Mapping[str, str], **more: Any) -> Any:
+        return driver_client.DriverClient.made(
             self._spread or self._wanted,
             self._limits,
             environ,
@@ -250,11 +252,11 @@ class Executor:
         (trouble,) = follower.wait([ready])
         if trouble:
             raise JobFailed(trouble)
-        from elastic.ray.calling import Calling
+        from elastic.ray.call_client import CallClient
 
-        self._calling = Calling(follower, wanted.np)
+        self._calling = CallClient(follower, wanted.np)
         if executable_cls is not None:
-            self._call(calls.MAKE, executable_cls, tuple(args or ()), dict(kwargs or {}))
+            self._call(call_results.MAKE, executable_cls, tuple(args or ()), dict(kwargs or {}))
 
     def shutdown(self) -> None:
         """End the workers and release the resources. No effect a second time, or before `start`."""
@@ -262,7 +264,7 @@ class Executor:
         if follower is not None:
             follower.close()
         if self._spread is not None:
-            from elastic.ray.spread import give_back
+            from elastic.ray.spread_placement import give_back
 
             spread, self._spread = self._spread, None
             give_back(spread)
@@ -281,29 +283,29 @@ class Executor:
         """
         self._need_start("run", fn)
         if not self._wanted.elastic:
-            return self._call(calls.RUN, fn, args, kwargs)
+            return self._call(call_results.RUN, fn, args, kwargs)
         return self.run_once(_pickled(fn, args, kwargs)).values
 
     def run_remote(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Like `run`, but return Ray references at once. Persistent workers only."""
         self._need_start("run_remote", fn)
         self._need_static("run_remote")
-        return list(self._calling.references(calls.call(calls.RUN, fn, args, kwargs)))
+        return list(self._calling.references(call_results.call(call_results.RUN, fn, args, kwargs)))
 
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call ``fn(instance)`` on every worker, with its instance of ``executable_cls``; return the values by rank."""
         self._need_start("execute", fn)
         self._need_static("execute")
-        return self._call(calls.EXECUTE, fn)
+        return self._call(call_results.EXECUTE, fn)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Call ``fn(instance)`` on the worker of rank 0."""
         self._need_start("execute_single", fn)
         self._need_static("execute_single")
-        return self._call(calls.EXECUTE, fn, ranks=(0,))[0]
+        return self._call(call_results.EXECUTE, fn, ranks=(0,))[0]
 
     def _call(self, kind: str, *parts: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-        values: list[Any] = self._calling.values(calls.call(kind, *parts), ranks)
+        values: list[Any] = self._calling.values(call_results.call(kind, *parts), ranks)
         return values
 
     def run_once(self, call: bytes) -> Result:
@@ -352,7 +354,7 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _result(ended: Any) -> Result:
-    from elastic.ray.following import results_of
+    from elastic.ray.driver_client import results_of
 
     return Result(results_of(ended), dict(sorted(ended.reports.items())))
 
@@ -363,6 +365,6 @@ def _following() -> Any:
         import ray  # noqa: F401
     except ImportError:
         raise Invalid(NEEDS_RAY) from None
-    from elastic.ray import following
+    from elastic.ray import driver_client
 
-    return following
+    return driver_client

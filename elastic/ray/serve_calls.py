@@ -2,7 +2,7 @@
 
 Calls arrive through a unix socket that only this user can access, served by the agent's actor. A line of JSON gives
 this worker's rank once its world is formed; then each frame is answered with one, in order. A frame is four bytes with
-its length, followed by the data. See `calls`.
+its length, followed by the data. See `call_results`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from elastic.errors import Invalid
-from elastic.ray.calls import END, EXECUTE, MAKE, REGROUP, RUN, answered, failed
+from elastic.ray.call_results import END, EXECUTE, MAKE, REGROUP, RUN, answered, failed
 
-CALLS = "ELASTIC_CALLS"  # by default the socket `calls` next to the file of ELASTIC_CALL
+CALLS = "ELASTIC_CALLS"  # by default the socket `call_results` next to the file of ELASTIC_CALL
 CALL = "ELASTIC_CALL"
 LENGTH = struct.Struct("!I")
 

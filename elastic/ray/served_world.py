@@ -2,7 +2,7 @@
 
 In any other static job a broken collective ends the job, because a partly executed program cannot be undone. Here the
 program is a sequence of calls, and a failed one is reported to its caller. So a broken world is given up without
-notifying the driver, and the ranks meet again before the next call: see `calls.REGROUP`.
+notifying the driver, and the ranks meet again before the next call: see `call_results.REGROUP`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from elastic.rendezvous import environment
 from elastic.rendezvous.environment import Environment
 from elastic.runtime import lifecycle
 from elastic.runtime.link import Link
-from elastic.runtime.recovery import Action, Cut, Phase, Recovery
+from elastic.runtime.recovery import AbortGroups, Action, Phase, Recovery
 from elastic.runtime.session import Session
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 
 
 class ServedSession(Session):
@@ -37,7 +37,7 @@ class ServedSession(Session):
                 return []
             self.given_up = reason
             recovery.pause()
-            return [Cut(recovery.generation, reason)]
+            return [AbortGroups(recovery.generation, reason)]
 
         self.update(decide)
 
@@ -61,7 +61,7 @@ class ServedSession(Session):
 CALLED_OFF = "a call has failed on another rank"
 
 
-class ServedRuntime(Runtime):
+class ServedRuntime(WorkerRuntime):
     """Runtime of a persistent worker; see `serve_calls.CallWorld`."""
 
     def __init__(self, env: Environment, link: Link) -> None:

@@ -12,7 +12,7 @@ from elastic.errors import Invalid
 from elastic.protocol.life_lock import LIFE_LOCK
 from elastic.protocol.messages import Address, Worker
 from elastic.rendezvous import nccl_settings
-from elastic.rendezvous.launcher_env import Started, started
+from elastic.rendezvous.launcher_env import LauncherEnv, started
 
 WAIT_TIMEOUT_S = 1260.0  # twice the default of --elastic-timeout, plus a minute
 CONNECT_TIMEOUT_S = 30.0
@@ -68,7 +68,7 @@ class Environment:
     timeline_mark_cycles: bool = False
     # Paths of certificate, key and CA for the control connection; None: no TLS.
     tls: tuple[str, str, str] | None = None
-    started: Started | None = None  # by a launcher other than elasticrun
+    started: LauncherEnv | None = None  # by a launcher other than elasticrun
     start_timeout_s: float = START_TIMEOUT_S  # without a driver: for every rank to call init()
     native: bool = True  # ranks of one host reduce in shared memory where they can
     life_lock: str = ""  # lets the agent detect at once that this process has died
@@ -78,7 +78,9 @@ class Environment:
         return self.cores[local_rank] if 0 <= local_rank < len(self.cores) else None
 
 
-def read(environ: Mapping[str, str] | None = None, launched: Started | None = None) -> Environment:
+def read(
+    environ: Mapping[str, str] | None = None, launched: LauncherEnv | None = None
+) -> Environment:
     """Read the settings of this worker. ``launched``: how it was started, if known.
 
     Raises Invalid if a variable of the launcher or of Horovod is malformed.

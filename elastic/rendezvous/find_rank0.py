@@ -26,7 +26,13 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Address, Place
 from elastic.rendezvous import launcher_env
 from elastic.rendezvous.environment import Environment
-from elastic.rendezvous.launcher_env import ByAddress, ByFile, ByStore, ByTorchelasticStore, Started
+from elastic.rendezvous.launcher_env import (
+    ByAddress,
+    ByFile,
+    ByStore,
+    ByTorchelasticStore,
+    LauncherEnv,
+)
 from elastic.rendezvous.store import Store, listen
 
 REACH_S = 0.5  # to connect to rank 0 at an address that may be stale
@@ -67,7 +73,7 @@ class _Publisher(Protocol):
     def clear(self) -> None: ...
 
 
-def meet(started: Started, env: Environment) -> FoundRank0:
+def meet(started: LauncherEnv, env: Environment) -> FoundRank0:
     """Block until rank 0 can be reached.
 
     Raises Invalid if a port or folder is not usable, and CollectiveFailed after ``env.start_timeout_s`` seconds.
@@ -135,7 +141,7 @@ def arrive(
     return launcher_env.place(rank, hosts, [each.local_rank for each in arrivals]), address
 
 
-def _greet(store: Store, started: Started, deadline: float) -> None:
+def _greet(store: Store, started: LauncherEnv, deadline: float) -> None:
     """Wait for all ranks: one that gets here serves or has reached the right store."""
     left_s = max(deadline - time.monotonic(), 0.001)
     try:
@@ -146,7 +152,7 @@ def _greet(store: Store, started: Started, deadline: float) -> None:
         raise CollectiveFailed(f"{_nobody(started, None)}: {error}") from error
 
 
-def _nobody(started: Started, waited_s: float | None) -> str:
+def _nobody(started: LauncherEnv, waited_s: float | None) -> str:
     within = f" within {waited_s:g} s" if waited_s is not None else " in time"
     return (
         f"the {started.size} ranks that {started.by} announces did not all call init(){within}; rank {started.rank}"
@@ -154,7 +160,7 @@ def _nobody(started: Started, waited_s: float | None) -> str:
     )
 
 
-def _found(env: Environment, bind_host: str, secret: bytes, started: Started) -> Environment:
+def _found(env: Environment, bind_host: str, secret: bytes, started: LauncherEnv) -> Environment:
     worker = messages.Worker(socket.gethostname(), started.local_rank or 0, 1)
     return dataclasses.replace(env, bind_host=bind_host, secret=secret, worker=worker)
 

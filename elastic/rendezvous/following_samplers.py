@@ -17,7 +17,7 @@ from elastic.protocol.messages import Place
 MADE_FOR = "elastic_made_for"  # attribute of a sampler that follows: the numbers that were last set
 
 
-class Numbers(NamedTuple):
+class SamplerRanks(NamedTuple):
     """``num_replicas`` and ``rank`` of a sampler."""
 
     replicas: int
@@ -86,16 +86,16 @@ def count() -> int:
     return len(_made)
 
 
-def _numbers(sampler: Any) -> Numbers:
-    return Numbers(sampler.num_replicas, sampler.rank)
+def _numbers(sampler: Any) -> SamplerRanks:
+    return SamplerRanks(sampler.num_replicas, sampler.rank)
 
 
-def _present() -> Numbers | None:
+def _present() -> SamplerRanks | None:
     place = None if _place is None else _place()
-    return None if place is None else Numbers(max(place.size, 1), place.rank)
+    return None if place is None else SamplerRanks(max(place.size, 1), place.rank)
 
 
-def _lengths(sampler: Any, numbers: Numbers) -> tuple[int, int]:
+def _lengths(sampler: Any, numbers: SamplerRanks) -> tuple[int, int]:
     """Return ``num_samples`` and ``total_size`` as torch computes them."""
     from torch.utils.data import DistributedSampler
 

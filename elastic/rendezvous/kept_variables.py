@@ -7,7 +7,7 @@ import warnings
 
 from elastic.errors import StaleValueWarning
 from elastic.protocol.messages import Place
-from elastic.rendezvous import place_variables
+from elastic.rendezvous import rank_variables
 
 _SHOWN = 3  # lines of the script that are listed
 
@@ -25,15 +25,15 @@ class KeptVariables:
         On rank 0, at the first later world, emits a StaleValueWarning if the script reads a variable whose value at the
         start is now wrong.
         """
-        place_variables.follow(place)
+        rank_variables.follow(place)
         if first or self._looked or place.rank != 0:
             return
         self._looked = True
-        stale = place_variables.stale(place, self._at_start, place_variables.reads_of_script())
+        stale = rank_variables.stale(place, self._at_start, rank_variables.reads_of_script())
         if stale:
             warnings.warn(self._text(place, stale), StaleValueWarning, stacklevel=1)
 
-    def _text(self, place: Place, stale: list[place_variables.Read]) -> str:
+    def _text(self, place: Place, stale: list[rank_variables.VariableRead]) -> str:
         lines = [
             f"{os.path.basename(read.file)}:{read.line} {read.name}" for read in stale[:_SHOWN]
         ]
@@ -41,7 +41,7 @@ class KeptVariables:
         slot = (
             f" LOCAL_RANK is the slot, and stays {place.local_rank}, since it selects the GPU: a script that saves"
             " or prints only if it is 0 does neither while that slot has no worker."
-            if any(read.name == place_variables.SLOT for read in stale)
+            if any(read.name == rank_variables.SLOT for read in stale)
             else ""
         )
         return (

@@ -59,7 +59,7 @@ class ByStore:
 
 
 @dataclass(frozen=True)
-class Started:
+class LauncherEnv:
     """How another launcher started this process.
 
     ``way`` is None for a world of one; ``local_rank`` is None if the launcher did not set it.
@@ -72,7 +72,7 @@ class Started:
     way: ByTorchelasticStore | ByAddress | ByFile | ByStore | None
 
 
-def started(env: Mapping[str, str], *, parent: int = 0) -> Started | None:
+def started(env: Mapping[str, str], *, parent: int = 0) -> LauncherEnv | None:
     """Return how this process was started; None if on its own, or by elasticrun. ``parent``: its parent process ID.
 
     Raises Invalid, naming the variable to set, if a rank is given but no way to connect.
@@ -132,7 +132,7 @@ def first_host(nodes: str) -> str:
 # ---- by launcher -------------------------------------------------------------------------------------------------
 
 
-def _horovod(env: Mapping[str, str], parent: int) -> Started | None:
+def _horovod(env: Mapping[str, str], parent: int) -> LauncherEnv | None:
     if not _has(env, "HOROVOD_RANK", "HOROVOD_SIZE"):
         return None
     rank, size = _rank_of(env, "HOROVOD_RANK", "HOROVOD_SIZE")
@@ -145,7 +145,7 @@ def _horovod(env: Mapping[str, str], parent: int) -> Started | None:
     return _made(by, rank, size, _local(env, "HOROVOD_LOCAL_RANK"), _by_hand(env, size))
 
 
-def _torch(env: Mapping[str, str], parent: int) -> Started | None:
+def _torch(env: Mapping[str, str], parent: int) -> LauncherEnv | None:
     if not _has(env, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         return None
     rank, size = _rank_of(env, "RANK", "WORLD_SIZE")
@@ -160,7 +160,7 @@ def _torch(env: Mapping[str, str], parent: int) -> Started | None:
     return _made("torchrun", rank, size, local_rank, way)
 
 
-def _open_mpi(env: Mapping[str, str], parent: int) -> Started | None:
+def _open_mpi(env: Mapping[str, str], parent: int) -> LauncherEnv | None:
     if not _has(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
         return None
     rank, size = _rank_of(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
@@ -171,7 +171,7 @@ def _open_mpi(env: Mapping[str, str], parent: int) -> Started | None:
     return _made("mpirun", rank, size, _local(env, "OMPI_COMM_WORLD_LOCAL_RANK"), way)
 
 
-def _mpich(env: Mapping[str, str], parent: int) -> Started | None:
+def _mpich(env: Mapping[str, str], parent: int) -> LauncherEnv | None:
     """MPICH, and Intel MPI, which also sets local ranks."""
     if not _has(env, "PMI_RANK", "PMI_SIZE"):
         return None
@@ -182,7 +182,7 @@ def _mpich(env: Mapping[str, str], parent: int) -> Started | None:
     return _made("mpirun", rank, size, _local(env, "MPI_LOCALRANKID"), way)
 
 
-def _slurm(env: Mapping[str, str], parent: int) -> Started | None:
+def _slurm(env: Mapping[str, str], parent: int) -> LauncherEnv | None:
     """srun only: a batch script has a SLURM_PROCID and a SLURM_NTASKS too, but runs once."""
     job = _slurm_step(env)
     if job is None or not _has(env, "SLURM_PROCID"):
@@ -267,8 +267,8 @@ def _made(
     size: int,
     local_rank: int | None,
     way: ByTorchelasticStore | ByAddress | ByFile | None,
-) -> Started:
-    return Started(by, rank, size, local_rank, way if size > 1 else None)
+) -> LauncherEnv:
+    return LauncherEnv(by, rank, size, local_rank, way if size > 1 else None)
 
 
 # ---- single variables --------------------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ from typing import Any
 import msgspec
 
 from elastic.errors import CollectiveFailed
-from elastic.protocol.framing import NONCE_BYTES, CalledWire, Wire, derived
+from elastic.protocol.framing import NONCE_BYTES, AcceptedConnection, FramedConnection, derived
 from elastic.protocol.messages import Address, ProtocolError
-from elastic.protocol.strangers import Strangers, count_limit
+from elastic.protocol.pending_handshakes import PendingHandshakes, count_limit
 
 log = logging.getLogger("elastic.rendezvous")
 _REQUEST_LIMIT = 1 << 18  # bytes; a rank's blob grows by 8 bytes per rank
@@ -255,7 +255,7 @@ class Call:
         """Send a request and return its reply. Raises OSError and ProtocolError."""
         assert self._socket is not None
         nonce = os.urandom(NONCE_BYTES)
-        wire = Wire(_replies)
+        wire = FramedConnection(_replies)
         wire.seal(secret, mine=nonce, theirs=b"", caller=True, limit=_REPLY_LIMIT)
         self._socket.sendall(nonce + wire.frame_of(msgspec.msgpack.encode(request)))
         while (reply := wire.next()) is None:
@@ -285,7 +285,7 @@ class Call:
 class _Peer:
     """A connection to the server that has not been answered yet."""
 
-    wire: Wire
+    wire: FramedConnection
     request: _Request | None = None
 
 
@@ -312,7 +312,7 @@ class _Server:
         self._selector = selectors.DefaultSelector()
         self._peers: dict[socket.socket, _Peer] = {}
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._strangers: Strangers[socket.socket] = Strangers(
+        self._strangers: PendingHandshakes[socket.socket] = PendingHandshakes(
             timeout_s, count_limit(_REQUEST_LIMIT, descriptors)
         )
         self._groups: dict[tuple[str, int], dict[int, socket.socket]] = {}
@@ -372,7 +372,9 @@ class _Server:
             if (oldest := self._strangers.add(sock, time.monotonic())) is not None:
                 self._drop(oldest)
             sock.setblocking(False)
-            self._peers[sock] = _Peer(CalledWire(_requests, self._secret, limit=_REQUEST_LIMIT))
+            self._peers[sock] = _Peer(
+                AcceptedConnection(_requests, self._secret, limit=_REQUEST_LIMIT)
+            )
             self._selector.register(sock, selectors.EVENT_READ)
 
     def _read(self, sock: Any) -> None:

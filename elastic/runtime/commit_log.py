@@ -24,7 +24,7 @@ HOLD_S = (
 )
 
 
-class Kept(Protocol):
+class CommittedState(Protocol):
     """Operations on a state that are used here."""
 
     def save(self) -> None: ...
@@ -38,7 +38,7 @@ class Kept(Protocol):
     def is_sharded(self) -> bool: ...
 
 
-class Durable(Protocol):
+class DurableWriter(Protocol):
     """Writer of commits to storage; see `elastic.checkpoints.writer`."""
 
     run: int
@@ -72,13 +72,15 @@ class CommitLog:
         self._session = session
         self._progress = progress
         self.made = 0  # number of commits in all worlds
-        self.durable: Durable | None = None  # set inside elastic.run if checkpoints are enabled
+        self.durable: DurableWriter | None = (
+            None  # set inside elastic.run if checkpoints are enabled
+        )
 
     # ---- commit() ------------------------------------------------------------------------------------------------
 
     def may_commit(self) -> None:
         """Raise an error of this world again if user code has caught it, since its step was interrupted."""
-        self._session.raise_if_told()
+        self._session.raise_if_ended()
 
     def committed(self) -> None:
         """Record that a state was saved."""
@@ -169,7 +171,7 @@ class CommitLog:
 
     # ---- between two worlds --------------------------------------------------------------------------------------
 
-    def keep(self, state: Kept) -> None:
+    def keep(self, state: CommittedState) -> None:
         """Save the state as the commit of the safepoint at which all workers have stopped."""
         state.save()
         self.committed()
@@ -178,7 +180,7 @@ class CommitLog:
         self._session.account.committed(now)
         self._session.phases.restored(now)
 
-    def keep_own(self, state: Kept) -> bool:
+    def keep_own(self, state: CommittedState) -> bool:
         """Save the state as it is, because user code requests a new world.
 
         Nothing is saved if the world has broken, since a step may be incomplete.
@@ -200,7 +202,7 @@ class CommitLog:
             self.durable.saved()
         self._session.account.committed(time.monotonic())
 
-    def step_back(self, state: Kept) -> None:
+    def step_back(self, state: CommittedState) -> None:
         """Restore the newest commit. An incomplete commit is discarded, since no worker could continue from it."""
         if not state.valid():
             with self._session.lock:

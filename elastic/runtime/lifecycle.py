@@ -1,4 +1,4 @@
-"""The runtime of this process: init, shutdown and access to it. `worker` implements it."""
+"""The runtime of this process: init, shutdown and access to it. `worker_runtime` implements it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from elastic.protocol import life_lock, messages
 from elastic.protocol.messages import Address, Part, Place
 from elastic.rendezvous import environment, find_rank0, following_samplers
 from elastic.rendezvous.environment import Environment
-from elastic.rendezvous.launcher_env import Started
+from elastic.rendezvous.launcher_env import LauncherEnv
 from elastic.runtime.link import Link
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 
-_runtime: Runtime | None = None  # created by the first init(), kept until the process exits
+_runtime: WorkerRuntime | None = None  # created by the first init(), kept until the process exits
 _initialized = False
 # In a forked child: place and generation of its worker at the fork. None in other processes.
 _inherited: tuple[Place, int] | None = None
 _child_of_many = False  # whether that worker's job had other workers
 
 
-def active() -> Runtime | None:
+def active() -> WorkerRuntime | None:
     """Return the runtime, or None before ``init()`` and after ``shutdown()``."""
     return _runtime if _initialized else None
 
@@ -40,7 +40,7 @@ def torchs_own() -> bool:
     return made and active() is None and environment.read().driver is not None
 
 
-def current() -> Runtime:
+def current() -> WorkerRuntime:
     """Return the runtime.
 
     Raises:
@@ -107,7 +107,7 @@ def init() -> None:
             runtime = _met(env, env.started)
         else:
             link = None if env.driver is None else _link(env, env.driver)
-            runtime = Runtime(env, link)
+            runtime = WorkerRuntime(env, link)
             if link is not None:
                 life_lock.hold(env.life_lock)
                 runtime.connect()
@@ -129,11 +129,11 @@ def _link(env: Environment, driver: Address) -> Link:
     return Link(driver, env.secret, env.worker, tls=env.tls)
 
 
-def _met(env: Environment, started: Started) -> Runtime:
+def _met(env: Environment, started: LauncherEnv) -> WorkerRuntime:
     """Create the runtime in a world of fixed size, with all ranks started by a launcher other than elasticrun."""
     met = find_rank0.meet(started, env)
     try:
-        runtime = Runtime(met.env, None)
+        runtime = WorkerRuntime(met.env, None)
         runtime.fixed_worlds.form(met.store, started.rank, started.size, started.local_rank, 1)
     finally:
         met.store.close()
@@ -154,14 +154,14 @@ def init_static(
     global _initialized
     env = environment.read(environ or {})
     environment.prepare(env)
-    runtime = Runtime(env, None)
+    runtime = WorkerRuntime(env, None)
     place = Place(rank, size, rank, size, 0, 1)
     runtime.fixed_worlds.begin(messages.World(1, place, store, 0, None, "static"))
     adopt(runtime)
     _initialized = True
 
 
-def init_through(started: Started) -> None:
+def init_through(started: LauncherEnv) -> None:
     """Like `init`, for ranks that have already found each other through torch.distributed's rendezvous. Idempotent.
 
     Under elasticrun, the driver's settings take precedence over ``started``.
@@ -170,7 +170,7 @@ def init_through(started: Started) -> None:
         env = environment.read(launched=started)
         if env.driver is None:
             environment.prepare(env)
-            adopt(_met(env, started) if started.way is not None else Runtime(env, None))
+            adopt(_met(env, started) if started.way is not None else WorkerRuntime(env, None))
     init()
 
 
@@ -185,7 +185,7 @@ def send_result(blob: bytes) -> None:
         env = environment.read()
         if env.driver is None:
             return
-        runtime = Runtime(env, _link(env, env.driver))
+        runtime = WorkerRuntime(env, _link(env, env.driver))
         runtime.connect()
         adopt(runtime)
     runtime.session.send(messages.SendResult(blob))
@@ -201,7 +201,7 @@ def shutdown() -> None:
     _initialized = False
 
 
-def adopt(runtime: Runtime) -> None:
+def adopt(runtime: WorkerRuntime) -> None:
     """Make this the runtime of the process until it exits."""
     global _runtime
     runtime.tracing.begin(runtime.place)

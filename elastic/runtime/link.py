@@ -1,6 +1,6 @@
 """The worker's connection to the driver, read by one thread. Transports messages; makes no decisions.
 
-With TLS, the socket itself remains plain and a `tls.Endpoint` transforms the data without system calls. Thus poll()
+With TLS, the socket itself remains plain and a `tls.TlsEndpoint` transforms the data without system calls. Thus poll()
 reports all pending data, a blocked sender does not delay the reader, and a forked child cannot send a TLS shutdown.
 """
 
@@ -20,12 +20,12 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_e
 
 from elastic.errors import DriverLost
 from elastic.protocol import messages
-from elastic.protocol.framing import NONCE_BYTES, Wire
-from elastic.protocol.handshake import Caller
+from elastic.protocol.framing import NONCE_BYTES, FramedConnection
+from elastic.protocol.handshake import ClientHandshake
 from elastic.protocol.messages import Address, Message, ProtocolError, Worker
 
 if TYPE_CHECKING:
-    from elastic.protocol.tls import Endpoint
+    from elastic.protocol.tls import TlsEndpoint
 
 CONNECT_S = 20.0  # seconds to reach the driver and authenticate
 SEND_S = 10.0  # seconds until a driver that reads nothing counts as lost
@@ -49,13 +49,13 @@ class Link:
     ) -> None:
         self._worker = worker
         self._sending = threading.Lock()  # keeps frames in the order of their numbers
-        self._tls: Endpoint | None = None
+        self._tls: TlsEndpoint | None = None
         self._turning = threading.Lock()  # guards ``_tls``; never held while blocking
         self._closed = False
         if tls is not None:
-            from elastic.protocol.tls import Endpoint, context
+            from elastic.protocol.tls import TlsEndpoint, context
 
-            self._tls = Endpoint(context(*tls, server=False), server=False)
+            self._tls = TlsEndpoint(context(*tls, server=False), server=False)
         retrying = Retrying(
             retry=retry_if_exception_type(OSError),
             stop=stop_after_delay(CONNECT_S),
@@ -69,7 +69,7 @@ class Link:
                 f"no driver answers at {address} ({error}); is elasticrun still running?"
             ) from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._wire = Wire(messages.from_driver)
+        self._wire = FramedConnection(messages.from_driver)
         self._authenticate(secret)
         # The thread waits in poll() for the connection and for this pipe, to which `poke` writes.
         self._poke_read, self._poke_write = os.pipe()
@@ -82,7 +82,7 @@ class Link:
         try:
             self._flush()
             nonce = secrets.token_bytes(NONCE_BYTES)
-            caller = Caller(secret, "worker", str(self._worker), nonce)
+            caller = ClientHandshake(secret, "worker", str(self._worker), nonce)
             proof = caller.answer(self._next(deadline))
             self.send(messages.Answer(self._worker, nonce, proof))
             caller.accepted(self._next(deadline), self._wire)

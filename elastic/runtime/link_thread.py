@@ -55,7 +55,7 @@ class LinkThread:
         self._end_at = math.inf  # deadline after SIGTERM in a job of fixed size
         self._spent_told_at = time.monotonic()
         self._training_told = (0, False)  # generation, and whether it was a second training
-        self._told_of = (0, 0)  # planned change of which listeners were notified
+        self._reported = (0, 0)  # planned change of which listeners were notified
 
     # ---- starting ------------------------------------------------------------------------------------------------
 
@@ -182,14 +182,14 @@ class LinkThread:
             case messages.StandBy() if session.recovery.stands_by:
                 session.account.begin("idle", time.monotonic())
             case messages.Restate() if self._reporting is not None:
-                self._reporting.say_again()
+                self._reporting.resend()
             case messages.Prepare() if message.generation == session.recovery.generation:
-                self._tell_of_change(message)
+                self._notify_of_change(message)
 
-    def _tell_of_change(self, message: messages.Prepare) -> None:
+    def _notify_of_change(self, message: messages.Prepare) -> None:
         """Notify listeners once for each change, since the driver may repeat the message."""
-        if (message.generation, message.change) > self._told_of:
-            self._told_of = message.generation, message.change
+        if (message.generation, message.change) > self._reported:
+            self._reported = message.generation, message.change
             host_updates.tell(time.time(), host_updates.HostUpdateResult.mixed)
 
 

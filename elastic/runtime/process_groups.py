@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from elastic.collectives import construct, threads
-from elastic.collectives.construct import Abortable, Connecting
+from elastic.collectives import group_factory, threads
+from elastic.collectives.group_factory import Abortable, ConnectingGroup
 from elastic.collectives.interface import Collectives
 from elastic.errors import CollectiveFailed, DeviceLost
 from elastic.negotiation.engine import Engine
@@ -79,7 +79,7 @@ class Groups:
         self._forming = threading.RLock()
         self._forming_each: dict[GroupKey, threading.Lock] = {}
         self._made: dict[GroupKey, Collectives] = {}
-        self._connecting: set[Connecting] = set()
+        self._connecting: set[ConnectingGroup] = set()
         self._unmade: list[NcclCollectives] = []  # did not connect; peers may use their memory
         self._buried: list[NcclCollectives] = []  # of the previous world
         self._unconnected: list[
@@ -278,7 +278,7 @@ class Groups:
         purpose, device_type, members = key
         if self._store is None or self._store.generation != generation:
             raise CollectiveFailed(f"generation {generation} has ended")
-        connecting = Connecting(
+        connecting = ConnectingGroup(
             self._store,
             purpose=_named(purpose, members, place),
             rank=members.index(place.rank),
@@ -465,7 +465,7 @@ def _did_not_come_back() -> DeviceLost:
 
 def _meeting(key: GroupKey, place: Place) -> str:
     purpose, device_type, members = key
-    return construct.meeting(_named(purpose, members, place), device_type, len(members))
+    return group_factory.meeting(_named(purpose, members, place), device_type, len(members))
 
 
 def _named(purpose: str, members: tuple[int, ...], place: Place) -> str:

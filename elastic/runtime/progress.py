@@ -159,12 +159,12 @@ class ProgressCounter:
         ``generation`` is that of the present world, in which there may have been no collective yet.
         """
         before = self.phase
-        return before, self._phase_said(name, generation)
+        return before, self._reported_phase(name, generation)
 
     def end_phase(self, before: str, generation: int) -> messages.Progress:
-        return self._phase_said(before, generation)
+        return self._reported_phase(before, generation)
 
-    def _phase_said(self, phase: str, generation: int) -> messages.Progress:
+    def _reported_phase(self, phase: str, generation: int) -> messages.Progress:
         self._is_in(generation)
         self.phase = self._said_phase = phase
         self._said = None

@@ -63,14 +63,14 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Cut:
+class AbortGroups:
     """Abort every collective of this generation at once."""
 
     generation: int
     reason: str
 
 
-Action = Send | Cut
+Action = Send | AbortGroups
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Recovery:
             case messages.Broken(generation=generation, reason=reason):
                 if generation == self.generation and self.phase in (Phase.TRAINING, Phase.RETURNED):
                     self._break(reason)
-                    return [Cut(generation, reason)]
+                    return [AbortGroups(generation, reason)]
             case messages.Prepare(generation=generation, change=change):
                 if generation == self.generation and self.phase is Phase.TRAINING:
                     return self._prepare(change)
@@ -189,7 +189,7 @@ class Recovery:
         self.phase = Phase.OVER
         self.reason = reason
         self.over = message
-        return [Cut(self.generation, reason)]
+        return [AbortGroups(self.generation, reason)]
 
     def driver_lost(self, reason: str) -> list[Action]:
         """Handle the loss of the link. Without the driver, the members of the next world are unknown."""
@@ -298,10 +298,10 @@ class Recovery:
         self._break(reason)
         self._calls = calls
         if not self.running:
-            return [Cut(generation, reason), *self.strand()]
+            return [AbortGroups(generation, reason), *self.strand()]
         self._own_failure = True
         failed = _broke(messages.Failed, generation, reason, calls)
-        return [Cut(generation, reason), Send(failed)]
+        return [AbortGroups(generation, reason), Send(failed)]
 
     def strand(self) -> list[Action]:
         """Report a collective outside ``elastic.run`` in a world that is over, which cannot be rolled back."""
@@ -415,7 +415,7 @@ class Recovery:
             calls,
             shards_lost,
         )
-        return [Send(self._last_word), Cut(generation, summary)]
+        return [Send(self._last_word), AbortGroups(generation, summary)]
 
     def quit(self, code: int, call: str | None = None) -> list[Action]:
         """Report that the process will exit with this code. ``call``: the call in user code; None: ``sys.exit``."""
@@ -431,7 +431,7 @@ class Recovery:
                 f"this process exits with code {code}: its state differs from that of its world"
             )
         self._last_word = messages.Quit(generation, code, call)
-        return [Send(self._last_word), Cut(generation, self.reason)]
+        return [Send(self._last_word), AbortGroups(generation, self.reason)]
 
 
 def _broke(

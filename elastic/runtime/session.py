@@ -29,7 +29,7 @@ from elastic.protocol.messages import Message
 from elastic.rendezvous.environment import Environment
 from elastic.runtime.link import Link
 from elastic.runtime.process_groups import Groups
-from elastic.runtime.recovery import Action, Cut, Phase, Recovery, Send
+from elastic.runtime.recovery import AbortGroups, Action, Phase, Recovery, Send
 from elastic.runtime.recovery_phases import Phases
 
 WAIT_SAID_S = 30.0  # seconds between two log lines of a long wait
@@ -87,7 +87,7 @@ class Session:
             self.changed.notify_all()
         for action in actions:
             match action:
-                case Cut(generation):
+                case AbortGroups(generation):
                     failpoint("cut")
                     self.groups.cut(generation)
                 case Send(message):
@@ -203,7 +203,7 @@ class Session:
         self._told_in = generation
         self.update(Recovery.strand)
 
-    def raise_if_told(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raise an error of this world again if user code has caught it."""
         if self._told_in == self.recovery.generation:
             self.raise_if_broken()

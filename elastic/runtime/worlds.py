@@ -47,7 +47,7 @@ class DriverWorlds:
             if message is not None:
                 self._session.send(message)
 
-    def tell_step_input(self, kind: bytes) -> None:
+    def report_step_input(self, kind: bytes) -> None:
         """Send a description of this worker's batches, for workers that join."""
         if kind and kind != self._session.recovery.step_input:
             self._step_input = messages.StepInput(kind)

@@ -32,7 +32,7 @@ class Kind(enum.Enum):
     RANK_KEPT = "rank-kept"
 
 
-class When(enum.Enum):
+class CommitCall(enum.Enum):
     """When commit() is called."""
 
     EACH_STEP = (
@@ -77,13 +77,13 @@ class UsedLoader:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ScriptObservation:
     """Observations of one process in the last ``steps`` steps of its optimizers."""
 
     steps: int
     world_size: int
     commits: int
-    calls: tuple[When, ...]  # of commit(), in the source of the script
+    calls: tuple[CommitCall, ...]  # of commit(), in the source of the script
     recovered: bool  # a worker was lost since training began
     collectives: int  # and other calls that may have changed tensors
     # Elements of the largest tensor in a collective between two steps. None: unknown.
@@ -109,7 +109,7 @@ class Mistake:
         return f"{_SENTENCES[self.kind].format(**dict(self.facts))} (elasticrun docs {PAGE}#{self.kind.value})"
 
 
-def found(seen: Seen) -> list[Mistake]:
+def found(seen: ScriptObservation) -> list[Mistake]:
     """Return the mistakes, at most one of each kind."""
     made = [*_commits(seen), *_reductions(seen), *_loaders(seen)]
     if seen.keeps_members:
@@ -117,17 +117,17 @@ def found(seen: Seen) -> list[Mistake]:
     return made
 
 
-def _commits(seen: Seen) -> Iterable[Mistake]:
-    if seen.calls and {*seen.calls} == {When.SOME_RANKS}:
+def _commits(seen: ScriptObservation) -> Iterable[Mistake]:
+    if seen.calls and {*seen.calls} == {CommitCall.SOME_RANKS}:
         yield _mistake(Kind.COMMIT_ON_SOME_RANKS)
         return
     # A script may commit once per epoch, after these steps: then only a loss shows that commits are missing.
-    due = seen.recovered or not seen.calls or When.EACH_STEP in seen.calls
+    due = seen.recovered or not seen.calls or CommitCall.EACH_STEP in seen.calls
     if seen.commits == 0 and due:
         yield _mistake(Kind.NO_COMMIT, steps=seen.steps)
 
 
-def _reductions(seen: Seen) -> Iterable[Mistake]:
+def _reductions(seen: ScriptObservation) -> Iterable[Mistake]:
     if not seen.optimizers or seen.world_size == 1:
         return
     facts = {"steps": seen.steps, "workers": seen.world_size, "optimizer": seen.optimizers[0].name}
@@ -140,7 +140,7 @@ def _reductions(seen: Seen) -> Iterable[Mistake]:
         yield _mistake(Kind.ONLY_LOSS_REDUCED, **facts, largest=seen.largest_moved)
 
 
-def _loaders(seen: Seen) -> Iterable[Mistake]:
+def _loaders(seen: ScriptObservation) -> Iterable[Mistake]:
     for loader in seen.loaders:
         if loader.kept:
             yield _mistake(
@@ -156,7 +156,7 @@ def _loaders(seen: Seen) -> Iterable[Mistake]:
             return
 
 
-def _members(seen: Seen) -> Iterable[Mistake]:
+def _members(seen: ScriptObservation) -> Iterable[Mistake]:
     for each in seen.optimizers:
         if each.uncovered:
             which = "no parameter" if each.uncovered == each.parameters else "not every parameter"

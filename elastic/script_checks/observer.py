@@ -28,9 +28,17 @@ from elastic.errors import ScriptMistakes
 from elastic.monitoring import data_waits, moved_tensors
 from elastic.optimizer.divided_optimizer import whole_parameters
 from elastic.rendezvous import following_samplers
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.script_checks import mistakes, script_source, step_sources
-from elastic.script_checks.mistakes import STEPS, Kind, Mistake, Seen, Trained, UsedLoader, UsedPart
+from elastic.script_checks.mistakes import (
+    STEPS,
+    Kind,
+    Mistake,
+    ScriptObservation,
+    Trained,
+    UsedLoader,
+    UsedPart,
+)
 from elastic.state.handled_state import HandledState
 from elastic.state.handlers.data_parallel import as_written
 from elastic.state.state import ObjectState, State, has_custom_sync
@@ -46,7 +54,7 @@ OURS = ("elastic", "horovod")
 class ScriptObserver:
     """Observes one training. Methods must be called from the training thread."""
 
-    def __init__(self, rt: Runtime, state: State, function: Callable[..., Any]) -> None:
+    def __init__(self, rt: WorkerRuntime, state: State, function: Callable[..., Any]) -> None:
         self._rt = rt
         self._state = state
         self._function = function
@@ -175,7 +183,7 @@ class ScriptObserver:
 
     # ---- observations ------------------------------------------------------------------------------------------------
 
-    def _seen(self, steps: int) -> Seen:
+    def _seen(self, steps: int) -> ScriptObservation:
         members = [v for n, v in vars(self._state).items() if not n.startswith("_")]
         inside = {id(each) for each in _with_inner([*self._state.handled(), *members])}
         shared = {
@@ -205,7 +213,7 @@ class ScriptObserver:
             found = [each for each in made_before if isinstance(each, kind) and used(each)]
             return tuple(UsedPart(_name(each), id(each) in inside) for each in found)
 
-        return Seen(
+        return ScriptObservation(
             steps=steps,
             world_size=self._rt.place.size,
             commits=self._rt.commits.made - (self._commits or 0),
@@ -265,7 +273,7 @@ class ScriptObserver:
 
     # ---- report ------------------------------------------------------------------------------------------------------
 
-    def _report(self, seen: Seen) -> None:
+    def _report(self, seen: ScriptObservation) -> None:
         """Print new mistakes on rank 0. Raises ScriptMistakes with --strict."""
         new = [each for each in mistakes.found(seen) if each.kind not in self._reported]
         self._reported |= {each.kind for each in new}
@@ -278,7 +286,7 @@ class ScriptObserver:
 
 @contextmanager
 def observing(
-    rt: Runtime, state: State, function: Callable[..., Any]
+    rt: WorkerRuntime, state: State, function: Callable[..., Any]
 ) -> Iterator[ScriptObserver | None]:
     """Context of one training. Yields None if nothing is checked.
 

@@ -11,7 +11,7 @@ from types import CodeType
 from typing import Any
 
 from elastic.rendezvous.script_files import script_files
-from elastic.script_checks.mistakes import When
+from elastic.script_checks.mistakes import CommitCall
 
 NAMES = ("commit", "CommitStateCallback")
 RANKS = {
@@ -53,7 +53,7 @@ ARGUMENTS = {
 Loop = ast.For | ast.While
 
 
-def commits(function: Callable[..., Any]) -> list[When]:
+def commits(function: Callable[..., Any]) -> list[CommitCall]:
     """Return the calls in the training function, or else in all loaded modules outside installed packages.
 
     A file that cannot be read may contain calls, so it counts as SOME_STEPS.
@@ -65,7 +65,7 @@ def commits(function: Callable[..., Any]) -> list[When]:
             return own
     found = [when for file in script_files(sys.modules) for when in _of_file(Path(file))]
     if not found and code is not None and _names(code):
-        return [When.SOME_STEPS]  # its source file was not sent with it
+        return [CommitCall.SOME_STEPS]  # its source file was not sent with it
     return found
 
 
@@ -83,7 +83,7 @@ def _definition(code: CodeType) -> ast.AST:
     return ast.Module([], [])
 
 
-def calls_in(tree: ast.AST) -> Iterator[When]:
+def calls_in(tree: ast.AST) -> Iterator[CommitCall]:
     """Yield when each call of commit() in a syntax tree is made."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
@@ -93,7 +93,7 @@ def calls_in(tree: ast.AST) -> Iterator[When]:
             yield _when(node, parents)
 
 
-def _when(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> When:
+def _when(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> CommitCall:
     tests: list[ast.expr] = []
     child, parent = node, parents.get(node)
     loop: Loop | None = None
@@ -101,15 +101,15 @@ def _when(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> When:
         if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
             other = parent.orelse if child not in _listed(parent.orelse) else parent.body
             if _ranks(parent.test) and not any(_has_commit(each) for each in _listed(other)):
-                return When.SOME_RANKS
+                return CommitCall.SOME_RANKS
             tests.append(parent.test)
         if isinstance(parent, ast.For | ast.While):
             loop = parent
             break
         child, parent = parent, parents.get(parent)
     if loop is None or not _steps(loop) or not all(_constant(test, loop) for test in tests):
-        return When.SOME_STEPS
-    return When.EACH_STEP
+        return CommitCall.SOME_STEPS
+    return CommitCall.EACH_STEP
 
 
 def _listed(body: Any) -> list[Any]:
@@ -173,10 +173,10 @@ def _names(code: CodeType) -> bool:
     )
 
 
-def _of_file(file: Path) -> list[When]:
+def _of_file(file: Path) -> list[CommitCall]:
     try:
         text = file.read_text(errors="replace")
         mentioned = any(name in text for name in NAMES)
         return [*calls_in(ast.parse(text))] if mentioned else []
     except (OSError, SyntaxError, ValueError):
-        return [When.SOME_STEPS]
+        return [CommitCall.SOME_STEPS]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 
-from elastic.sharding.replicas import columns
+from elastic.sharding.device_mesh import columns
 
 Placement = tuple[tuple[int, ...], ...]  # by shard, the ranks that keep a copy
 

@@ -16,12 +16,11 @@ from elastic.exact.shards import Shards
 from elastic.failpoints import failpoint
 from elastic.protocol.messages import COPY
 from elastic.runtime import lifecycle
-from elastic.state import exchange, shard_checks, sharding
-from elastic.state.exchange import GroupOn
+from elastic.state import shard_checks, state_transfer, unsupported_sharding
 from elastic.state.fully_sharded import fsdp2
 from elastic.state.fully_sharded.live_shards import FullyShardedHandler, ShardedOptimizerHandler
-from elastic.state.fully_sharded.shard_bank import ShardBank
-from elastic.state.fully_sharded.sharded_commits import Meeting, ShardedCommits
+from elastic.state.fully_sharded.shard_buffers import ShardBuffers
+from elastic.state.fully_sharded.sharded_commits import ShardedCommits, WorldInventory
 from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
@@ -29,10 +28,11 @@ from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.part import Part, SamplerStateHandler, StateHandler
 from elastic.state.handlers.random_state import RandomState
 from elastic.state.handlers.registry import handler_for, refuse_hidden
-from elastic.state.held import Held, HeldPart
+from elastic.state.held_commit import HeldCommit, HeldPart
 from elastic.state.snapshots import digest
 from elastic.state.snapshots.snapshot import Snapshot
 from elastic.state.state import ObjectState, State, log, refuse_method_names
+from elastic.state.state_transfer import GroupOn
 
 Handler = TypeVar("Handler", bound=StateHandler)
 _SHARDED = FullyShardedHandler | ShardedOptimizerHandler | ZeroOptimizerHandler
@@ -69,7 +69,7 @@ class HandledState(_OfThisProcess, ObjectState):
         for name, value in values.items():
             if name not in self._handlers:
                 refuse_hidden(name, value, self._handlers.values())
-        self._tell_shards()
+        self._notify_shards()
         self._check_shards()
         self._random = RandomState() if rng is True else None
         self._begun = 0  # saves; tells a digest that a save came in between
@@ -101,8 +101,8 @@ class HandledState(_OfThisProcess, ObjectState):
     def _handle(self, name: str, value: Any) -> None:
         """A name gets another value: which may be of a kind that is handled differently."""
         present = self._handlers.get(name)
-        if isinstance(present, _SHARDED) or sharding.of_value(value) is not None:
-            raise sharding.refuse_late(name)
+        if isinstance(present, _SHARDED) or unsupported_sharding.of_value(value) is not None:
+            raise unsupported_sharding.refuse_late(name)
         handler = None
         if present is None or not isinstance(value, type(present.value)):
             handler = handler_for(name, value)
@@ -118,7 +118,7 @@ class HandledState(_OfThisProcess, ObjectState):
         else:
             del self._handlers[name]
             self._saved_state[name] = self._copied({name: value})[name]
-        self._tell_shards()
+        self._notify_shards()
         self._check_shards()
         self._introduce()
 
@@ -164,11 +164,11 @@ class HandledState(_OfThisProcess, ObjectState):
         for each in optimizers:
             sharded = filter(fsdp2.is_sharded, each.parameters())
             if not all(id(parameter) in ours for parameter in sharded):
-                raise sharding.refuse_optimizer(each.name)
+                raise unsupported_sharding.refuse_optimizer(each.name)
         if not models and not partitioned:
             return None
         if models and partitioned:
-            raise sharding.refuse_together(models[0].name, partitioned[0].name)
+            raise unsupported_sharding.refuse_together(models[0].name, partitioned[0].name)
         self._check_parameters()
         if not isinstance(copies, int) or copies < 0:
             raise Invalid(f"copies is {copies!r}: pass a number of further ranks, 1 or more")
@@ -188,11 +188,13 @@ class HandledState(_OfThisProcess, ObjectState):
                 f"{[*models, *partitioned][0].name} is sharded, so that all go back to a commit together: let the"
                 " handler be a Part"
             )
-        shards = sharding.least_shards({each.name: each.model for each in models}, least)
+        shards = unsupported_sharding.least_shards(
+            {each.name: each.model for each in models}, least
+        )
         for model in models:
-            sharding.follow(model.model)
+            unsupported_sharding.follow(model.model)
         for followed in (*optimizers, *partitioned):
-            sharding.follow_optimizer(followed.value)
+            unsupported_sharding.follow_optimizer(followed.value)
         return ShardedCommits(lambda: [*models, *optimizers, *partitioned], copies, shards, least)
 
     def _check_parameters(self) -> None:
@@ -211,12 +213,12 @@ class HandledState(_OfThisProcess, ObjectState):
                 for group in stepped.value.param_groups:
                     for parameter in group["params"]:
                         if id(parameter) not in known:
-                            raise sharding.refuse_stale(stepped.name, parameter)
+                            raise unsupported_sharding.refuse_stale(stepped.name, parameter)
         for kind in (ZeroOptimizerHandler, DividedOptimizerHandler):
             for part in self._of_kind(kind):
                 shard_checks.check_trained(part.name, part.value, self._referred())
 
-    def _tell_shards(self) -> None:
+    def _notify_shards(self) -> None:
         """Buffers of models that are trained in shards follow one rule, and so do gradient scalers."""
         for shards in self._shards():
             for value in self._referred():
@@ -306,7 +308,7 @@ class HandledState(_OfThisProcess, ObjectState):
         sharded.commit((values, None if self._random is None else self._random.saved))
         self._saved_state = values
 
-    def _restore_replicated(self, bank: ShardBank) -> None:
+    def _restore_replicated(self, bank: ShardBuffers) -> None:
         for name, part in self._handlers.items():
             assert isinstance(part, Part)
             part.snapshot = bank.snapshots[name]
@@ -337,7 +339,7 @@ class HandledState(_OfThisProcess, ObjectState):
             if rt is None or not rt.provisional:
                 self.save()
 
-    def bring_shards(self, reset: Callable[[], None], met: Meeting) -> int:
+    def bring_shards(self, reset: Callable[[], None], met: WorldInventory) -> int:
         rt, sharded = lifecycle.current(), self._sharded
         assert sharded is not None
         choice = sharded.choose(met)
@@ -387,7 +389,7 @@ class HandledState(_OfThisProcess, ObjectState):
         for part in self._of_ours():
             part.reset()
 
-    def _hold(self) -> Held:
+    def _hold(self) -> HeldCommit:
         foreign = self._foreign_handlers()
         if foreign:
             name, handler = next(iter(foreign.items()))
@@ -397,7 +399,7 @@ class HandledState(_OfThisProcess, ObjectState):
             )
         held = {name: HeldPart.of(part) for name, part in self._parts().items()}
         saved = None if self._random is None else self._random.saved
-        made = Held(self.layout(), self._saved_state, held, saved)
+        made = HeldCommit(self.layout(), self._saved_state, held, saved)
         if self._sharded is not None:
             self._sharded.hold(made)
         return made
@@ -439,7 +441,7 @@ class HandledState(_OfThisProcess, ObjectState):
         ``expected_equal``: the receiver holds the same commit, so a parameter that differs from it is named in a
         warning. Raises StateMismatch, after everything was received, at a receiver whose layout or schedules differ.
         """
-        moved, values = exchange.transfer(
+        moved, values = state_transfer.transfer(
             group, root, self._parts(), self._values(), self.layout(), group_on
         )
         if group.rank == root:

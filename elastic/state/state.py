@@ -22,11 +22,11 @@ from elastic.failpoints import failpoint
 from elastic.monitoring import step_count, timeline
 from elastic.negotiation import submission
 from elastic.runtime import lifecycle
-from elastic.state import exchange
-from elastic.state.exchange import GroupOn
+from elastic.state import state_transfer
 from elastic.state.handlers.python_values import copied
 from elastic.state.handlers.registry import refuse_handled
-from elastic.state.held import Held
+from elastic.state.held_commit import HeldCommit
+from elastic.state.state_transfer import GroupOn
 
 log = logging.getLogger("elastic.state")
 
@@ -152,9 +152,9 @@ class State:
     def bring_shards(self, reset: Callable[[], None], met: Any) -> int:
         """Restore one commit of a sharded state on all ranks of a new world, divided among them, and commit it there.
 
-        ``met``: what the ranks hold, see `elastic.state.fully_sharded.sharded_commits.Meeting`. ``reset`` is called
-        once this worker's own values are those of the commit. Returns bytes received from other ranks. Raises PeerLost,
-        ShardLost, StateMismatch.
+        ``met``: what the ranks hold, see `elastic.state.fully_sharded.sharded_commits.WorldInventory`. ``reset`` is
+        called once this worker's own values are those of the commit. Returns bytes received from other ranks. Raises
+        PeerLost, ShardLost, StateMismatch.
         """
         raise NotImplementedError
 
@@ -304,13 +304,13 @@ class ObjectState(State):
         group_on: GroupOn | None = None,
     ) -> int:
         """Raises StateMismatch at a receiver that can't read the values, Invalid at a root that can't pickle them."""
-        moved, values = exchange.transfer(group, root, {}, self._values(), self.layout())
+        moved, values = state_transfer.transfer(group, root, {}, self._values(), self.layout())
         if group.rank != root:
             self._take_over(values)
         return moved
 
-    def _hold(self) -> Held:
-        return Held(self.layout(), self._saved_state, {}, None)
+    def _hold(self) -> HeldCommit:
+        return HeldCommit(self.layout(), self._saved_state, {}, None)
 
     def _parts(self) -> Mapping[str, Any]:
         """The parts that have tensors, by name."""
@@ -348,7 +348,7 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
-def hold(state: ObjectState) -> Held:
+def hold(state: ObjectState) -> HeldCommit:
     """Hold the newest commit unchanged until it is released. Raises Invalid if the state contains values that can't be
     written, DeviceLost.
     """

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from elastic import run_loop
 from elastic.errors import Interrupted, Invalid
 from elastic.runtime import lifecycle
-from elastic.tensorflow import left_behind
+from elastic.tensorflow import leftover_variables
 from elastic.tensorflow.errors import unwrapped
 
 Value = TypeVar("Value")
@@ -30,7 +30,7 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
             rt = lifecycle.active()
             if rt is None or rt.alone:
                 raise  # no further world: the caller needs the traceback
-            left_behind.frames_of(error)
+            leftover_variables.frames_of(error)
             interruption = error
         raise interruption
 

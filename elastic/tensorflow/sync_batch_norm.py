@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from elastic.api.keras_version import LEGACY, keras
 from elastic.api.ops import Sum
-from elastic.api.which_keras import LEGACY, keras
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
 from elastic.tensorflow import ops
 

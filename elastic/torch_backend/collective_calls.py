@@ -25,7 +25,7 @@ _SMALL_BYTES = (
 _LARGE_BYTES = 256 << 10
 
 
-class Begun:
+class CollectiveCall:
     """Collectives in flight: ``works`` to wait for, then callbacks to call in order, which put the results in place."""
 
     __slots__ = ("thens", "works")
@@ -37,7 +37,7 @@ class Begun:
     def then(self, act: Callable[[], object]) -> None:
         self.thens.append(act)
 
-    def add(self, other: Begun) -> None:
+    def add(self, other: CollectiveCall) -> None:
         self.works += other.works
         self.thens += other.thens
 
@@ -45,8 +45,8 @@ class Begun:
 # ---- from one to all, and back -----------------------------------------------------------------------------------
 
 
-def broadcast(group: Collectives, tensors: Sequence[torch.Tensor], root: int) -> Begun:
-    begun = Begun()
+def broadcast(group: Collectives, tensors: Sequence[torch.Tensor], root: int) -> CollectiveCall:
+    begun = CollectiveCall()
     for tensor in tensors:
         if tensor.numel():
             flat = _in_row(begun, tensor, written=group.rank != root)
@@ -56,8 +56,8 @@ def broadcast(group: Collectives, tensors: Sequence[torch.Tensor], root: int) ->
 
 def scatter(
     group: Collectives, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
-) -> Begun:
-    begun, length = Begun(), output.numel()
+) -> CollectiveCall:
+    begun, length = CollectiveCall(), output.numel()
     if not length:
         return begun
     if group.size * output.nbytes <= _SMALL_BYTES:
@@ -90,8 +90,8 @@ def scatter(
 
 def gather(
     group: Collectives, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int
-) -> Begun:
-    begun, length = Begun(), tensor.numel()
+) -> CollectiveCall:
+    begun, length = CollectiveCall(), tensor.numel()
     if not length:
         return begun
     rows = _row(tensor)
@@ -126,7 +126,7 @@ def gather(
 
 
 def _carry(
-    begun: Begun,
+    begun: CollectiveCall,
     group: Collectives,
     part: torch.Tensor,
     into: torch.Tensor,
@@ -140,17 +140,21 @@ def _carry(
     begun.works.append(group.alltoall(into, part, received, sent))
 
 
-def allgather(group: Collectives, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Begun:
-    begun = Begun()
+def allgather(
+    group: Collectives, outputs: Sequence[torch.Tensor], tensor: torch.Tensor
+) -> CollectiveCall:
+    begun = CollectiveCall()
     if tensor.numel():
         places = [_in_row(begun, output, read=False) for output in outputs]
         begun.works.append(group.allgather(places, _row(tensor)))
     return begun
 
 
-def allgather_into(group: Collectives, output: torch.Tensor, tensor: torch.Tensor) -> Begun:
+def allgather_into(
+    group: Collectives, output: torch.Tensor, tensor: torch.Tensor
+) -> CollectiveCall:
     """Gather the ranks' tensors into ``output``, one after the other, whatever its shape."""
-    begun = Begun()
+    begun = CollectiveCall()
     if tensor.numel() and isinstance(group, GathersAndScatters):
         place = _in_row(begun, output, read=False)
         begun.works.append(group.allgather_into(place.view(-1), _row(tensor)))
@@ -164,9 +168,11 @@ def allgather_into(group: Collectives, output: torch.Tensor, tensor: torch.Tenso
 # ---- reductions --------------------------------------------------------------------------------------------------
 
 
-def allreduce(group: Collectives, tensors: Sequence[torch.Tensor], reduction: Reduction) -> Begun:
+def allreduce(
+    group: Collectives, tensors: Sequence[torch.Tensor], reduction: Reduction
+) -> CollectiveCall:
     """Reduce in place."""
-    begun = Begun()
+    begun = CollectiveCall()
     if len(tensors) > 1 and _small(tensors):
         flat = torch.cat([_row(tensor) for tensor in tensors])
         begun.add(_allreduce(group, flat, reduction))
@@ -185,8 +191,8 @@ def _small(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _allreduce(group: Collectives, tensor: torch.Tensor, reduction: Reduction) -> Begun:
-    begun = Begun()
+def _allreduce(group: Collectives, tensor: torch.Tensor, reduction: Reduction) -> CollectiveCall:
+    begun = CollectiveCall()
     if tensor.layout is not torch.strided:
         return _allreduce_sparse(group, tensor, reduction)
     if not tensor.numel():
@@ -211,7 +217,9 @@ def _allreduce(group: Collectives, tensor: torch.Tensor, reduction: Reduction) -
     return begun
 
 
-def _allreduce_sparse(group: Collectives, tensor: torch.Tensor, reduction: Reduction) -> Begun:
+def _allreduce_sparse(
+    group: Collectives, tensor: torch.Tensor, reduction: Reduction
+) -> CollectiveCall:
     """Reduce a sparse tensor. Blocks, since message sizes depend on the other ranks' tensors."""
     if reduction.op is not Op.SUM or tensor.layout is not torch.sparse_coo:
         raise TypeError(
@@ -220,10 +228,12 @@ def _allreduce_sparse(group: Collectives, tensor: torch.Tensor, reduction: Reduc
     (found,) = sparse.total(group, [tensor.detach()], *reduction.scale(group.size))
     with torch.no_grad():
         tensor.copy_(found)  # not into a view, which would have its own indices
-    return Begun()
+    return CollectiveCall()
 
 
-def reduce(group: Collectives, tensor: torch.Tensor, root: int, reduction: Reduction) -> Begun:
+def reduce(
+    group: Collectives, tensor: torch.Tensor, root: int, reduction: Reduction
+) -> CollectiveCall:
     """Reduce in place at the root. The other ranks' tensors do not change."""
     if group.rank == root:
         return _allreduce(group, tensor, reduction)
@@ -236,13 +246,13 @@ def reduce_scatter(
     output: torch.Tensor,
     inputs: Sequence[torch.Tensor] | torch.Tensor,
     reduction: Reduction,
-) -> Begun:
+) -> CollectiveCall:
     """Reduce and scatter.
 
     Args:
         inputs: the part for each rank, by rank, or one tensor with all parts one after the other.
     """
-    begun, length, size = Begun(), output.numel(), group.size
+    begun, length, size = CollectiveCall(), output.numel(), group.size
     if not length:
         return begun
     place = reductions.reducible(output.detach(), reduction)
@@ -271,8 +281,8 @@ def reduce_scatter(
 
 def alltoall(
     group: Collectives, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> Begun:
-    begun = Begun()
+) -> CollectiveCall:
+    begun = CollectiveCall()
     rows = _joined(inputs)
     received = [output.numel() for output in outputs]
     sent = [each.numel() for each in inputs]
@@ -288,9 +298,9 @@ def alltoall_rows(
     tensor: torch.Tensor,
     received: Sequence[int],
     sent: Sequence[int],
-) -> Begun:
+) -> CollectiveCall:
     """Exchange rows along dimension 0. Without splits, each rank receives the same number."""
-    begun = Begun()
+    begun = CollectiveCall()
     rows = tensor.detach().contiguous()
     place = _in_row(begun, output, read=False)
     received = list(received) or _shares(output, group.size, "output")
@@ -308,8 +318,8 @@ def _shares(tensor: torch.Tensor, size: int, which: str) -> list[int]:
     return [rows // size] * size
 
 
-def barrier(group: Collectives) -> Begun:
-    begun = Begun()
+def barrier(group: Collectives) -> CollectiveCall:
+    begun = CollectiveCall()
     begun.works.append(group.barrier())
     return begun
 
@@ -318,7 +328,7 @@ def barrier(group: Collectives) -> Begun:
 
 
 def _in_row(
-    begun: Begun, tensor: torch.Tensor, *, read: bool = True, written: bool = True
+    begun: CollectiveCall, tensor: torch.Tensor, *, read: bool = True, written: bool = True
 ) -> torch.Tensor:
     """Return a contiguous tensor for ``tensor``: itself, or a temporary.
 

@@ -21,12 +21,12 @@ from elastic.collectives.interface import Collectives
 from elastic.errors import CollectiveFailed, Fixed, Invalid, NotElastic
 from elastic.monitoring import moved_tensors
 from elastic.runtime import lifecycle
-from elastic.runtime.worker import Runtime
-from elastic.state import sharding
-from elastic.torch_backend.collective_calls import Begun
+from elastic.runtime.worker_runtime import WorkerRuntime
+from elastic.state import unsupported_sharding
+from elastic.torch_backend.collective_calls import CollectiveCall
 from elastic.torch_backend.group_names import names
 from elastic.torch_backend.mirror import MirrorCollectives
-from elastic.torch_backend.point_to_point import AT_ONCE, Messages
+from elastic.torch_backend.point_to_point import AT_ONCE, PointToPointMessages
 from elastic.torch_backend.works import ElasticWork, Futures, joined, recorded
 
 NAME = "elastic"
@@ -58,7 +58,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.futures = Futures(self)
-        self.messages = Messages(f"{purpose} messages", ranks)
+        self.messages = PointToPointMessages(f"{purpose} messages", ranks)
         self._store = store
         self._groups: dict[str, tuple[int, Collectives]] = {}  # by device type, with the generation
         self._submitting = threading.Lock()
@@ -167,7 +167,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self,
         name: str,
         on: torch.Tensor | torch.device,
-        begin: Callable[[Collectives], Begun],
+        begin: Callable[[Collectives], CollectiveCall],
         results: list[torch.Tensor],
         opts: Any,
     ) -> ElasticWork:
@@ -192,13 +192,13 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         return work
 
     def under_way(
-        self, name: str, begun: Begun, results: list[torch.Tensor], opts: Any = None
+        self, name: str, begun: CollectiveCall, results: list[torch.Tensor], opts: Any = None
     ) -> ElasticWork:
         asked_s = opts.timeout.total_seconds() if opts is not None else -1.0
         limit_s = asked_s if asked_s > 0 else self.timeout_s
         return ElasticWork(self, name, begun, results, limit_s, self.futures)
 
-    def with_others(self, name: str) -> Runtime:
+    def with_others(self, name: str) -> WorkerRuntime:
         """Return the runtime.
 
         Raises:
@@ -211,7 +211,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
             )
         return rt
 
-    def _group(self, rt: Runtime, device: torch.device) -> Collectives:
+    def _group(self, rt: WorkerRuntime, device: torch.device) -> Collectives:
         generation = rt.generation
         known = self._groups.get(device.type)
         if known is not None and known[0] == generation and not rt.broken:
@@ -230,7 +230,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         return group
 
 
-def follow(rt: Runtime, *, first: bool) -> None:
+def follow(rt: WorkerRuntime, *, first: bool) -> None:
     """Update torch.distributed's process groups to a new world.
 
     Groups that were created under elastic.run in an earlier world are destroyed, as are those of the meshes of fully
@@ -247,7 +247,7 @@ def follow(rt: Runtime, *, first: bool) -> None:
     """
     size = rt.place.size
     names.enter(rt.generation)
-    others = [*(Counter(names.before) - Counter(sharding.followed_groups()))]
+    others = [*(Counter(names.before) - Counter(unsupported_sharding.followed_groups()))]
     if others and not first:
         raise NotElastic(
             f"a process group of ranks {list(others[0])} was made before elastic.run, and the world has changed:"

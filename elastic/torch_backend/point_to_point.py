@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 
 from elastic.collectives.interface import MessageWork, Messenger
-from elastic.runtime.worker import Runtime
-from elastic.torch_backend.collective_calls import Begun
+from elastic.runtime.worker_runtime import WorkerRuntime
+from elastic.torch_backend.collective_calls import CollectiveCall
 
 AT_ONCE = 32  # ranks; connecting more takes long, and few scripts need it
 
 
-class Messages:
+class PointToPointMessages:
     """Messages of one process group. ``ranks``: see `FollowingGroup`."""
 
     def __init__(self, purpose: str, ranks: tuple[int, ...] | None) -> None:
@@ -24,7 +24,7 @@ class Messages:
         self._ranks = ranks
         self._known: tuple[int, Messenger] | None = None  # with its generation
 
-    def connect(self, rt: Runtime) -> None:
+    def connect(self, rt: WorkerRuntime) -> None:
         """Connect to all ranks of the process group. Collective.
 
         Raises:
@@ -33,7 +33,7 @@ class Messages:
         """
         self._group(rt)
 
-    def _group(self, rt: Runtime) -> Messenger:
+    def _group(self, rt: WorkerRuntime) -> Messenger:
         generation, known = rt.generation, self._known
         if known is not None and known[0] == generation and not rt.broken:
             return known[1]
@@ -41,17 +41,17 @@ class Messages:
         self._known = generation, group
         return group
 
-    def expect(self, rt: Runtime) -> None:
+    def expect(self, rt: WorkerRuntime) -> None:
         """Take part, in each world, in the connection that other ranks start with their first message."""
         if not rt.provisional and len(self._ranks or range(rt.place.size)) <= AT_ONCE:
             rt.expect_messages(self._purpose, self._ranks)
 
-    def monitored_barrier(self, rt: Runtime, timeout_s: float, wait_all_ranks: bool) -> None:
+    def monitored_barrier(self, rt: WorkerRuntime, timeout_s: float, wait_all_ranks: bool) -> None:
         """See `Messenger.monitored_barrier`."""
         self._group(rt).monitored_barrier(timeout_s, wait_all_ranks)
 
-    def send(self, rt: Runtime, tensor: torch.Tensor, to: int, tag: int) -> Begun:
-        begun = Begun()
+    def send(self, rt: WorkerRuntime, tensor: torch.Tensor, to: int, tag: int) -> CollectiveCall:
+        begun = CollectiveCall()
         row = tensor.detach()
         if not _carried_as_it_is(row):
             row = row.contiguous().cpu()
@@ -59,10 +59,10 @@ class Messages:
         return begun
 
     def receive(
-        self, rt: Runtime, tensor: torch.Tensor, source: int | None, tag: int
-    ) -> tuple[Begun, MessageWork]:
+        self, rt: WorkerRuntime, tensor: torch.Tensor, source: int | None, tag: int
+    ) -> tuple[CollectiveCall, MessageWork]:
         """Begin to receive. The second result gives the sender once complete."""
-        begun, place = Begun(), tensor.detach()
+        begun, place = CollectiveCall(), tensor.detach()
         row = place
         if not _carried_as_it_is(place):
             row = torch.empty(place.shape, dtype=place.dtype, device="cpu")

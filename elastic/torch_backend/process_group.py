@@ -16,9 +16,9 @@ from elastic.collectives.interface import MAX_TAG, Collectives
 from elastic.errors import Invalid
 from elastic.runtime import lifecycle
 from elastic.torch_backend import collective_calls, reductions
-from elastic.torch_backend.collective_calls import Begun
+from elastic.torch_backend.collective_calls import CollectiveCall
+from elastic.torch_backend.compile_exclusion import keep_out
 from elastic.torch_backend.following_group import FollowingGroup
-from elastic.torch_backend.uncompiled import keep_out
 from elastic.torch_backend.works import ElasticFuture, ElasticWork, Futures
 
 
@@ -31,7 +31,7 @@ class ElasticProcessGroup(FollowingGroup):
         tensors = _listed(tensors)
         root = (0 if opts is None else opts.rootRank) if root is None else root
 
-        def begin(group: Collectives) -> Begun:
+        def begin(group: Collectives) -> CollectiveCall:
             return collective_calls.broadcast(group, tensors, root)
 
         return self.call("broadcast", tensors[0], begin, tensors, opts)
@@ -41,7 +41,7 @@ class ElasticProcessGroup(FollowingGroup):
         lists = inputs[0] if self.getRank() == root else None
         self._fits("scatter", lists, outputs[0])
 
-        def begin(group: Collectives) -> Begun:
+        def begin(group: Collectives) -> CollectiveCall:
             return collective_calls.scatter(group, outputs[0], lists, root)
 
         return self.call("scatter", outputs[0], begin, list(outputs), opts)
@@ -51,7 +51,7 @@ class ElasticProcessGroup(FollowingGroup):
         lists = outputs[0] if self.getRank() == root else None
         self._fits("gather", lists, inputs[0])
 
-        def begin(group: Collectives) -> Begun:
+        def begin(group: Collectives) -> CollectiveCall:
             return collective_calls.gather(group, lists, inputs[0], root)
 
         return self.call("gather", inputs[0], begin, list(lists or ()), opts)
@@ -62,8 +62,8 @@ class ElasticProcessGroup(FollowingGroup):
         for lists, tensor in zip(outputs, inputs, strict=True):
             self._fits("allgather", lists, tensor)
 
-        def begin(group: Collectives) -> Begun:
-            begun = Begun()
+        def begin(group: Collectives) -> CollectiveCall:
+            begun = CollectiveCall()
             for lists, tensor in zip(outputs, inputs, strict=True):
                 begun.add(collective_calls.allgather(group, lists, tensor))
             return begun
@@ -91,8 +91,8 @@ class ElasticProcessGroup(FollowingGroup):
                     f" with {tensor.numel()} each fill {size * tensor.numel()}"
                 )
 
-        def begin(group: Collectives) -> Begun:
-            begun = Begun()
+        def begin(group: Collectives) -> CollectiveCall:
+            begun = CollectiveCall()
             for output, tensor in zip(outputs, inputs, strict=True):
                 begun.add(collective_calls.allgather_into(group, output, tensor))
             return begun
@@ -107,7 +107,7 @@ class ElasticProcessGroup(FollowingGroup):
         tensors = _listed(tensors)
         reduction = reductions.read(getattr(opts, "reduceOp", opts)) if opts else reductions.SUM
 
-        def begin(group: Collectives) -> Begun:
+        def begin(group: Collectives) -> CollectiveCall:
             return collective_calls.allreduce(group, tensors, reduction)
 
         return self.call("allreduce", tensors[0], begin, tensors, opts)
@@ -118,7 +118,7 @@ class ElasticProcessGroup(FollowingGroup):
         tensors = _listed(tensors)
         reduction = reductions.read(opts.reduceOp)
 
-        def begin(group: Collectives) -> Begun:
+        def begin(group: Collectives) -> CollectiveCall:
             return collective_calls.reduce(group, tensors[0], opts.rootRank, reduction)
 
         return self.call("reduce", tensors[0], begin, tensors, opts)
@@ -149,8 +149,8 @@ class ElasticProcessGroup(FollowingGroup):
     def _reduce_scatter(self, name: str, outputs: Any, inputs: Any, opts: Any) -> ElasticWork:
         reduction = reductions.SUM if opts is None else reductions.read(opts.reduceOp)
 
-        def begin(group: Collectives) -> Begun:
-            begun = Begun()
+        def begin(group: Collectives) -> CollectiveCall:
+            begun = CollectiveCall()
             for output, each in zip(outputs, inputs, strict=True):
                 begun.add(collective_calls.reduce_scatter(group, output, each, reduction))
             return begun
@@ -165,7 +165,7 @@ class ElasticProcessGroup(FollowingGroup):
                 f"all_to_all takes a tensor for each of {self.getSize()} ranks, not {len(inputs)} and {len(outputs)}"
             )
 
-        def begin(group: Collectives) -> Begun:
+        def begin(group: Collectives) -> CollectiveCall:
             return collective_calls.alltoall(group, outputs, inputs)
 
         return self.call("all_to_all", inputs[0], begin, list(outputs), opts)
@@ -175,7 +175,7 @@ class ElasticProcessGroup(FollowingGroup):
     ) -> ElasticWork:
         _same_kind("all_to_all_single", output, tensor)
 
-        def begin(group: Collectives) -> Begun:
+        def begin(group: Collectives) -> CollectiveCall:
             return collective_calls.alltoall_rows(group, output, tensor, received, sent)
 
         return self.call("all_to_all_single", tensor, begin, [output], opts)

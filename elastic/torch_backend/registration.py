@@ -7,7 +7,7 @@ from typing import Any
 from torch import distributed
 
 from elastic.errors import Invalid
-from elastic.rendezvous.launcher_env import ByStore, Started
+from elastic.rendezvous.launcher_env import ByStore, LauncherEnv
 from elastic.runtime import lifecycle
 from elastic.torch_backend import comm_hooks, group_names, shared_buckets
 from elastic.torch_backend.following_group import NAME
@@ -43,10 +43,10 @@ def create(options: Any, _: Any) -> ElasticProcessGroup:
     )
 
 
-def _started(options: Any) -> Started:
+def _started(options: Any) -> LauncherEnv:
     rank, size = options.group_rank, options.group_size
     way = ByStore(options.store, _host(options.store)) if size > 1 else None
-    return Started("init_process_group", rank, size, None, way)
+    return LauncherEnv("init_process_group", rank, size, None, way)
 
 
 def _host(store: Any) -> str:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from elastic.errors import Fixed
 from elastic.exact import shards
 from elastic.runtime import lifecycle
-from elastic.state import sharding
+from elastic.state import unsupported_sharding
 
 _installed: list[Any] = []
 # Generation in which each optimizer was last checked; for DTensors, in which it was first checked.
@@ -28,8 +28,8 @@ def begin() -> None:
     Raises:
         NotElastic: the process has a fully sharded module.
     """
-    if sharding.any_fully_sharded():
-        raise sharding.refuse("a module of this script", Fixed.MODULE)
+    if unsupported_sharding.any_fully_sharded():
+        raise unsupported_sharding.refuse("a module of this script", Fixed.MODULE)
     if not _installed:
         _installed.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -48,27 +48,27 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
     Raises:
         NotElastic: it is sharded in a way that cannot follow the world.
     """
-    kind = sharding.of_optimizer(optimizer)
+    kind = unsupported_sharding.of_optimizer(optimizer)
     if kind is not None and shards.in_use():
-        raise sharding.refuse_micro_batches(optimizer, kind)
+        raise unsupported_sharding.refuse_micro_batches(optimizer, kind)
     what = f"the model that {type(optimizer).__name__} trains"
     if kind is Fixed.OPTIMIZER:
-        if sharding.is_followed(optimizer):
+        if unsupported_sharding.is_followed(optimizer):
             return
         what = "an optimizer of this script"
     elif kind is Fixed.PARAMETERS:
-        if sharding.all_followed(optimizer) and _spans(optimizer, size):
-            if not sharding.is_followed(optimizer):
-                raise sharding.refuse_unfollowed(optimizer)
+        if unsupported_sharding.all_followed(optimizer) and _spans(optimizer, size):
+            if not unsupported_sharding.is_followed(optimizer):
+                raise unsupported_sharding.refuse_unfollowed(optimizer)
             return
-        if sharding.any_fully_sharded():
+        if unsupported_sharding.any_fully_sharded():
             kind = Fixed.MODULE
         elif _since.setdefault(optimizer, generation) == generation and _spans(optimizer, size):
             return  # tensor-parallel layers that were created in this world
         else:
             what += ", which was made for an earlier world,"
     if kind is not None:
-        raise sharding.refuse(what, kind)
+        raise unsupported_sharding.refuse(what, kind)
 
 
 def _spans(optimizer: torch.optim.Optimizer, size: int) -> bool:

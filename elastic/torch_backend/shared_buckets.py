@@ -17,8 +17,8 @@ from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.collectives.shared_memory import arena
+from elastic.torch_backend.compile_exclusion import keep_out
 from elastic.torch_backend.following_group import FollowingGroup
-from elastic.torch_backend.uncompiled import keep_out
 
 _torch: Any = distributed  # its stubs lack the names used here
 _TorchReducer: Any = _torch.Reducer

@@ -22,10 +22,10 @@ from torch import distributed
 from torch.autograd import Variable
 
 from elastic.collectives import threads
-from elastic.collectives.interface import KnowsWhoIsMissing, StreamOrdered, Work
+from elastic.collectives.interface import ReportsMissingRanks, StreamOrdered, Work
 from elastic.errors import CollectiveFailed, TensorMismatch
 from elastic.protocol import calls
-from elastic.torch_backend.collective_calls import Begun
+from elastic.torch_backend.collective_calls import CollectiveCall
 
 if TYPE_CHECKING:
     from elastic.collectives.interface import MessageWork
@@ -77,7 +77,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         self,
         owner: WorkOwner,
         name: str,
-        begun: Begun,
+        begun: CollectiveCall,
         results: list[torch.Tensor],
         timeout_s: float | None,
         futures: Futures,
@@ -85,7 +85,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         super().__init__()
         self._owner = owner
         self._name = name
-        self._begun: Begun | None = begun
+        self._begun: CollectiveCall | None = begun
         self._results = results
         self._timeout_s = timeout_s
         self._futures = futures
@@ -253,7 +253,7 @@ def _wait(work: Work, limit_s: float | None, name: str, owner: WorkOwner) -> Non
     while not work.within(min(_SLICE_S, max(until - time.monotonic(), 0.0))):
         if time.monotonic() >= until:
             cause, missing = "the other ranks did not come", []
-            if isinstance(work, KnowsWhoIsMissing):
+            if isinstance(work, ReportsMissingRanks):
                 missing = sorted(map(owner.in_world, work.missing()))
                 cause = late(missing)
             raise CollectiveFailed(
@@ -349,7 +349,7 @@ class Futures:
                 self._owner.broke(error, work.generation)
             except TensorMismatch:
                 pass  # the future holds it
-            except threads.Ending:
+            except threads.ProcessExiting:
                 return
             del work
 
@@ -370,7 +370,7 @@ class Futures:
 
 def joined(owner: WorkOwner, name: str, works: list[ElasticWork], futures: Futures) -> ElasticWork:
     """Combine several works in flight into one."""
-    begun = Begun()
+    begun = CollectiveCall()
     begun.works = [_Inner(work) for work in works]
     results = [tensor for work in works for tensor in work.result()]
     return ElasticWork(owner, name, begun, results, None, futures)

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import distributed
 
-from elastic.collectives.construct import listen
+from elastic.collectives.group_factory import listen
 from elastic.runtime import lifecycle
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 
 _torch: Any = distributed  # its stubs lack the stores
 _TorchStore: Any = _torch.Store
@@ -88,7 +88,7 @@ class WorldStore(_TorchStore):  # type: ignore[misc]
                 self._known = (rt.generation, self._made(rt))
             return self._known[1]
 
-    def _made(self, rt: Runtime) -> Any:
+    def _made(self, rt: WorkerRuntime) -> Any:
         place, store = rt.place, rt.session.groups.store
         if rt.provisional or place.size == 1 or store is None:
             return _torch.HashStore()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from horovod.absent import need_keras as _need
+from horovod.unavailable import need_keras as _need
 
 _need(__name__)
 
@@ -16,8 +16,8 @@ from elastic.keras.distributed_optimizer import (
     load_model,
 )
 from elastic.keras.values import allgather, allreduce, broadcast, reducescatter
-from horovod.common import door as _door
-from horovod.common.door import *  # noqa: F403
+from horovod.common import common_api as _door
+from horovod.common.common_api import *  # noqa: F403
 from horovod.keras import callbacks, elastic
 
 

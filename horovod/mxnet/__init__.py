@@ -1,6 +1,6 @@
 """``import horovod.mxnet as hvd``: Horovod's names for the functions of `elastic.mxnet`."""
 
-from horovod.absent import need as _need
+from horovod.unavailable import need as _need
 
 _need("mxnet", __name__)
 
@@ -9,8 +9,8 @@ from elastic.mxnet.compression import Compression
 from elastic.mxnet.ops import *  # noqa: F403
 from elastic.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
 from elastic.mxnet.parameters import broadcast_parameters
-from horovod.common import door as _door
-from horovod.common.door import *  # noqa: F403
+from horovod.common import common_api as _door
+from horovod.common.common_api import *  # noqa: F403
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.mxnet import elastic, mpi_ops
 from horovod.mxnet.functions import allgather_object, broadcast_object

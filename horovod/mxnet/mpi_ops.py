@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from elastic.mxnet import ops
 from elastic.mxnet.ops import *  # noqa: F403
-from horovod.common import door
-from horovod.common.door import *  # noqa: F403
+from horovod.common import common_api
+from horovod.common.common_api import *  # noqa: F403
 
 __all__: list[str] = []
 __all__ += ops.__all__
-__all__ += door.__all__
+__all__ += common_api.__all__

@@ -49,7 +49,7 @@ def rooms() -> list[tuple[str, dict[str, float]]]:
     import ray
     from ray.util.placement_group import placement_group_table
 
-    from elastic.ray.following import held_of
+    from elastic.ray.driver_client import held_of
 
     nodes: Any = ray.nodes  # untyped
     found: list[Mapping[str, Any]] = list(nodes())

@@ -1,12 +1,12 @@
 """``import horovod.tensorflow as hvd``: Horovod's names for `elastic.tensorflow` and `elastic.keras`."""
 
-from horovod.absent import need as _need
-from horovod.absent import need_keras as _need_keras
+from horovod.unavailable import need as _need
+from horovod.unavailable import need_keras as _need_keras
 
 _need("tensorflow", __name__)
 _need_keras(__name__)
 
-from elastic.keras.any_optimizer import DistributedOptimizer
+from elastic.keras.optimizer_wrapper import DistributedOptimizer
 from elastic.tensorflow import ops as _ops
 from elastic.tensorflow.aggregation import LocalGradientAggregationHelper
 from elastic.tensorflow.compression import Compression
@@ -21,8 +21,8 @@ from elastic.tensorflow.variables import (
     broadcast_object_fn,
     broadcast_variables,
 )
-from horovod.common import door as _door
-from horovod.common.door import *  # noqa: F403
+from horovod.common import common_api as _door
+from horovod.common.common_api import *  # noqa: F403
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.common.util import num_rank_is_power_2 as check_num_rank_power_of_2
 from horovod.tensorflow import elastic, mpi_ops

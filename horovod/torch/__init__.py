@@ -12,9 +12,9 @@ from elastic.api.compression import Compression
 from elastic.api.ops import *  # noqa: F403
 from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
-from horovod.common import door as _door
+from horovod.common import common_api as _door
 from horovod.common.built_with import check_has_gpu as _check_has_gpu
-from horovod.common.door import *  # noqa: F403
+from horovod.common.common_api import *  # noqa: F403
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch import elastic, mpi_ops
 from horovod.torch.mpi_ops import *  # noqa: F403

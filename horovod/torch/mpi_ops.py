@@ -3,10 +3,10 @@
 from elastic.api import ops
 from elastic.api.ops import *  # noqa: F403
 from elastic.optimizer.join import join
-from horovod.common import door
-from horovod.common.door import *  # noqa: F403
+from horovod.common import common_api
+from horovod.common.common_api import *  # noqa: F403
 from horovod.common.exceptions import HorovodInternalError
 
 __all__ = ["HorovodInternalError", "join"]
 __all__ += ops.__all__
-__all__ += door.__all__
+__all__ += common_api.__all__

@@ -1,8 +1,8 @@
 """DistributedOptimizer, under a path from which some scripts import it."""
 
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
-from elastic.optimizer.wrapped_optimizer import Distributed
+from elastic.optimizer.wrapped_optimizer import WrappedOptimizer
 
-_DistributedOptimizer = Distributed  # for isinstance(): the class of every wrapped optimizer
+_DistributedOptimizer = WrappedOptimizer  # for isinstance(): the class of every wrapped optimizer
 
 __all__ = ["DistributedOptimizer", "_DistributedOptimizer"]

@@ -29,7 +29,7 @@ from charts.rendering import (
 )
 from elastic.driver.commandline.agent_cli import AgentOptions, agent_parser
 from elastic.driver.commandline.flags import parse
-from elastic.driver.monitoring.metrics import Figures, families
+from elastic.driver.monitoring.metrics import JobMetrics, families
 from elastic.protocol.messages import Commit
 from harness import wording
 
@@ -681,7 +681,7 @@ def test_the_chart_is_of_the_version_of_the_package():
 
 
 def test_the_dashboard_shows_only_metrics_that_exist():
-    figures = Figures()
+    figures = JobMetrics()
     figures.durable, figures.commit = 1, Commit(0, 0)
     known = set()
     for family in families(figures):

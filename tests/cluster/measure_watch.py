@@ -28,10 +28,10 @@ CHANGES_PER_S = 10
 
 async def follow(wanted: int) -> None:
     """In the measured process."""
-    from elastic.driver.discovery.kubernetes.cluster import ApiServer, Resource
+    from elastic.driver.discovery.kubernetes.api_client import ApiClient, Resource
     from elastic.driver.discovery.kubernetes.pod_discovery import PodDiscovery
 
-    class Counted(ApiServer):
+    class Counted(ApiClient):
         lists = 0
 
         def all(self, kind: Resource) -> tuple[list[Json], str]:

@@ -15,7 +15,7 @@ import horovod.keras as keras_door
 import horovod.tensorflow as hvd
 from elastic.runtime import lifecycle
 from elastic.script_checks import script_source
-from elastic.script_checks.mistakes import STEPS, Kind, When
+from elastic.script_checks.mistakes import STEPS, CommitCall, Kind
 from elastic.script_checks.observer import ScriptObserver
 from elastic.state.state import ObjectState
 
@@ -32,7 +32,7 @@ def kinds(state, train, *, commits=True):
     """Return the mistakes of ``train(state)``; without commits, of a script that never mentions them."""
     rt = lifecycle.current()
     observer = ScriptObserver(rt, state, train)
-    calls = [When.SOME_STEPS] if commits else []
+    calls = [CommitCall.SOME_STEPS] if commits else []
     with mock.patch.object(script_source, "commits", lambda function: calls):
         observer.begin()
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 
-from elastic.tensorflow import left_behind
+from elastic.tensorflow import leftover_variables
 
 
 class Held:
@@ -50,7 +50,7 @@ def test_frames_of_an_error_and_of_what_led_to_it(rank, size):
             training()
         except RuntimeError as error:
             first = error.__cause__
-            left_behind.frames_of(error)
+            leftover_variables.frames_of(error)
             assert error.__traceback__ is None
             assert first is not None and first.__traceback__ is None
         assert done.wait(10)
@@ -62,16 +62,16 @@ def test_objects_that_exist_on_one_rank_only(rank, size):
     done = threading.Event()
     found = [Held(said, done)]
     alive = weakref.ref(found[0])
-    left_behind.destroy(found)
+    leftover_variables.destroy(found)
     assert done.wait(10) and alive() is None
     assert said == ["elastic-left-behind"]
 
 
 def test_the_end_of_the_process_waits_for_them(rank, size):
     said: list[str] = []
-    left_behind.destroy([Held(said, threading.Event())])
-    left_behind.finish()
+    leftover_variables.destroy([Held(said, threading.Event())])
+    leftover_variables.finish()
     assert said == ["elastic-left-behind"]
     done = threading.Event()
-    left_behind.destroy([Held(said, done)])  # by another handler of the exit
+    leftover_variables.destroy([Held(said, done)])  # by another handler of the exit
     assert done.wait(10)

@@ -12,7 +12,7 @@ from frameworks import behaviours
 from harness import wording
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "horovod"
-SAYS_WHEN_IT_TRACES = Path(__file__).with_name("says_when_it_traces.py")
+SAYS_WHEN_IT_TRACES = Path(__file__).with_name("reports_tracing.py")
 ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
 START_S = 90.0  # imports
 PATIENCE_S = 540.0  # a minute of CPU time per worker, on a busy machine

@@ -39,7 +39,7 @@ from elastic.driver.events import (
     WorkerThawed,
 )
 from elastic.driver.membership.membership import Membership
-from elastic.driver.reasons import Reason, Why, because
+from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Address, Commit, Worker
 
@@ -165,7 +165,7 @@ def hosts(**slots: int) -> Event:
     return HostsChanged(slots)
 
 
-class Talk:
+class MembershipConversation:
     """A conversation with a Membership ``m`` at the time ``now``."""
 
     def __init__(self, **settings: Any) -> None:
@@ -258,9 +258,9 @@ class Talk:
         return [str(member) for member in self.m.members]
 
 
-def started(workers: int = 4, **settings: Any) -> Talk:
+def started(workers: int = 4, **settings: Any) -> MembershipConversation:
     """All are in the world of init(), generation 1, and none has entered elastic.run."""
-    talk = Talk(np=workers, **settings)
+    talk = MembershipConversation(np=workers, **settings)
     names = [f"h:{slot}" for slot in range(workers)]
     talk.tell(hosts(h=workers))
     talk.connect(*names)
@@ -269,7 +269,7 @@ def started(workers: int = 4, **settings: Any) -> Talk:
     return talk
 
 
-def running(workers: int = 4, **settings: Any) -> Talk:
+def running(workers: int = 4, **settings: Any) -> MembershipConversation:
     """All train in generation 2."""
     talk = started(workers, **settings)
     talk.ready(*(f"h:{slot}" for slot in range(workers)))
@@ -278,7 +278,7 @@ def running(workers: int = 4, **settings: Any) -> Talk:
     return talk
 
 
-def static(workers: int = 2, **settings: Any) -> Talk:
+def static(workers: int = 2, **settings: Any) -> MembershipConversation:
     """A job that can't recover, in the world of init()."""
     return started(workers, elastic=False, workers_min=workers, **settings)
 
@@ -296,9 +296,11 @@ def has(kind: type[Action], actions: list[Action]) -> bool:
 
 def all_lost(exits: dict[str, str], wrote: str = "") -> Reason:
     """Return why a job ends after all members of generation 2 have exited. ``exits``: how each process ended."""
-    causes = [because(Why.LOST_EXITED, worker=each, exit=how) for each, how in exits.items()]
-    several = because(Why.SEVERAL, causes=causes, more=0)
-    return because(Why.ALL_LOST, members=len(exits), generation=2, cause=several, wrote=wrote)
+    causes = [because(ReasonKind.LOST_EXITED, worker=each, exit=how) for each, how in exits.items()]
+    several = because(ReasonKind.SEVERAL, causes=causes, more=0)
+    return because(
+        ReasonKind.ALL_LOST, members=len(exits), generation=2, cause=several, wrote=wrote
+    )
 
 
 def names(actions: list[Action], kind: type[Action] = StartWorker) -> list[str]:

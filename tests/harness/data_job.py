@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, 
 from torch.utils.data import DataLoader as TorchLoader
 
 from elastic.data import DataLoader, ShardedFiles, from_torch
-from elastic.data.positions import Dealing, Position
+from elastic.data.positions import Position, SamplePartition
 from elastic.data.progress import DataProgress
 from elastic.data.sources import Loaded, Source
 from elastic.protocol.messages import Place
@@ -199,7 +199,9 @@ class ReadAhead:
     def ids(self, epoch: int, places: range) -> list[int]:
         return self._source.ids(epoch, places)
 
-    def begin(self, position: Position, dealing: Dealing, mine: list[int]) -> Iterator[Loaded]:
+    def begin(
+        self, position: Position, dealing: SamplePartition, mine: list[int]
+    ) -> Iterator[Loaded]:
         return self._loaded(self._source.begin(position, dealing, mine))
 
     def _loaded(self, batches: Iterator[Loaded]) -> Iterator[Loaded]:

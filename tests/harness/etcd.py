@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elastic.chaos.harness.ports import free_ports
-from elastic.driver.etcd.client import Etcd
+from elastic.driver.etcd.client import EtcdClient
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 from elastic.errors import Invalid
 from harness.waiting import wait_until
@@ -98,7 +98,7 @@ class Cluster:
     async def _answers(self) -> None:
         deadline = time.monotonic() + START_S
         while True:
-            etcd = Etcd(self.access, lambda level, text: None)
+            etcd = EtcdClient(self.access, lambda level, text: None)
             try:
                 await etcd.open()
             except Invalid as error:

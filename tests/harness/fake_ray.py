@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from elastic.driver.ray.cluster import Group, Node, Unanswered
+from elastic.driver.ray.cluster import Group, Node, RayUnavailable
 
 
 @dataclass
@@ -88,7 +88,7 @@ class FakeRay:
 
     def _answer(self) -> None:
         if self.trouble:
-            raise Unanswered(self.trouble)
+            raise RayUnavailable(self.trouble)
 
     def _tell(self, group: FakeGroup) -> Group:
         return Group(

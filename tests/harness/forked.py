@@ -17,9 +17,9 @@ from typing import BinaryIO, TextIO
 from elastic.chaos.fault_matrix.job import MARK as MATRIX_MARK
 from elastic.chaos.inject.injection import MARK as CHAOS_MARK
 from elastic.driver.launch.environment import defaults
-from elastic.driver.processes.prepared import PREPARED
+from elastic.driver.processes.prepared_processes import PREPARED
 from harness import forking
-from harness.forking import Told, early, tell
+from harness.forking import ForkRequest, early, tell
 
 MARK = "ELASTIC_TEST_JOB"
 # What /proc shows of a fork's environment, beside what it has of ours: marks of its job, in hexadecimal, and that the
@@ -63,7 +63,7 @@ class Forked:
             self.stdout.close()
             self.stdout = None
         self._guardian, theirs = socket.socketpair()
-        told = Told(self.args, {**env, name: value}, str(folder))
+        told = ForkRequest(self.args, {**env, name: value}, str(folder))
         tell(source.channel, told, [write, theirs.fileno(), *passed])
         os.close(write)
         theirs.close()

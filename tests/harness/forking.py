@@ -70,7 +70,7 @@ at_the_start = dict(os.environ)
 
 
 @dataclass(frozen=True)
-class Told:
+class ForkRequest:
     """Program of a forked process, without its descriptors."""
 
     words: list[str]
@@ -78,16 +78,16 @@ class Told:
     folder: str | None
 
 
-def tell(channel: socket.socket, told: Told, descriptors: Sequence[int]) -> None:
+def tell(channel: socket.socket, told: ForkRequest, descriptors: Sequence[int]) -> None:
     message = json.dumps([told.words, told.env, told.folder]).encode()
     channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
     socket.send_fds(channel, [message], list(descriptors))
 
 
-def hear(channel: socket.socket, count: int) -> tuple[Told, list[int]] | None:
+def hear(channel: socket.socket, count: int) -> tuple[ForkRequest, list[int]] | None:
     """Return None at the end of the channel."""
     message, descriptors, _, _ = socket.recv_fds(channel, MOST_BYTES, count)
-    return (Told(*json.loads(message)), descriptors) if message else None
+    return (ForkRequest(*json.loads(message)), descriptors) if message else None
 
 
 def early(env: Mapping[str, str]) -> dict[str, str]:
@@ -122,7 +122,7 @@ def serve(channel: socket.socket) -> None:
             os.close(descriptor)
 
 
-def guard(told: Told, descriptors: list[int], starter: socket.socket) -> None:
+def guard(told: ForkRequest, descriptors: list[int], starter: socket.socket) -> None:
     """Forks the driver, says its number and how it has ended. Only once that was read is the number free again, as
     with a child.
     """
@@ -185,7 +185,7 @@ def have_forks(count: int, *, apart: bool = True) -> None:
         if pid == 0:
             for channel in (ours, *(channel for _, channel in forks)):
                 channel.close()
-            raise Becomes(functools.partial(wait_to_be_told, theirs, parent, apart))
+            raise Becomes(functools.partial(wait_for_request, theirs, parent, apart))
         theirs.close()
         forks.append((pid, ours))
     Fork.ready = forks
@@ -218,7 +218,9 @@ class Fork(subprocess.Popen):
         self.pid, channel = self.ready.pop(0)
         standard = [n if end == -1 else end for n, end in enumerate(theirs)]
         folder = None if cwd is None else str(cwd)
-        tell(channel, Told(words, dict(os.environ if env is None else env), folder), standard)
+        tell(
+            channel, ForkRequest(words, dict(os.environ if env is None else env), folder), standard
+        )
         channel.close()
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -236,7 +238,7 @@ def can_be_a_fork(words: Sequence[str], env: Mapping[str, str] | None) -> bool:
 # ---- its forks -----------------------------------------------------------------------------------------------------
 
 
-def wait_to_be_told(channel: socket.socket, parent: int, apart: bool) -> None:
+def wait_for_request(channel: socket.socket, parent: int, apart: bool) -> None:
     if apart:
         os.setsid()
     dies_with_its_parent(True)
@@ -286,7 +288,7 @@ def python(words: list[str]) -> None:
         run_script(words[1:])
 
 
-def become(told: Told, descriptors: Sequence[int]) -> None:
+def become(told: ForkRequest, descriptors: Sequence[int]) -> None:
     """Has the descriptors, the environment and the folder that it was told, and nothing else that was open.
 
     ``descriptors`` are numbered from 0.

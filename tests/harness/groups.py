@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from elastic.collectives.construct import Connecting, Store, listen
+from elastic.collectives.group_factory import ConnectingGroup, Store, listen
 from elastic.collectives.interface import Work
 from elastic.errors import CollectiveFailed, PeerLost
 
@@ -48,8 +48,8 @@ def connecting(
     collective_timeout_s: float | None = None,
     device_type: str = "cpu",
     **more: Any,
-) -> Connecting:
-    return Connecting(
+) -> ConnectingGroup:
+    return ConnectingGroup(
         store,
         purpose=purpose,
         rank=rank,
@@ -86,7 +86,7 @@ class World:
         self.groups += made
         return made
 
-    def connecting(self, rank: int, purpose: str = "named", **more: Any) -> Connecting:
+    def connecting(self, rank: int, purpose: str = "named", **more: Any) -> ConnectingGroup:
         store, size = self.stores[rank], len(self.stores)
         return connecting(store, rank, size, purpose, native=self._native, **more)
 

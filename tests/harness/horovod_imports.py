@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
-from horovod.absent import INTERNALS
+from horovod.unavailable import INTERNALS
 
 FRAMEWORKS = ("horovod.tensorflow", "horovod.keras")  # their imports take seconds
 

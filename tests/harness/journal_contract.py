@@ -18,15 +18,15 @@ import pytest
 
 from elastic.driver.etcd.client import Item, Listing
 from elastic.driver.etcd.journal import EtcdArchive
-from elastic.driver.etcd.leadership import Deposed
+from elastic.driver.etcd.leadership import LeadershipLost
 from elastic.driver.events import Event, TimePassed, WorkerRaised
 from elastic.driver.journal.entries import Entry, Header, Resumed, Snapshot, Writer, encoded
 from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import Archive, Journal, SnapshotPolicy
-from elastic.driver.journal.past import RecoveredJob
+from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.resume import past_of
 from elastic.driver.ray.journal import RayArchive
-from elastic.driver.ray.kv import Insistent
+from elastic.driver.ray.kv import RetryingKV
 from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
 
@@ -104,7 +104,7 @@ class FakeLeader:
             if self.lives_for < 0:
                 raise asyncio.CancelledError
         if self.etcd.leader is not self:
-            raise Deposed("another driver leads")
+            raise LeadershipLost("another driver leads")
         keys = [*(key for key, _ in puts), *deletes]
         assert len(keys) < OPERATIONS and len(set(keys)) == len(keys)
         assert sum(len(key) + len(value) for key, value in puts) < REQUEST
@@ -135,7 +135,7 @@ class InEtcd:
         await self.archive().past()
         journal.record(1e6, large_event())
         before = dict(self.etcd.kept)
-        with pytest.raises(Deposed):
+        with pytest.raises(LeadershipLost):
             await journal.settle()
         assert self.etcd.kept == before
 
@@ -206,7 +206,7 @@ class InRay:
 
     def archive(self) -> RayArchive:
         self.latest = FakeKeyValues(self.kept)
-        return RayArchive("night", kv=Insistent(self.latest, lambda level, text: None))
+        return RayArchive("night", kv=RetryingKV(self.latest, lambda level, text: None))
 
     def kill(self, journal: Journal) -> None:
         journal.close()
@@ -221,10 +221,10 @@ class InRay:
         await self.archive().past()
         journal.record(0.0, TimePassed())  # which has no actions
         # After it was written: `test_journal_ray` tells what becomes of it.
-        with pytest.raises(Deposed):
+        with pytest.raises(LeadershipLost):
             await journal.settle()
         before = dict(self.kept)
-        with pytest.raises(Deposed):
+        with pytest.raises(LeadershipLost):
             await journal.settle()
         assert self.kept == before
 

@@ -25,7 +25,7 @@ from elastic.driver.journal.entries import (
 )
 from elastic.driver.journal.journal import read, replay
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.snapshot import taken
+from elastic.driver.membership.snapshot import take_snapshot
 from elastic.driver.reasons import Reason
 
 KEPT = Path(__file__).parents[1] / "unit" / "driver" / "journal" / "kept"
@@ -62,7 +62,7 @@ def from_the_middle(header: bytes, lines: Sequence[Line]) -> list[Line]:
     for entry in entries[:half]:
         membership.handle(entry.event, entry.at)
     at = entries[half - 1].at if half else 0.0
-    return [Snapshot(msgspec.Raw(taken(membership)), at, Writer()), *entries[half:]]
+    return [Snapshot(msgspec.Raw(take_snapshot(membership)), at, Writer()), *entries[half:]]
 
 
 def as_bytes(lines: Sequence[Line]) -> list[bytes]:

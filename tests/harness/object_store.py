@@ -29,7 +29,7 @@ def moto_server() -> str | None:
     return shutil.which("moto_server", path=os.environ.get("MOTO_BIN", os.environ["PATH"]))
 
 
-class Door:
+class FaultyProxy:
     """Passes connections on to a port. ``trouble``: "503", "close", or "hang", after which a connection that hung is
     dead: neither side hears of it again.
     """
@@ -124,7 +124,7 @@ class Door:
 
 
 @contextlib.contextmanager
-def one_store(folder: Path, bucket: str) -> Iterator[tuple[Door, dict[str, str]]]:
+def one_store(folder: Path, bucket: str) -> Iterator[tuple[FaultyProxy, dict[str, str]]]:
     """Start the proxy; yield it and the environment in which s3:// leads to it."""
     program = moto_server()
     assert program is not None
@@ -132,7 +132,7 @@ def one_store(folder: Path, bucket: str) -> Iterator[tuple[Door, dict[str, str]]
     with open(folder / "moto.log", "wb") as log:
         command = [program, "-H", "127.0.0.1", "-p", str(port)]
         process = subprocess.Popen(command, stdout=log, stderr=log)
-    door = Door(port)
+    door = FaultyProxy(port)
     try:
         deadline = time.monotonic() + START_S
         while True:

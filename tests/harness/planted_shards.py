@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from elastic.sharding import inventory, moves, placement
-from elastic.sharding.bank_cycle import BankCycle, BankState
-from elastic.sharding.inventory import Inventory, WholeCommit
-from elastic.sharding.moves import Move
+from elastic.sharding import placement, resharding, shard_inventory
+from elastic.sharding.double_buffer import BufferState, DoubleBuffer
 from elastic.sharding.placement import Placement
+from elastic.sharding.resharding import ReshardingMove
+from elastic.sharding.shard_inventory import Inventory, WholeCommit
 
 # As they are, whatever a test puts in their place.
 _newest_whole, _plan_moves, _place_copies = (
-    inventory.newest_whole,
-    moves.plan_moves,
+    shard_inventory.newest_whole,
+    resharding.plan_moves,
     placement.place_copies,
 )
 
 
-class WritesOverTheBase(BankCycle):
+class WritesOverTheBase(DoubleBuffer):
     def _free(self) -> int:
         return 0 if self.base is None else self.base
 
 
-class SealsWhatIsNotMirrored(BankCycle):
+class SealsWhatIsNotMirrored(DoubleBuffer):
     def sealed(self) -> None:
         record = self.banks[self.writing or 0]
         assert record is not None
-        record.state = BankState.MIRRORED
+        record.state = BufferState.MIRRORED
         super().sealed()
 
 
@@ -46,7 +46,7 @@ def takes_stale_shards(inventories: Sequence[Inventory]) -> WholeCommit | None:
     )
 
 
-def counts_a_row_twice(*arguments: Any) -> list[Move]:
+def counts_a_row_twice(*arguments: Any) -> list[ReshardingMove]:
     plan = _plan_moves(*arguments)
     return [*plan, plan[0]] if plan else plan
 
@@ -59,7 +59,7 @@ def copies_nothing_that_has_a_replica(
     return _place_copies(order, hosts, copies, lasting, shards)
 
 
-def brings_rows_to_one_replica(*arguments: Any) -> list[Move]:
+def brings_rows_to_one_replica(*arguments: Any) -> list[ReshardingMove]:
     """The other one keeps those that it holds."""
     seen: set[tuple[int, int, Any]] = set()
     found = []

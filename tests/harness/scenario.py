@@ -29,7 +29,7 @@ from elastic.driver.membership.membership import Membership
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit
 from harness import conversation as words
-from harness.conversation import Talk, worker
+from harness.conversation import MembershipConversation, worker
 from harness.scenario_words import line_of
 from harness.scenario_worker import WorkerStory
 
@@ -85,7 +85,7 @@ class Recorded(Membership):
         return entry[2]
 
 
-class DriverStory(Talk):
+class DriverStory(MembershipConversation):
     """The driver's Membership. Every invariant is checked, except the one that the scenario ``breaks``."""
 
     def __init__(self, settings: str, given: str, breaks: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Commit, Place
-from elastic.runtime.recovery import Action, Cut, Recovery, Send, Verdict
+from elastic.runtime.recovery import AbortGroups, Action, Recovery, Send, Verdict
 
 STORE = Address("127.0.0.1", 7000)
 DOES = {
@@ -47,7 +47,7 @@ class WorkerStory:
 
 def line_of(action: Action) -> str:
     match action:
-        case Cut(generation, reason):
+        case AbortGroups(generation, reason):
             return f"cut the collectives of generation {generation}: {reason}"
         case Send(messages.Ready(generation, commit, _, _, running)):
             held = f"commit {commit}" if commit else "no commit"

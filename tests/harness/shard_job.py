@@ -23,7 +23,7 @@ from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.local import LocalCollectives
 from elastic.data import DataLoader
 from elastic.data.order import shuffled
-from elastic.data.positions import Dealing, Position
+from elastic.data.positions import Position, SamplePartition
 from elastic.data.seeds import seed_of
 from elastic.errors import CollectiveFailed, PeerLost
 from elastic.exact.shards import Shards
@@ -123,7 +123,7 @@ class Reference:
         self.schedule = schedule
         toy = Toy(schedule)
         momentum = [torch.zeros_like(each) for each in toy.averaged()]
-        at, dealing = Position(), Dealing(schedule.count, schedule.batch)
+        at, dealing = Position(), SamplePartition(schedule.count, schedule.batch)
         self.values = [self._copied(toy, momentum)]
         self.positions = [at]
         self.losses: list[float] = []

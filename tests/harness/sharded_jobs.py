@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import elastic
-from elastic.driver.reasons import Why
+from elastic.driver.reasons import ReasonKind
 from harness.history import SCRIPTS
 from harness.job import Job
 
@@ -73,7 +73,7 @@ def ends_without_two_shards(job: Any, script: str, folder: Path) -> None:
     training = job(f"-np 4 --min-np 2 {GONE}", ["python", SCRIPTS / script], env=env)
     assert training.wait(120) != 0
     (end,) = training.actions("EndJob")
-    assert end["reason"]["kind"] == Why.SHARDS_LOST.value
+    assert end["reason"]["kind"] == ReasonKind.SHARDS_LOST.value
 
 
 def example_survives_a_kill(job: Any, example: Path) -> None:

@@ -6,14 +6,14 @@ import torch
 
 from elastic.checkpoints import writing
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, Name
+from elastic.checkpoints.manifest import CommitName, Manifest
 from elastic.sharding.rows import rows_of
-from elastic.state.held import Held, HeldPart, HeldRows
+from elastic.state.held_commit import HeldCommit, HeldPart, HeldRows
 from elastic.state.state import hold
 from elastic.state.torch_state import TorchState
 
 
-def share_of(state: TorchState, rank: int, size: int) -> Held:
+def share_of(state: TorchState, rank: int, size: int) -> HeldCommit:
     """Return the tensors of this rank: its rows of all parameters and of similar optimizer entries. Release it."""
     held = hold(state)
     held.release_shard = lambda: None
@@ -38,7 +38,7 @@ def _divided(part: HeldPart, rank: int, size: int) -> HeldPart:
     return made
 
 
-def written_by(storage: Storage, state: TorchState, name: Name, size: int) -> Manifest:
+def written_by(storage: Storage, state: TorchState, name: CommitName, size: int) -> Manifest:
     """Write a checkpoint of this number of ranks. Raises exceptions of the writes."""
     for rank in range(size):
         held = share_of(state, rank, size)

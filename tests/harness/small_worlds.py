@@ -21,7 +21,7 @@ from harness.fakes import collectives as fake
 from harness.groups import at_once
 
 
-class Twins:
+class MirroredGroup:
     """A group of ``size`` in which every other rank sends what this one sends. ``calls`` are its reductions."""
 
     def __init__(self, size: int, scales_inside: bool = False) -> None:
@@ -38,14 +38,14 @@ class Twins:
         factor = self.size if op is Op.SUM else 1
         if tensor.is_floating_point():
             factor *= scale / divisor
-        return TwinWork(self, tensor, factor)
+        return MirroredWork(self, tensor, factor)
 
     def broadcast(self, tensor, root):
         assert root == self.rank
-        return TwinWork(self, tensor, 1)
+        return MirroredWork(self, tensor, 1)
 
 
-class TwinWork:
+class MirroredWork:
     def __init__(self, group, tensor, factor) -> None:
         self.group, self.tensor, self.factor = group, tensor, factor
 
@@ -98,7 +98,7 @@ class World:
         self.place = Place(rank, size, rank, size, 0, 1)
         self.generation += 1
         self.broken = False
-        self.gradients = group or (Twins(size) if size > 1 else LocalCollectives())
+        self.gradients = group or (MirroredGroup(size) if size > 1 else LocalCollectives())
 
     def group(self, purpose, device, ranks=None):
         assert (

@@ -92,7 +92,7 @@ def stand_in(folder: Path) -> str:
 
 
 def noted(folder: Path, host: str) -> dict[str, Any]:
-    """Return the record of this host's agent: ``pid``, ``told``, ``environ``."""
+    """Return the record of this host's agent: ``pid``, ``scripted_journal``, ``environ``."""
     record: dict[str, Any] = json.loads((folder / host).read_text())
     return record
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from elastic.driver.events import ReportRecovery
 from elastic.driver.monitoring.world_lines import recovery_line
-from elastic.driver.reasons import in_words
+from elastic.driver.reasons import as_sentence
 
 
 def _begins(kind: str) -> str:
     """What the line about a new world has before its figures, as the product says it now."""
-    line = recovery_line(ReportRecovery(1, kind, in_words(""), 1, 83.0, {}, 0))
+    line = recovery_line(ReportRecovery(1, kind, as_sentence(""), 1, 83.0, {}, 0))
     return line.partition(" 83 ")[0]
 
 

@@ -21,19 +21,19 @@ from elastic.driver.membership.failure_detection import suspicion
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicions
-from elastic.driver.membership.notices import Notices
-from elastic.driver.membership.reconnect import Reconnections
+from elastic.driver.membership.preemption_notices import Notices
+from elastic.driver.membership.reconnect import Reconnects
 from elastic.driver.membership.roster import WorkerStage
-from elastic.driver.membership.scheduling.rank_order import Arrangement
+from elastic.driver.membership.scheduling.rank_order import RankOrder
 from elastic.driver.membership.scheduling.slots import Slots
-from elastic.driver.membership.scheduling.worker_pool import Workforce
+from elastic.driver.membership.scheduling.worker_pool import WorkerPool
 from elastic.driver.membership.worker_reports import WorkerReports
 from elastic.driver.membership.worlds import composition, worlds
 from elastic.driver.membership.worlds.gathering import Gathering
 from elastic.driver.membership.worlds.give_up import GiveUpRules
-from elastic.driver.membership.worlds.planned_change import Change
+from elastic.driver.membership.worlds.planned_change import PlannedChange
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
-from elastic.driver.processes.leases import Leases
+from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.driver.reasons import Reason
 from elastic.protocol import messages
 from elastic.protocol.messages import Commit
@@ -64,17 +64,17 @@ class Bug:
 
 
 def oldest_first(original: Any) -> Any:
-    def arrange(survivors: Any, newcomers: Any, commits: Any) -> Arrangement:
+    def arrange(survivors: Any, newcomers: Any, commits: Any) -> RankOrder:
         newest = max((c for w in survivors if (c := commits.get(w))), default=None)
         holders = [w for w in survivors if commits.get(w) == newest] if newest else []
-        return Arrangement([*survivors, *newcomers], len(holders), newest)
+        return RankOrder([*survivors, *newcomers], len(holders), newest)
 
     return arrange
 
 
 def joiner_first(original: Any) -> Any:
-    def arrange(survivors: Any, newcomers: Any, commits: Any) -> Arrangement:
-        made: Arrangement = original(survivors, newcomers, commits)
+    def arrange(survivors: Any, newcomers: Any, commits: Any) -> RankOrder:
+        made: RankOrder = original(survivors, newcomers, commits)
         joined = [w for w in made.order if w in set(newcomers)]
         rest = [w for w in made.order if w not in set(newcomers)]
         return dataclasses.replace(made, order=[*joined, *rest])
@@ -97,8 +97,8 @@ def standbys_forgotten(original: Any) -> Any:
 
 
 def standby_holds(original: Any) -> Any:
-    def arrange(survivors: Any, newcomers: Any, commits: Any) -> Arrangement:
-        made: Arrangement = original(survivors, newcomers, commits)
+    def arrange(survivors: Any, newcomers: Any, commits: Any) -> RankOrder:
+        made: RankOrder = original(survivors, newcomers, commits)
         return dataclasses.replace(made, holders=len(made.order)) if made.commit else made
 
     return arrange
@@ -109,14 +109,14 @@ def one_more(original: Any) -> Any:
 
 
 def number_alone(original: Any) -> Any:
-    def arrange(survivors: Any, newcomers: Any, commits: Any) -> Arrangement:
+    def arrange(survivors: Any, newcomers: Any, commits: Any) -> RankOrder:
         held = [c for w in survivors if (c := commits.get(w)) is not None]
         newest = max(held, key=lambda commit: (commit.number, commit.generation), default=None)
         if newest is None:
-            return Arrangement([*survivors, *newcomers], 0, None)
+            return RankOrder([*survivors, *newcomers], 0, None)
         holders = [w for w in survivors if commits.get(w) == newest]
         lacking = [w for w in survivors if commits.get(w) != newest]
-        return Arrangement([*holders, *lacking, *newcomers], len(holders), newest)
+        return RankOrder([*holders, *lacking, *newcomers], len(holders), newest)
 
     return arrange
 
@@ -148,7 +148,7 @@ def nobody(original: Any) -> Any:
 
 
 def earliest_answer(original: Any) -> Any:
-    def stop(self: Change, now: float) -> int:
+    def stop(self: PlannedChange, now: float) -> int:
         self.check = min(self._answers.values()) + 1
         self.by = now + self.settings.elastic_timeout_s
         return self.check
@@ -162,7 +162,7 @@ def earliest_answer(original: Any) -> Any:
 def fenced_may_return(original: Any) -> Any:
     """Who was given up has a connection again: it is one of us."""
 
-    def reconnected(self: Reconnections, event: Any) -> Any:
+    def reconnected(self: Reconnects, event: Any) -> Any:
         record = self.roster.get(event.worker)
         if record is not None and record.killed_for:
             record.killed_for, record.exit_by, record.stage = None, None, WorkerStage.CONNECTED
@@ -185,7 +185,7 @@ def lost_means_dead(original: Any) -> Any:
 def killed_means_dead(original: Any) -> Any:
     """An order to kill is taken for an exit."""
 
-    def kill(self: Workforce, record: Any, reason: Reason) -> None:
+    def kill(self: WorkerPool, record: Any, reason: Reason) -> None:
         fresh = not record.killed_for
         original(self, record, reason)
         if fresh:
@@ -378,7 +378,7 @@ SIMULATED = {
     "a standby counts as a holder of a commit": Bug(
         composition, "arrange", standby_holds, standbys=2
     ),
-    "standbys come on top of standbys": Bug(Workforce, "_wanted", one_more, standbys=2),
+    "standbys come on top of standbys": Bug(WorkerPool, "_wanted", one_more, standbys=2),
     "workers are started on a machine that goes": Bug(Slots, "close", does_nothing, announced=True),
     "a host whose agent stays away is not lost": Bug(AgentPool, "_missing", does_nothing, first=8),
     "an agent is tried once": Bug(AgentPool, "_start_again", does_nothing, first=36),
@@ -393,11 +393,11 @@ SIMULATED = {
     "one worker is always enough": Bug(GiveUpRules, "needed", one_is_enough),
     "the job ends with rank 0": Bug(GiveUpRules, "all_lost", rank_0_matters, first=5),
     "survivors are not waited for": Bug(Gathering, "awaited", nobody),
-    "all stop where the last one is": Bug(Change, "stop", earliest_answer, changing=True),
-    "who was fenced may return": Bug(Reconnections, "reconnected", fenced_may_return),
+    "all stop where the last one is": Bug(PlannedChange, "stop", earliest_answer, changing=True),
+    "who was fenced may return": Bug(Reconnects, "reconnected", fenced_may_return),
     "a lost host's workers are dead": Bug(Frozen, "host_lost", lost_means_dead),
-    "an order to kill is an exit": Bug(Workforce, "kill", killed_means_dead),
-    "no deadline for an exit": Bug(Workforce, "_dies_within_s", immortals_awaited, first=21),
+    "an order to kill is an exit": Bug(WorkerPool, "kill", killed_means_dead),
+    "no deadline for an exit": Bug(WorkerPool, "_dies_within_s", immortals_awaited, first=21),
     "who is stuck is never fenced": Bug(Suspicions, "to_fence", stuck_for_ever),
     "a long phase is forgotten": Bug(Stuck, "progressed", phase_forgotten, first=16),
     "who computes is idle": Bug(suspicion, "BUSY_CPU", never_busy, first=28),
@@ -422,7 +422,7 @@ TOLD = {  # by a scenario: what leads there is too rare for chance
     ),
 }
 TRIED = {  # by a check of `test_planted_bugs`, without a simulation
-    "a zombie renews its lease": (Bug(Leases, "renew", zombies_renew), "lease"),
+    "a zombie renews its lease": (Bug(LivenessTimeouts, "renew", zombies_renew), "lease"),
     "the cursor is one short": (Bug(ElasticSampler, "reset", cursor_one_short), "samples"),
     "progress is that of one rank": (
         Bug(ElasticSampler, "record_batch", own_samples_only),

@@ -14,7 +14,7 @@ from elastic.data import order
 from elastic.data.batch_gradients import BatchGradients
 from elastic.data.loader import DataLoader
 from elastic.data.order import EpochOrder
-from elastic.data.positions import Dealing, Position
+from elastic.data.positions import Position, SamplePartition
 from elastic.data.progress import DataProgress
 from elastic.data.sources import IndexedSource, Loaded
 from elastic.runtime import lifecycle
@@ -71,7 +71,7 @@ def prefetched_counts(setattr: SetAttr) -> None:
     def begin(
         self: IndexedSource,
         position: Position,
-        dealing: Dealing,
+        dealing: SamplePartition,
         mine: list[int],
         real: Any = IndexedSource.begin,
     ) -> Iterator[Loaded]:
@@ -91,12 +91,12 @@ def prefetched_counts(setattr: SetAttr) -> None:
 
 
 def last_round_repeated(setattr: SetAttr) -> None:
-    def part(self: Dealing, step: range, number: int) -> range:
+    def part(self: SamplePartition, step: range, number: int) -> range:
         size = -(-len(step) // self.parts)
         start = min(number * size, len(step) - size)
         return step[start : start + size]
 
-    setattr(Dealing, "part", part)
+    setattr(SamplePartition, "part", part)
 
 
 def order_by_world(setattr: SetAttr) -> None:

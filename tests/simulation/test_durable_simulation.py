@@ -18,14 +18,20 @@ import torch
 
 from elastic.checkpoints import catalog, loading, writer, writing
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Name, NotReadable
+from elastic.checkpoints.manifest import CommitName, UnreadableCommit
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.schedule import Schedule
-from elastic.checkpoints.writer import Writer
-from elastic.driver.job.checkpoint_shares import CheckpointShares, Damaged, Made, Spoilt, TellRanks
+from elastic.checkpoints.writer import CheckpointWriter
+from elastic.driver.job.checkpoint_shares import (
+    CheckpointCompleted,
+    CheckpointShares,
+    ReplicaCorrupted,
+    ReplicasCorrupted,
+    SendToRanks,
+)
 from elastic.driver.membership.scheduling import rank_order
 from elastic.protocol.messages import Commit, Message, SealCheckpoint, Worker
-from elastic.state.held import Held
+from elastic.state.held_commit import HeldCommit
 from elastic.state.torch_state import TorchState
 
 SIZE = 6
@@ -58,7 +64,7 @@ class Rank:
         self.told: deque[Message] = deque()
         self.says: deque[Message] = deque()
         options = CheckpointOptions(job.url, job.every, None if job.every else 3.0, run=1, keep=2)
-        self.writer = Writer(Storage(job.url), options, self.says.append, alone=False)
+        self.writer = CheckpointWriter(Storage(job.url), options, self.says.append, alone=False)
         self.writer._thread = object()  # type: ignore[assignment]
 
     def at(self, step: int) -> None:
@@ -133,7 +139,7 @@ class Job:
         assert newest is None or step >= self.history[newest], "a durable commit is lost"
         return step
 
-    def whole(self) -> dict[Name, int]:
+    def whole(self) -> dict[CommitName, int]:
         """Every checkpoint that would be taken, and its step. Fails where one is torn or none of history."""
         found = {}
         for name in catalog.names(self.storage):
@@ -176,16 +182,16 @@ class Job:
         if rank.says:
             for action in self.shares.handle(rank.worker, rank.says.popleft()) or ():
                 match action:
-                    case TellRanks(workers, message):
+                    case SendToRanks(workers, message):
                         for each in self.ranks:
                             if each.worker in workers:
                                 each.told.append(message)
-                    case Made(commit):
+                    case CheckpointCompleted(commit):
                         self.made.add(commit)
-                    case Damaged() | Spoilt():
+                    case ReplicaCorrupted() | ReplicasCorrupted():
                         self.accused(action)
 
-    def accused(self, action: Damaged | Spoilt) -> None:
+    def accused(self, action: ReplicaCorrupted | ReplicasCorrupted) -> None:
         raise AssertionError("nobody is damaged")
 
     def tell(self) -> None:
@@ -301,7 +307,7 @@ class SpoiltJob(Job):
         self.first: int | None = None  # step with NaN gradients
         self.witnesses: set[Worker] = set()  # of that step
         self.culprit: Worker | None = None  # None: it was the batch
-        self.found: Spoilt | None = None
+        self.found: ReplicasCorrupted | None = None
         super().__init__(seed, monkeypatch)
 
     def brings(self, rank: Rank, step: int) -> None:
@@ -328,8 +334,8 @@ class SpoiltJob(Job):
             if self.step == self.first and rank.writer.first_not_finite.digest() is not None:
                 self.witnesses.add(rank.worker)  # no newcomer
 
-    def accused(self, action: Damaged | Spoilt) -> None:
-        assert isinstance(action, Spoilt) and self.culprit is not None, action
+    def accused(self, action: ReplicaCorrupted | ReplicasCorrupted) -> None:
+        assert isinstance(action, ReplicasCorrupted) and self.culprit is not None, action
         assert action.damaged in ([self.culprit], []), action
         self.found = action
 
@@ -381,7 +387,7 @@ def sealed_early(monkeypatch: pytest.MonkeyPatch) -> None:
         actions = handle(self, worker, message)
         if type(message).__name__ == "ShareWritten" and actions == []:
             seal = SealCheckpoint(message.generation, message.number)
-            return [TellRanks(self._members[:1], seal)]
+            return [SendToRanks(self._members[:1], seal)]
         return actions
 
     monkeypatch.setattr(CheckpointShares, "handle", early)
@@ -391,11 +397,11 @@ def sealed_early(monkeypatch: pytest.MonkeyPatch) -> None:
 _one_share = writing._share
 
 
-def _any_share(storage: Storage, name: Name, rank: int, size: int) -> Any:
+def _any_share(storage: Storage, name: CommitName, rank: int, size: int) -> Any:
     """... and does not ask whether all are."""
     try:
         return _one_share(storage, name, rank, size)
-    except NotReadable:
+    except UnreadableCommit:
         return _one_share(storage, name, 0, size)
 
 
@@ -435,7 +441,7 @@ def released_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies are given free when the share is begun, not when it is written."""
     write = writing.write_share
 
-    def early(storage: Storage, name: Name, held: Held, *more: Any) -> None:
+    def early(storage: Storage, name: CommitName, held: HeldCommit, *more: Any) -> None:
         held.release()
         for part in held.parts.values():
             for tensor in part.tensors.values():
@@ -464,6 +470,6 @@ def test_a_planted_bug_is_found(bug, monkeypatch):
             job.run()
             job.ranks.clear()
             job.resumed()
-        except (AssertionError, KeyError, RuntimeError, NotReadable):
+        except (AssertionError, KeyError, RuntimeError, UnreadableCommit):
             return
     pytest.fail("nobody has noticed")

@@ -15,10 +15,10 @@ import torch
 
 from elastic.chaos.invariants.sample_history import SampleHistory
 from elastic.chaos.simulator import simulated_faults as faults
-from elastic.chaos.simulator.simulated_faults import Fault, Weather
+from elastic.chaos.simulator.simulated_faults import Fault, FaultConditions
 from elastic.chaos.simulator.simulated_network import Conditions
 from elastic.chaos.simulator.simulator import Simulation
-from elastic.driver.processes.leases import Leases
+from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.protocol.messages import Commit, Worker
 from elastic.runtime import lifecycle
 from elastic.state import ElasticSampler, TorchState
@@ -47,9 +47,9 @@ def run(seed: int, bug: Bug) -> None:
     """A job, in weather in which worlds change all the time, or machines say that they go, if the bug shows there."""
     weather = None
     if bug.announced:
-        weather = Weather([*faults.WITH_NOTICE])
+        weather = FaultConditions([*faults.WITH_NOTICE])
     if bug.damaged:
-        weather = Weather([*faults.DAMAGED])
+        weather = FaultConditions([*faults.DAMAGED])
     if bug.changing:
         kinds: list[Fault] = [
             faults.leave,
@@ -57,7 +57,7 @@ def run(seed: int, bug: Bug) -> None:
             faults.change_hosts,
             faults.kill_at_a_commit,
         ]
-        weather = Weather(kinds, (0.001, 0.03), Conditions((0.0005, 0.001, 0.02)))
+        weather = FaultConditions(kinds, (0.001, 0.03), Conditions((0.0005, 0.001, 0.02)))
     mild = seed % 2 == 0
     workers = 3 + seed % 4
     sim = Simulation(
@@ -185,7 +185,7 @@ def check_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker was frozen and fenced. It is heard of again, and that changes nothing."""
-    leases: Leases[str] = Leases(2.0)
+    leases: LivenessTimeouts[str] = LivenessTimeouts(2.0)
     leases.grant("zombie", 0.0)
     ran_out = [key for tick in range(1, 13) for key in leases.expired(tick * 0.25)]
     assert ran_out == ["zombie"]

@@ -19,7 +19,7 @@ from elastic.chaos.simulator.simulated_faults import (
     STEERED,
     WITH_NOTICE,
     Fault,
-    Weather,
+    FaultConditions,
     hang_the_network,
     kill_one,
     spoil_all,
@@ -28,7 +28,7 @@ from elastic.chaos.simulator.simulated_network import Conditions
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.chaos.simulator.simulator import Outcome, Simulation, Violation
 from elastic.driver import events
-from elastic.driver.reasons import Why
+from elastic.driver.reasons import ReasonKind
 from elastic.protocol.messages import Worker
 from harness import wording
 from harness.golden import recorded
@@ -38,10 +38,10 @@ QUICK = 12
 MANY = 1000
 EACH = 50  # of them in every run of the tests; all in the nightly one
 ALLOWED = (  # ways in which a job may end without success when anything may happen to it
-    Why.ALL_LOST,
-    Why.NO_COMMIT,
-    Why.SAME_EXCEPTION,
-    Why.SLOTS_SPENT,
+    ReasonKind.ALL_LOST,
+    ReasonKind.NO_COMMIT,
+    ReasonKind.SAME_EXCEPTION,
+    ReasonKind.SLOTS_SPENT,
 )
 
 
@@ -126,7 +126,7 @@ PLACES = (
 
 def busy_job(seed: int, delay_s: float = 0.1) -> Simulation:
     """A worker dies early and is started again, so that all has to happen: a recovery, a join, a copy, a change."""
-    weather = Weather(step_s=(0.01, 0.06), network=Conditions((delay_s,)))
+    weather = FaultConditions(step_s=(0.01, 0.06), network=Conditions((delay_s,)))
     sim = Simulation(
         seed, workers=4, steps=200, faults=0, mild=True, weather=weather, faults_s=30.0
     )
@@ -189,7 +189,9 @@ def test_the_driver_crashes_wherever_it_gives_up_control(first):
 
 
 def quiet_job(**more) -> Simulation:
-    return Simulation(3, workers=4, steps=200, faults=0, mild=True, weather=Weather(), **more)
+    return Simulation(
+        3, workers=4, steps=200, faults=0, mild=True, weather=FaultConditions(), **more
+    )
 
 
 @pytest.mark.parametrize("trouble", ["slow", "long"])
@@ -254,7 +256,7 @@ def test_where_nccl_hangs_nobody_is_fenced_and_all_go_on_in_a_new_world():
 def test_gpus_and_networks_that_hang_never_cost_a_worker_whose_gpu_is_sound(first):
     """While others are slow on their hosts. The simulator looks at each kill; the job has to come to its end."""
     for seed in range(first, first + 4):
-        weather = Weather(faults=[*ON_GPUS, kill_one])
+        weather = FaultConditions(faults=[*ON_GPUS, kill_one])
         outcome = Simulation(seed, workers=6, steps=150, faults=8, mild=True, weather=weather).run()
         assert outcome.code == 0, f"seed {seed}: {outcome}"
 
@@ -272,7 +274,7 @@ def test_a_notice_ahead_of_time_costs_no_step_and_breaks_no_world():
 def succeed_under(faults: list[Fault], first: int) -> None:
     """Five jobs, each with these faults."""
     for seed in range(first, first + 5):
-        weather = Weather(faults=faults)
+        weather = FaultConditions(faults=faults)
         outcome = Simulation(
             seed, workers=WORKERS, steps=150, faults=12, mild=True, weather=weather
         ).run()
@@ -299,7 +301,7 @@ def test_where_memory_has_spoilt_all_replicas_nobody_goes_on_from_what_they_held
             faults=8,
             mild=True,
             standbys=seed % 2,
-            weather=Weather(faults=[*DAMAGED, kill_one]),
+            weather=FaultConditions(faults=[*DAMAGED, kill_one]),
             restarts=8,
         )
         outcome = sim.run()
@@ -308,7 +310,9 @@ def test_where_memory_has_spoilt_all_replicas_nobody_goes_on_from_what_they_held
     assert restarts
 
 
-@pytest.mark.parametrize(("restarts", "end"), [(None, Why.ALL_LOST), (0, Why.ALL_LOST)])
+@pytest.mark.parametrize(
+    ("restarts", "end"), [(None, ReasonKind.ALL_LOST), (0, ReasonKind.ALL_LOST)]
+)
 def test_without_a_checkpoint_to_go_on_from_a_job_that_is_spoilt_ends(restarts, end):
     sim = quiet_job(restarts=restarts)
     sim.clock.at(4.0, spoil_all, sim)
@@ -321,7 +325,7 @@ def test_without_a_checkpoint_to_go_on_from_a_job_that_is_spoilt_ends(restarts, 
 def test_a_machine_that_stands_still_costs_the_others_a_lease():
     """Its kernel goes on acknowledging. When it is back, its workers change nothing."""
     sim = Simulation(
-        3, workers=6, steps=2000, faults=0, mild=True, weather=Weather(), faults_s=60.0
+        3, workers=6, steps=2000, faults=0, mild=True, weather=FaultConditions(), faults_s=60.0
     )
     agent = sim.agents["h1"]
 
@@ -356,7 +360,7 @@ def test_machines_that_stand_still_never_cost_the_job(first):
 
 @pytest.mark.slow
 def test_what_an_operator_wants_costs_no_step_and_breaks_no_world():
-    sim = Simulation(3, workers=4, steps=1500, faults=0, mild=True, weather=Weather())
+    sim = Simulation(3, workers=4, steps=1500, faults=0, mild=True, weather=FaultConditions())
     for at, event in (
         (10.0, events.ScaleRequested(1, 3)),
         (20.0, events.ScaleRequested(2, 4)),
@@ -376,7 +380,7 @@ def test_what_an_operator_wants_costs_no_step_and_breaks_no_world():
 @pytest.mark.slow
 def test_a_larger_job_starts_no_more_newcomers_at_once_than_the_machine_has_cores():
     sim = Simulation(
-        3, workers=8, steps=1500, faults=0, mild=True, weather=Weather(), starting_max=2
+        3, workers=8, steps=1500, faults=0, mild=True, weather=FaultConditions(), starting_max=2
     )
     sim.clock.at(10.0, sim.driver.hear, events.ScaleRequested(1, 2))
     sim.clock.at(20.0, sim.driver.hear, events.ScaleRequested(2, 8))
@@ -405,7 +409,7 @@ def test_operators_never_cost_the_job(first):
             faults=12,
             mild=True,
             standbys=seed % 2,
-            weather=Weather(faults=STEERED),
+            weather=FaultConditions(faults=STEERED),
             starting_max=[None, 1, 2][seed % 3],
         )
         outcome = sim.run()
@@ -427,7 +431,9 @@ def test_standbys_take_the_places_of_the_lost(first, mild):
 
 
 def test_a_standby_makes_a_loss_good_at_once():
-    sim = Simulation(3, workers=4, standbys=1, steps=400, weather=Weather(faults=[], struck=0.0))
+    sim = Simulation(
+        3, workers=4, standbys=1, steps=400, weather=FaultConditions(faults=[], struck=0.0)
+    )
     sim.clock.at(6.0, kill_one, sim)
     outcome = sim.run()
     assert outcome.code == 0
@@ -468,7 +474,7 @@ def test_a_zombie_that_no_kill_can_reach_changes_nothing_when_it_wakes():
 def test_words_of_lost_connections_that_come_late_change_nothing(first):
     """Every piece of every lost connection turns up after all, long after its time."""
     for seed in range(first, first + 6):
-        weather = Weather.drawn(seed, mild=True)
+        weather = FaultConditions.drawn(seed, mild=True)
         weather.faults = [f for f in MILD if "connection" in f.__name__ or "driver" in f.__name__]
         weather.network = Conditions((0.001, 0.02), ghosts=1.0)
         outcome = Simulation(
@@ -502,6 +508,6 @@ def test_a_violation_names_its_seed_and_tells_the_story(monkeypatch):
 
 
 def test_seeds_draw_different_faults():
-    kinds = [frozenset(Weather.drawn(seed, mild=False).faults) for seed in range(50)]
+    kinds = [frozenset(FaultConditions.drawn(seed, mild=False).faults) for seed in range(50)]
     assert len(set(kinds)) > 40
     assert frozenset.union(*kinds) == frozenset(EVERY)

@@ -10,15 +10,15 @@ import pytest
 from elastic.chaos.simulator import simulated_shards
 from elastic.chaos.simulator.simulated_shards import ShardedJob
 from elastic.chaos.simulator.simulator import Simulation, Violation
-from elastic.driver.reasons import Why
-from elastic.sharding import inventory, moves, placement
+from elastic.driver.reasons import ReasonKind
+from elastic.sharding import placement, resharding, shard_inventory
 from harness import planted_shards
 
 QUICK, ALL = 12, 400  # seeds
 FOR_EACH_BUG = 60
 
 
-def simulated(seed: int) -> tuple[ShardedJob, Why]:
+def simulated(seed: int) -> tuple[ShardedJob, ReasonKind]:
     job = ShardedJob.drawn(seed)
     outcome = Simulation(seed, workers=6, steps=100, faults=10, sharded=job).run()
     return job, outcome.reason.kind
@@ -28,7 +28,7 @@ def test_jobs_go_on_from_the_newest_sealed_commit_or_end_since_too_many_hosts_ar
     found = [simulated(seed) for seed in range(QUICK)]
     assert sum(job.restored for job, _ in found) > QUICK
     ends = {kind for _, kind in found}
-    assert {Why.ALL_RETURNED, Why.SHARDS_LOST} <= ends
+    assert {ReasonKind.ALL_RETURNED, ReasonKind.SHARDS_LOST} <= ends
 
 
 @pytest.mark.nightly
@@ -42,10 +42,10 @@ def test_many_seeds(first: int):
     ("where", "name", "bug"),
     [
         (simulated_shards, "BankCycle", planted_shards.WritesOverTheBase),
-        (inventory, "newest_whole", planted_shards.takes_stale_shards),
+        (shard_inventory, "newest_whole", planted_shards.takes_stale_shards),
         (placement, "place_copies", planted_shards.copies_on_the_owners_host),
         (simulated_shards, "sender", planted_shards.sends_from_a_rank_of_another_shard),
-        (moves, "plan_moves", planted_shards.brings_rows_to_one_replica),
+        (resharding, "plan_moves", planted_shards.brings_rows_to_one_replica),
     ],
 )
 def test_a_planted_bug_is_found(

@@ -24,26 +24,31 @@ def importable(monkeypatch):
 
 
 def test_a_disturbed_round_disturbs_both_and_not_their_ratio():
-    import figures
+    import measurements
 
     ours, theirs = [1.0, 1.0, 9.0, 1.0], [2.0, 2.0, 18.0, 2.0]
-    assert figures.ratio(ours, theirs) == figures.Spread(0.5, 0.5, 0.5)
+    assert measurements.ratio(ours, theirs) == measurements.Spread(0.5, 0.5, 0.5)
 
 
 def test_a_spread_is_the_median_and_the_quartiles():
-    import figures
+    import measurements
 
-    found = figures.spread([5.0, 1.0, 4.0, 2.0, 3.0])
+    found = measurements.spread([5.0, 1.0, 4.0, 2.0, 3.0])
     assert (found.low, found.median, found.high) == (1.5, 3.0, 4.5)
     assert found.times(10).text(0) == "30 (15 .. 45)"
-    assert figures.spread([7.0]) == figures.Spread(7.0, 7.0, 7.0)
+    assert measurements.spread([7.0]) == measurements.Spread(7.0, 7.0, 7.0)
 
 
 def test_nobody_always_comes_after_the_same_one():
-    import figures
+    import measurements
 
-    assert [figures.order("ab", turn) for turn in range(4)] == [[*"ab"], [*"ba"], [*"ba"], [*"ab"]]
-    turns = [figures.order("abcd", turn) for turn in range(8)]
+    assert [measurements.order("ab", turn) for turn in range(4)] == [
+        [*"ab"],
+        [*"ba"],
+        [*"ba"],
+        [*"ab"],
+    ]
+    turns = [measurements.order("abcd", turn) for turn in range(8)]
     for name in "abcd":
         assert sorted(turn.index(name) for turn in turns) == [0, 0, 1, 1, 2, 2, 3, 3]
     after = [(turn[place], turn[place + 1]) for turn in turns for place in range(3)]
@@ -55,15 +60,15 @@ def test_nobody_always_comes_after_the_same_one():
     [(0.87, False), (0.91, False), (0.9, False), (0.9001, False), (0.91, True), (0.87, True)],
 )
 def test_a_mark_says_whether_it_is_met_in_digits_that_show_it(value, at_least):
-    import figures
+    import measurements
 
-    recorded("messages", figures.Mark("a step", 0.9, value, at_least).sentence())
+    recorded("messages", measurements.Mark("a step", 0.9, value, at_least).sentence())
 
 
 def test_sizes_are_named_as_they_are_spoken_of():
-    import figures
+    import measurements
 
-    assert [figures.size_text(size) for size in (64 << 10, 1 << 20, 256 << 20)] == [
+    assert [measurements.size_text(size) for size in (64 << 10, 1 << 20, 256 << 20)] == [
         "64 KB",
         "1 MB",
         "256 MB",
@@ -72,11 +77,11 @@ def test_sizes_are_named_as_they_are_spoken_of():
 
 def test_marks_are_for_the_sizes_that_have_one():
     import allreduce
-    import figures
+    import measurements
 
-    even = figures.Spread(1.0, 1.0, 1.0)
+    even = measurements.Spread(1.0, 1.0, 1.0)
     answers = [
-        allreduce.Answer(2, size, "shared", True, {}, figures.Spread(6.0, 7.0, 8.0), even)
+        allreduce.Answer(2, size, "shared", True, {}, measurements.Spread(6.0, 7.0, 8.0), even)
         for size in (64 << 10, 1 << 20, 10 << 20, 100 << 20)
     ]
     recorded("messages", [mark.sentence() for mark in allreduce.marks_of(answers)])
@@ -133,9 +138,9 @@ def test_traffic_is_read_from_where_the_kernel_has_it():
 
 def test_an_idle_connection_is_no_cost_of_a_step():
     import elasticity
-    import figures
+    import measurements
 
-    even = figures.Spread(1.0, 1.0, 1.0)
+    even = measurements.Spread(1.0, 1.0, 1.0)
     training, idle = elasticity.Traffic(30, 900, 10, 100), elasticity.Traffic(15, 450, 5, 50)
     answer = elasticity.Answer("tiny", 2, {}, {}, even, 100, training, idle)
     assert answer.messages_per_step == (40 - 20) / (100 * 2)

@@ -14,7 +14,7 @@ from harness.sources import ROOT, Facts, Use, facts, facts_of, sources
 SPREAD = (
     "elastic/optimizer/adasum_optimizer.py",
     "elastic/state/handled_state.py",
-    "driver/commandline/arguments.py",  # of argparse
+    "driver/commandline/argument_parser.py",  # of argparse
     "elastic/mxnet/optimizer.py",  # of Gluon's trainer
     "elastic/integrations/",  # of trainers, whose loops are private
 )
@@ -81,6 +81,12 @@ GIVEN_UP = dict(
     Hire now Attach; Refused now Reject; Dismissed now Detach; Terms now AttachOutcome; Agency now AgentState
     Surroundings now JobIO; surroundings now open_job_io; Blow now RandomFault; in_thread now to_thread
     Attended now ChildProcess; Partings now ExitBarrier; last_word now drain
+    Fleet now AgentManager; Workforce now WorkerPool; Deposed now LeadershipLost; Insistent now RetryingKV
+    OperatorDesk now OperatorService; Claims now PlacementGroupPool; Shadow now JoinedRank; Why now ReasonKind
+    Skeleton now StateStructure; Regions now Allocator; Dealing now SamplePartition; Torn now IncompleteCommit
+    Strangers now PendingHandshakes; Unanswered now RayUnavailable; Weather now FaultConditions
+    SignsOfLife now LivenessProbes; WardenProcess now OrphanReaper; Overheard now ObservedDiscovery
+    Piecewise now SegmentedRecord; Anatomy now ModelTensors; Reach now PartitionDetector
     """.replace("\n", ";").split(";")
     if pair.strip()
 )

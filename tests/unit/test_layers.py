@@ -15,7 +15,7 @@ from harness.sources import ROOT, facts, sources
 # From the ground up: a room imports from itself and from rooms above its line here, never from one below. A room that
 # is not named belongs to the nearest folder around it that is. So a new file gets its rules from where it stands.
 ROOMS = """
-    elastic.errors elastic.horovod_errors elastic.other_packages elastic.pickling elastic.version
+    elastic.errors elastic.horovod_errors elastic.conflicting_packages elastic.pickling elastic.version
     elastic.protocol
     elastic.rendezvous
     elastic.failpoints
@@ -158,7 +158,7 @@ def test_importing_elastic_starts_nothing():
 def test_the_worker_side_never_imports_the_driver():
     # But for the public names that start jobs, and are the driver; their modules are loaded when they're first used.
     starting = {ROOT / "elastic/launcher/launch_function.py", ROOT / "elastic/ray/driver_actor.py"}
-    starting.add(ROOT / "elastic/ray/following.py")
+    starting.add(ROOT / "elastic/ray/driver_client.py")
     starting.add(ROOT / "elastic/launcher/running_job.py")
     starting |= {ROOT / "horovod/runner/launch.py", ROOT / "horovod/runner/elastic/discovery.py"}
     for file in set(sources("elastic", "horovod")) - starting:
@@ -170,14 +170,14 @@ def test_the_driver_imports_only_what_both_sides_share():
     shared = {
         "elastic.driver",
         "elastic.errors",
-        "elastic.other_packages",
+        "elastic.conflicting_packages",
         "elastic.version",
         "elastic.protocol",
         "elastic.rendezvous.nccl_settings",
         "elastic.runtime.recovery",
         "elastic.checkpoints.catalog",
         "elastic.checkpoints.exporting",  # only where `elasticrun checkpoints export` runs
-        "elastic.checkpoints.finished",
+        "elastic.checkpoints.finished_training",
         "elastic.checkpoints.manifest",
         "elastic.checkpoints.options",
         "elastic.checkpoints.files",

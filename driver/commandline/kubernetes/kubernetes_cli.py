@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from elastic.driver.commandline.arguments import Names, Parser, add_declared, flag, switch, whole
+from elastic.driver.commandline.argument_parser import (
+    ArgumentParser,
+    NameList,
+    add_declared,
+    flag,
+    switch,
+    whole,
+)
 from elastic.driver.commandline.kubernetes.kubernetes_release import (
     ApiSilent,
     ChartRelease,
@@ -60,7 +67,7 @@ class KubernetesOptions:
         "--values",
         "FILE",
         "Values file for the chart; flags take precedence. Repeatable.",
-        action=Names,
+        action=NameList,
     )
     settings: list[str] | None = flag(
         "--set", "KEY=VALUE", "Chart value, in helm's syntax. Repeatable.", action="append"
@@ -73,9 +80,9 @@ class KubernetesOptions:
     )
 
 
-def kubernetes_parser() -> Parser:
+def kubernetes_parser() -> ArgumentParser:
     """Return the parser of ``elasticrun k8s``."""
-    made = Parser(prog="elasticrun k8s", usage=USAGE, description=DESCRIPTION)
+    made = ArgumentParser(prog="elasticrun k8s", usage=USAGE, description=DESCRIPTION)
     of_run = ("image", "workers", "gpus", "name", "values", "settings", "detach")
     add_declared(made.group("job", "For run."), KubernetesOptions, *of_run)
     add = made.group("general")

@@ -25,7 +25,7 @@ from elastic.driver.commandline.kubernetes.release_state import (
     wanted,
     warnings,
 )
-from elastic.driver.discovery.kubernetes.cluster import ANSWER_S, CONNECT_S, WATCH_S, connection
+from elastic.driver.discovery.kubernetes.api_client import ANSWER_S, CONNECT_S, WATCH_S, connection
 from elastic.driver.discovery.kubernetes.objects import Json
 from elastic.errors import Invalid
 

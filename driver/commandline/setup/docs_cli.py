@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import elastic
-from elastic.driver.commandline.arguments import Parser
+from elastic.driver.commandline.argument_parser import ArgumentParser
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
@@ -16,9 +16,9 @@ Print a page of the documentation, or one section of it; without a name, list th
 _HEADING = re.compile(r"(#+) +(.*)")
 
 
-def parser() -> Parser:
+def parser() -> ArgumentParser:
     """Return the parser of ``elasticrun docs``."""
-    made = Parser(
+    made = ArgumentParser(
         prog="elasticrun docs", usage="elasticrun docs [PAGE[#SECTION]]", description=DESCRIPTION
     )
     made.group("general")("-h --help", None, None, "Show this help and exit.", action="help")

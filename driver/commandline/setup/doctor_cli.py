@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from elastic.driver.commandline.arguments import Parser, add_declared, flag, switch
+from elastic.driver.commandline.argument_parser import ArgumentParser, add_declared, flag, switch
 from elastic.driver.commandline.multi_host_flags import SshFlags
 from elastic.driver.commandline.setup import host_facts
 from elastic.driver.commandline.setup.host_checks import Check, HostFacts, Level, checks
@@ -39,9 +39,9 @@ class DoctorOptions(SshFlags):
     json: bool = switch("--json", "Print the checks of each host as JSON.")
 
 
-def parser() -> Parser:
+def parser() -> ArgumentParser:
     """Return the parser of ``elasticrun doctor``."""
-    made = Parser(
+    made = ArgumentParser(
         prog="elasticrun doctor", usage="elasticrun doctor [flags]", description=DESCRIPTION
     )
     add_declared(made.group("checks"), DoctorOptions, "hosts", "json")

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from elastic.checkpoints import catalog, finished
+from elastic.checkpoints import catalog, finished_training
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, Name
+from elastic.checkpoints.manifest import CommitName, Manifest
 
 FINISHED = "finished.json"
 # Files next to a script that may determine how long it trains.
@@ -45,7 +45,7 @@ class FinishedJob(msgspec.Struct, frozen=True):
     """
 
     request: str
-    commit: Name
+    commit: CommitName
     files: dict[str, str]
     read: dict[str, str]
 
@@ -68,11 +68,13 @@ class SameCommand:
             found = msgspec.json.decode(self.storage.read(FINISHED), type=FinishedJob)
         except (FileNotFoundError, msgspec.MsgspecError):
             return None
-        returned = finished.read_returned(self.storage)
+        returned = finished_training.read_returned(self.storage)
         same = found.request == self.request and found.files == self.files
         if not same or returned is None or returned.commit != found.commit:
             return None
-        same = finished.unchanged(returned.modules) and finished.unchanged(found.read)
+        same = finished_training.unchanged(returned.modules) and finished_training.unchanged(
+            found.read
+        )
         return self._newest(found.commit) if same else None
 
     def has_finished(self, run: int) -> bool:
@@ -80,7 +82,7 @@ class SameCommand:
 
         Raises OSError.
         """
-        returned = finished.read_returned(self.storage)
+        returned = finished_training.read_returned(self.storage)
         if self.files is None or returned is None or returned.commit.run != run:
             return False
         after = self._files_now()
@@ -89,7 +91,7 @@ class SameCommand:
             return False
         if self._newest(returned.commit) is None:
             return False
-        read = finished.read_by_all(self.storage, returned.commit, returned.ranks)
+        read = finished_training.read_by_all(self.storage, returned.commit, returned.ranks)
         if read is None:
             return False
         record = FinishedJob(self.request, returned.commit, after, read)
@@ -99,7 +101,7 @@ class SameCommand:
     def _files_now(self) -> dict[str, str] | None:
         return program_files(self.command, self.folder, without=self.storage.absolute)
 
-    def _newest(self, name: Name) -> Manifest | None:
+    def _newest(self, name: CommitName) -> Manifest | None:
         """Return the manifest of this commit if it is the newest and complete."""
         names = catalog.names(self.storage)
         return catalog.entry(self.storage, name).manifest if names and names[-1] == name else None
@@ -131,7 +133,8 @@ def program_files(command: Sequence[str], folder: str, without: str) -> dict[str
     named = {path for path in paths if os.path.isfile(path)}
     scripts = [path for path in named if path.endswith(KINDS)]
     found = {
-        path: finished.signature(path, by_time=finished.is_large(path)) for path in sorted(named)
+        path: finished_training.signature(path, by_time=finished_training.is_large(path))
+        for path in sorted(named)
     }
     roots = {folder, *map(os.path.dirname, scripts)}
     looked_at = read = 0
@@ -140,18 +143,18 @@ def program_files(command: Sequence[str], folder: str, without: str) -> dict[str
             looked_at += 1
             if looked_at > MOST_FILES:
                 return None
-            if path.endswith(KINDS) and path not in found and not finished.is_large(path):
+            if path.endswith(KINDS) and path not in found and not finished_training.is_large(path):
                 read += _size(path)
                 if read > MOST_READ:
                     return None
-                found[path] = finished.signature(path)
+                found[path] = finished_training.signature(path)
     for root in sorted(path for path in paths - {without} if os.path.isdir(path)):
         listed = []
         for path in _within(root, without, followlinks=True):
             looked_at += 1
             if looked_at > MOST_FILES:
                 return None
-            listed.append((path, finished.signature(path, by_time=True)))
+            listed.append((path, finished_training.signature(path, by_time=True)))
         # A folder that is empty at first is for results.
         if listed:
             listing = repr(sorted(listed)).encode(errors="surrogateescape")

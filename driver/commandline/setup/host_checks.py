@@ -6,9 +6,9 @@ import enum
 
 import msgspec
 
+from elastic.conflicting_packages import remedy
 from elastic.driver.commandline.check_build import Build
 from elastic.driver.reasons import counted
-from elastic.other_packages import remedy
 
 SHM_LEAST = 1 << 30  # bytes; the default in a container is 64 MiB
 CLOCKS_S = 1.0  # seconds by which clocks may differ

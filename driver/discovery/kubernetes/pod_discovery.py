@@ -13,16 +13,21 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from elastic.driver.discovery.interface import Discovery, Log
-from elastic.driver.discovery.kubernetes.cluster import ApiTrouble, KubernetesApi, Refusal, Resource
-from elastic.driver.discovery.kubernetes.objects import Pod
-from elastic.driver.discovery.kubernetes.pods import PodEnding, Pods, differences
-from elastic.driver.discovery.kubernetes.watching import (
+from elastic.driver.discovery.kubernetes.api_client import (
+    ApiError,
+    ApiErrorKind,
+    KubernetesApi,
+    Resource,
+)
+from elastic.driver.discovery.kubernetes.list_watch import (
     Changed,
     Listed,
+    ListWatch,
     Told,
     WatchFailed,
-    Watching,
 )
+from elastic.driver.discovery.kubernetes.objects import Pod
+from elastic.driver.discovery.kubernetes.pods import PodEnding, Pods, differences
 from elastic.driver.events import Event, HostLeaving, HostStaying, Notice
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.hosts import show
@@ -30,8 +35,8 @@ from elastic.driver.network.hosts import show
 ROLE = "list and watch of pods"
 NODES_ROLE = "list and watch of nodes (a ClusterRole)"
 NEEDED = {
-    Refusal.FORBIDDEN: f"; grant {ROLE}",
-    Refusal.UNAUTHORIZED: "; the token is read again at each attempt: does its service account still exist?",
+    ApiErrorKind.FORBIDDEN: f"; grant {ROLE}",
+    ApiErrorKind.UNAUTHORIZED: "; the token is read again at each attempt: does its service account still exist?",
 }
 SAID = 8  # maximum number of hosts per log line
 DELETE_AGAIN_S = 30.0  # interval of attempts to delete one pod by force
@@ -75,7 +80,7 @@ class PodDiscovery:
         def enqueue(update: Told) -> None:
             loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
-        watches = [Watching(self._cluster, kind, enqueue) for kind in Resource]
+        watches = [ListWatch(self._cluster, kind, enqueue) for kind in Resource]
         for each in watches:
             each.begin()
         try:
@@ -123,16 +128,16 @@ class PodDiscovery:
             case WatchFailed(kind, error):
                 self._trouble(kind, error)
 
-    def _trouble(self, kind: Resource, error: ApiTrouble | None) -> None:
+    def _trouble(self, kind: Resource, error: ApiError | None) -> None:
         where = f"of namespace {self._cluster.namespace}"
         if kind is Resource.NODES:
-            if error is not None and error.why is Refusal.FORBIDDEN:
+            if error is not None and error.why is ApiErrorKind.FORBIDDEN:
                 text = f"nodes are not watched: {error}; grant {NODES_ROLE}. Deleted pods are noticed, taints are not"
                 self._log("info", text)
         elif error is None:
             self._log("info", f"the Kubernetes API answers again about pods {where}")
         else:
-            forbidden = error.why is Refusal.FORBIDDEN
+            forbidden = error.why is ApiErrorKind.FORBIDDEN
             self._refused = forbidden and self._fallback is not None and not self._listed
             kept = f"keeping {show(self._hosts)}" if self._hosts else "waiting for hosts"
             then = "using the name server instead" if self._refused else kept
@@ -173,8 +178,8 @@ class PodDiscovery:
     async def _delete(self, pod: Pod) -> None:
         try:
             await asyncio.to_thread(self._cluster.delete_by_force, pod.name, pod.uid)
-        except ApiTrouble as error:
-            refused = error.why is Refusal.FORBIDDEN
+        except ApiError as error:
+            refused = error.why is ApiErrorKind.FORBIDDEN
             self._deletes = self._deletes and not refused
             needs = "; grant delete of pods, or delete it by hand" if refused else ""
             text = f"pod {pod.name} of node {pod.node}, which does not respond, can't be deleted: {error}{needs}"

@@ -19,7 +19,7 @@ from elastic.driver.events import Event, HostLost, WorkerFrozen, WorkerThawed
 from elastic.driver.membership.part import Part
 from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.worlds import Worlds
-from elastic.driver.reasons import Reason, Why, because, counted
+from elastic.driver.reasons import Reason, ReasonKind, because, counted
 from elastic.protocol.messages import Worker
 
 
@@ -86,7 +86,7 @@ class Frozen(Part):
     def fence(self) -> None:
         """Fence frozen members before any other decision, since a world with one would only wait for it."""
         for record in [*self.roster.frozen.values()]:
-            reason = because(Why.FROZEN, how=record.frozen)
+            reason = because(ReasonKind.FROZEN, how=record.frozen)
             if self._has_company(record):
                 self.staff.fence(record, reason)
             elif record.worker not in self._alone_said:
@@ -119,14 +119,14 @@ class Frozen(Part):
         Its slots remain taken until an exit is reported.
         """
         host, text = event.host, event.reason
-        reason = because(Why.LOST_HOST, host=host, text=text)
+        reason = because(ReasonKind.LOST_HOST, host=host, text=text)
         gone = [s for s in self.roster.hosts.get(host, {}).values() if s.in_plans]
         workers = counted(len(gone), "worker")
         if not gone:
             self.actions.log("warning", str(reason))
         elif not self._all_there(host):
             self.actions.log("error", f"{reason}; continuing without its {workers}")
-            lost = because(Why.LOST_WITH_HOST, host=host, text=text, workers=len(gone))
+            lost = because(ReasonKind.LOST_WITH_HOST, host=host, text=text, workers=len(gone))
             self._without_host(host, lost)
         elif host not in self._hosts_awaited:
             by_s = self.settings.elastic_timeout_s
@@ -164,6 +164,6 @@ class Frozen(Part):
         """Stop waiting for the exit of a worker that is not known to be dead."""
         if not self.settings.elastic:
             self.worlds.end(
-                1, because(Why.LOST_FOR_GOOD, who=self.worlds.named(record), cause=reason)
+                1, because(ReasonKind.LOST_FOR_GOOD, who=self.worlds.named(record), cause=reason)
             )
         self.worlds.lose(record, reason)

@@ -23,7 +23,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.driver.reasons import Reason, Why, because
+from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Launches, Worker
 
@@ -38,7 +38,7 @@ class Hang(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Witness:
+class RankReport:
     """The report of one rank of a group, unchanged from ``since`` until ``said_at``."""
 
     worker: Worker
@@ -48,7 +48,7 @@ class Witness:
 
 
 @dataclass(frozen=True)
-class Finding:
+class HangFinding:
     """A hang in one group.
 
     Args:
@@ -66,7 +66,7 @@ class Finding:
     blamed: tuple[Worker, ...] = ()
 
 
-def judge(witnesses: Sequence[Witness], settings: Settings, before: int) -> Finding | None:
+def judge(witnesses: Sequence[RankReport], settings: Settings, before: int) -> HangFinding | None:
     """Find a hang in one group. None: not yet, or no hang.
 
     Args:
@@ -100,23 +100,23 @@ def judge(witnesses: Sequence[Witness], settings: Settings, before: int) -> Find
     if for_s < min(patience_s, settings.gpu_limit_s):
         return None
     workers = tuple(witness.worker for witness in blamed)
-    return Finding(hang, launches[0].group, number, for_s, workers)
+    return HangFinding(hang, launches[0].group, number, for_s, workers)
 
 
-def _left_behind(witnesses: Sequence[Witness], number: int) -> list[Witness]:
+def _left_behind(witnesses: Sequence[RankReport], number: int) -> list[RankReport]:
     left = [witness for witness in witnesses if witness.launches.done < number]
     return left if 2 * len(left) < len(witnesses) else []
 
 
-def hang_of_one(finding: Finding) -> Reason:
+def hang_of_one(finding: HangFinding) -> Reason:
     """Return the reason for fencing a worker whose GPU explains that all ranks wait."""
-    kinds = {Hang.FAILED: Why.GPU_FAILED, Hang.GPU: Why.GPU_HANGS}
-    kind = kinds.get(finding.hang, Why.GPU_BEHIND)
+    kinds = {Hang.FAILED: ReasonKind.GPU_FAILED, Hang.GPU: ReasonKind.GPU_HANGS}
+    kind = kinds.get(finding.hang, ReasonKind.GPU_BEHIND)
     return because(kind, for_s=finding.for_s, number=finding.number, group=finding.group)
 
 
-def hang_of_all(finding: Finding, before: int) -> Reason:
+def hang_of_all(finding: HangFinding, before: int) -> Reason:
     """Return the reason if no worker is blamed. ``before``: number of worlds that hung since the last new commit."""
-    kind = Why.NETWORK_HANGS if finding.hang is Hang.NETWORK else Why.GPUS_HANG
+    kind = ReasonKind.NETWORK_HANGS if finding.hang is Hang.NETWORK else ReasonKind.GPUS_HANG
     number, group, for_s = finding.number, finding.group, finding.for_s
     return because(kind, for_s=for_s, number=number, group=group, before=before)

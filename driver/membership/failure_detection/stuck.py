@@ -5,7 +5,7 @@ members are suspects and their processes are probed; `suspicion` judges the resu
 other. If all members are inside, but not in the same collective, the script is wrong: no worker is fenced, and the log
 shows where each one waits.
 
-Whether the hosts of suspects respond at all is checked much sooner: `silence`.
+Whether the hosts of suspects respond at all is checked much sooner: `unresponsive_hosts`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from collections.abc import Iterable, Iterator
 
 from elastic.driver import events
 from elastic.driver.membership.failure_detection.gpu_hangs import (
-    Finding,
-    Witness,
+    HangFinding,
+    RankReport,
     hang_of_all,
     hang_of_one,
     judge,
 )
 from elastic.driver.membership.failure_detection.idle_world import NAMED as NAMED_LINES
 from elastic.driver.membership.failure_detection.idle_world import IdleWorld
-from elastic.driver.membership.failure_detection.silence import Silence
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.membership.failure_detection.suspicion import (
     Next,
@@ -30,10 +29,11 @@ from elastic.driver.membership.failure_detection.suspicion import (
     Suspicions,
     probe_every_s,
 )
+from elastic.driver.membership.failure_detection.unresponsive_hosts import UnresponsiveHosts
 from elastic.driver.membership.part import Part
 from elastic.driver.membership.roster import WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
-from elastic.driver.reasons import Why, because, counted
+from elastic.driver.reasons import ReasonKind, because, counted
 from elastic.protocol.calls import Called
 from elastic.protocol.messages import COPY, GRADIENTS, SHARDS_COMMIT, Launches, Worker
 
@@ -50,7 +50,7 @@ class Stuck(Part):
         super().__init__(worlds)
         self._suspicions = Suspicions(self.settings)
         self._stragglers = Stragglers()
-        self._silence = Silence(self.settings.silence_s)
+        self._silence = UnresponsiveHosts(self.settings.silence_s)
         self._probe_s = probe_every_s(self.settings)
         self._look_at: float | None = None  # None: no worker waits
         self._repeated_at = 0.0  # time of the last repeated report of a wait
@@ -254,7 +254,9 @@ class Stuck(Part):
         hosts = {s.worker.host: s.worker for s in suspects if s.worker.host not in speak}
         if silent and all(s.worker.host in silent & hosts.keys() and not s.phase for s in suspects):
             for host in sorted(hosts):
-                self.actions.add(events.GiveUpHost(host, because(Why.HOST_SILENT, for_s=for_s)))
+                self.actions.add(
+                    events.GiveUpHost(host, because(ReasonKind.HOST_SILENT, for_s=for_s))
+                )
         elif self._silence.ask(hosts, now) and hosts:
             self.actions.add(events.ProbeWorkers([*hosts.values()]))
 
@@ -395,7 +397,7 @@ class Stuck(Part):
 
     def restarted(self) -> None:
         """Reset after a restart of the driver: earlier waits do not count."""
-        self._silence = Silence(self.settings.silence_s)
+        self._silence = UnresponsiveHosts(self.settings.silence_s)
         self._forget()
         for record in self.roster.values():
             record.waits_since = record.moved_at = record.gpu_since = self.actions.now
@@ -423,13 +425,15 @@ class Stuck(Part):
             return
         if self.worlds.completed and not any(s.running for s in inside):
             early = ", ".join(self.worlds.completed[:8])
-            uneven = because(Why.UNEVEN, where=self._where_all(inside), for_s=limit_s)
-            self.worlds.end(1, because(Why.ENDED_EARLY, workers=early, cause=uneven))
+            uneven = because(ReasonKind.UNEVEN, where=self._where_all(inside), for_s=limit_s)
+            self.worlds.end(1, because(ReasonKind.ENDED_EARLY, workers=early, cause=uneven))
         returned = [s for s in waiters if s.stage is WorkerStage.RETURNED]
         if returned and self.worlds.phase is Phase.ENDING:
             names = self._names(returned)
             where = self._where_all(inside)
-            self.worlds.end(1, because(Why.RETURNED_ALONE, who=names, for_s=limit_s, where=where))
+            self.worlds.end(
+                1, because(ReasonKind.RETURNED_ALONE, who=names, for_s=limit_s, where=where)
+            )
         if self.worlds.phase not in (Phase.TRAINING, Phase.PREPARING):
             return
         text = self._where_all(inside)
@@ -443,7 +447,9 @@ class Stuck(Part):
         elif len(groups) > 1:
             called = {s.inside for s in inside}
             committing = SHARDS_COMMIT in called and len(called) > 1
-            kind = Why.COMMIT_ON_SOME_RANKS if committing else Why.DIFFERENT_COLLECTIVES
+            kind = (
+                ReasonKind.COMMIT_ON_SOME_RANKS if committing else ReasonKind.DIFFERENT_COLLECTIVES
+            )
             wrong = because(kind, for_s=limit_s, where=text)
             self.actions.log("error", str(wrong))
             if len(called) == 1:
@@ -453,7 +459,7 @@ class Stuck(Part):
             calls = [Called(0, s.inside, s.line) for s in inside]
             again = self.worlds.mismatches.repeats(self.worlds.generation, calls)
             if again and self.settings.judge_scripts:
-                self.worlds.end(1, because(Why.SAME_CALLS, cause=wrong))
+                self.worlds.end(1, because(ReasonKind.SAME_CALLS, cause=wrong))
             self.worlds.break_up(wrong)
         else:
             why = "no rank is missing: is the network between them down, or is there that much to send?"
@@ -477,14 +483,14 @@ class Stuck(Part):
 
     # ---- GPUs that hang --------------------------------------------------------------------------------------------
 
-    def _hangs(self) -> Iterator[Finding]:
+    def _hangs(self) -> Iterator[HangFinding]:
         """Find hangs in groups whose ranks all wait. None in a phase that is marked as long."""
         if self.worlds.phase is Phase.GATHERING or any(s.killed_for for s in self.worlds.live()):
             return
-        groups: dict[str, list[Witness]] = {}
+        groups: dict[str, list[RankReport]] = {}
         for record in self.roster.inside.values():
             for launches in record.gpu if not record.phase else ():
-                witness = Witness(record.worker, launches, record.gpu_since, record.said_at)
+                witness = RankReport(record.worker, launches, record.gpu_since, record.said_at)
                 groups.setdefault(launches.group, []).append(witness)
         found = (
             judge(each, self.settings, self.worlds.give_up.worlds_hung) for each in groups.values()
@@ -492,7 +498,7 @@ class Stuck(Part):
         # Findings that blame a worker come first.
         yield from sorted((each for each in found if each is not None), key=lambda f: not f.blamed)
 
-    def _hung(self, finding: Finding) -> None:
+    def _hung(self, finding: HangFinding) -> None:
         for worker in finding.blamed:
             self.worlds.give_up.was_stuck(self.worlds.generation)
             self.staff.fence(self.roster[worker], hang_of_one(finding))

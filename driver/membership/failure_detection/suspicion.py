@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.driver.events import WorkerProbed
-from elastic.driver.reasons import Reason, Why, because
+from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
@@ -155,8 +155,8 @@ class Suspicion:
     def reason(self, now: float, where: str) -> Reason:
         """Return why it is fenced. ``where``: where the others waited."""
         if self.verdict is Verdict.IDLE:
-            return because(Why.IDLE, for_s=now - self.idle_since, where=where)
-        return because(Why.BUSY, for_s=now - self.since, rates=self.rates(), where=where)
+            return because(ReasonKind.IDLE, for_s=now - self.idle_since, where=where)
+        return because(ReasonKind.BUSY, for_s=now - self.since, rates=self.rates(), where=where)
 
     def rates(self) -> str:
         return f"CPU {max(0.0, self.cpu):.0%}, {max(0.0, self.io) / 1024:.0f} KiB/s"

@@ -13,7 +13,7 @@ from elastic.protocol.messages import Commit, Place, Worker
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class RankOrder:
     """Order of the workers of a world. Ranks are indices in ``order``; ranks below ``holders`` hold ``commit``."""
 
     order: list[Worker]
@@ -25,7 +25,7 @@ def arrange(
     survivors: Sequence[Worker],
     newcomers: Sequence[Worker],
     commits: Mapping[Worker, Commit | None],
-) -> Arrangement:
+) -> RankOrder:
     """Arrange ``survivors`` in their old order, then ``newcomers`` in the given order; a newcomer is never a source.
 
     If no survivor has committed, the first of the old order is the source, with ``holders`` 0.
@@ -33,10 +33,10 @@ def arrange(
     held = [c for c in (commits.get(w) for w in survivors) if c is not None]
     newest = max(held, default=None)
     if newest is None:
-        return Arrangement([*survivors, *newcomers], 0, None)
+        return RankOrder([*survivors, *newcomers], 0, None)
     holders = [w for w in survivors if commits.get(w) == newest]
     lacking = [w for w in survivors if commits.get(w) != newest]
-    return Arrangement([*holders, *lacking, *newcomers], len(holders), newest)
+    return RankOrder([*holders, *lacking, *newcomers], len(holders), newest)
 
 
 def places(order: Sequence[Worker]) -> list[Place]:

@@ -14,12 +14,12 @@ from elastic.driver.membership.actions import ActionList
 from elastic.driver.membership.roster import AT_STAKE, Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.membership.scheduling.slots import Slots
-from elastic.driver.reasons import Reason, Why, because
+from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
 
-class Workforce:
+class WorkerPool:
     """All live processes and all slots."""
 
     def __init__(self, settings: Settings, actions: ActionList) -> None:
@@ -73,9 +73,9 @@ class Workforce:
         places = dict(zip(order, rank_order.places(order), strict=True)) if started else {}
         for number, worker in enumerate(started):
             self.roster[worker] = WorkerRecord(worker, self.actions.now, places[worker])
-            why = Why.FIRST_START if worker.incarnation == 1 else Why.SLOT_IS_FREE
+            why = ReasonKind.FIRST_START if worker.incarnation == 1 else ReasonKind.SLOT_IS_FREE
             if number >= needed and worker.incarnation == 1:
-                why = Why.TO_STAND_BY
+                why = ReasonKind.TO_STAND_BY
             self.actions.add(StartWorker(worker, places[worker], because(why)))
 
     def welcome(self, record: WorkerRecord, members: Sequence[Worker]) -> None:
@@ -88,7 +88,7 @@ class Workforce:
         elastic = self.settings.elastic
         self.actions.add(WelcomeWorker(record.worker, place, bool(members), elastic))
 
-    def somebody_waits(self) -> None:
+    def has_waiting_starts(self) -> None:
         """Start the timeout within which the other workers must call init()."""
         if self._first_ready_at is None:
             self._first_ready_at = self.actions.now
@@ -131,7 +131,7 @@ class Workforce:
                 record.leaving, record.unlisted = None, False
             elif not listed and not record.leaving and record.in_plans:
                 record.unlisted = True
-                left = because(Why.HOST_NOT_LISTED, host=record.worker.host)
+                left = because(ReasonKind.HOST_NOT_LISTED, host=record.worker.host)
                 self.ask_to_leave(record, left, members)
 
     def leave(self, record: WorkerRecord, reason: Reason, members: Collection[Worker]) -> None:
@@ -155,10 +155,10 @@ class Workforce:
     def release(self, record: WorkerRecord, reason: Reason) -> None:
         if record.stage is not WorkerStage.DISMISSED:
             record.leaving = reason
-            self.dismiss(record, because(Why.NOT_LEFT), self.settings.leave_s)
+            self.dismiss(record, because(ReasonKind.NOT_LEFT), self.settings.leave_s)
             self.actions.add(LetGo(record.worker, reason))
 
-    def let_all_go(self, reason: Reason) -> None:
+    def release_all(self, reason: Reason) -> None:
         """Release all workers except those that have finished, which exit by themselves."""
         for record in [*self.roster.in_plans()]:
             if record.stage is WorkerStage.STARTING:
@@ -183,7 +183,7 @@ class Workforce:
         text = f"rejected {record.worker}: its state differs from the world's"
         self.actions.log("error", text)
         record.rejected = expected
-        self.dismiss(record, because(Why.REJECTED), self.settings.leave_s)
+        self.dismiss(record, because(ReasonKind.REJECTED), self.settings.leave_s)
         self.actions.add(RejectWorker(record.worker, record.layout, expected))
 
     def dismiss(self, record: WorkerRecord, why: Reason, within_s: float) -> None:
@@ -204,10 +204,10 @@ class Workforce:
         Its exit usually follows at once; not if ``silent``, since its host is unreachable.
         """
         if record.in_plans and silent and not record.killed_for:
-            self.fence(record, because(Why.CUT_OFF))
+            self.fence(record, because(ReasonKind.CUT_OFF))
         elif record.in_plans and record.exit_by is None:
             record.exit_by = self.actions.now + self.settings.disconnect_s
-            record.exit_why = because(Why.CONNECTION_LOST)
+            record.exit_why = because(ReasonKind.CONNECTION_LOST)
 
     def fence(self, record: WorkerRecord, reason: Reason) -> None:
         self.actions.log("error", f"fencing {record.worker}: {reason}", reason)
@@ -239,11 +239,11 @@ class Workforce:
         fruitful = since is not None and now - since >= settings.cooldown_max_s
         wait = self.slots.failed(record.slot, now, fruitful=fruitful)
         if wait is not None:
-            cools = because(Why.SLOT_COOLS, worker=str(worker), exit=what, wait_s=wait)
+            cools = because(ReasonKind.SLOT_COOLS, worker=str(worker), exit=what, wait_s=wait)
             self.actions.log("warning", str(cools), cools)
             return
         given_up = because(
-            Why.SLOT_GIVEN_UP,
+            ReasonKind.SLOT_GIVEN_UP,
             slot=f"{worker.host}:{worker.slot}",
             attempts=settings.slot_attempts,
             exit=what,
@@ -308,14 +308,14 @@ class Workforce:
             if not self.actions.expired(self._start_by(record)):
                 break  # later ones were started later
             if not record.killed_for:
-                late = because(Why.NO_INIT, within_s=self.settings.start_timeout_s)
+                late = because(ReasonKind.NO_INIT, within_s=self.settings.start_timeout_s)
                 self.fence(record, late)
         unkillable = []
         for record in self.roster.overdue(self.actions.now):
             if record.killed_for:
                 record.exit_by = None
                 worker, within_s = str(record.worker), self._dies_within_s(record)
-                undead = because(Why.CANT_BE_KILLED, worker=worker, within_s=within_s)
+                undead = because(ReasonKind.CANT_BE_KILLED, worker=worker, within_s=within_s)
                 self.actions.log("error", str(undead), undead)
                 unkillable.append(record)
             else:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic.driver.membership.roster import WorkerRecord
-from elastic.driver.membership.scheduling.rank_order import Arrangement, arrange
+from elastic.driver.membership.scheduling.rank_order import RankOrder, arrange
 from elastic.protocol.messages import Commit, Worker
 
 
@@ -20,7 +20,7 @@ from elastic.protocol.messages import Commit, Worker
 class Composition:
     """A possible next world. ``arrangement`` has its workers; a worker in none of the lists waits as a spare."""
 
-    arrangement: Arrangement
+    arrangement: RankOrder
     joining: list[WorkerRecord] = field(default_factory=list)
     leaving: list[WorkerRecord] = field(default_factory=list)  # may leave now
     rejected: list[WorkerRecord] = field(default_factory=list)  # the layout of their state differs

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from elastic.driver.membership.part import Part
 from elastic.driver.membership.roster import WorkerStage
 from elastic.driver.membership.worlds.worlds import Phase
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 
 
 class Deadlines(Part):
@@ -52,14 +52,14 @@ class Deadlines(Part):
         match self.worlds.phase:
             case Phase.PREPARING if self.actions.expired(self.worlds.change.by):
                 silent = ", ".join(map(str, sorted(self.worlds.change.silent)))
-                self.worlds.call_off(because(Why.NO_ANSWER, workers=silent))
+                self.worlds.call_off(because(ReasonKind.NO_ANSWER, workers=silent))
                 self.worlds.change.put_off(self.actions.now)
             case Phase.STOPPING if self.actions.expired(self.worlds.change.by):
                 late = [
                     str(s.worker) for s in self.worlds.live() if s.stage is not WorkerStage.READY
                 ]
                 missed = because(
-                    Why.NOT_STOPPED,
+                    ReasonKind.NOT_STOPPED,
                     workers=", ".join(late),
                     check=self.worlds.change.check,
                     within_s=self.settings.elastic_timeout_s,
@@ -102,8 +102,8 @@ class Deadlines(Part):
         self.worlds.gathering.late = True
         for record in list(self.worlds.gathering.missing(self.roster)):
             if record.running:
-                late = because(Why.NOT_READY, within_s=self.settings.elastic_timeout_s)
+                late = because(ReasonKind.NOT_READY, within_s=self.settings.elastic_timeout_s)
                 self.staff.fence(record, late)
             elif not self.settings.elastic:
                 waited_s, name = self.settings.elastic_timeout_s, self.worlds.named(record)
-                self.worlds.end(1, because(Why.NOT_ENTERED, who=name, for_s=waited_s))
+                self.worlds.end(1, because(ReasonKind.NOT_ENTERED, who=name, for_s=waited_s))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
-from elastic.driver.reasons import Reason, Why, because
+from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
@@ -94,7 +94,7 @@ class Gathering:
         else:
             # Every member receives the reason, so it must not grow with the number of lost workers.
             self._more += 1
-        self.reason = because(Why.SEVERAL, causes=causes, more=self._more)
+        self.reason = because(ReasonKind.SEVERAL, causes=causes, more=self._more)
 
     def awaited(self, roster: Roster) -> Iterator[WorkerRecord]:
         """Yield the old members that the gathering waits for."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from elastic.driver.membership.actions import ActionList
 from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
-from elastic.driver.membership.scheduling.worker_pool import Workforce
+from elastic.driver.membership.scheduling.worker_pool import WorkerPool
 from elastic.driver.membership.worlds.gathering import Gathering, Kind
 from elastic.driver.membership.worlds.script_failures import ScriptFailures
 from elastic.driver.membership.worlds.world import World
-from elastic.driver.reasons import Reason, Why, because, counted
+from elastic.driver.reasons import Reason, ReasonKind, because, counted
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit
 
@@ -19,7 +19,7 @@ from elastic.protocol.messages import Commit
 class GiveUpRules:
     """Rules for ending a job, with the history that they need."""
 
-    def __init__(self, settings: Settings, staff: Workforce, actions: ActionList) -> None:
+    def __init__(self, settings: Settings, staff: WorkerPool, actions: ActionList) -> None:
         self._settings = settings
         self._staff = staff
         self._actions = actions
@@ -42,7 +42,7 @@ class GiveUpRules:
         self._failures += 1
         limit = self._settings.reset_limit
         reached = limit is not None and self._failures > limit
-        return because(Why.RESET_LIMIT, cause=reason, limit=limit) if reached else None
+        return because(ReasonKind.RESET_LIMIT, cause=reason, limit=limit) if reached else None
 
     def all_lost(self, world: World, gathering: Gathering) -> Reason | None:
         """Return the reason to end the job if all members are lost.
@@ -54,31 +54,35 @@ class GiveUpRules:
         if not world.trained or any(s.worker in world.places for s in here):
             return None
         lost = because(
-            Why.ALL_LOST,
+            ReasonKind.ALL_LOST,
             members=len(world.members),
             generation=world.generation,
             cause=gathering.reason,
             wrote=self._staff.last_output,
         )
-        return self._unless_anew(gathering, lost)
+        return self._unless_restarted(gathering, lost)
 
     def nothing_held(self, world: World, gathering: Gathering) -> Reason | None:
         """Return the reason to end the job if no survivor has received the state."""
         if world.running and (world.trained or world.commit is not None):
-            return self._unless_anew(gathering, because(Why.NO_COMMIT, cause=gathering.reason))
+            return self._unless_restarted(
+                gathering, because(ReasonKind.NO_COMMIT, cause=gathering.reason)
+            )
         return None
 
-    def _unless_anew(self, gathering: Gathering, end: Reason) -> Reason | None:
+    def _unless_restarted(self, gathering: Gathering, end: Reason) -> Reason | None:
         """Return ``end``, or None if the job may restart from a checkpoint."""
         limit = self._settings.restarts
         if limit is None or gathering.anew:
             return None if gathering.anew else end
         if self._restarts >= limit:
-            return because(Why.RESTARTS_SPENT, cause=end, limit=limit) if limit else end
+            return because(ReasonKind.RESTARTS_SPENT, cause=end, limit=limit) if limit else end
         self._restarts += 1
         gathering.anew = True
         cause, restart = gathering.reason, self._restarts
-        gathering.reason = because(Why.FROM_CHECKPOINT, cause=cause, restart=restart, limit=limit)
+        gathering.reason = because(
+            ReasonKind.FROM_CHECKPOINT, cause=cause, restart=restart, limit=limit
+        )
         self._actions.log("warning", str(gathering.reason))
         return None
 
@@ -93,22 +97,24 @@ class GiveUpRules:
         recur forever.
         """
         worker = record.worker
-        lost = because(Why.LOST_REJECTED, worker=str(worker))
+        lost = because(ReasonKind.LOST_REJECTED, worker=str(worker))
         self.script_failures.failed(record.slot, lost)
         member_of = world.generation if worker in world.places else None
         first = self.script_failures.repeats(worker, record.layout, member_of=member_of)
         if first is None or not self._settings.judge_scripts:
             return None
         rank_0 = str(world.members[0])
-        return because(Why.LAYOUTS_DIFFER, first=str(first), worker=str(worker), rank_0=rank_0)
+        return because(
+            ReasonKind.LAYOUTS_DIFFER, first=str(first), worker=str(worker), rank_0=rank_0
+        )
 
     def shards_lost(self, world: World, text: str) -> Reason:
         """No worker holds some shards: ``text``. With a member that was turned away, its shards are gone."""
         away = self.script_failures.turned_away_before(world.generation)
         if away is None:
-            return because(Why.SHARDS_LOST, text=text)
+            return because(ReasonKind.SHARDS_LOST, text=text)
         rank_0 = str(world.members[0])
-        return because(Why.LAYOUTS_DIFFER, first=None, worker=str(away), rank_0=rank_0)
+        return because(ReasonKind.LAYOUTS_DIFFER, first=None, worker=str(away), rank_0=rank_0)
 
     def was_stuck(self, generation: int) -> None:
         """Record that a member was fenced because it was stuck."""
@@ -134,13 +140,13 @@ class GiveUpRules:
             self._hung_in.clear()
         elif len(self._stuck_in) >= self._settings.stranded_failures:
             worlds = len(self._stuck_in)
-            return because(Why.STUCK_AGAIN, worlds=worlds, cause=gathering.reason)
+            return because(ReasonKind.STUCK_AGAIN, worlds=worlds, cause=gathering.reason)
         elif gathering.had_loss:
             self._barren = 0
         elif gathering.kind is Kind.RECOVERY:
             self._barren += 1
             if self._barren >= self._settings.stranded_failures:
-                return because(Why.IN_CIRCLES, worlds=self._barren, cause=gathering.reason)
+                return because(ReasonKind.IN_CIRCLES, worlds=self._barren, cause=gathering.reason)
         return None
 
     def short(self, gathering: Gathering, have: int) -> Reason | None:
@@ -149,7 +155,7 @@ class GiveUpRules:
         if not slots.known:
             return None
         if not self._settings.elastic and slots.completed:
-            return because(Why.OTHERS_EXITED, exited=len(slots.completed), waiting=have)
+            return because(ReasonKind.OTHERS_EXITED, exited=len(slots.completed), waiting=have)
         coming = any(s.stage is not WorkerStage.READY for s in self._staff.roster.in_plans())
         if not coming and slots.spent():
             return self.spent()
@@ -167,9 +173,9 @@ class GiveUpRules:
         """Return the reason for giving up after the timeout."""
         ready = len(self._staff.roster.at(WorkerStage.READY))
         within_s = self._settings.elastic_timeout_s
-        return because(Why.TOO_FEW, ready=ready, needed=self.needed(), within_s=within_s)
+        return because(ReasonKind.TOO_FEW, ready=ready, needed=self.needed(), within_s=within_s)
 
     def spent(self) -> Reason:
         """Return the reason for giving up because no slot can get a worker any more."""
         attempts, wrote = self._settings.slot_attempts, self._staff.last_output
-        return because(Why.SLOTS_SPENT, attempts=attempts, needed=self.needed(), wrote=wrote)
+        return because(ReasonKind.SLOTS_SPENT, attempts=attempts, needed=self.needed(), wrote=wrote)

@@ -14,7 +14,7 @@ from elastic.protocol.messages import Worker
 
 
 @dataclass
-class Change:
+class PlannedChange:
     """The current planned change, or the last one. ``_s`` are seconds, other times are on the caller's clock."""
 
     settings: Settings

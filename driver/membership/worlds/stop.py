@@ -18,7 +18,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.membership.part import Part
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
-from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import Commit
 
 
@@ -54,7 +54,7 @@ class Stop(Part):
         """End the job, or request a last checkpoint first."""
         waits = self.settings.durable and event.checkpoint_s > 0 and self._request is None
         if not waits or not self.worlds.world.running:
-            self.worlds.end(1, in_words(event.reason))
+            self.worlds.end(1, as_sentence(event.reason))
         within = f"waiting up to {event.checkpoint_s:g} s for a last checkpoint"
         self.actions.log("info", f"{within}; a second request to stop skips it")
         self._request = event
@@ -62,7 +62,7 @@ class Stop(Part):
         self._least = self._trained_to
         self.worlds.stopping = True
         if self.worlds.phase is Phase.PREPARING:
-            self.worlds.call_off(because(Why.TOLD, text=event.reason))
+            self.worlds.call_off(because(ReasonKind.TOLD, text=event.reason))
 
     def watch(self) -> None:
         """Act on the request after every event."""
@@ -94,5 +94,7 @@ class Stop(Part):
         assert request is not None
         newest = None if self._newest is None else self._newest.dotted
         within_s = request.checkpoint_s
-        why = because(Why.STOPPED, why=request.reason, newest=newest, made=made, within_s=within_s)
+        why = because(
+            ReasonKind.STOPPED, why=request.reason, newest=newest, made=made, within_s=within_s
+        )
         self.worlds.end(request.code or 1, why)

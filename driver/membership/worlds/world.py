@@ -8,7 +8,7 @@ from elastic.driver.events import Member, ReportRecovery, WorkerDigested, Worker
 from elastic.driver.membership.roster import Roster, WorkerStage
 from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.membership.worlds.gathering import Kind
-from elastic.driver.reasons import Reason, Why, because
+from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.protocol.messages import Commit, Place, Worker
 
 DIGESTS = 64  # number of commits whose digests are kept
@@ -24,7 +24,7 @@ class World:
     commit: Commit | None = None  # newest commit held by a member when it began
     layout: str = ""
     kind: Kind = Kind.START
-    reason: Reason = field(default_factory=lambda: because(Why.FIRST_START))
+    reason: Reason = field(default_factory=lambda: because(ReasonKind.FIRST_START))
     cause_at: float = 0.0
     published_at: float = 0.0
     trained: bool = False  # a member resumed in this world or an earlier one

@@ -18,14 +18,14 @@ from elastic.driver.membership.failure_detection.root_cause import (
     RootCauseSearch,
 )
 from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
-from elastic.driver.membership.scheduling.worker_pool import Workforce
+from elastic.driver.membership.scheduling.worker_pool import WorkerPool
 from elastic.driver.membership.worlds.composition import Composition, compose
 from elastic.driver.membership.worlds.gathering import NAMED, Gathering, Kind, candidates
 from elastic.driver.membership.worlds.give_up import GiveUpRules
-from elastic.driver.membership.worlds.planned_change import Change
-from elastic.driver.membership.worlds.signs_of_life import SignsOfLife
+from elastic.driver.membership.worlds.liveness_probes import LivenessProbes
+from elastic.driver.membership.worlds.planned_change import PlannedChange
 from elastic.driver.membership.worlds.world import World
-from elastic.driver.reasons import Fact, Reason, Why, because
+from elastic.driver.reasons import Fact, Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Place, Worker
 
@@ -56,18 +56,18 @@ class Worlds:
         self.settings = settings
         self.phase = Phase.GATHERING
         self.actions = ActionList()
-        self.staff = Workforce(settings, self.actions)
+        self.staff = WorkerPool(settings, self.actions)
         self.give_up = GiveUpRules(settings, self.staff, self.actions)
         self.world = World()
         self.published: events.PublishWorld | None = None  # the last published world
         self.verdict: events.EndJob | None = None  # the outcome of the job, once decided
         self._wished: tuple[tuple[int, int, int], tuple[Reason | None, bool]] | None = None
-        self.gathering = Gathering(Kind.START, because(Why.FIRST_START), 0.0, settings)
-        self.change = Change(settings)
-        self.change_reason = because(Why.NOT_WANTED)  # of the last change, if any
+        self.gathering = Gathering(Kind.START, because(ReasonKind.FIRST_START), 0.0, settings)
+        self.change = PlannedChange(settings)
+        self.change_reason = because(ReasonKind.NOT_WANTED)  # of the last change, if any
         self.exceptions = Exceptions()
         self.mismatches = Mismatches()
-        self.signs = SignsOfLife()
+        self.signs = LivenessProbes()
         self.trained = False  # a worker has entered elastic.run
         self.stopping = False  # a stop was requested, and the last checkpoint is pending
         self.all_go = False  # every member's machine will be reclaimed
@@ -138,7 +138,7 @@ class Worlds:
             self.end(1, self.give_up.spent())
         if self.staff.settings.elastic and not self.generation:
             self.actions.log("warning", NO_INIT)
-        self.end(0, because(Why.ALL_EXITED, workers=len(self.staff.slots.completed)))
+        self.end(0, because(ReasonKind.ALL_EXITED, workers=len(self.staff.slots.completed)))
 
     def _try_to_publish(self) -> None:
         awaited = self.staff.starting()
@@ -181,14 +181,14 @@ class Worlds:
         assert source.store is not None
         if before.members:
             reason = because(
-                Why.NEXT_WORLD,
+                ReasonKind.NEXT_WORLD,
                 cause=gathering.reason,
                 ready=survivors,
                 members=len(before.members),
                 new=len(composition.joining),
             )
         else:
-            reason = because(Why.FIRST_WORLD, members=len(arranged.order))
+            reason = because(ReasonKind.FIRST_WORLD, members=len(arranged.order))
         self.phase = Phase.TRAINING
         self.world = World(
             generation=before.generation + 1,
@@ -245,7 +245,7 @@ class Worlds:
         if wish is None:
             self.change.unwanted()
             if self.settings.standbys:
-                self._have_stand_by()
+                self._make_standby()
             return
         coming = any(
             not s.leaving and s.worker not in self.world.places
@@ -260,7 +260,7 @@ class Worlds:
         self.change_reason, self._cause_at = wish, self.now
         self.actions.add(events.PrepareChange(self.generation, self.change.number, members, wish))
 
-    def _have_stand_by(self) -> None:
+    def _make_standby(self) -> None:
         """Make ready workers standbys if the world has its maximum size."""
         for record in self._joining():
             if not record.stands_by:
@@ -297,17 +297,17 @@ class Worlds:
         same = Commit(self.generation, 1)
         composition = self._compose(live, joining, {s.worker: same for s in live})
         joined = ", ".join(str(s.worker) for s in composition.joining)
-        causes = [because(Why.JOINED, workers=joined)] if joined else []
+        causes = [because(ReasonKind.JOINED, workers=joined)] if joined else []
         causes += [
-            because(Why.LEAVES, worker=str(s.worker), leaving=s.leaving)
+            because(ReasonKind.LEAVES, worker=str(s.worker), leaving=s.leaving)
             for s in composition.leaving
         ]
-        wish = because(Why.SEVERAL, causes=[*causes]) if len(causes) > 1 else None
+        wish = because(ReasonKind.SEVERAL, causes=[*causes]) if len(causes) > 1 else None
         return wish or next(iter(causes), None), bool(composition.leaving)
 
     def _try_to_stop(self) -> None:
         if self._wish()[0] is None:
-            self.call_off(because(Why.NOT_WANTED))
+            self.call_off(because(ReasonKind.NOT_WANTED))
         elif not self.change.silent:
             self.phase = Phase.STOPPING
             check = self.change.stop(self.now)
@@ -329,7 +329,7 @@ class Worlds:
             if failed and self.settings.judge_scripts:
                 facts |= {"began": script_failures.began, "failed": [*failed[:NAMED]]}
                 facts["strict"] = self.settings.strict
-            self.end(0, because(Why.ALL_RETURNED, **facts))
+            self.end(0, because(ReasonKind.ALL_RETURNED, **facts))
 
     def finish(self, because: str) -> None:
         """Release returned workers from waiting for the others.
@@ -345,7 +345,7 @@ class Worlds:
 
     def one_returned(self, record: WorkerRecord) -> None:
         """Handle a returned member: the others get a deadline for returning too."""
-        returned = because(Why.RETURNED, worker=str(record.worker))
+        returned = because(ReasonKind.RETURNED, worker=str(record.worker))
         if self.phase in (Phase.PREPARING, Phase.STOPPING):
             self.call_off(returned)
         if self.phase is Phase.TRAINING or (
@@ -410,7 +410,7 @@ class Worlds:
         """Decide the outcome. On success, all workers that have not finished are released."""
         self.phase = Phase.DONE
         if code == 0:
-            self.staff.let_all_go(because(Why.JOB_ENDED))
+            self.staff.release_all(because(ReasonKind.JOB_ENDED))
         self.verdict = events.EndJob(code, reason)
         self.actions.add(self.verdict)
         raise JobFinished

@@ -33,7 +33,7 @@ class PageRefusal:
 
 
 @dataclass(frozen=True)
-class Guard:
+class RequestGuard:
     """Decides which requests are answered.
 
     Args:

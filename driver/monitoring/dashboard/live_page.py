@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from elastic.driver.events import Action, Event
-from elastic.driver.monitoring.dashboard.one_line import one_line
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
 from elastic.driver.monitoring.dashboard.page_state import Patch
+from elastic.driver.monitoring.dashboard.status_line_text import one_line
 from elastic.driver.monitoring.dashboard.worker_grid import slot_of
 from elastic.driver.sinks import Stream, Usage
 from elastic.protocol.messages import Worker

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.driver.monitoring.dashboard.http_requests import HEAD_LIMIT, Guard, PageRefusal
+from elastic.driver.monitoring.dashboard.http_requests import HEAD_LIMIT, PageRefusal, RequestGuard
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.errors import Invalid
 
@@ -54,7 +54,7 @@ class PageServer:
         self,
         model: PageModel,
         listening: socket.socket,
-        guard: Guard,
+        guard: RequestGuard,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:

@@ -146,7 +146,7 @@ class WorkerGrid:
             self.change(worker, rank=rank, inside=None, share=None, stalled=None, awaits=())
             self.change(worker, step_s=None, own_s=None)
             self.move(worker, "training", now)
-        self._forget_gone()
+        self._forget_exited()
 
     # ---- hosts
 
@@ -156,7 +156,7 @@ class WorkerGrid:
             self.host(host, slots=slots, order=order)
         for host in self.state.tables["hosts"].keys() - hosts.keys():
             self.host(host, slots=0)
-        self._forget_gone()
+        self._forget_exited()
 
     def host(self, host: str, **fields: Any) -> None:
         """Set fields of a host's row. Hosts that were never listed are ignored."""
@@ -172,7 +172,7 @@ class WorkerGrid:
         for cell in [each for each in self._cells.values() if each.worker.host == host]:
             self.move(cell.worker, "lost", now, f"its host was lost: {reason}")
 
-    def _forget_gone(self) -> None:
+    def _forget_exited(self) -> None:
         """Remove slots that are not listed and whose worker has exited."""
         hosts = self.state.tables["hosts"]
         for key, cell in [*self._cells.items()]:

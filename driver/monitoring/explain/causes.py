@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from elastic import errors
 from elastic.driver.events import WorkerExited, WorkerRaised
-from elastic.driver.reasons import Reason, Why
+from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Worker
 
 
@@ -49,23 +49,23 @@ class Cause(enum.Enum):
 # Causes that follow from the loss of another worker, if that is known.
 FOLLOWS = frozenset({Cause.LOST_PEER, Cause.SHARDS_LOST, Cause.SPOILT})
 FENCES = {
-    Why.FROZEN: Cause.FROZEN,
-    Why.CUT_OFF: Cause.CUT_OFF,
-    Why.IDLE: Cause.STUCK,
-    Why.BUSY: Cause.STUCK,
-    Why.GPU_FAILED: Cause.GPU_ERROR,
-    Why.GPU_HANGS: Cause.GPU_HANGS,
-    Why.GPU_BEHIND: Cause.GPU_HANGS,
-    Why.OTHER_DIGEST: Cause.DAMAGED,
-    Why.DAMAGED: Cause.DAMAGED,
-    Why.NO_INIT: Cause.TOO_SLOW,
-    Why.NOT_READY: Cause.TOO_SLOW,
-    Why.NOT_LEFT: Cause.TOO_SLOW,
-    Why.CONNECTION_LOST: Cause.DISCONNECTED,
-    Why.NOT_BACK: Cause.DISCONNECTED,
-    Why.REJECTED: Cause.STATE_MISMATCH,
-    Why.STRANDED: Cause.LOST_PEER,
-    Why.SPOILT: Cause.SPOILT,
+    ReasonKind.FROZEN: Cause.FROZEN,
+    ReasonKind.CUT_OFF: Cause.CUT_OFF,
+    ReasonKind.IDLE: Cause.STUCK,
+    ReasonKind.BUSY: Cause.STUCK,
+    ReasonKind.GPU_FAILED: Cause.GPU_ERROR,
+    ReasonKind.GPU_HANGS: Cause.GPU_HANGS,
+    ReasonKind.GPU_BEHIND: Cause.GPU_HANGS,
+    ReasonKind.OTHER_DIGEST: Cause.DAMAGED,
+    ReasonKind.DAMAGED: Cause.DAMAGED,
+    ReasonKind.NO_INIT: Cause.TOO_SLOW,
+    ReasonKind.NOT_READY: Cause.TOO_SLOW,
+    ReasonKind.NOT_LEFT: Cause.TOO_SLOW,
+    ReasonKind.CONNECTION_LOST: Cause.DISCONNECTED,
+    ReasonKind.NOT_BACK: Cause.DISCONNECTED,
+    ReasonKind.REJECTED: Cause.STATE_MISMATCH,
+    ReasonKind.STRANDED: Cause.LOST_PEER,
+    ReasonKind.SPOILT: Cause.SPOILT,
 }
 
 

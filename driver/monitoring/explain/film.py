@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from html import escape as escaped
 
 from elastic.driver.monitoring.explain.causes import Cause
+from elastic.driver.monitoring.explain.job_history import Incident, JobHistory
 from elastic.driver.monitoring.explain.sentences import milliseconds
-from elastic.driver.monitoring.explain.story import Incident, Story
 from elastic.driver.monitoring.explain.worker_rows import STATES, Span, WorkerRows
 from elastic.driver.monitoring.stalls import Stall
 
@@ -49,7 +49,7 @@ BACK, LINE, TEXT, FAINT, BAD = "#10141a", "#2c3542", "#e6eaf0", "#9aa6b6", "#ea5
 
 
 @dataclass(frozen=True)
-class Cut:
+class FilmCut:
     """The interval shown, in seconds on the journal's clock, and the length of the animation in seconds."""
 
     begins: float
@@ -66,12 +66,12 @@ class Cut:
         return SEEN_S / self.film_s
 
 
-def film(story: Story, rows: WorkerRows, *, film_s: float = 40.0, title: str = "") -> str:
+def film(story: JobHistory, rows: WorkerRows, *, film_s: float = 40.0, title: str = "") -> str:
     """Return the text of the SVG file. ``film_s``: seconds until the animation repeats."""
     began = story.began or 0.0
     begins = began if story.trained_at is None else story.trained_at
     gap = max(1e-5, min(len(rows.rows), WORKERS) / KEYS)
-    cut = Cut(begins, max(_ends(story, rows, begins), begins + 1e-3), film_s, gap)
+    cut = FilmCut(begins, max(_ends(story, rows, begins), begins + 1e-3), film_s, gap)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
         ' role="img" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">',
@@ -90,7 +90,7 @@ def _escape(text: str) -> str:
     return escaped(NOT_XML.sub("\ufffd", text))
 
 
-def _ends(story: Story, rows: WorkerRows, begins: float) -> float:
+def _ends(story: JobHistory, rows: WorkerRows, begins: float) -> float:
     """Return the end of the job or a while after its last loss, since nothing changes afterwards."""
     end = story.end_at or story.last
     lost = [at for at, _, _ in rows.deaths if at <= end]
@@ -102,7 +102,7 @@ def _ends(story: Story, rows: WorkerRows, begins: float) -> float:
 Key = tuple[float, str]
 
 
-def _kept(keys: Sequence[Key], cut: Cut) -> list[Key]:
+def _kept(keys: Sequence[Key], cut: FilmCut) -> list[Key]:
     """Drop changes that are too short. Times are shares of the animation; the first is 0."""
     kept: list[Key] = []
     for at, value in keys:
@@ -116,7 +116,7 @@ def _kept(keys: Sequence[Key], cut: Cut) -> list[Key]:
     return kept
 
 
-def _steps(attribute: str, keys: Sequence[Key], cut: Cut) -> str:
+def _steps(attribute: str, keys: Sequence[Key], cut: FilmCut) -> str:
     """Return the animation of an attribute that has each value from its time on."""
     kept = _kept(keys, cut)
     if len(kept) == 1:
@@ -124,7 +124,7 @@ def _steps(attribute: str, keys: Sequence[Key], cut: Cut) -> str:
     return _animate(attribute, kept, cut, "discrete")
 
 
-def _animate(attribute: str, keys: Sequence[Key], cut: Cut, mode: str) -> str:
+def _animate(attribute: str, keys: Sequence[Key], cut: FilmCut, mode: str) -> str:
     values = ";".join(value for _, value in keys)
     times = ";".join(f"{at:.5f}".rstrip("0").rstrip(".") for at, _ in keys)
     return (
@@ -136,7 +136,7 @@ def _animate(attribute: str, keys: Sequence[Key], cut: Cut, mode: str) -> str:
 # ---- the ring -------------------------------------------------------------------------------------------------------
 
 
-def _ring(rows: WorkerRows, cut: Cut, stalls: Iterable[Stall]) -> list[str]:
+def _ring(rows: WorkerRows, cut: FilmCut, stalls: Iterable[Stall]) -> list[str]:
     table = rows.table(cut.ends, stalls)
     names = sorted(table, key=_in_order)
     shown = names[:WORKERS]
@@ -178,7 +178,7 @@ def _in_order(row: str) -> tuple[str, int]:
     return host, int(slot)
 
 
-def _states(spans: Sequence[Span], cut: Cut) -> list[Key]:
+def _states(spans: Sequence[Span], cut: FilmCut) -> list[Key]:
     """Return the colours of a slot, each for the minimum visible time."""
     keys: list[Key] = [(0.0, COLOURS[""])]
     seen = cut.seen()
@@ -198,20 +198,20 @@ def _states(spans: Sequence[Span], cut: Cut) -> list[Key]:
     return keys
 
 
-def _losses(rows: WorkerRows, name: str, cut: Cut) -> list[float]:
+def _losses(rows: WorkerRows, name: str, cut: FilmCut) -> list[float]:
     return [
         cut.share(at) for at, row, _ in rows.deaths if row == name and cut.begins <= at <= cut.ends
     ]
 
 
-def _on_off(times: Sequence[float], cut: Cut) -> list[Key]:
+def _on_off(times: Sequence[float], cut: FilmCut) -> list[Key]:
     keys: list[Key] = [(0.0, "0")]
     for at in times:
         keys += [(at, "1"), (min(1.0, at + 1.6 * cut.seen()), "0")]
     return keys
 
 
-def _pulse(attribute: str, times: Sequence[float], low: float, high: float, cut: Cut) -> str:
+def _pulse(attribute: str, times: Sequence[float], low: float, high: float, cut: FilmCut) -> str:
     """Return an animation from low to high at each of the times."""
     keys: list[tuple[float, float]] = [(0.0, low)]
     length = 1.6 * cut.seen()
@@ -227,7 +227,7 @@ def _pulse(attribute: str, times: Sequence[float], low: float, high: float, cut:
 # ---- counters -------------------------------------------------------------------------------------------------------
 
 
-def _counters(story: Story, rows: WorkerRows, cut: Cut) -> list[str]:
+def _counters(story: JobHistory, rows: WorkerRows, cut: FilmCut) -> list[str]:
     middle_x, middle_y, _ = RING
     commits = story.commits.points
     deaths = [at for at, _, _ in rows.deaths]
@@ -244,12 +244,17 @@ def _counters(story: Story, rows: WorkerRows, cut: Cut) -> list[str]:
     ]
 
 
-def _labelled(x: float, label: str, value: Callable[[float], str], cut: Cut) -> list[str]:
+def _labelled(x: float, label: str, value: Callable[[float], str], cut: FilmCut) -> list[str]:
     return [_text(x, 52, label, FAINT, 13), *_counter(x, 84, 26, value, cut)]
 
 
 def _counter(
-    x: float, y: float, size: int, value: Callable[[float], str], cut: Cut, anchor: str = "start"
+    x: float,
+    y: float,
+    size: int,
+    value: Callable[[float], str],
+    cut: FilmCut,
+    anchor: str = "start",
 ) -> list[str]:
     """Return one text element for each value, each shown only while it is current."""
     frames: list[tuple[float, str]] = []
@@ -266,7 +271,7 @@ def _shown_in_turn(
     y: float,
     size: int,
     frames: Sequence[tuple[float, str]],
-    cut: Cut,
+    cut: FilmCut,
     anchor: str,
     colour: str,
 ) -> list[str]:
@@ -324,7 +329,7 @@ _TOLD = {
 }
 
 
-def _captions(story: Story, cut: Cut) -> list[str]:
+def _captions(story: JobHistory, cut: FilmCut) -> list[str]:
     """Return the captions: one for each loss, until the next."""
     losses = [(cut.share(each.at), _caption(each)) for each in story.incidents if each.first]
     frames = [(0.0, "all workers train")]
@@ -347,7 +352,7 @@ def _caption(incident: Incident) -> str:
     return f"{what}: {incident.size_after} {noun} on {milliseconds(incident.recovered_ms)} later"
 
 
-def _curve(rows: WorkerRows, cut: Cut) -> list[str]:
+def _curve(rows: WorkerRows, cut: FilmCut) -> list[str]:
     """Return the size of the world over time, the losses, and a cursor."""
     left, right, top, bottom = 390.0, WIDTH - 30.0, 176.0, 344.0
     most = max([size for _, size, _ in rows.worlds], default=1)

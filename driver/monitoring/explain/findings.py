@@ -16,10 +16,10 @@ import msgspec
 
 from elastic.driver.events import DrainRequested, Event, RemoveRequested, ScaleRequested
 from elastic.driver.monitoring.explain.causes import FOLLOWS, Cause, Death
-from elastic.driver.monitoring.explain.story import Incident, StoreSilence, Story
+from elastic.driver.monitoring.explain.job_history import Incident, JobHistory, StoreOutage
 from elastic.driver.monitoring.stalls import Stall, StallEnd, blamed
 from elastic.driver.monitoring.time_spent import PARTS, STRETCHES
-from elastic.driver.reasons import Reason, Why
+from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import Settings
 
 FIRST, LAST = 12, 12  # incidents described individually at the beginning and at the end
@@ -33,7 +33,7 @@ OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MI
 REPEATS = 3  # losses of one cause from which it counts as recurring
 
 
-class What(enum.Enum):
+class FindingKind(enum.Enum):
     """Kinds of findings, in the order in which they are shown."""
 
     # The outcome.
@@ -153,7 +153,7 @@ class JobFinding:
     ``facts`` of its sentence: times in seconds since the beginning of the job, workers as in ``h:2#1``.
     """
 
-    what: What
+    what: FindingKind
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -169,20 +169,20 @@ class JournalState:
     from_the_middle: bool = False
 
 
-def findings(story: Story, source: JournalState) -> list[JobFinding]:
+def findings(story: JobHistory, source: JournalState) -> list[JobFinding]:
     """Return all findings about a job."""
     cause = root_cause(story)
     found = [*_ending(story, source), *_why(story, source, cause)]
     if story.store_away is not None and story.end is None:
         # The consequences, and that the journal ends, come after these.
-        first = [What.STORE_AWAY, What.CAUSE]
+        first = [FindingKind.STORE_AWAY, FindingKind.CAUSE]
         found.sort(key=lambda each: first.index(each.what) if each.what in first else len(first))
     found += [*_course(story), *_losses(story), *_cost(story)]
-    found += [JobFinding(What.ADVICE, each) for each in _advice(story, source, cause)]
+    found += [JobFinding(FindingKind.ADVICE, each) for each in _advice(story, source, cause)]
     return [*found, *_file(source)]
 
 
-def root_cause(story: Story) -> Death | None:
+def root_cause(story: JobHistory) -> Death | None:
     """Return the first loss of the incident that ended the job or is in progress; None if no loss did."""
     if story.after is not None:
         return story.after
@@ -193,74 +193,74 @@ def root_cause(story: Story) -> Death | None:
     return incident.first
 
 
-def _since(story: Story, at: float) -> float:
+def _since(story: JobHistory, at: float) -> float:
     return at - (story.began or 0.0)
 
 
 # ---- the outcome ----------------------------------------------------------------------------------------------------
 
 
-def _ending(story: Story, source: JournalState) -> Iterator[JobFinding]:
+def _ending(story: JobHistory, source: JournalState) -> Iterator[JobFinding]:
     if story.began is None:
-        yield JobFinding(What.NOTHING_HAPPENED, {"runs": source.runs})
+        yield JobFinding(FindingKind.NOTHING_HAPPENED, {"runs": source.runs})
         return
     end, after = story.end, _since(story, story.end_at if story.end else story.last)
     facts: dict[str, Any] = {"after_s": after, "workers": len(story.members)}
     facts["commit"] = str(story.newest) if story.newest and story.newest.number else None
     facts |= _since_the_store(story, story.last)
     if end is None and source.runs:
-        yield JobFinding(What.RUNS, facts)
+        yield JobFinding(FindingKind.RUNS, facts)
         if story.spent.stall is not None:
-            yield JobFinding(What.STALLS_NOW, _stall(story.spent.stall, story))
+            yield JobFinding(FindingKind.STALLS_NOW, _stall(story.spent.stall, story))
     elif end is None:
-        yield JobFinding(What.CUT_OFF, {**facts, "abandoned": source.abandoned})
+        yield JobFinding(FindingKind.CUT_OFF, {**facts, "abandoned": source.abandoned})
     elif story.code == 0:
         short = one_line(end.reason) if end.reason.facts.get("failed") else None
-        yield JobFinding(What.DONE, {**facts, "short": short})
+        yield JobFinding(FindingKind.DONE, {**facts, "short": short})
     elif story.stop is not None:
-        yield JobFinding(What.STOPPED, {**facts, "by": story.stop})
+        yield JobFinding(FindingKind.STOPPED, {**facts, "by": story.stop})
     else:
-        yield JobFinding(What.FAILED, {**facts, "code": story.code})
+        yield JobFinding(FindingKind.FAILED, {**facts, "code": story.code})
 
 
-def _why(story: Story, source: JournalState, cause: Death | None) -> Iterator[JobFinding]:
+def _why(story: JobHistory, source: JournalState, cause: Death | None) -> Iterator[JobFinding]:
     """Yield the findings on the cause of a failure."""
     end = story.end
     if story.began is None or story.code == 0:
         return
     if story.torn_driver:
-        yield JobFinding(What.DRIVER_BUG, {"error": story.torn_driver})
+        yield JobFinding(FindingKind.DRIVER_BUG, {"error": story.torn_driver})
         return
     if story.store_away is not None:
-        yield JobFinding(What.STORE_AWAY, _silence(story.store_away, story))
+        yield JobFinding(FindingKind.STORE_AWAY, _silence(story.store_away, story))
     if story.stop is not None:
         return
     if cause is not None:
         facts = death_facts(cause, story) | _since_the_store(story, cause.at)
-        yield JobFinding(What.CAUSE, facts)
+        yield JobFinding(FindingKind.CAUSE, facts)
     elif end is not None:
-        yield JobFinding(What.CAUSE_UNKNOWN, {"reason": one_line(end.reason)})
+        yield JobFinding(FindingKind.CAUSE_UNKNOWN, {"reason": one_line(end.reason)})
     if story.after is not None and not story.after_raised:
-        yield JobFinding(What.AFTER_TRAINING)
+        yield JobFinding(FindingKind.AFTER_TRAINING)
     elif end is not None:
         yield from _then(end.reason, cause)
     if cause is not None and end is not None:
         settings = source.settings
         elastic = settings is None or settings.elastic or story.after is not None
         if not elastic and story.trained_at is not None:
-            yield JobFinding(What.NOT_ELASTIC)
+            yield JobFinding(FindingKind.NOT_ELASTIC)
         alike = [
             each for each in story.losses() if each.cause is cause.cause and each.what == cause.what
         ]
         if len(alike) >= REPEATS and story.trained_at is not None:
             ranks = {each.rank for each in alike}
             rank = ranks.pop() if len(ranks) == 1 else None
-            yield JobFinding(What.REPEATED, {"times": len(alike), "rank": rank})
+            yield JobFinding(FindingKind.REPEATED, {"times": len(alike), "rank": rank})
         if trace := _trace(story, cause):
-            yield JobFinding(What.TRACE, {"text": trace, "who": named(cause)})
+            yield JobFinding(FindingKind.TRACE, {"text": trace, "who": named(cause)})
 
 
-def _since_the_store(story: Story, at: float) -> dict[str, float]:
+def _since_the_store(story: JobHistory, at: float) -> dict[str, float]:
     """Return the delay since etcd was lost, if the job did not end: later events are consequences and not causes."""
     if story.store_away is None or story.end is not None or at < story.store_away.at:
         return {}
@@ -268,20 +268,20 @@ def _since_the_store(story: Story, at: float) -> dict[str, float]:
 
 
 _SAID_BY_THE_CAUSE = {
-    *(Why.ENDED, Why.SCRIPT_RAISED, Why.TENSORS_DIFFER),
-    *(Why.ALL_RETURNED, Why.ALL_EXITED),
+    *(ReasonKind.ENDED, ReasonKind.SCRIPT_RAISED, ReasonKind.TENSORS_DIFFER),
+    *(ReasonKind.ALL_RETURNED, ReasonKind.ALL_EXITED),
 }
 _BRIEFLY = {
-    Why.SAME_EXCEPTION: ("first", "worker", "commit"),
-    Why.SCRIPT_FAILS: (),
-    Why.SLOTS_SPENT: ("attempts", "needed"),
-    Why.RESET_LIMIT: ("limit",),
-    Why.RESTARTS_SPENT: ("limit",),
-    Why.ALL_LOST: ("members", "generation"),
-    Why.NO_COMMIT: (),
-    Why.STUCK_AGAIN: ("worlds",),
-    Why.IN_CIRCLES: ("worlds",),
-    Why.TOO_FEW: ("ready", "needed", "within_s"),
+    ReasonKind.SAME_EXCEPTION: ("first", "worker", "commit"),
+    ReasonKind.SCRIPT_FAILS: (),
+    ReasonKind.SLOTS_SPENT: ("attempts", "needed"),
+    ReasonKind.RESET_LIMIT: ("limit",),
+    ReasonKind.RESTARTS_SPENT: ("limit",),
+    ReasonKind.ALL_LOST: ("members", "generation"),
+    ReasonKind.NO_COMMIT: (),
+    ReasonKind.STUCK_AGAIN: ("worlds",),
+    ReasonKind.IN_CIRCLES: ("worlds",),
+    ReasonKind.TOO_FEW: ("ready", "needed", "within_s"),
 }
 
 
@@ -291,13 +291,13 @@ def _then(reason: Reason, cause: Death | None) -> Iterator[JobFinding]:
         return
     names = _BRIEFLY.get(reason.kind)
     if names is None:
-        yield JobFinding(What.THEN, {"kind": "other", "text": one_line(reason)})
+        yield JobFinding(FindingKind.THEN, {"kind": "other", "text": one_line(reason)})
         return
     facts = {name: reason.facts.get(name) for name in names}
-    yield JobFinding(What.THEN, {"kind": reason.kind.value, **facts})
+    yield JobFinding(FindingKind.THEN, {"kind": reason.kind.value, **facts})
 
 
-def _trace(story: Story, cause: Death) -> str:
+def _trace(story: JobHistory, cause: Death) -> str:
     """Return the traceback of a cause, which may be stored with another worker that was lost by the same cause."""
     for death in [cause, *story.losses()]:
         if death.trace and death.cause is cause.cause and death.what == cause.what:
@@ -323,7 +323,7 @@ def named(death: Death) -> str:
     return f"rank {death.rank}{of_size} ({death.worker})"
 
 
-def death_facts(death: Death, story: Story) -> dict[str, Any]:
+def death_facts(death: Death, story: JobHistory) -> dict[str, Any]:
     """Return the facts of a loss for its sentence."""
     return {
         "cause": death.cause.value,
@@ -341,21 +341,21 @@ def death_facts(death: Death, story: Story) -> dict[str, Any]:
 # ---- the course of events -------------------------------------------------------------------------------------------
 
 
-def _course(story: Story) -> Iterator[JobFinding]:
+def _course(story: JobHistory) -> Iterator[JobFinding]:
     if story.began is None:
         return
     if story.trained_at is None:
-        yield JobFinding(What.NEVER_TRAINED, {"started": story.started})
+        yield JobFinding(FindingKind.NEVER_TRAINED, {"started": story.started})
     yield from (finding for _, finding in sorted(_in_time(story), key=lambda each: each[0]))
     if story.planned.count:
-        yield JobFinding(What.PLANNED, {**vars(story.planned)})
+        yield JobFinding(FindingKind.PLANNED, {**vars(story.planned)})
     if story.drivers > 1:
-        yield JobFinding(What.DRIVERS, {"drivers": story.drivers})
+        yield JobFinding(FindingKind.DRIVERS, {"drivers": story.drivers})
     if story.more_silences:
-        yield JobFinding(What.MORE_SILENCES, {"times": story.more_silences})
+        yield JobFinding(FindingKind.MORE_SILENCES, {"times": story.more_silences})
 
 
-def _in_time(story: Story) -> Iterator[tuple[float, JobFinding]]:
+def _in_time(story: JobHistory) -> Iterator[tuple[float, JobFinding]]:
     """Yield findings with their times."""
     if story.trained_at is not None:
         facts: dict[str, Any] = {
@@ -365,7 +365,7 @@ def _in_time(story: Story) -> Iterator[tuple[float, JobFinding]]:
             "started": story.started,
             "before": story.trained_at == story.began,
         }
-        yield story.trained_at, JobFinding(What.TRAINING_BEGAN, facts)
+        yield story.trained_at, JobFinding(FindingKind.TRAINING_BEGAN, facts)
     described = story.incidents
     between: list[Incident] = []
     if len(described) > FIRST + LAST:
@@ -375,31 +375,31 @@ def _in_time(story: Story) -> Iterator[tuple[float, JobFinding]]:
     if between:
         causes = Counter(_kind(each) for each in between)
         facts = {"count": len(between) + story.more_incidents, "causes": dict(causes.most_common())}
-        yield between[0].at, JobFinding(What.MORE_INCIDENTS, facts)
+        yield between[0].at, JobFinding(FindingKind.MORE_INCIDENTS, facts)
     past = story.spent.stalls.past
     for stall in [*past][-FIRST:]:
-        yield stall.since, JobFinding(What.STALL, _stall(stall, story))
+        yield stall.since, JobFinding(FindingKind.STALL, _stall(stall, story))
     if (more := story.spent.stalls.count - FIRST) > 0:
         first = past[-FIRST].since
         over = story.spent.stalls.seconds
         seconds = over(-math.inf, math.inf, None) - over(first, math.inf, None)
-        yield first, JobFinding(What.MORE_STALLS, {"count": more, "seconds": seconds})
+        yield first, JobFinding(FindingKind.MORE_STALLS, {"count": more, "seconds": seconds})
     for at, event, done in story.requests:
         yield at, _request(at, event, done, story)
     for silence in story.silences:
-        yield silence.at, JobFinding(What.STORE_SILENT, _silence(silence, story))
+        yield silence.at, JobFinding(FindingKind.STORE_SILENT, _silence(silence, story))
 
 
-def _stall(stall: Stall, story: Story) -> dict[str, Any]:
+def _stall(stall: Stall, story: JobHistory) -> dict[str, Any]:
     return {"at_s": _since(story, stall.since), **stall.facts()}
 
 
-def _silence(silence: StoreSilence, story: Story) -> dict[str, Any]:
+def _silence(silence: StoreOutage, story: JobHistory) -> dict[str, Any]:
     back = None if silence.back_at is None else silence.back_at - silence.at
     return {**silence.reason.facts, "at_s": _since(story, silence.at), "back_after_s": back}
 
 
-def _request(at: float, event: Event, done: bool, story: Story) -> JobFinding:
+def _request(at: float, event: Event, done: bool, story: JobHistory) -> JobFinding:
     facts: dict[str, Any] = {"at_s": _since(story, at), "done": done}
     match event:
         case ScaleRequested(_, workers):
@@ -410,7 +410,7 @@ def _request(at: float, event: Event, done: bool, story: Story) -> JobFinding:
             facts |= {"kind": "remove", "worker": str(worker)}
         case _:
             facts |= {"kind": ""}
-    return JobFinding(What.REQUEST, facts)
+    return JobFinding(FindingKind.REQUEST, facts)
 
 
 def _kind(incident: Incident) -> str:
@@ -419,7 +419,7 @@ def _kind(incident: Incident) -> str:
     return incident.first.cause.value
 
 
-def _incident(incident: Incident, story: Story) -> JobFinding:
+def _incident(incident: Incident, story: JobHistory) -> JobFinding:
     facts: dict[str, Any] = {
         "at_s": _since(story, incident.at),
         "size": incident.size,
@@ -441,13 +441,13 @@ def _incident(incident: Incident, story: Story) -> JobFinding:
         others = [d for d in incident.deaths if d is not first and d.cause is not Cause.SPOILT]
         facts["others"] = [death_facts(each, story) for each in others[:8]]
         facts["more"] = max(0, len(others) - 8)
-    return JobFinding(What.INCIDENT, facts)
+    return JobFinding(FindingKind.INCIDENT, facts)
 
 
 # ---- lost work, and the cost ----------------------------------------------------------------------------------------
 
 
-def _losses(story: Story) -> Iterator[JobFinding]:
+def _losses(story: JobHistory) -> Iterator[JobFinding]:
     if story.trained_at is None:
         return
     behind = [
@@ -461,7 +461,7 @@ def _losses(story: Story) -> Iterator[JobFinding]:
     failed = story.end is not None and story.end.code != 0
     if failed and story.newest is not None:
         facts: dict[str, Any] = {"commit": str(story.newest), "checkpoints": story.checkpoints}
-        yield JobFinding(What.LOST_ALL, facts)
+        yield JobFinding(FindingKind.LOST_ALL, facts)
     if behind:
         worst = behind[-1]
         facts = {
@@ -471,18 +471,20 @@ def _losses(story: Story) -> Iterator[JobFinding]:
             "from_checkpoint": worst.from_checkpoint,
             "spoilt": worst.spoilt,
         }
-        yield JobFinding(What.LOST_COMMITS, facts)
+        yield JobFinding(FindingKind.LOST_COMMITS, facts)
     durable, newest = story.durable, story.newest
     behind_it = story.code == 0 and durable is not None and newest is not None and durable < newest
     if behind_it:
-        yield JobFinding(What.NOT_DURABLE, {"commit": str(newest), "durable": str(durable)})
+        yield JobFinding(FindingKind.NOT_DURABLE, {"commit": str(newest), "durable": str(durable)})
     if lost_s > 0.005:
-        yield JobFinding(What.LOST_STEPS, {"lost_s": lost_s, "incidents": len(story.incidents)})
+        yield JobFinding(
+            FindingKind.LOST_STEPS, {"lost_s": lost_s, "incidents": len(story.incidents)}
+        )
     elif not (behind or behind_it or failed) and story.end is not None:
-        yield JobFinding(What.LOST_NOTHING)
+        yield JobFinding(FindingKind.LOST_NOTHING)
 
 
-def _cost(story: Story) -> Iterator[JobFinding]:
+def _cost(story: JobHistory) -> Iterator[JobFinding]:
     if story.began is None:
         return
     took = sorted(each.recovered_ms for each in story.incidents if each.recovered_ms is not None)
@@ -490,11 +492,11 @@ def _cost(story: Story) -> Iterator[JobFinding]:
     if recovered:
         middle = recovered[len(recovered) // 2]
         facts = {"count": len(recovered), "median_ms": middle, "longest_ms": recovered[-1]}
-        yield JobFinding(What.RECOVERIES, facts)
-    yield JobFinding(What.TIME, time_facts(story))
+        yield JobFinding(FindingKind.RECOVERIES, facts)
+    yield JobFinding(FindingKind.TIME, time_facts(story))
 
 
-def time_facts(story: Story) -> dict[str, Any]:
+def time_facts(story: JobHistory) -> dict[str, Any]:
     """Return the numbers of the summary in seconds: the job's time by stretch, and the workers' time by part."""
     total = story.spent.total()
     parts = dict(zip(PARTS, msgspec.structs.astuple(total), strict=True))
@@ -512,7 +514,9 @@ def time_facts(story: Story) -> dict[str, Any]:
 # ---- advice ---------------------------------------------------------------------------------------------------------
 
 
-def _advice(story: Story, source: JournalState, cause: Death | None) -> Iterator[dict[str, Any]]:
+def _advice(
+    story: JobHistory, source: JournalState, cause: Death | None
+) -> Iterator[dict[str, Any]]:
     """Yield each advice once, the most useful first."""
     given: set[Advice] = set()
     for advice, facts in _advices(story, source, cause):
@@ -522,7 +526,7 @@ def _advice(story: Story, source: JournalState, cause: Death | None) -> Iterator
 
 
 def _advices(
-    story: Story, source: JournalState, cause: Death | None
+    story: JobHistory, source: JournalState, cause: Death | None
 ) -> Iterator[tuple[Advice, dict[str, Any]]]:
     if story.began is None:
         return
@@ -532,7 +536,7 @@ def _advices(
         yield Advice.ETCD, {"store": story.store_away.reason.facts.get("store", "")}
     settings, end = source.settings, story.end
     failed = end is not None and end.code != 0 and story.stop is None
-    if end is not None and end.reason.kind is Why.LOST_PEER_OUTSIDE:
+    if end is not None and end.reason.kind is ReasonKind.LOST_PEER_OUTSIDE:
         yield Advice.BE_ELASTIC, {"np": 0}
     if cause is not None:
         yield _against(cause)
@@ -540,11 +544,15 @@ def _advices(
         if not settings.elastic:
             if cause.cause not in OF_THE_SCRIPT:  # those would hit the next worker too
                 yield Advice.BE_ELASTIC, {"np": settings.np}
-        elif end is not None and end.reason.kind is Why.TOO_FEW:
+        elif end is not None and end.reason.kind is ReasonKind.TOO_FEW:
             yield Advice.FEWER_NEEDED, {"needed": settings.workers_min}
-        elif end is not None and end.reason.kind is Why.RESET_LIMIT:
+        elif end is not None and end.reason.kind is ReasonKind.RESET_LIMIT:
             yield Advice.RESET_LIMIT, {"limit": settings.reset_limit}
-    if failed and end is not None and end.reason.kind in (Why.ALL_LOST, Why.NO_COMMIT):
+    if (
+        failed
+        and end is not None
+        and end.reason.kind in (ReasonKind.ALL_LOST, ReasonKind.NO_COMMIT)
+    ):
         yield Advice.CHECKPOINTS, {}
     if end is None and not (source.runs or source.abandoned) and story.store_away is None:
         yield Advice.RESUME, {}
@@ -572,7 +580,7 @@ def _against(death: Death) -> tuple[Advice, dict[str, Any]]:
     return ADVICE[death.cause], facts
 
 
-def _about_time(story: Story, failed: bool) -> Iterator[tuple[Advice, dict[str, Any]]]:
+def _about_time(story: JobHistory, failed: bool) -> Iterator[tuple[Advice, dict[str, Any]]]:
     longest = max(
         [*story.spent.stalls.past, *filter(None, [story.spent.stall])],
         key=lambda stall: stall.seconds,
@@ -601,8 +609,10 @@ def _about_time(story: Story, failed: bool) -> Iterator[tuple[Advice, dict[str, 
 
 def _file(source: JournalState) -> Iterator[JobFinding]:
     if source.from_the_middle:
-        yield JobFinding(What.FROM_THE_MIDDLE)
+        yield JobFinding(FindingKind.FROM_THE_MIDDLE)
     if source.abandoned:
-        yield JobFinding(What.NOT_WRITTEN_ON)
+        yield JobFinding(FindingKind.NOT_WRITTEN_ON)
     if source.left_out or source.torn:
-        yield JobFinding(What.LINES_LEFT_OUT, {"count": source.left_out, "torn": source.torn})
+        yield JobFinding(
+            FindingKind.LINES_LEFT_OUT, {"count": source.left_out, "torn": source.torn}
+        )

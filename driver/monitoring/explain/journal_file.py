@@ -20,9 +20,9 @@ import msgspec
 from elastic.driver.events import Action
 from elastic.driver.journal import entries
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.snapshot import restored
+from elastic.driver.membership.snapshot import restore_snapshot
 from elastic.driver.monitoring.explain.findings import JournalState
-from elastic.driver.monitoring.explain.story import Story
+from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.worker_rows import WorkerRows
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
@@ -42,7 +42,7 @@ class JournalReading:
     header: entries.Header
     settings: Settings | None
     offset: float | None
-    story: Story = field(default_factory=Story)
+    story: JobHistory = field(default_factory=JobHistory)
     rows: WorkerRows = field(default_factory=WorkerRows)
     source: JournalState = field(default_factory=JournalState)
 
@@ -210,6 +210,6 @@ def _again(membership: Membership, entry: entries.Entry) -> list[Action]:
 
 def _restored(data: bytes, settings: Settings) -> Membership | None:
     try:
-        return restored(data, settings)
+        return restore_snapshot(data, settings)
     except Invalid:
         return None

@@ -17,7 +17,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from elastic.driver.monitoring.explain.findings import JobFinding, What, time_facts
+from elastic.driver.monitoring.explain.findings import FindingKind, JobFinding, time_facts
+from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.reported_series import ReportedSeries
 from elastic.driver.monitoring.explain.sentences import (
     GOODPUT,
@@ -27,9 +28,8 @@ from elastic.driver.monitoring.explain.sentences import (
     parts_meant,
     sections,
 )
-from elastic.driver.monitoring.explain.story import Story
 from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
-from elastic.driver.monitoring.stalls import in_words
+from elastic.driver.monitoring.stalls import as_sentence
 from elastic.driver.monitoring.time_spent import WORDS
 
 COLOURS = {
@@ -52,7 +52,7 @@ COLOURS = {
 class PageJob:
     """Contents of the page. ``offset``: from the story's times to seconds since 1970; None if unknown."""
 
-    story: Story
+    story: JobHistory
     rows: WorkerRows
     findings: Sequence[JobFinding]
     command: str = ""
@@ -105,7 +105,7 @@ def _data(job: PageJob, began: float) -> dict[str, Any]:
         ],
         "deaths": [[round(at - began, 3), row, code] for at, row, code in rows.deaths],
         "stalls": [
-            [round(each.since - began, 3), round(each.until - began, 3), in_words(each.facts())]
+            [round(each.since - began, 3), round(each.until - began, 3), as_sentence(each.facts())]
             for each in stalls
         ],
         "series": _series(job, began),
@@ -139,8 +139,8 @@ def _title(grouped: Sections, command: str) -> str:
 
 
 def _body(job: PageJob, grouped: Sections, title: str) -> Iterable[str]:
-    well = any(finding.what is What.DONE for finding, _ in grouped["ended"])
-    failed = any(finding.what is What.FAILED for finding, _ in grouped["ended"])
+    well = any(finding.what is FindingKind.DONE for finding, _ in grouped["ended"])
+    failed = any(finding.what is FindingKind.FAILED for finding, _ in grouped["ended"])
     kind = "good" if well else "bad" if failed else ""
     yield f'<section class="{kind}"><h1>{escape(title)}</h1>'
     for _, text in grouped["ended"][1:]:
@@ -241,7 +241,7 @@ def _cost(job: PageJob, grouped: Sections) -> Iterable[str]:
     words: dict[str, str] = {stretch: text for stretch, text in WORDS.items()}
     yield f"<section><h2>{HEADINGS['cost']}</h2>"
     for finding, text in grouped["cost"]:
-        if finding.what is not What.TIME:
+        if finding.what is not FindingKind.TIME:
             yield f"<p>{escape(text)}</p>"
     yield from _bar(f"The job, {duration(facts['job_s'])}", facts["job"], words)
     yield from _bar(f"All workers, {duration(facts['workers_s'])}", facts["workers"], {})

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from elastic.driver.events import Action, Event
 from elastic.driver.monitoring.explain.findings import JournalState, findings
+from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.reported_series import ReportedSeries
-from elastic.driver.monitoring.explain.story import Story
 from elastic.driver.monitoring.explain.worker_rows import WorkerRows
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
@@ -26,7 +26,7 @@ class RunReport:
         self.file = file
         self._command = shlex.join(command)
         self._settings = settings
-        self._story = Story()
+        self._story = JobHistory()
         self._rows = WorkerRows()
         self._reported = ReportedSeries()
         self._offset: float | None = None

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elastic.driver.monitoring.explain.causes import Cause
-from elastic.driver.monitoring.explain.findings import Advice, JobFinding, What
-from elastic.driver.monitoring.stalls import ENDS, StallEnd, in_words
+from elastic.driver.monitoring.explain.findings import Advice, FindingKind, JobFinding
+from elastic.driver.monitoring.stalls import ENDS, StallEnd, as_sentence
 from elastic.driver.monitoring.time_spent import LEAST_S, WORDS
-from elastic.driver.reasons import Why, commit_id, counted
+from elastic.driver.reasons import ReasonKind, commit_id, counted
 
 Facts = Mapping[str, Any]
 GOODPUT = "the share spent on training that was not lost"
@@ -25,29 +25,29 @@ HEADINGS = {
     "file": "About the journal",
 }
 _SECTIONS = {
-    What.TRACE: "trace",
-    What.TRAINING_BEGAN: "course",
-    What.NEVER_TRAINED: "course",
-    What.INCIDENT: "course",
-    What.STALL: "course",
-    What.MORE_STALLS: "course",
-    What.MORE_INCIDENTS: "course",
-    What.REQUEST: "course",
-    What.PLANNED: "course",
-    What.DRIVERS: "course",
-    What.STORE_SILENT: "course",
-    What.MORE_SILENCES: "course",
-    What.LOST_NOTHING: "lost",
-    What.LOST_STEPS: "lost",
-    What.LOST_COMMITS: "lost",
-    What.LOST_ALL: "lost",
-    What.NOT_DURABLE: "lost",
-    What.RECOVERIES: "cost",
-    What.TIME: "cost",
-    What.ADVICE: "advice",
-    What.LINES_LEFT_OUT: "file",
-    What.FROM_THE_MIDDLE: "file",
-    What.NOT_WRITTEN_ON: "file",
+    FindingKind.TRACE: "trace",
+    FindingKind.TRAINING_BEGAN: "course",
+    FindingKind.NEVER_TRAINED: "course",
+    FindingKind.INCIDENT: "course",
+    FindingKind.STALL: "course",
+    FindingKind.MORE_STALLS: "course",
+    FindingKind.MORE_INCIDENTS: "course",
+    FindingKind.REQUEST: "course",
+    FindingKind.PLANNED: "course",
+    FindingKind.DRIVERS: "course",
+    FindingKind.STORE_SILENT: "course",
+    FindingKind.MORE_SILENCES: "course",
+    FindingKind.LOST_NOTHING: "lost",
+    FindingKind.LOST_STEPS: "lost",
+    FindingKind.LOST_COMMITS: "lost",
+    FindingKind.LOST_ALL: "lost",
+    FindingKind.NOT_DURABLE: "lost",
+    FindingKind.RECOVERIES: "cost",
+    FindingKind.TIME: "cost",
+    FindingKind.ADVICE: "advice",
+    FindingKind.LINES_LEFT_OUT: "file",
+    FindingKind.FROM_THE_MIDDLE: "file",
+    FindingKind.NOT_WRITTEN_ON: "file",
 }
 
 
@@ -151,7 +151,7 @@ def _death(facts: Facts) -> str:
         case Cause.CUT_OFF:
             return f"{name} was cut off: its host did not acknowledge data any more"
         case Cause.STUCK:
-            doing = "idle" if facts.get("why") == Why.IDLE.value else "busy"
+            doing = "idle" if facts.get("why") == ReasonKind.IDLE.value else "busy"
             where = f" {facts['where']}" if facts.get("where") else ""
             where = where.replace(" in '", " in the collective '")
             for_s = f" for {float(facts['for_s']):.0f} s" if facts.get("for_s") else ""
@@ -239,32 +239,32 @@ def _store_away(facts: Facts) -> str:
 
 def _then(facts: Facts) -> str:
     match facts["kind"]:
-        case Why.SAME_EXCEPTION.value:
+        case ReasonKind.SAME_EXCEPTION.value:
             return (
                 f"{facts['first']} and {facts['worker']} raised the same exception, both at commit"
                 f" {commit_id(facts['commit'])}: every worker that resumes from it would raise it, so the job"
                 " ended."
             )
-        case Why.SCRIPT_FAILS.value:
+        case ReasonKind.SCRIPT_FAILS.value:
             return "Every worker ended before training began, so the job ended."
-        case Why.SLOTS_SPENT.value:
+        case ReasonKind.SLOTS_SPENT.value:
             attempts = counted(facts["attempts"], "attempt")
             return f"Every slot was given up after {attempts}; {counted(facts['needed'], 'worker')} needed."
-        case Why.RESET_LIMIT.value:
+        case ReasonKind.RESET_LIMIT.value:
             return f"--reset-limit {facts['limit']} allows no more failures, so the job ended."
-        case Why.RESTARTS_SPENT.value:
+        case ReasonKind.RESTARTS_SPENT.value:
             return f"--restarts {facts['limit']} allows no more restarts from a checkpoint, so the job ended."
-        case Why.ALL_LOST.value:
+        case ReasonKind.ALL_LOST.value:
             members = counted(facts["members"], "worker")
             return f"All {members} of generation {facts['generation']} were lost, so no worker held a commit."
-        case Why.NO_COMMIT.value:
+        case ReasonKind.NO_COMMIT.value:
             return "No survivor held a commit to continue from."
-        case Why.STUCK_AGAIN.value:
+        case ReasonKind.STUCK_AGAIN.value:
             worlds = counted(facts["worlds"], "world")
             return f"In each of the last {worlds} a worker was stuck without a new commit, so the job ended."
-        case Why.IN_CIRCLES.value:
+        case ReasonKind.IN_CIRCLES.value:
             return f"{facts['worlds']} consecutive recoveries made no progress, so the job ended."
-        case Why.TOO_FEW.value:
+        case ReasonKind.TOO_FEW.value:
             needed = counted(facts["needed"], "worker")
             return (
                 f"The job needs at least {needed}: it had {facts['ready']}, and none joined within"
@@ -586,66 +586,68 @@ def _advice(facts: Facts) -> str:
     return _ADVICE[Advice(facts["advice"])].format_map(values)
 
 
-_SENTENCES: dict[What, Callable[[Facts], str]] = {
-    What.DONE: _done,
-    What.FAILED: lambda f: (
+_SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
+    FindingKind.DONE: _done,
+    FindingKind.FAILED: lambda f: (
         f"The job failed after {duration(f['after_s'])}, with exit code {f['code']}."
     ),
-    What.STOPPED: lambda f: (
+    FindingKind.STOPPED: lambda f: (
         f"The job was stopped after {duration(f['after_s'])}: {shown(f['by'])}."
     ),
-    What.RUNS: _runs,
-    What.STALLS_NOW: lambda f: (
-        f"Training has been stalled for {f['seconds']:.1f} s: {in_words(f)}."
+    FindingKind.RUNS: _runs,
+    FindingKind.STALLS_NOW: lambda f: (
+        f"Training has been stalled for {f['seconds']:.1f} s: {as_sentence(f)}."
     ),
-    What.CUT_OFF: _cut_off,
-    What.NOTHING_HAPPENED: _nothing,
-    What.CAUSE: _cause,
-    What.CAUSE_UNKNOWN: lambda f: f"{_capital(shown(f['reason']))}.",
-    What.DRIVER_BUG: lambda f: f"A bug in the driver ended the job: {shown(f['error'])}.",
-    What.STORE_AWAY: _store_away,
-    What.THEN: _then,
-    What.AFTER_TRAINING: lambda f: (
+    FindingKind.CUT_OFF: _cut_off,
+    FindingKind.NOTHING_HAPPENED: _nothing,
+    FindingKind.CAUSE: _cause,
+    FindingKind.CAUSE_UNKNOWN: lambda f: f"{_capital(shown(f['reason']))}.",
+    FindingKind.DRIVER_BUG: lambda f: f"A bug in the driver ended the job: {shown(f['error'])}.",
+    FindingKind.STORE_AWAY: _store_away,
+    FindingKind.THEN: _then,
+    FindingKind.AFTER_TRAINING: lambda f: (
         "Training had already succeeded: this happened in the code after it, which is not protected by"
         " commits."
     ),
-    What.NOT_ELASTIC: lambda f: (
+    FindingKind.NOT_ELASTIC: lambda f: (
         "The job was started without --min-np, so the loss of any worker ends it."
     ),
-    What.REPEATED: _repeated,
-    What.TRACE: _trace,
-    What.TRAINING_BEGAN: _training_began,
-    What.NEVER_TRAINED: lambda f: (
+    FindingKind.REPEATED: _repeated,
+    FindingKind.TRACE: _trace,
+    FindingKind.TRAINING_BEGAN: _training_began,
+    FindingKind.NEVER_TRAINED: lambda f: (
         f"Training never began; {counted(f['started'], 'worker')} started."
     ),
-    What.INCIDENT: _incident,
-    What.STALL: lambda f: (
-        f"{_at(f)} Training stalled for {f['seconds']:.1f} s: {in_words(f)}; {ENDS[StallEnd(f['end'])]}."
+    FindingKind.INCIDENT: _incident,
+    FindingKind.STALL: lambda f: (
+        f"{_at(f)} Training stalled for {f['seconds']:.1f} s: {as_sentence(f)}; {ENDS[StallEnd(f['end'])]}."
     ),
-    What.MORE_STALLS: lambda f: (
+    FindingKind.MORE_STALLS: lambda f: (
         f"Before that it stalled {f['count']} times, for {f['seconds']:.1f} s in total."
     ),
-    What.MORE_INCIDENTS: _more_incidents,
-    What.REQUEST: _request,
-    What.PLANNED: _planned,
-    What.DRIVERS: lambda f: f"{f['drivers']} drivers led the job, one after the other.",
-    What.STORE_SILENT: _store_silent,
-    What.MORE_SILENCES: lambda f: f"Later etcd did not answer for a while {f['times']} more times.",
-    What.LOST_NOTHING: lambda f: "Nothing: no commit, and negligible time.",
-    What.LOST_STEPS: _lost_steps,
-    What.LOST_COMMITS: _lost_commits,
-    What.LOST_ALL: _lost_all,
-    What.NOT_DURABLE: lambda f: (
+    FindingKind.MORE_INCIDENTS: _more_incidents,
+    FindingKind.REQUEST: _request,
+    FindingKind.PLANNED: _planned,
+    FindingKind.DRIVERS: lambda f: f"{f['drivers']} drivers led the job, one after the other.",
+    FindingKind.STORE_SILENT: _store_silent,
+    FindingKind.MORE_SILENCES: lambda f: (
+        f"Later etcd did not answer for a while {f['times']} more times."
+    ),
+    FindingKind.LOST_NOTHING: lambda f: "Nothing: no commit, and negligible time.",
+    FindingKind.LOST_STEPS: _lost_steps,
+    FindingKind.LOST_COMMITS: _lost_commits,
+    FindingKind.LOST_ALL: _lost_all,
+    FindingKind.NOT_DURABLE: lambda f: (
         f"The last commit, {f['commit']}, is in no checkpoint; the newest checkpoint has {f['durable']}."
     ),
-    What.RECOVERIES: _recoveries,
-    What.TIME: _time,
-    What.ADVICE: _advice,
-    What.LINES_LEFT_OUT: _lines_left_out,
-    What.FROM_THE_MIDDLE: lambda f: (
+    FindingKind.RECOVERIES: _recoveries,
+    FindingKind.TIME: _time,
+    FindingKind.ADVICE: _advice,
+    FindingKind.LINES_LEFT_OUT: _lines_left_out,
+    FindingKind.FROM_THE_MIDDLE: lambda f: (
         "This copy starts in the middle of the job: earlier events are missing."
     ),
-    What.NOT_WRITTEN_ON: lambda f: (
+    FindingKind.NOT_WRITTEN_ON: lambda f: (
         "Its driver could not write it completely, as with a full disk: the job continued after the last event"
         " shown here."
     ),

@@ -35,7 +35,7 @@ from elastic.driver.ray.node.environment import (
     users_modules,
     workers_environ,
 )
-from elastic.driver.ray.node.worker_calls import CallFailed, Calls
+from elastic.driver.ray.node.worker_calls import CallFailed, WorkerCalls
 from elastic.version import __version__
 
 LINES_KEPT = 200  # for a starter that asks late
@@ -67,7 +67,7 @@ class RayProcess:
     raylet: int = 0  # its pid; 0 if unknown
 
 
-class InRay:
+class RayEngine:
     """The Ray runtime that the actor runs in."""
 
     def ray_process(self) -> RayProcess:
@@ -113,15 +113,15 @@ class AgentActor:
         self,
         *,
         python: str = sys.executable,
-        engine: InRay | None = None,
+        engine: RayEngine | None = None,
         unused_s: float = UNUSED_S,
     ) -> None:
         self._python = python
-        self._engine = engine or InRay()
+        self._engine = engine or RayEngine()
         self._process: ChildProcess | None = None
         self._folder: Path | None = None
         self._lock: int | None = None
-        self._calls: Calls | None = None
+        self._calls: WorkerCalls | None = None
         self._host = ""
         self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
         self._number = 0  # number of lines so far
@@ -220,7 +220,7 @@ class AgentActor:
         with open(folder / "call", "xb", opener=private) as file:
             file.write(call)
         await self.redirect(config.drivers)
-        self._calls = Calls(str(folder / "calls"))
+        self._calls = WorkerCalls(str(folder / "calls"))
         await self._calls.open()
         own = await asyncio.to_thread(own_path, self._python, ready_s)
         users = users_modules(sys.path, own, around.folder)
@@ -269,9 +269,9 @@ class AgentActor:
             return
         with contextlib.suppress(OSError):  # forbidden in some sandboxes: then Ray has to notice
             self._raylet = os.pidfd_open(raylet)
-            asyncio.get_running_loop().add_reader(self._raylet, self._raylet_gone)
+            asyncio.get_running_loop().add_reader(self._raylet, self._raylet_exited)
 
-    def _raylet_gone(self) -> None:
+    def _raylet_exited(self) -> None:
         assert self._raylet is not None
         asyncio.get_running_loop().remove_reader(self._raylet)
         self._dying = asyncio.create_task(self._die())

@@ -42,7 +42,7 @@ class _Caller:
         self.waiting.clear()
 
 
-class Calls:
+class WorkerCalls:
     """Server for calls.
 
     Create it in the event loop, then `open` it. A new connection of a rank replaces the earlier one.

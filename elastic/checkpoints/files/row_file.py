@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import NotReadable, StoredTensor
+from elastic.checkpoints.manifest import StoredTensor, UnreadableCommit
 from elastic.checkpoints.row_ranges import reads
 from elastic.sharding.rows import Rows
 
@@ -26,7 +26,7 @@ def read(
         into: tensor to fill, with as many rows as ``wanted``, of the stored dtype and shape.
 
     Raises:
-        NotReadable: a file is missing, truncated or damaged.
+        UnreadableCommit: a file is missing, truncated or damaged.
         OSError: the storage failed.
     """
     if not into.numel():
@@ -35,9 +35,11 @@ def read(
         try:
             content = storage.read_range(f"{folder}/{part.file}", part.offset, part.length)
         except FileNotFoundError:
-            raise NotReadable(f"{part.file} is missing") from None
+            raise UnreadableCommit(f"{part.file} is missing") from None
         if zlib.crc32(content, part.sum_before) != part.sum_after or len(content) != part.length:
-            raise NotReadable(f"{part.file} is damaged: the checksum of {stored[0].name} differs")
+            raise UnreadableCommit(
+                f"{part.file} is damaged: the checksum of {stored[0].name} differs"
+            )
         rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(into.dtype)
         rows = rows.view(len(part.rows), *into.shape[1:])
         needed, first = part.wanted, part.rows.begin

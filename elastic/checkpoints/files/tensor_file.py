@@ -15,8 +15,8 @@ from typing import IO, cast
 import torch
 
 from elastic.checkpoints.files.checked import CheckedFile
-from elastic.checkpoints.manifest import NotReadable
-from elastic.state.snapshots import tensor_index
+from elastic.checkpoints.manifest import UnreadableCommit
+from elastic.state.snapshots import state_structure
 
 KINDS = 10_000  # cached headers, by dtype, shape and stride; some 2 kB each
 _RECORD = b"archive/data/0"  # torch's name of the tensor's data in its zip archive
@@ -58,13 +58,13 @@ def write_rows(tensor: torch.Tensor, file: CheckedFile, step: int) -> tuple[int,
             and up to the last row.
 
     Raises:
-        NotReadable: this version of torch does not write such tensors as consecutive bytes.
+        UnreadableCommit: this version of torch does not write such tensors as consecutive bytes.
         OSError: the storage failed.
         Exception: any exception of the file's ``alive``.
     """
     frame = _frame(tensor.dtype, tensor.shape, tensor.stride()) if _plain(tensor) else None
     if frame is None:
-        raise NotReadable(
+        raise UnreadableCommit(
             f"torch {torch.__version__} writes rows of {tensor.dtype} in a way that is not known, so they could not be"
             " read again"
         )
@@ -80,7 +80,7 @@ def write_rows(tensor: torch.Tensor, file: CheckedFile, step: int) -> tuple[int,
 
 def _plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor is dense and its bytes in memory are its complete value, given dtype, shape and stride."""
-    if type(tensor) is not torch.Tensor or not tensor_index.plain(tensor):
+    if type(tensor) is not torch.Tensor or not state_structure.plain(tensor):
         return False
     lengths = zip(tensor.shape, tensor.stride(), strict=True)
     return (

@@ -331,7 +331,7 @@ class GlooCollectives:
                 with contextlib.suppress(RuntimeError):
                     first.wait(_SLICE)
                 threads.leave_if_ending()
-        except (CollectiveFailed, threads.Ending):
+        except (CollectiveFailed, threads.ProcessExiting):
             return
 
     def _begin_next(self) -> None:

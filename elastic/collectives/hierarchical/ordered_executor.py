@@ -20,7 +20,7 @@ _SLICE_S = (
 )
 
 
-class InOrder:
+class OrderedExecutor:
     """``wake`` ends the waits of the running work; it is called by `stop` and never blocks."""
 
     def __init__(self, name: str, wake: Callable[[], None]) -> None:
@@ -28,12 +28,12 @@ class InOrder:
         self._wake = wake
         self._changed = threading.Condition()
         # The first one is being executed.
-        self._queue: collections.deque[Ordered] = collections.deque()
+        self._queue: collections.deque[OrderedWork] = collections.deque()
         self._running = False
         self.failure: CollectiveFailed | None = None  # why nothing is executed any more
         self.forgotten = False
 
-    def submit(self, run: Callable[[], None]) -> Ordered:
+    def submit(self, run: Callable[[], None]) -> OrderedWork:
         """Execute after all work submitted before.
 
         Raises:
@@ -41,7 +41,7 @@ class InOrder:
         """
         if self.failure is not None:
             raise self.failure.again()
-        work = Ordered(self, run)
+        work = OrderedWork(self, run)
         with self._changed:
             self._queue.append(work)
             if self._running:
@@ -73,12 +73,12 @@ class InOrder:
         try:
             while (work := self._next()) is not None:
                 self._carry_out(work)
-        except threads.Ending:
+        except threads.ProcessExiting:
             with self._changed:
                 self._running = False
                 self._changed.notify_all()
 
-    def _next(self) -> Ordered | None:
+    def _next(self) -> OrderedWork | None:
         """Return the next work; None: the thread ends."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._queue or self.failure), _LINGER_S)
@@ -88,12 +88,12 @@ class InOrder:
             self._changed.notify_all()
             return None
 
-    def _carry_out(self, work: Ordered) -> None:
+    def _carry_out(self, work: OrderedWork) -> None:
         try:
             if self.failure is not None:
                 raise self.failure.again()
             work.run()
-        except threads.Ending:
+        except threads.ProcessExiting:
             raise
         # Any error must reach the waiters, on this and on other ranks.
         except BaseException as error:
@@ -106,10 +106,10 @@ class InOrder:
             self._queue.popleft()
 
 
-class Ordered:
+class OrderedWork:
     """Submitted work, as a `Work`."""
 
-    def __init__(self, order: InOrder, run: Callable[[], None]) -> None:
+    def __init__(self, order: OrderedExecutor, run: Callable[[], None]) -> None:
         self._order = order
         self._over = threading.Event()
         self.run = run

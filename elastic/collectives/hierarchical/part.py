@@ -29,7 +29,7 @@ class GroupPart:
         return start(*arguments)
 
     def finish(self, work: Work) -> None:
-        """Wait until the result is in place. Raises `threads.Ending` when the process exits."""
+        """Wait until the result is in place. Raises `threads.ProcessExiting` when the process exits."""
         for turn in itertools.count(1):
             if work.within(_SLICE_S):
                 break

@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 
 from elastic.collectives.dtypes_and_ops import check
-from elastic.collectives.hierarchical.ordered_executor import InOrder
+from elastic.collectives.hierarchical.ordered_executor import OrderedExecutor
 from elastic.collectives.hierarchical.part import GroupPart
 from elastic.collectives.hierarchical.plan import Topology
 from elastic.collectives.hierarchical.steps import Halves, Scale, Steps
@@ -88,7 +88,7 @@ class HierarchicalCollectives:
             if inter_node is not None:
                 inter_node.abort()
 
-        self._order = InOrder("elastic-hierarchy", end_parts)
+        self._order = OrderedExecutor("elastic-hierarchy", end_parts)
         self._steps = Steps(
             topology,
             GroupPart(host),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 
 
-class Regions:
+class Allocator:
     """Regions in a range of ``size`` bytes. Not thread-safe."""
 
     def __init__(self, size: int, page: int) -> None:

@@ -19,7 +19,7 @@ import weakref
 import torch
 
 from elastic.collectives.shared_memory import memfd
-from elastic.collectives.shared_memory.allocator import Regions
+from elastic.collectives.shared_memory.allocator import Allocator
 from elastic.rendezvous import environment
 
 # Limit that lets 64 ranks map each other's arenas in the address space of a process.
@@ -73,7 +73,7 @@ class Arena:
             raise
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._regions = Regions(size, memfd.PAGE)
+        self._regions = Allocator(size, memfd.PAGE)
         # A tensor may be freed at any instruction of any thread, even the one that holds the lock. Its region is
         # therefore added here without a lock and reclaimed by the next allocation.
         self._dead: collections.deque[int] = collections.deque()

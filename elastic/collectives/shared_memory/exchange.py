@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from elastic.collectives import topology
+from elastic.collectives import backend_selection
+from elastic.collectives.backend_selection import RankInfo, Shareable
 from elastic.collectives.shared_memory import arena, memfd, peer_memory
 from elastic.collectives.shared_memory.arena import Arena, Region
 from elastic.collectives.shared_memory.native_library import Library
-from elastic.collectives.shared_memory.peer_memory import Mapping, Unreachable
+from elastic.collectives.shared_memory.peer_memory import Mapping, PeerMemoryUnavailable
 from elastic.collectives.shared_memory.process_group import Memory
-from elastic.collectives.topology import RankInfo, Shareable
 
 
 class MemoryOffer:
@@ -33,18 +33,18 @@ class MemoryOffer:
             self.row = RankInfo(native, peer_memory.myself(), why_not=missing)
             if native and library is not None:
                 self.row = self._offered(size, library)
-        except (OSError, Unreachable) as error:
+        except (OSError, PeerMemoryUnavailable) as error:
             self.withdraw()
             self.row = RankInfo(native, self.row.identity, why_not=_sentence(error))
 
     def _offered(self, size: int, library: Library) -> RankInfo:
         self._arena = arena.mine()
         if self._arena is None:
-            raise Unreachable(arena.why_not())
+            raise PeerMemoryUnavailable(arena.why_not())
         self._staging = self._arena.take(library.elastic_staging_bytes())
         if self._staging is None:
-            raise Unreachable("the shared memory is full")
-        control_bytes = library.elastic_control_bytes(min(size, topology.MAX_LOCAL_RANKS))
+            raise PeerMemoryUnavailable("the shared memory is full")
+        control_bytes = library.elastic_control_bytes(min(size, backend_selection.MAX_LOCAL_RANKS))
         self._control = memfd.create("elastic-control", control_bytes)
         return RankInfo(
             native=True,
@@ -59,7 +59,7 @@ class MemoryOffer:
         """Map what these ranks of one host, including this one, offered.
 
         Raises:
-            Unreachable: the memory of a rank cannot be mapped.
+            PeerMemoryUnavailable: the memory of a rank cannot be mapped.
         """
         held = _Held()
         try:
@@ -68,7 +68,7 @@ class MemoryOffer:
         except BaseException as error:
             held.release(True)
             if isinstance(error, OSError):
-                raise Unreachable(_sentence(error)) from error
+                raise PeerMemoryUnavailable(_sentence(error)) from error
             raise
         held.staging, self._staging = self._staging, None
         return Memory(

@@ -32,7 +32,7 @@ class MessageGroup(Protocol):
 
     def wait_for(self, message: SharedMessage, timeout_s: float) -> int: ...
 
-    def let_go_of(self, message: SharedMessage) -> None: ...
+    def release_memory_of(self, message: SharedMessage) -> None: ...
 
     def is_over_without(self, message: SharedMessage) -> bool: ...
 
@@ -72,11 +72,11 @@ class SharedMessage:
                 raise self._group.failure()
             if verdict == 0 and left_s <= 0:
                 return False
-        self._group.let_go_of(self)
+        self._group.release_memory_of(self)
         return True
 
     def missing(self) -> list[int]:
-        """See `KnowsWhoIsMissing`. For a message from any rank: all other ranks."""
+        """See `ReportsMissingRanks`. For a message from any rank: all other ranks."""
         others = [rank for rank in range(self._group.size) if rank != self._group.rank]
         return others if self._peer is None else [self._peer]
 

@@ -16,8 +16,8 @@ import select
 import threading
 from dataclasses import dataclass
 
+from elastic.collectives.backend_selection import Host, Identity, Shareable
 from elastic.collectives.shared_memory import memfd
-from elastic.collectives.topology import Host, Identity, Shareable
 
 _PROC = "/proc"
 
@@ -35,7 +35,7 @@ _WHAT_TO_DO[errno.EPERM] = _WHAT_TO_DO[errno.EACCES]
 _WHAT_TO_DO[errno.ESRCH] = _WHAT_TO_DO[errno.ENOENT]
 
 
-class Unreachable(Exception):
+class PeerMemoryUnavailable(Exception):
     """A peer's memory cannot be mapped. The message is for the user."""
 
 
@@ -98,7 +98,7 @@ def myself() -> Identity:
     """Return the identity of this process.
 
     Raises:
-        Unreachable: the system does not provide it.
+        PeerMemoryUnavailable: the system does not provide it.
     """
     try:
         with open(f"{_PROC}/sys/kernel/random/boot_id") as file:
@@ -106,11 +106,13 @@ def myself() -> Identity:
         host = Host(boot, _namespace("pid"), _namespace("net"))
         return Identity(host, os.getpid(), _started("self"), os.geteuid())
     except (OSError, ValueError, IndexError) as error:
-        raise Unreachable(f"/proc does not show this process ({error}); mount it") from error
+        raise PeerMemoryUnavailable(
+            f"/proc does not show this process ({error}); mount it"
+        ) from error
 
 
 def cores() -> bytes:
-    """Return the mask of cores on which this process may run; see `topology.RankInfo`."""
+    """Return the mask of cores on which this process may run; see `backend_selection.RankInfo`."""
     mask = sum(1 << core for core in os.sched_getaffinity(0))
     return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
 
@@ -124,14 +126,16 @@ def open_peer(owner: Identity, offered: Shareable, keep: bool = False) -> Mappin
         keep: keep it mapped without a use, as long as the process lives.
 
     Raises:
-        Unreachable: it cannot be mapped.
+        PeerMemoryUnavailable: it cannot be mapped.
     """
     try:
         with _lock:
             return Mapping(_find(owner, offered, keep))
     except OSError as error:
         what = _WHAT_TO_DO.get(error.errno or 0, error.strerror or str(error))
-        raise Unreachable(f"memory of process {owner.pid} can't be mapped: {what}") from error
+        raise PeerMemoryUnavailable(
+            f"memory of process {owner.pid} can't be mapped: {what}"
+        ) from error
     finally:
         _settle()
 
@@ -181,12 +185,12 @@ def _map(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
         pidfd = os.pidfd_open(owner.pid)
         undo.callback(os.close, pidfd)
         if _started(str(owner.pid)) != owner.started:
-            raise Unreachable(f"process {owner.pid} exited, and another has its ID")
+            raise PeerMemoryUnavailable(f"process {owner.pid} exited, and another has its ID")
         fd = os.open(f"{_PROC}/{owner.pid}/fd/{offered.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             found = os.fstat(fd)
             if (found.st_ino, found.st_size) != (offered.inode, offered.bytes):
-                raise Unreachable(
+                raise PeerMemoryUnavailable(
                     f"descriptor {offered.fd} of process {owner.pid} is not the memory that it offered: a program"
                     " must not close descriptors that it did not open"
                 )

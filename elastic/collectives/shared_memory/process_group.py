@@ -259,7 +259,7 @@ class SharedCollectives:
                 break
             held.popleft()
 
-    def _let_go_of_what_is_over(self) -> None:
+    def _release_finished(self) -> None:
         with self._submitting:
             self._let_go()
 
@@ -306,7 +306,7 @@ class SharedCollectives:
     def wait_for(self, message: SharedMessage, timeout_s: float) -> int:
         return self._native.wait_message(message.address, timeout_s)
 
-    def let_go_of(self, message: SharedMessage) -> None:
+    def release_memory_of(self, message: SharedMessage) -> None:
         self._messages.discard(message)
 
     def named(self, rank: int) -> int:
@@ -413,11 +413,11 @@ class SharedWork:
                 return False
         if verdict == _FAILED:
             raise self._group.failure()
-        self._group._let_go_of_what_is_over()
+        self._group._release_finished()
         return True
 
     def missing(self) -> list[int]:
-        """See `KnowsWhoIsMissing`."""
+        """See `ReportsMissingRanks`."""
         found = self._native.missing()
         return [rank for rank in range(self._group.size) if found >> rank & 1]
 

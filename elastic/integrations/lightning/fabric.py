@@ -12,10 +12,10 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.integrations import versions
-from elastic.integrations.lightning import joining
+from elastic.integrations.lightning import torch_process_group
 from elastic.integrations.lightning.environment import ElasticEnvironment
 from elastic.runtime import lifecycle
-from elastic.state import sharding
+from elastic.state import unsupported_sharding
 
 
 class ElasticFabricStrategy(DDPStrategy):
@@ -29,29 +29,29 @@ class ElasticFabricStrategy(DDPStrategy):
     strategy_name = "elastic"
 
     def __init__(self, **kwargs: Any) -> None:
-        joining.refuse(kwargs)
+        torch_process_group.refuse(kwargs)
         versions.check("lightning")
         super().__init__(
             cluster_environment=ElasticEnvironment(),
-            process_group_backend=joining.BACKEND,
+            process_group_backend=torch_process_group.BACKEND,
             **kwargs,
         )
 
     @property
     def root_device(self) -> torch.device:
-        return joining.device_of(self.parallel_devices)
+        return torch_process_group.device_of(self.parallel_devices)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
-        sharding.check_trainer("Lightning", (), [module])
+        unsupported_sharding.check_trainer("Lightning", (), [module])
         return super().setup_module(module)
 
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
-        joining.join_process_group(self._timeout)
+        torch_process_group.join_process_group(self._timeout)
 
     def _set_world_ranks(self) -> None:
         for each in (rank_zero_only, utilities_rank_zero_only):

@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from elastic.data import DataLoader
 from elastic.errors import Invalid
 from elastic.integrations import schedules
-from elastic.integrations.lightning import kept
+from elastic.integrations.lightning import trainer_progress
 from elastic.run_loop import run
 from elastic.state.torch_state import TorchState
 
@@ -93,7 +93,7 @@ class ElasticFitLoop(Trained):
     within_epoch: bool
     _shown: bool
     _steps: int
-    changed: schedules.Changed
+    changed: schedules.ScheduleLengthChange
 
     @classmethod
     def in_place_of(cls, loop: Any, strategy: FollowingStrategy) -> ElasticFitLoop:
@@ -106,7 +106,7 @@ class ElasticFitLoop(Trained):
         made.strategy, made.state = strategy, None
         made.within_epoch, made._steps = False, 0
         made._shown = made.trainer.is_global_zero
-        made.changed = schedules.Changed()
+        made.changed = schedules.ScheduleLengthChange()
         return made
 
     # ---- data ----------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class ElasticFitLoop(Trained):
         self.on_run_start()
         self.within_epoch = self.restarted_mid_epoch
         self._leave_signals_alone()
-        self.state = kept.state_of(self.trainer, self.loader)
+        self.state = trainer_progress.state_of(self.trainer, self.loader)
         try:
             _train(self.state, self)
         finally:
@@ -259,7 +259,7 @@ class ElasticFitLoop(Trained):
         self._shown = trainer.is_global_zero
         if was == self._shown:
             return
-        kept.follow_loggers(trainer)
+        trainer_progress.follow_loggers(trainer)
         for bar in (each for each in trainer.callbacks if isinstance(each, ProgressBar)):
             if trainer.is_global_zero:
                 bar.enable()

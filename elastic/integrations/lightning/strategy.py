@@ -20,12 +20,12 @@ from elastic.data.loader import StepShards
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.integrations import versions
-from elastic.integrations.lightning import joining
+from elastic.integrations.lightning import torch_process_group
 from elastic.integrations.lightning.environment import ElasticEnvironment
 from elastic.integrations.lightning.loops import ElasticFitLoop
 from elastic.integrations.lightning.sharded import ShardedSteps
 from elastic.runtime import lifecycle
-from elastic.state import sharding
+from elastic.state import unsupported_sharding
 
 NAME = "elastic"
 
@@ -47,7 +47,7 @@ class ElasticStrategy(DDPStrategy):
     def __init__(
         self, commit_every: int = 1, *, shards: Shards | None = None, **kwargs: Any
     ) -> None:
-        joining.refuse(kwargs)
+        torch_process_group.refuse(kwargs)
         versions.check("lightning")
         if commit_every < 1:
             raise Invalid(
@@ -65,7 +65,7 @@ class ElasticStrategy(DDPStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        return joining.device_of(self.parallel_devices)
+        return torch_process_group.device_of(self.parallel_devices)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class ElasticStrategy(DDPStrategy):
 
     def setup_distributed(self) -> None:
         self.set_world_ranks()
-        joining.join_process_group(self._timeout)
+        torch_process_group.join_process_group(self._timeout)
 
     def set_world_ranks(self) -> None:
         for each in (rank_zero_only, utilities_rank_zero_only, fabric_rank_zero_only):
@@ -84,7 +84,7 @@ class ElasticStrategy(DDPStrategy):
         return obj if lifecycle.current().provisional else super().broadcast(obj, src)
 
     def setup(self, trainer: Trainer) -> None:
-        sharding.check_trainer("Lightning", (), [trainer.lightning_module])
+        unsupported_sharding.check_trainer("Lightning", (), [trainer.lightning_module])
         # First, because a schedule that uses estimated_stepping_batches makes the loop set up its data.
         if trainer.state.fn == TrainerFn.FITTING:
             trainer.fit_loop = ElasticFitLoop.in_place_of(trainer.fit_loop, self)
@@ -142,12 +142,12 @@ class ElasticStrategy(DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         if self._sharded is None:
-            joining.refuse_shards(dataloader)
+            torch_process_group.refuse_shards(dataloader)
         elif self._deals:
-            return self._sharded.loader_of(dataloader, joining.order_of(dataloader))
+            return self._sharded.loader_of(dataloader, torch_process_group.order_of(dataloader))
         if not self._deals or isinstance(dataloader, DataLoader):
             return dataloader
-        return from_torch(dataloader, **joining.order_of(dataloader))
+        return from_torch(dataloader, **torch_process_group.order_of(dataloader))
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -42,7 +42,7 @@ class GradientListener(Protocol):
         """Called after a backward pass has added a gradient to ``parameter.grad``."""
 
 
-class Waiter(Protocol):
+class BackwardEndListener(Protocol):
     """Receiver of the end of a backward pass that gave it a gradient, called in the thread that ends the pass.
 
     backward() raises the exceptions of either method.
@@ -65,7 +65,7 @@ class _Pass:
     """One run of autograd's engine."""
 
     def __init__(self) -> None:
-        self.waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
+        self.waiters: weakref.WeakSet[BackwardEndListener] = weakref.WeakSet()
 
     def ended(self) -> None:
         waiters = sorted(self.waiters, key=lambda waiter: waiter.number)
@@ -82,7 +82,7 @@ _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 _lock = threading.Lock()  # each device has its own backward thread
 
 
-def tell_end(waiter: Waiter) -> None:
+def notify_end(waiter: BackwardEndListener) -> None:
     """Register the waiter for the end of the present backward pass, once. For use in hooks."""
     number = torch._C._current_graph_task_id()
     with _lock:

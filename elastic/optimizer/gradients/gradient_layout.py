@@ -20,7 +20,7 @@ from elastic.optimizer.gradients import gradient_reducer
 
 
 @dataclass(frozen=True)
-class Made:
+class OptimizerArguments:
     """Arguments of `elastic.optimizer.distributed_optimizer.DistributedOptimizer`.
 
     ``passes`` may have been changed since, on all ranks.
@@ -36,7 +36,10 @@ class Made:
 
 
 def lines(
-    name: str, made: Made, parameters: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]
+    name: str,
+    made: OptimizerArguments,
+    parameters: Iterable[torch.Tensor],
+    names: Mapping[torch.Tensor, str],
 ) -> list[str]:
     """Return lines such as ``optimizer.parameter.3 layer.bias float32 [20] strides [1]``."""
     if not made.whole_world:

@@ -15,9 +15,9 @@ from elastic.collectives.interface import Collectives
 from elastic.optimizer import bucket_plan, malloc_tuning, plan_agreement
 from elastic.optimizer.flat_buckets import (
     CompressedGradient,
+    FlagBucket,
     FlatBucket,
     GradientBucket,
-    MarkBucket,
 )
 from elastic.optimizer.gradient_options import Options
 
@@ -151,7 +151,7 @@ class GradientPlan:
         self.buckets, self.rows = [], []
         planned = self._planned(dense)
         if not self._options.casts or not planned:
-            self._add(MarkBucket(self.device), [])
+            self._add(FlagBucket(self.device), [])
         for each in planned:
             slots = [dense[member] for member in each.members]
             self._add(self._bucket(each, [slot.parameter for slot in slots]), slots)

@@ -43,7 +43,11 @@ from elastic.optimizer import (
 )
 from elastic.optimizer.flat_buckets import Compressor, FlatBucket, GradientBucket
 from elastic.optimizer.gradient_options import Options, digest_of
-from elastic.optimizer.gradients.gradient_hooks import GradientHooks, OptimizerParameters, tell_end
+from elastic.optimizer.gradients.gradient_hooks import (
+    GradientHooks,
+    OptimizerParameters,
+    notify_end,
+)
 from elastic.optimizer.gradients.gradient_plan import GradientPlan, Slot
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.optimizer.plan_agreement import StepFlag
@@ -104,7 +108,7 @@ class GradientReducer:
         self._next: GradientPlan | None = None  # plan that replaces the agreed one in this step
         self._plan = GradientPlan(self._options, [])
         self._agreed: int | None = None  # the generation whose members have compared this plan
-        self._number: plan_agreement.Agreed | None = None  # its number in that generation
+        self._number: plan_agreement.AgreedPlan | None = None  # its number in that generation
         self._version = -1  # version of the plan with that number
 
         # The present step.
@@ -194,9 +198,9 @@ class GradientReducer:
                 if not self._begun:
                     self._begin(world.generation)
                 if self._next is not None:
-                    self._agree_anew(world)
+                    self._agree_again(world)
                 elif self._plan.named and self._agreed != world.generation:
-                    self._agree(world, plan_agreement.Moment.STEP)
+                    self._agree(world, plan_agreement.ComparisonPoint.STEP)
                 if self._agreed == world.generation:
                     self._launch_rest(world)
                     changed = self._wait(world)
@@ -259,7 +263,7 @@ class GradientReducer:
         if slot is None:
             self._ready.append(parameter)  # the next plan may contain it
             if self._next is not None:
-                tell_end(self)
+                notify_end(self)
             return
         if slot.passes_left == 0:
             twice = any(other.follows(parameter) for other in reducers if other is not self)
@@ -270,7 +274,7 @@ class GradientReducer:
                 f"the gradient of {slot.name} requires a gradient itself: create_graph=True cannot be combined with"
                 " DistributedOptimizer, compute such gradients with torch.autograd.grad()"
             )
-        tell_end(self)
+        notify_end(self)
         self._partial += slot.passes_left == self._passes
         slot.passes_left -= 1
         if slot.passes_left:
@@ -305,7 +309,7 @@ class GradientReducer:
                 not inner and 0 < self._usual <= self._ended
             ):  # otherwise finish() notifies the other ranks
                 with world.guard(GRADIENTS), torch.no_grad():
-                    self._agree_anew(world)
+                    self._agree_again(world)
                     self._early = True
                     self._launch_rest(world)
             return
@@ -325,7 +329,11 @@ class GradientReducer:
                 self._early = last
             else:
                 # Also if gradients are missing, since ranks that have all of theirs wait here.
-                moment = plan_agreement.Moment.LAST_PASS if last else plan_agreement.Moment.PASS
+                moment = (
+                    plan_agreement.ComparisonPoint.LAST_PASS
+                    if last
+                    else plan_agreement.ComparisonPoint.PASS
+                )
                 self._early = self._agree(world, moment)
                 self._late = not self._early
             if self._early:
@@ -493,7 +501,9 @@ class GradientReducer:
 
     # ---- the plan --------------------------------------------------------------------------------------------------
 
-    def _agree(self, world: Context, moment: plan_agreement.Moment, anew: bool = False) -> bool:
+    def _agree(
+        self, world: Context, moment: plan_agreement.ComparisonPoint, anew: bool = False
+    ) -> bool:
         """Compare the plan with the other members', and adopt their order and their set of sparse gradients.
 
         Changes nothing in a world of one rank, which is also the world of a worker that has not joined yet. Changes
@@ -508,7 +518,7 @@ class GradientReducer:
             self._clear()  # no work is in flight
             raise
 
-    def _compare(self, world: Context, moment: plan_agreement.Moment, anew: bool) -> bool:
+    def _compare(self, world: Context, moment: plan_agreement.ComparisonPoint, anew: bool) -> bool:
         if self._options.casts:
             for slot in self._plan.slots:
                 if slot.parameter.is_complex():
@@ -519,7 +529,7 @@ class GradientReducer:
                     )
         known = plan_agreement.of(world, self._members)
         digest = digest_of(self._plan.lines())
-        last = moment is plan_agreement.Moment.LAST_PASS
+        last = moment is plan_agreement.ComparisonPoint.LAST_PASS
         agreed = known.adopt(self, digest, self._version)
         if agreed is None:
             agreed, last = self._negotiate(world, known, digest, moment, anew)
@@ -545,9 +555,9 @@ class GradientReducer:
         world: Context,
         known: plan_agreement.Plans,
         digest: int,
-        moment: plan_agreement.Moment,
+        moment: plan_agreement.ComparisonPoint,
         anew: bool,
-    ) -> tuple[plan_agreement.Agreed | None, bool]:
+    ) -> tuple[plan_agreement.AgreedPlan | None, bool]:
         """Compare the plan with all other ranks, including joined ones. See `_agree`, also for a result of None."""
         plan = self._plan
         dims: dict[int, int] = {  # keyed by id, because the numbers may change
@@ -575,7 +585,7 @@ class GradientReducer:
             # Ranks run the backward passes of the optimizers in different orders. The order of step() calls is the
             # same.
             self._never = world.generation
-            if moment is not plan_agreement.Moment.STEP:
+            if moment is not plan_agreement.ComparisonPoint.STEP:
                 return None, False
             verdict = joined_rank.compare(group, device, proposal)
         if not verdict.equal:
@@ -598,7 +608,7 @@ class GradientReducer:
             found = joined_rank.compare_sparse(group, device, found, len(plan.slots))
             if self._options.wire_op not in joined_rank.GATHERED:
                 if verdict.joined:
-                    joined_rank.tell_layout(group, device, verdict.source, None)
+                    joined_rank.send_layout(group, device, verdict.source, None)
                 raise ValueError(
                     "sparse gradients can be reduced with Average and Sum, not with"
                     f" {self._options.op.name.title()}: pass sparse_as_dense=True"
@@ -606,12 +616,12 @@ class GradientReducer:
         plan.arrange(found, order, bucket_bytes(world, plan.device))
         layout, number = plan.layout(digest, self._size), known.number(verdict)
         if verdict.joined:
-            joined_rank.tell_layout(group, device, verdict.source, layout)
+            joined_rank.send_layout(group, device, verdict.source, layout)
             if number < len(known.agreed) and number != replaces:
                 joined_rank.end_plan(world, known.agreed[number], self._members)
         return known.record(number, layout, self), verdict.last
 
-    def _agree_anew(self, world: Context) -> None:
+    def _agree_again(self, world: Context) -> None:
         """Agree on a new plan after the parameters have changed.
 
         This rank takes its last step of the old plan with zeros.
@@ -626,7 +636,7 @@ class GradientReducer:
             joined_rank.end_plan(world, self._number, self._members)
         self._plan, self._next = self._next, None
         self._agreed, usual = None, self._usual
-        self._agree(world, plan_agreement.Moment.STEP, anew)
+        self._agree(world, plan_agreement.ComparisonPoint.STEP, anew)
         self._usual = usual
 
     def _heed_change(self, world: Context) -> None:
@@ -648,7 +658,7 @@ class GradientReducer:
         ready, usual, ended = list(self._ready), self._usual, self._ended
         self._clear()
         self._agreed, self._ready = None, ready
-        self._agree(world, plan_agreement.Moment.STEP)
+        self._agree(world, plan_agreement.ComparisonPoint.STEP)
         self._ready.clear()
         # The passes that produce gradients stay the same in later steps.
         self._usual, self._ended = usual, ended

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from elastic.collectives import own_gpu
-from elastic.collectives.construct import MESSAGES
+from elastic.collectives.group_factory import MESSAGES
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed, Differing, PeerLost
@@ -157,9 +157,9 @@ class GuardedGroups:
         differs = error.differs if isinstance(error, CollectiveFailed) else None
         called: tuple[Called, ...] = ()
         if isinstance(error, CollectiveFailed) and differs is not None:
-            called = self._say_calls(error, differs, inside)
+            called = self._report_calls(error, differs, inside)
         if isinstance(error, CollectiveFailed) and error.late:
-            self._say_who(error, awaited)
+            self._report_missing(error, awaited)
         if error is None:
             session.resumed()
         elif isinstance(error, CollectiveFailed):
@@ -174,7 +174,7 @@ class GuardedGroups:
             )  # not yet recorded if the driver's message arrived before the error
             raise PeerLost(why) from error
 
-    def _say_calls(
+    def _report_calls(
         self, error: CollectiveFailed, group: Differing, inside: str
     ) -> tuple[Called, ...]:
         """Add each rank's call and its line to the error; the first of the ranks also prints it to stderr."""
@@ -187,7 +187,7 @@ class GuardedGroups:
             print(f"elastic: {error}", file=sys.stderr)
         return calls.distinct(called)
 
-    def _say_who(self, error: CollectiveFailed, awaited: dict[int, str]) -> None:
+    def _report_missing(self, error: CollectiveFailed, awaited: dict[int, str]) -> None:
         """Add the positions of the missing ranks to the error."""
         lines = [f"rank {rank} is at {line}" for rank, line in sorted(awaited.items())]
         error.args = ("; ".join([str(error), *lines]),)

@@ -18,15 +18,26 @@ import torch
 
 from elastic.collectives import agreement
 from elastic.collectives.interface import Collectives
-from elastic.collectives.shared_memory.peer_memory import Unreachable
+from elastic.collectives.shared_memory.peer_memory import PeerMemoryUnavailable
 from elastic.errors import ShardLost, StateMismatch
 from elastic.failpoints import failpoint
 from elastic.protocol.messages import SHARDS_COMMIT
 from elastic.runtime import lifecycle
-from elastic.runtime.worker import Runtime
-from elastic.sharding.bank_cycle import BankCycle, BankRecord
+from elastic.runtime.worker_runtime import WorkerRuntime
+from elastic.sharding.device_mesh import columns, mesh_shape, sender
 from elastic.sharding.division import Division
-from elastic.sharding.inventory import (
+from elastic.sharding.double_buffer import BufferRecord, DoubleBuffer
+from elastic.sharding.placement import Placement, copied_to, lasting, place_copies
+from elastic.sharding.resharding import (
+    ReshardingMove,
+    order_of_replicas,
+    order_of_shards,
+    plan_moves,
+    rounds,
+    travelling,
+)
+from elastic.sharding.rows import Rows, ShardLayout, owners
+from elastic.sharding.shard_inventory import (
     CommitId,
     HeldShard,
     Inventory,
@@ -34,22 +45,11 @@ from elastic.sharding.inventory import (
     lost_shards,
     newest_whole,
 )
-from elastic.sharding.moves import (
-    Move,
-    order_of_replicas,
-    order_of_shards,
-    plan_moves,
-    rounds,
-    travelling,
-)
-from elastic.sharding.placement import Placement, copied_to, lasting, place_copies
-from elastic.sharding.replicas import columns, mesh_shape, sender
-from elastic.sharding.rows import Rows, ShardLayout, owners
-from elastic.state.fully_sharded import lasting_memory, objects
-from elastic.state.fully_sharded.lasting_memory import ArenaOffer, PeerArena
+from elastic.state.fully_sharded import object_exchange, peer_arena
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec, Sharded
-from elastic.state.fully_sharded.shard_bank import ShardBank, as_layout
-from elastic.state.held import Held, HeldRows
+from elastic.state.fully_sharded.peer_arena import ArenaOffer, PeerArena
+from elastic.state.fully_sharded.shard_buffers import ShardBuffers, as_layout
+from elastic.state.held_commit import HeldCommit, HeldRows
 from elastic.state.snapshots.snapshot import Snapshot
 
 # Bytes of one exchange. No backend counts beyond 2**31, and the rows of an exchange are in memory twice meanwhile.
@@ -114,7 +114,7 @@ class Choice:
 
     whole: WholeCommit
     hosts: tuple[str, ...]
-    bank: ShardBank | None
+    bank: ShardBuffers | None
     arenas: Mapping[int, PeerArena]
     lasting: Sequence[bool]  # whether the memory of each rank outlives it
     # Shards of a mesh of replicas by shards; None: each rank has a shard of its own.
@@ -135,7 +135,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class WorldInventory:
     """Inventories, hosts and memory of the ranks of a world, by rank. ``arenas`` and ``lasting``: see `Choice`."""
 
     inventories: Sequence[Inventory]
@@ -193,9 +193,9 @@ class ShardedCommits:
         self.spent = CommitCost()
         self.moved = 0  # bytes sent at the last change of the world
         self._parts = parts
-        self._cycle = BankCycle()
+        self._cycle = DoubleBuffer()
         spares: list[torch.Tensor] = []
-        self._banks = ShardBank(spares), ShardBank(spares)
+        self._banks = ShardBuffers(spares), ShardBuffers(spares)
         self._world: ShardedWorld | None = (
             None  # None: the state is not divided among ranks yet, or this is the only rank
         )
@@ -219,12 +219,12 @@ class ShardedCommits:
         shards = self._with_rows(self._agree_on_specs(live), live)
         if world is None:
             shard, count = self._position()
-            record = BankRecord(CommitId(0, self._number), count, shard, (), ())
+            record = BufferRecord(CommitId(0, self._number), count, shard, (), ())
         else:
             count, shard = world.shards, world.shard
             copies = tuple(copied_to(world.placement, world.rank))
             commit = CommitId(world.generation, self._number)
-            record = BankRecord(commit, count, shard, copies, world.where())
+            record = BufferRecord(commit, count, shard, copies, world.where())
         self._bank = self._cycle.begin(record)
         bank = self._banks[self._bank]
         bank.arrange(shards, count, (record.shard, *record.copies))
@@ -279,7 +279,7 @@ class ShardedCommits:
             parts = [torch.zeros_like(changed, device="cpu") for _ in range(group.size)]
             group.allgather(parts, changed).wait()
             if any(map(bool, parts)):
-                self._everyones = _merged(objects.gather(group, mine))
+                self._everyones = _merged(object_exchange.gather(group, mine))
         self._mine = mine
         return self._everyones
 
@@ -299,7 +299,7 @@ class ShardedCommits:
         return all(part.everywhere for part in self._parts())
 
     def _compare(
-        self, group: Collectives, world: ShardedWorld, bank: ShardBank, *, content: bool
+        self, group: Collectives, world: ShardedWorld, bank: ShardBuffers, *, content: bool
     ) -> None:
         """Check that all ranks commit the same tensors, and exchange the arena offsets of their shards. Collective.
 
@@ -343,7 +343,7 @@ class ShardedCommits:
                 )
                 agreement.raise_together(group, error)
 
-    def _mirror(self, group: Collectives, world: ShardedWorld, bank: ShardBank) -> int:
+    def _mirror(self, group: Collectives, world: ShardedWorld, bank: ShardBuffers) -> int:
         """Send this rank's shard to the ranks that keep a copy of it, and receive theirs. Return the bytes sent."""
         levels = max(map(len, world.placement), default=0)
         senders = world.senders
@@ -383,7 +383,7 @@ class ShardedCommits:
         for part in self._parts():
             part.abandon_pass()
 
-    def meet(self, rt: Runtime) -> Meeting:
+    def meet(self, rt: WorkerRuntime) -> WorldInventory:
         """Exchange what all ranks of this world hold. Collective.
 
         Raises:
@@ -393,13 +393,13 @@ class ShardedCommits:
         self.abandon_pass()
         with rt.guard("choice of the commit"):
             group = rt.group("state", CPU)
-            told = objects.gather(
-                group, (self._inventory(), rt.env.worker.host, lasting_memory.offer(), self.least)
+            told = object_exchange.gather(
+                group, (self._inventory(), rt.env.worker.host, peer_arena.offer(), self.least)
             )
             arenas = _map_arenas([offer for _, _, offer, _ in told], rt.place.rank)
-            reached = objects.gather(group, sorted(arenas))
+            reached = object_exchange.gather(group, sorted(arenas))
         machines = [offer and offer.owner.host for _, _, offer, _ in told]
-        return Meeting(
+        return WorldInventory(
             [each for each, _, _, _ in told],
             tuple(host for _, host, _, _ in told),
             arenas,
@@ -407,7 +407,7 @@ class ShardedCommits:
             [least for _, _, _, least in told],
         )
 
-    def choose(self, met: Meeting) -> Choice:
+    def choose(self, met: WorldInventory) -> Choice:
         """Return the commit that all ranks restore.
 
         Raises:
@@ -439,7 +439,7 @@ class ShardedCommits:
                 ]
         return tuple(found)
 
-    def follow(self, rt: Runtime, choice: Choice) -> int:
+    def follow(self, rt: WorkerRuntime, choice: Choice) -> int:
         """Receive the rows of this rank's new shard from the ranks that hold them.
 
         Collective. Return the bytes sent.
@@ -478,8 +478,10 @@ class ShardedCommits:
         self.moved = travelling(moves, layout)
         return self.moved
 
-    def hold(self, held: Held) -> None:
-        """Add this rank's rows of the newest commit to ``held``. They stay unchanged until ``held`` releases them."""
+    def hold(self, held: HeldCommit) -> None:
+        """Add this rank's rows of the newest commit to ``held_commit``. They stay unchanged until ``held_commit``
+        releases them.
+        """
         bank = self.base()
         assert bank is not None, "nothing was committed"
         held.release_shard = bank.hold()
@@ -508,7 +510,7 @@ class ShardedCommits:
         return found
 
     def divide(
-        self, rt: Runtime, met: Meeting | None, specs: dict[str, RowSpec]
+        self, rt: WorkerRuntime, met: WorldInventory | None, specs: dict[str, RowSpec]
     ) -> dict[str, tuple[Rows, torch.Tensor]]:
         """Divide tensors from a source other than the ranks' commits among the ranks of this world. Collective.
 
@@ -542,11 +544,11 @@ class ShardedCommits:
         """Set the tensors of `divide`, now filled with values, in the optimizers."""
         self._place(specs, found)
 
-    def base(self) -> ShardBank | None:
+    def base(self) -> ShardBuffers | None:
         """Return the bank of the newest sealed commit, or None."""
         return None if self._cycle.base is None else self._banks[self._cycle.base]
 
-    def place_own(self, bank: ShardBank) -> None:
+    def place_own(self, bank: ShardBuffers) -> None:
         """Set the sharded tensors to this rank's shard in the bank, in an unchanged world. Not collective."""
         live, found = self._live(), {}
         device = next((each.local.device for each in live.values()), CPU)
@@ -558,12 +560,12 @@ class ShardedCommits:
             found[name] = local
         self._place(bank.specs, found)
 
-    def _agree(self, rt: Runtime, choice: Choice) -> dict[str, RowSpec]:
+    def _agree(self, rt: WorkerRuntime, choice: Choice) -> dict[str, RowSpec]:
         """Return the specs of the commit's sharded tensors, sent to ranks that hold no part of the commit."""
         specs = {} if choice.bank is None else choice.bank.specs
         if not self._everywhere():
             with rt.guard("choice of the commit"):
-                everyones = _merged(objects.gather(rt.group("state", CPU), specs))
+                everyones = _merged(object_exchange.gather(rt.group("state", CPU), specs))
             if choice.bank is not None:
                 choice.bank.learn(everyones)  # the first commit has the specs of this rank only
             return everyones
@@ -571,7 +573,9 @@ class ShardedCommits:
         if len(holding) == rt.place.size:
             return specs
         with rt.guard("choice of the commit"):
-            told: dict[str, RowSpec] = objects.broadcast(rt.group("state", CPU), specs, holding[0])
+            told: dict[str, RowSpec] = object_exchange.broadcast(
+                rt.group("state", CPU), specs, holding[0]
+            )
         return told
 
     def _targets(
@@ -596,7 +600,7 @@ class ShardedCommits:
     def _travel(
         self,
         group: Collectives,
-        moves: list[Move],
+        moves: list[ReshardingMove],
         layout: ShardLayout,
         choice: Choice,
         found: dict[str, torch.Tensor],
@@ -606,7 +610,7 @@ class ShardedCommits:
         shards, rank = world.shards, world.rank
         targets = list(found.values())
 
-        def place(move: Move, rows: torch.Tensor) -> None:
+        def place(move: ReshardingMove, rows: torch.Tensor) -> None:
             tensor = layout.tensors[move.tensor]
             first = tensor.rows_of(world.shard, shards).begin
             into = targets[move.tensor][move.rows.begin - first : move.rows.end - first]
@@ -671,7 +675,7 @@ def _map_arenas(offers: Sequence[ArenaOffer | None], me: int) -> dict[int, PeerA
     mine, found = offers[me], {}
     for rank, each in enumerate(offers):
         if rank != me and each is not None and mine and each.owner.host == mine.owner.host:
-            with contextlib.suppress(Unreachable):
+            with contextlib.suppress(PeerMemoryUnavailable):
                 found[rank] = PeerArena(each)
     return found
 

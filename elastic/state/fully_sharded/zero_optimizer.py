@@ -21,7 +21,7 @@ from elastic.state.fully_sharded import fsdp2, zero
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec, ShardedOptimizerHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.python_values import Index
-from elastic.state.snapshots.tensor_index import plain
+from elastic.state.snapshots.state_structure import plain
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,17 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from elastic.errors import Invalid, StateMismatch
-from elastic.state.handlers.own_entries import EXTRA, OwnEntries
+from elastic.state.handlers.extra_entries import EXTRA, ExtraEntries
 from elastic.state.handlers.part import Part
 from elastic.state.handlers.python_values import Index
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots.snapshot import dense, same_bits
-from elastic.state.snapshots.tensor_index import Anatomy, Skeleton, dissect, plain
+from elastic.state.snapshots.state_structure import (
+    ModelTensors,
+    StateStructure,
+    plain,
+    tensors_and_structure,
+)
 
 
 class ModelStateHandler(Part):
@@ -38,19 +43,19 @@ class ModelStateHandler(Part):
         return self.value
 
     def _adopt_value(self) -> None:
-        for name, tensor in dissect(self.model).tensors():
+        for name, tensor in tensors_and_structure(self.model).tensors():
             if is_lazy(tensor):
                 raise Invalid(
                     f"{self.full_name(name)} has no shape yet: run one forward pass before you pass the model to a"
                     " state"
                 )
         self._gradients: list[tuple[int, int, int]] = []
-        self._own_entries = OwnEntries(self.model)
+        self._own_entries = ExtraEntries(self.model)
         self._dissect()
 
-    def _dissect(self) -> Anatomy:
-        anatomy = dissect(self.model)
-        self._skeleton = Skeleton(self.model, anatomy)
+    def _dissect(self) -> ModelTensors:
+        anatomy = tensors_and_structure(self.model)
+        self._skeleton = StateStructure(self.model, anatomy)
         self._names = Index(
             parameters=list(anatomy.parameters),
             persistent=anatomy.persistent,
@@ -76,7 +81,7 @@ class ModelStateHandler(Part):
         self.model.zero_grad(set_to_none=True)
 
     def layout(self) -> list[str]:
-        anatomy = dissect(self.model)
+        anatomy = tensors_and_structure(self.model)
         lines = [
             f"{self.full_name(name)} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             for name, tensor in anatomy.parameters.items()
@@ -118,7 +123,7 @@ class ModelStateHandler(Part):
     def destinations(
         self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
     ) -> dict[str, torch.Tensor | Destination]:
-        anatomy = dissect(self.model)
+        anatomy = tensors_and_structure(self.model)
         live = dict(anatomy.tensors())
         persistent = {*structure["names"]["parameters"], *structure["names"]["persistent"]}
         gone = [
@@ -160,7 +165,7 @@ class ModelStateHandler(Part):
     def place(
         self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
     ) -> None:
-        anatomy = dissect(self.model)
+        anatomy = tensors_and_structure(self.model)
         for name, tensor in {**fresh, **structure["opaque"].tensors}.items():
             if name in anatomy.parameters:
                 parameter = anatomy.parameters[name]
@@ -219,7 +224,7 @@ class ModelStateHandler(Part):
         return {name: buffers[name] for name in bank.extra[0]["names"][kind] if name in buffers}
 
     def differing(self) -> list[str]:
-        live = dissect(self.model).parameters
+        live = tensors_and_structure(self.model).parameters
         return [
             self.full_name(name)
             for name, buffer in self.digested().items()

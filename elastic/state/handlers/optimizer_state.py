@@ -18,7 +18,7 @@ from elastic.state.handlers.python_values import Index
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots import change_detection
 from elastic.state.snapshots.snapshot import dense
-from elastic.state.snapshots.tensor_index import plain
+from elastic.state.snapshots.state_structure import plain
 
 Groups = list[list[torch.Tensor]]
 

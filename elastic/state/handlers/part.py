@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from elastic.runtime import lifecycle
-from elastic.state import exchange
+from elastic.state import state_transfer
 from elastic.state.handlers.python_values import copied
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots import pinned
@@ -156,7 +156,7 @@ class Part(StateHandler):
         specs = {name: TensorSpec.of(buffer) for name, buffer in buffers.items()}
         self.before_restore(own)
         fresh = {}
-        transit = pinned.Transit()
+        transit = pinned.PinnedCopy()
         with torch.no_grad():
             places = self.destinations(structure, specs, restoring=True)
             for name, where in places.items():
@@ -188,7 +188,7 @@ class Part(StateHandler):
             group = rt.group("state", torch.device("cpu"))
             with rt.guard(f"copy of {self.what}"):
                 layout = "\n".join(self.layout())
-                exchange.transfer(
+                state_transfer.transfer(
                     group, 0, {self.name: self}, {}, layout, functools.partial(rt.group, "state")
                 )
             self.check_received()
@@ -307,7 +307,7 @@ class ShardsStateHandler(DictPart):
         told = f"{self.name}.arithmetic."
         return "\n".join(line for line in layout.splitlines() if not line.startswith(told))
 
-    def goes_on_from(self, layout: str) -> None:
+    def resume_from(self, layout: str) -> None:
         """A checkpoint was loaded that says how it was computed, unless it was written with --allow-inexact."""
         said = layout.splitlines()
         before = [line for line in said if line.startswith(f"{self.name}.arithmetic.")]

@@ -17,7 +17,7 @@ import torch
 
 from elastic import pickling
 from elastic.errors import Invalid
-from elastic.state import sharding
+from elastic.state import unsupported_sharding
 
 ATOMS = frozenset({int, float, str, bool, bytes, type(None)})  # their copies are themselves
 
@@ -42,7 +42,7 @@ def copied(value: Any, what: str, referred: Iterable[object] = ()) -> Any:
             f"{what} can't be copied, so it can't be committed ({type(error).__name__}: {error}): keep it out of"
             " the state, or keep the values there from which it is made"
         ) from error
-    sharding.check_within(what, itertools.islice(memo.values(), given, None))
+    unsupported_sharding.check_within(what, itertools.islice(memo.values(), given, None))
     return made
 
 

@@ -13,7 +13,7 @@ from elastic.data.loader import DataLoader
 from elastic.data.sampler import ElasticSampler
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
-from elastic.state import sharding
+from elastic.state import unsupported_sharding
 from elastic.state.fully_sharded import fsdp2, zero
 from elastic.state.fully_sharded.live_shards import (
     FullyShardedHandler,
@@ -69,7 +69,7 @@ def set_handler_registry(registry: Registry) -> None:
 
 def handler_for(name: str, value: Any) -> StateHandler | None:
     """A handler that has saved ``value``, or None if it is a Python value like any other."""
-    sharding.check_value(name, value)
+    unsupported_sharding.check_value(name, value)
     for kind, handler in get_handler_registry():
         if isinstance(as_written(value), kind):
             if handler is ModelStateHandler and held_in(value):

@@ -22,7 +22,7 @@ STEPS = sorted({0, *(round(2 ** (eighth / 8)) for eighth in range(184))})
 TOLERANCE = 1e-9  # relative; math libraries of two hosts may differ in the last bits
 
 
-class Differs(NamedTuple):
+class ScheduleDifference(NamedTuple):
     """The first step at which a function gives another value on this worker than on rank 0."""
 
     function: str
@@ -31,7 +31,7 @@ class Differs(NamedTuple):
     ours: float | None
 
 
-class Sent(NamedTuple):
+class SentSchedule(NamedTuple):
     """The values of a schedule that rank 0 sends."""
 
     state: dict[str, Any]
@@ -43,12 +43,14 @@ def factors(schedule: Any) -> Factors:
     return {name: [_value(call, step) for step in STEPS] for name, call in _functions(schedule)}
 
 
-def difference(theirs: Mapping[str, list[float | None]], ours: Factors) -> Differs | None:
+def difference(
+    theirs: Mapping[str, list[float | None]], ours: Factors
+) -> ScheduleDifference | None:
     """The first difference between the values of rank 0 and of this worker, or None."""
     for name, values in ours.items():
         for step, there, here in zip(STEPS, theirs.get(name, values), values, strict=True):
             if not _same(there, here):
-                return Differs(name, step, there, here)
+                return ScheduleDifference(name, step, there, here)
     return None
 
 
@@ -95,12 +97,12 @@ class SchedulePart(DictPart):
         return super().pack()
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        return Sent(self.value.state_dict(), factors(self.value)), {}
+        return SentSchedule(self.value.state_dict(), factors(self.value)), {}
 
     def place(
         self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
     ) -> None:
-        if isinstance(structure, Sent):
+        if isinstance(structure, SentSchedule):
             structure, self._received = structure
         super().place(structure, fresh, own, restoring=restoring)
 

@@ -45,7 +45,7 @@ class _Pages(mmap.mmap):
     def __del__(self) -> None:
         if self.device is None or self.owner != os.getpid() or sys.is_finalizing():
             return
-        transit = Transit()
+        transit = PinnedCopy()
         for device, stream in _side.items():  # restores are waited for where they are made
             with torch.cuda.stream(stream):
                 transit.follow(device, len(self))
@@ -95,7 +95,7 @@ def like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-class Transit:
+class PinnedCopy:
     """Copies on their way: those of one commit, or of a restore."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Transit:
         self.events.clear()
 
 
-class Stage:
+class DeviceStaging:
     """Room on the devices for one commit on its way to the host; made once, or found to be too expensive."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Stage:
         return [self._rooms[key] for key in keys]
 
 
-def send(pairs: list[Pair], stage: Stage, transit: Transit) -> None:
+def send(pairs: list[Pair], stage: DeviceStaging, transit: PinnedCopy) -> None:
     """Starts the copies. Returns at once; the training stream may overwrite the sources afterwards."""
     devices: dict[torch.device, list[Pair]] = {}
     for pair in pairs:

@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elastic.collectives.shared_memory.host_copy import HostCopy
-from elastic.state.snapshots import change_detection, memory_ahead, pinned
+from elastic.state.snapshots import change_detection, pinned, preallocated_memory
 
 SAMPLES = 16  # elements compared in a tensor that seems unchanged ...
 SMALL = 4096  # ... and tensors up to this many elements are compared whole
@@ -49,7 +49,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-class Look:
+class TensorSignature:
     """How tensors look at one moment. Two equal looks: the same kinds at the same places, and no traced change between.
 
     One list for each question instead of one object for each tensor: a commit asks them of every tensor at every step,
@@ -135,13 +135,13 @@ def _wasteful(buffers: list[torch.Tensor]) -> bool:
     return sum(held.values()) > 2 * pinned.layout([each.nbytes for each in buffers])[1]
 
 
-class Bank:
+class SnapshotBuffers:
     """One complete set of copies, with whatever the owner wants to keep with them."""
 
     def __init__(self) -> None:
         self.copies: dict[str, _Copy] = {}
         self.extra: Any = None
-        self.transit: pinned.Transit | None = None
+        self.transit: pinned.PinnedCopy | None = None
         self._names: list[str] = []
         self._kinds: list[Any] = []  # what the buffers were made for
         self._buffers: list[torch.Tensor] = []
@@ -152,7 +152,9 @@ class Bank:
         self._versions: list[int] | None = None  # when it was copied; None: can't be trusted
         self._moment: change_detection.Moment | None = None
 
-    def take(self, look: Look, extra: Any, stage: pinned.Stage, *, trust: bool) -> None:
+    def take(
+        self, look: TensorSignature, extra: Any, stage: pinned.DeviceStaging, *, trust: bool
+    ) -> None:
         # Read before anything is copied: what is noticed meanwhile counts for the next time.
         moment = change_detection.moment()
         self.extra = extra
@@ -165,7 +167,7 @@ class Bank:
         self._refer(look)
         self._moment = moment
 
-    def _unchanged(self, look: Look) -> bool:
+    def _unchanged(self, look: TensorSignature) -> bool:
         return (
             look.versions is not None
             and look.versions == self._versions
@@ -176,7 +178,7 @@ class Bank:
             and all(map(_Copy.seems_equal, self.copies.values(), look.tensors))
         )
 
-    def _copies_for(self, look: Look) -> dict[str, _Copy]:
+    def _copies_for(self, look: TensorSignature) -> dict[str, _Copy]:
         """The copies that fit as they are, and new ones, pinned in one piece."""
         tensors = dict(zip(look.names, look.tensors, strict=True))
         kept = {n: c for n, c in self.copies.items() if n in tensors and c.fits(tensors[n])}
@@ -191,11 +193,11 @@ class Bank:
             copies[name] = kept.get(name) or _Copy(
                 tensor,
                 # empty_like keeps the order of dense strides: copying is one pass over memory both ways.
-                next(pinned_ones) if tensor.is_cuda else memory_ahead.empty_like(tensor),
+                next(pinned_ones) if tensor.is_cuda else preallocated_memory.empty_like(tensor),
             )
         return copies
 
-    def _arrange(self, look: Look, copies: dict[str, _Copy]) -> None:
+    def _arrange(self, look: TensorSignature, copies: dict[str, _Copy]) -> None:
         """From now on these copies are written, in the order of this look."""
         self.copies = copies
         self._names, self._kinds = look.names, look.kinds
@@ -204,7 +206,7 @@ class Bank:
         self._host = HostCopy([], []) if self._on_gpu else HostCopy(look.tensors, self._buffers)
         self._pointers = []  # new copies refer to nothing yet
 
-    def _refer(self, look: Look) -> None:
+    def _refer(self, look: TensorSignature) -> None:
         """Remembers what was copied. The storages are those of the commit before, nearly always."""
         if look.pointers != self._pointers or look.storages != self._storages:
             for copy, tensor in zip(self.copies.values(), look.tensors, strict=True):
@@ -212,8 +214,8 @@ class Bank:
             self._pointers, self._storages = look.pointers, look.storages
         self._versions = look.versions
 
-    def _copy(self, look: Look, stage: pinned.Stage) -> None:
-        self.transit = pinned.Transit() if self._on_gpu else None
+    def _copy(self, look: TensorSignature, stage: pinned.DeviceStaging) -> None:
+        self.transit = pinned.PinnedCopy() if self._on_gpu else None
         with torch.no_grad():
             if self.transit is None:
                 if look.tensors:
@@ -225,9 +227,9 @@ class Bank:
             if host:
                 torch._foreach_copy_([buffer for _, buffer in host], [tensor for tensor, _ in host])
 
-    def empty_twin(self) -> Bank:
+    def empty_twin(self) -> SnapshotBuffers:
         """With buffers of its own for the same tensors, but for those of a GPU, which are pinned in one piece."""
-        twin = Bank()
+        twin = SnapshotBuffers()
         for name, copy in [*self.copies.items()]:
             if not copy.on_gpu:
                 twin.copies[name] = _Copy(copy.buffer, torch.empty_like(copy.buffer).zero_())
@@ -235,7 +237,7 @@ class Bank:
 
     def adopt(self, tensors: dict[str, torch.Tensor]) -> None:
         """These tensors were just set to the copies: they are unchanged until something happens to them."""
-        look = Look(tensors)
+        look = TensorSignature(tensors)
         fitting = {
             name: copy
             for name, tensor in tensors.items()
@@ -260,12 +262,12 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self.bank = Bank()
-        self._stage = pinned.Stage()
-        self._held: Bank | None = None
-        self._spare: Bank | None = None
+        self.bank = SnapshotBuffers()
+        self._stage = pinned.DeviceStaging()
+        self._held: SnapshotBuffers | None = None
+        self._spare: SnapshotBuffers | None = None
 
-    def hold(self) -> Bank:
+    def hold(self) -> SnapshotBuffers:
         """The newest copies stay as they are until `release`. Only one set at a time."""
         assert self._held is None, "copies are held already"
         self._held = self.bank
@@ -293,8 +295,8 @@ class Snapshot:
         """
         self.complete()
         if self.bank is self._held:
-            self.bank, self._spare = self._spare or Bank(), None
-        self.bank.take(Look(tensors), extra, self._stage, trust=trust)
+            self.bank, self._spare = self._spare or SnapshotBuffers(), None
+        self.bank.take(TensorSignature(tensors), extra, self._stage, trust=trust)
 
     def complete(self) -> None:
         """Waits for copies under way. Raises DeviceLost."""

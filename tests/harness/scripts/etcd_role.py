@@ -13,13 +13,13 @@ from itertools import count
 
 import msgspec
 
-from elastic.driver.etcd.client import Etcd
-from elastic.driver.etcd.leadership import Deposed, Leadership
+from elastic.driver.etcd.client import EtcdClient
+from elastic.driver.etcd.leadership import Leadership, LeadershipLost
 from elastic.driver.etcd.registration import Registration
 from elastic.driver.network.credentials import EtcdAccess
 
 
-async def lead(etcd: Etcd, job: str, ttl_s: float) -> None:
+async def lead(etcd: EtcdClient, job: str, ttl_s: float) -> None:
     """Lead, and write continuously while leading."""
     leadership = Leadership(etcd, job, quiet, ttl_s=ttl_s)
     term = await leadership.acquire()
@@ -30,12 +30,12 @@ async def lead(etcd: Etcd, job: str, ttl_s: float) -> None:
             key = f"/hvd-elastic/{job}/log/{term}-{number}"
             await leadership.transact([(key, str(term).encode())], [])
             await asyncio.sleep(0.01)
-    except Deposed:
+    except LeadershipLost:
         print("deposed", leadership.leads, flush=True)
     await leadership.resign()
 
 
-async def serve(etcd: Etcd, job: str, ttl_s: float) -> None:
+async def serve(etcd: EtcdClient, job: str, ttl_s: float) -> None:
     """Register as host ``a`` until a later one takes over."""
     registration = Registration(etcd, job, "a", 2, time.time_ns(), quiet, ttl_s=ttl_s)
     await registration.open()
@@ -53,7 +53,7 @@ def quiet(level: str, text: str) -> None:
 async def main() -> None:
     role, job, ttl_s = sys.argv[1:]
     access = msgspec.json.decode(sys.stdin.buffer.readline(), type=EtcdAccess)
-    etcd = Etcd(access, quiet)
+    etcd = EtcdClient(access, quiet)
     await etcd.open()
     await {"leader": lead, "agent": serve}[role](etcd, job, float(ttl_s))
     await etcd.close()

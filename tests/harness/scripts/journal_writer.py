@@ -12,7 +12,7 @@ from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import SnapshotPolicy
 from elastic.driver.journal.resume import writer_here
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.snapshot import taken
+from elastic.driver.membership.snapshot import take_snapshot
 from elastic.driver.settings import Settings
 
 
@@ -21,7 +21,7 @@ async def main(path: Path) -> None:
     archive = FileArchive(path)
     past = await archive.past()
     membership = past.membership if past is not None else Membership(settings)
-    policy = SnapshotPolicy(take=lambda: taken(membership), snapshot_every=7)
+    policy = SnapshotPolicy(take=lambda: take_snapshot(membership), snapshot_every=7)
     if past is None:
         journal = await archive.begin(header_of(settings, job="a1", writer=writer_here()), policy)
         now, term = 0.0, 1

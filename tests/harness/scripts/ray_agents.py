@@ -19,11 +19,11 @@ import psutil
 import ray
 
 from elastic.chaos.harness.processes import lives
-from elastic.driver.agents.fleet import AGENTS, Fleet
+from elastic.driver.agents.agent_manager import AGENTS, AgentManager
 from elastic.driver.agents.messages import Attach
 from elastic.driver.events import HostLost
 from elastic.driver.launch.starter import Bootstrap, StartFailed
-from elastic.driver.network.server import Server
+from elastic.driver.network.control_server import ControlServer
 from elastic.driver.processes.output import Output
 from elastic.driver.ray.actors import RayActors
 from elastic.driver.ray.starter import RayStarter, name_of
@@ -87,13 +87,13 @@ class Bench:
         self.nodes = nodes
         self.printed = bytearray()
         self.log: list[str] = []
-        self.server = Server(secret=SECRET, log=self.note, callers=AGENTS)
+        self.server = ControlServer(secret=SECRET, log=self.note, callers=AGENTS)
         self.address = self.server.bind("127.0.0.1")
         self.starter = self.new_starter(JOB)
         output = Output(
             place_of=lambda w: None, stdout=self.printed.extend, stderr=self.printed.extend
         )
-        self.fleet = Fleet(
+        self.fleet = AgentManager(
             self.server,
             attach=Attach(JOB, 1, 2.0, 10.0),
             sink=output,

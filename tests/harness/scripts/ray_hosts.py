@@ -16,7 +16,7 @@ import sys
 
 import ray
 
-from elastic.driver.ray.discovery import RayDiscovery, Wanted
+from elastic.driver.ray.discovery import ClusterRequest, RayDiscovery
 from elastic.errors import Invalid
 
 
@@ -29,7 +29,7 @@ async def main(job: str, plan: dict) -> None:
     if "bundles" in plan:
         group = ray.util.placement_group(plan["bundles"], name="theirs")
     in_use = {int(number): taken for number, taken in plan.get("in_use", {}).items()}
-    wanted = Wanted(plan["most"], plan["resources"], group, in_use)
+    wanted = ClusterRequest(plan["most"], plan["resources"], group, in_use)
     discovery = RayDiscovery(
         wanted,
         lambda level, text: say(f"log {level}: {text}"),

@@ -13,12 +13,12 @@ import zlib
 
 import ray
 
-from elastic.driver.etcd.leadership import Deposed
+from elastic.driver.etcd.leadership import LeadershipLost
 from elastic.driver.events import DriverRestarted, HostsChanged
 from elastic.driver.journal.entries import Writer, header_of
 from elastic.driver.journal.journal import SnapshotPolicy
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.snapshot import taken
+from elastic.driver.membership.snapshot import take_snapshot
 from elastic.driver.ray.journal import RayArchive
 from elastic.driver.settings import Settings
 
@@ -28,7 +28,7 @@ def say(*words: object) -> None:
 
 
 def digest(membership: Membership) -> int:
-    return zlib.crc32(taken(membership))
+    return zlib.crc32(take_snapshot(membership))
 
 
 async def main(job: str, *task: str) -> None:
@@ -44,7 +44,7 @@ async def main(job: str, *task: str) -> None:
         say("left", None if past is None else past.last_at)
         return
     membership = Membership(settings) if past is None else past.membership
-    policy = SnapshotPolicy(take=lambda: taken(membership), snapshot_every=40)
+    policy = SnapshotPolicy(take=lambda: take_snapshot(membership), snapshot_every=40)
     writer = Writer(term + 1, pid=os.getpid(), at=float(found))
     if past is None:
         journal = await archive.begin(header_of(settings, job=job, writer=writer), policy)
@@ -59,7 +59,7 @@ async def main(job: str, *task: str) -> None:
             await journal.settle()
             say("settled", number, digest(membership))
             await journal.rest()  # a snapshot is a record, too: another driver may exist by now
-        except Deposed:
+        except LeadershipLost:
             say("deposed", number)
             return
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elastic.collectives.construct import Connecting, Store
+from elastic.collectives.group_factory import ConnectingGroup, Store
 from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.shared_memory import arena
 from elastic.protocol.messages import Address
@@ -28,7 +28,7 @@ def join(rank: int, port: int, listening: int) -> Collectives:
     store = Store(address, listener, TIMEOUT_S)
     store.open()
     kept.append(store)
-    connecting = Connecting(
+    connecting = ConnectingGroup(
         store,
         purpose="ends",
         rank=rank,

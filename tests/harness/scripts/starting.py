@@ -8,9 +8,9 @@ import os
 import signal
 import sys
 
-from elastic.driver.launch.by_host import StarterFor
 from elastic.driver.launch.ssh import SshOptions, SshStarter
 from elastic.driver.launch.starter import Bootstrap
+from elastic.driver.launch.starter_by_host import StarterByHost
 from elastic.driver.launch.subprocess_starter import ChildStarter
 
 
@@ -25,7 +25,7 @@ async def main() -> None:
     def log(level: str, text: str) -> None:
         say(f"{level}: {text}")
 
-    starter = StarterFor(
+    starter = StarterByHost(
         lambda host: None if host.startswith("here") else "it is another machine",
         here=ChildStarter(environ=os.environ, log=log, python=python),
         there=SshStarter(

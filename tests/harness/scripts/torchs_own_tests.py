@@ -25,8 +25,8 @@ import torch  # noqa: E402
 from torch.testing._internal.distributed import distributed_test  # noqa: E402
 
 # So that the ranks need not import them.
-from elastic.collectives import construct, local  # noqa: E402, F401
-from elastic.torch_backend import in_place_of_others, registration  # noqa: E402, F401
+from elastic.collectives import group_factory, local  # noqa: E402, F401
+from elastic.torch_backend import backend_override, registration  # noqa: E402, F401
 
 torch.set_num_threads(1)
 # Events of its own backends in a profile, which C++ ends in another thread. Ours are different: see

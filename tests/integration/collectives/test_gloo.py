@@ -23,9 +23,9 @@ import pytest
 import torch
 import torch.distributed
 
-from elastic.collectives.construct import Connecting, Store, listen
 from elastic.collectives.gloo import sockets
 from elastic.collectives.gloo.process_group import GlooCollectives
+from elastic.collectives.group_factory import ConnectingGroup, Store, listen
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import CollectiveFailed, Differing
 from elastic.protocol.messages import Address, ProtocolError
@@ -475,7 +475,7 @@ def connect_and_abort(rank: int, size: int, addresses: list[Address]) -> float:
         attempt = connecting(store, rank, size)
         aborted_at: list[float] = []
 
-        def cut(attempt: Connecting = attempt, at: list[float] = aborted_at) -> None:
+        def cut(attempt: ConnectingGroup = attempt, at: list[float] = aborted_at) -> None:
             at.append(time.monotonic())
             attempt.abort()
 

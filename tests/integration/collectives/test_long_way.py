@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.collectives import construct
+from elastic.collectives import group_factory
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import native_library
 from elastic.protocol import messages
@@ -130,7 +130,7 @@ def share(rank: int, size: int, store: Address, apart: bool) -> tuple[str, float
 
 
 def serve(rank: int, size: int) -> Address:
-    listener = construct.listen("127.0.0.1")
+    listener = group_factory.listen("127.0.0.1")
     if rank == 0:
         ranks.kept["listener"] = listener
     return listener.address

@@ -28,7 +28,7 @@ import torch
 
 from elastic.chaos.harness.processes import clean_environment
 from elastic.chaos.reductions.numbers import reduced
-from elastic.collectives.construct import Store, listen
+from elastic.collectives.group_factory import Store, listen
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import arena, native_library, peer_memory
 from elastic.collectives.shared_memory.process_group import SharedCollectives

@@ -20,12 +20,12 @@ import msgspec
 import pytest
 import torch
 
-from elastic.collectives import cpu, topology
-from elastic.collectives.construct import Store, listen, meeting
+from elastic.collectives import backend_selection, cpu
+from elastic.collectives.backend_selection import Identity, Shareable
+from elastic.collectives.group_factory import Store, listen, meeting
 from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.shared_memory import arena, memfd, native_library, peer_memory
-from elastic.collectives.shared_memory.peer_memory import Unreachable, open_peer
-from elastic.collectives.topology import Identity, Shareable
+from elastic.collectives.shared_memory.peer_memory import PeerMemoryUnavailable, open_peer
 from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address
 from harness import ranks, wording
@@ -86,7 +86,7 @@ import os, sys
 import msgspec
 from elastic.collectives.shared_memory import memfd as memory
 from elastic.collectives.shared_memory import peer_memory as neighbours
-from elastic.collectives.topology import Shareable
+from elastic.collectives.backend_selection import Shareable
 fd = memory.create("offered", 8192)
 os.pwrite(fd, b"hello", 0)
 offer = Shareable(fd, os.fstat(fd).st_ino, 8192)
@@ -143,14 +143,14 @@ def test_memory_of_a_process_that_has_ended_is_kept_only_while_it_is_used(offeri
 
 def test_a_process_that_has_ended_can_not_be_mapped(offering):
     offering.end()
-    with pytest.raises(Unreachable) as caught:
+    with pytest.raises(PeerMemoryUnavailable) as caught:
         open_peer(offering.owner, offering.offer)
     assert isinstance(caught.value.__cause__, ProcessLookupError)
 
 
 def test_what_is_not_the_memory_that_was_offered_is_not_mapped(offering):
     other = msgspec.structs.replace(offering.offer, inode=offering.offer.inode + 1)
-    with pytest.raises(Unreachable, match=wording.NOT_MEMORY_OFFERED):
+    with pytest.raises(PeerMemoryUnavailable, match=wording.NOT_MEMORY_OFFERED):
         open_peer(offering.owner, other)
 
 
@@ -159,7 +159,7 @@ def test_without_a_free_descriptor_the_log_names_the_limit_to_raise(offering):
     # One is left, for the process; none for its memory.
     resource.setrlimit(resource.RLIMIT_NOFILE, (_lowest_free() + 1, hard))
     try:
-        with pytest.raises(Unreachable, match="ulimit -n"):
+        with pytest.raises(PeerMemoryUnavailable, match="ulimit -n"):
             open_peer(offering.owner, offering.offer)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -177,7 +177,7 @@ def test_memory_of_another_user_is_not_accessible(offering):
     asking = (
         "import os, sys, msgspec\n"
         "from elastic.collectives.shared_memory import peer_memory as neighbours\n"
-        "from elastic.collectives.topology import Identity, Shareable\n"
+        "from elastic.collectives.backend_selection import Identity, Shareable\n"
         "owner, offer = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=tuple[Identity, Shareable])\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "try: neighbours.open_peer(owner, offer)\n"
@@ -398,7 +398,9 @@ def test_a_rank_that_does_not_say_whether_it_could_map_can_be_given_up(store):
         blob = msgspec.msgpack.encode(offer.row)
         rows = store.exchange(meeting("named", "cpu", 2), 1, 2, blob)
         assert (
-            topology.plan([msgspec.msgpack.decode(row, type=topology.RankInfo) for row in rows]).why
+            backend_selection.plan(
+                [msgspec.msgpack.decode(row, type=backend_selection.RankInfo) for row in rows]
+            ).why
             == ""
         )
         wait_until(lambda: "named/shared/2" in store.awaited(), "its offer", WAIT_S)

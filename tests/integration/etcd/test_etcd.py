@@ -17,10 +17,10 @@ import pytest
 
 from elastic.driver.discovery.etcd import EtcdDiscovery
 from elastic.driver.etcd import endpoints as etcd_members
-from elastic.driver.etcd.client import Etcd, Item, Listing, Put, Unchanged
-from elastic.driver.etcd.connection import LeaseGone, Rejected, Unavailable
-from elastic.driver.etcd.keys import DriverSeat
-from elastic.driver.etcd.leadership import Deposed, Leadership
+from elastic.driver.etcd.client import EtcdClient, Item, Listing, Put, Unchanged
+from elastic.driver.etcd.connection import LeaseExpired, Rejected, Unavailable
+from elastic.driver.etcd.keys import LeaderAddress
+from elastic.driver.etcd.leadership import Leadership, LeadershipLost
 from elastic.driver.etcd.registration import Registration
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 from elastic.errors import Invalid
@@ -59,7 +59,7 @@ class Log(list[tuple[str, str]]):
 class Lists:
     """Lists of a discovery, and the wait for one."""
 
-    def __init__(self, etcd: Etcd, job: str, log: Log, **rest: float) -> None:
+    def __init__(self, etcd: EtcdClient, job: str, log: Log, **rest: float) -> None:
         self.seen: list[dict[str, int]] = []
         self._shown = 0  # where in it the list stands that was waited for last
         self._changed = asyncio.Event()
@@ -97,8 +97,8 @@ class Stage:
         self.job = f"job{next(jobs)}"
         self.root = f"/hvd-elastic/{self.job}/"
         self.log = Log()
-        self.etcd = Etcd(access, self.log, grace_s=grace_s)
-        self.logs: dict[Etcd, Log] = {}  # of other connections
+        self.etcd = EtcdClient(access, self.log, grace_s=grace_s)
+        self.logs: dict[EtcdClient, Log] = {}  # of other connections
         self.stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Stage:
@@ -110,9 +110,9 @@ class Stage:
     async def __aexit__(self, *error: object) -> None:
         await self.stack.__aexit__(None, None, None)
 
-    async def another(self, grace_s: float = 3.0) -> Etcd:
+    async def another(self, grace_s: float = 3.0) -> EtcdClient:
         log = Log()
-        etcd = Etcd(self.access, log, grace_s=grace_s)
+        etcd = EtcdClient(self.access, log, grace_s=grace_s)
         self.logs[etcd] = log
         self.stack.push_async_callback(etcd.close)
         await etcd.open()
@@ -132,7 +132,7 @@ class Stage:
         self.stack.push_async_callback(registration.close)
         return registration
 
-    def candidate(self, etcd: Etcd | None = None, **rest: float) -> Leadership:
+    def candidate(self, etcd: EtcdClient | None = None, **rest: float) -> Leadership:
         leadership = Leadership(etcd or self.etcd, self.job, self.log, **rest)
         self.stack.push_async_callback(leadership.resign)
         return leadership
@@ -176,7 +176,7 @@ def refusal(access: EtcdAccess, root: str = "/hvd-elastic/") -> str:
     """Return the error of an unusable etcd."""
 
     async def run() -> None:
-        await Etcd(access, Log(), root=root).open()
+        await EtcdClient(access, Log(), root=root).open()
 
     began = time.monotonic()
     with pytest.raises(Invalid) as caught:
@@ -236,7 +236,7 @@ async def test_a_transaction_is_carried_out_as_a_whole_or_not_at_all(cluster):
             await etcd.transact([], [Put(f"{a}{number}", b"") for number in range(129)])
         with pytest.raises(Rejected):
             await etcd.put(a, bytes(3_000_000))
-        with pytest.raises(LeaseGone):
+        with pytest.raises(LeaseExpired):
             await etcd.put(a, b"", 12345)
         assert stage.log == []
 
@@ -466,7 +466,7 @@ class Cut:
 async def test_after_a_compaction_a_reconnected_watch_reads_everything_again(cluster):
     async with Stage(cluster.access) as stage:
         link = Cut(cluster.access.endpoints[0])
-        far = Etcd(EtcdAccess([await link.start()]), Log())
+        far = EtcdClient(EtcdAccess([await link.start()]), Log())
         stage.stack.push_async_callback(link.close)
         stage.stack.push_async_callback(far.close)
         await far.open()
@@ -558,7 +558,7 @@ async def test_one_of_several_leads_and_every_term_is_a_new_one(cluster):
             assert [each.leads for each in candidates].count(True) == 1 and leader.leads
             await leader.transact([(stage.root + "x", str(term).encode())])
             await leader.resign()
-            with pytest.raises(Deposed):
+            with pytest.raises(LeadershipLost):
                 await leader.transact([(stage.root + "x", b"0")])
         assert (await stage.etcd.get(stage.root + "term") or Item(b"", 0, 0, 0)).value == b"3"
 
@@ -573,9 +573,11 @@ async def test_agents_see_where_the_driver_is(cluster):
         leader = stage.candidate()
         await leader.acquire()
         await leader.announce("[::1]:4000")
-        assert await asyncio.wait_for(anext(seats), SOON_S) == DriverSeat("[::1]:4000", 1)
+        assert await asyncio.wait_for(anext(seats), SOON_S) == LeaderAddress("[::1]:4000", 1)
         await leader.announce("driver.example:4001")
-        assert await asyncio.wait_for(anext(seats), SOON_S) == DriverSeat("driver.example:4001", 1)
+        assert await asyncio.wait_for(anext(seats), SOON_S) == LeaderAddress(
+            "driver.example:4001", 1
+        )
         await leader.resign()
         assert await asyncio.wait_for(anext(seats), SOON_S) is None
 
@@ -657,10 +659,10 @@ async def test_a_leader_that_was_replaced_unseen_writes_nothing(cluster):
         await leader.acquire()
         # Another one leads, and has gone again: the seat tells nothing, the term does.
         await stage.etcd.put(stage.root + "term", b"7")
-        with pytest.raises(Deposed):
+        with pytest.raises(LeadershipLost):
             await leader.transact([(stage.root + "x", b"1")])
         assert leader.lost.is_set() and not leader.leads
         assert await stage.etcd.get(stage.root + "x") is None
-        with pytest.raises(Deposed):
+        with pytest.raises(LeadershipLost):
             await leader.announce("a:1")
         recorded("log", [text for level, text in stage.log if level == "warning"])

@@ -433,11 +433,11 @@ async def test_what_cannot_be_started_exits_with_a_reason(host):
 
 
 @conversation
-async def test_the_warden_forgets_what_could_not_be_started(host):
+async def test_the_reaper_forgets_what_could_not_be_started(host):
     host.start(A, ["no-such-program"])
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host.launcher.agent._warden, "tell", told.append)
+        patch.setattr(host.launcher.agent._reaper, "tell", told.append)
         host.start(B, ["no-such-program"])
     assert len(told) == 1 and told[0].startswith("-")
     assert [(await host.exit()).code, (await host.exit()).code] == [127, 127]
@@ -480,28 +480,28 @@ async def test_an_exit_carries_the_end_of_stderr(host):
     assert len(event.output) == 20 * 1024
 
 
-# ---- the warden and the death of the driver --------------------------------------------------------------------------
+# ---- the reaper and the death of the driver --------------------------------------------------------------------------
 
 
 @conversation
-async def test_a_dead_warden_is_replaced_with_its_full_state(host):
+async def test_a_dead_reaper_is_replaced_with_its_full_state(host):
     host.start(A, ["sleep", "60"])
-    first = host.launcher.agent._warden.pid
+    first = host.launcher.agent._reaper.pid
     os.kill(first, signal.SIGKILL)
-    await until(lambda: host.launcher.agent._warden.pid not in (None, first), "another warden")
+    await until(lambda: host.launcher.agent._reaper.pid not in (None, first), "another reaper")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(host.launcher.agent._warden.pid, number)
+        os.kill(host.launcher.agent._reaper.pid, number)
     host.launcher.kill(A)
     assert (await host.exit()).code == -9
     assert not host.log
 
 
 @conversation
-async def test_a_warden_that_keeps_dying_is_given_up(host):
+async def test_a_reaper_that_keeps_dying_is_given_up(host):
     host.start(A, ["sleep", "60"])
     killed = set()
     while not host.log:
-        pid = host.launcher.agent._warden.pid
+        pid = host.launcher.agent._reaper.pid
         if pid is not None and pid not in killed:
             killed.add(pid)
             os.kill(pid, signal.SIGKILL)
@@ -513,16 +513,16 @@ async def test_a_warden_that_keeps_dying_is_given_up(host):
 
 
 @conversation
-async def test_the_warden_holds_nothing_of_ours(host):
+async def test_the_reaper_holds_nothing_of_ours(host):
     host.start(A, ["sleep", "60"])
-    pid = host.launcher.agent._warden.pid
+    pid = host.launcher.agent._reaper.pid
 
     def held() -> set[str]:
         with contextlib.suppress(FileNotFoundError):
             return {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
         return set()
 
-    await until(lambda: "anon_inode:[pidfd]" in held(), "the warden watching")
+    await until(lambda: "anon_inode:[pidfd]" in held(), "the reaper watching")
     assert {name.partition(":[")[0] for name in held()} == {"pipe", "/dev/null", "anon_inode"}
     assert len([name for name in held() if name.startswith("pipe:")]) == 1
     assert os.getsid(pid) == pid
@@ -545,7 +545,7 @@ async def main():
     await launcher.open(lambda event: None, lambda event: None)
     script = "sleep 600 & a=$!; set -m; sleep 600 & echo $$ $a $! >$OUT/pids; exec sleep 600"
     launcher.start(Worker("localhost", 0), ["/bin/sh", "-c", script], dict(os.environ))
-    if "fork" in sys.argv and os.fork() == 0:  # somebody who inherits the pipe to the warden
+    if "fork" in sys.argv and os.fork() == 0:  # somebody who inherits the pipe to the reaper
         time.sleep(600)
     await asyncio.sleep(600)
 
@@ -553,7 +553,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("mode", ["plain", "fork", "no warden"])
+@pytest.mark.parametrize("mode", ["plain", "fork", "no reaper"])
 def test_no_process_outlives_a_killed_driver(tmp_path, mode):
     out = {**os.environ, "OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
     code = textwrap.dedent(DRIVER)
@@ -565,21 +565,21 @@ def test_no_process_outlives_a_killed_driver(tmp_path, mode):
         asyncio.run(until(lambda: pids.exists() and pids.read_text().endswith("\n"), "pids"))
         worker, child, grouped = map(int, pids.read_text().split())
         assert all(map(lives, (worker, child, grouped)))
-        wardens = [
+        reapers = [
             each.pid
             for each in psutil.Process(driver.pid).children()
             if "orphan_reaper.py" in " ".join(each.cmdline())
         ]
-        assert len(wardens) == 1
-        if mode == "no warden":  # PDEATHSIG alone takes the worker
+        assert len(reapers) == 1
+        if mode == "no reaper":  # PDEATHSIG alone takes the worker
             os.kill(driver.pid, signal.SIGSTOP)  # or it would start another one
-            os.kill(wardens[0], signal.SIGKILL)
+            os.kill(reapers[0], signal.SIGKILL)
         os.kill(driver.pid, signal.SIGKILL)
         gone(worker)
-        if mode != "no warden":
+        if mode != "no reaper":
             gone(child)
             gone(grouped)
-            gone(wardens[0])
+            gone(reapers[0])
         else:
             orphan_reaper.kill_sessions([worker])
     finally:

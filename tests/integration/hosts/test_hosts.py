@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic.chaos.hosts import scenarios
-from elastic.chaos.hosts.cluster import HOSTS, Bench
+from elastic.chaos.hosts.cluster import HOSTS, HostCluster
 from elastic.chaos.hosts.namespaces import check_possible
 from elastic.chaos.hosts.report import Mark
 from elastic.chaos.hosts.scenarios import ADOPTED, CUT, REST, VICTIM
@@ -37,8 +37,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Iterator[Bench]:
-    with Bench(tmp_path_factory.mktemp("hosts"), slack=SLACK) as bench:
+def bench(tmp_path_factory) -> Iterator[HostCluster]:
+    with HostCluster(tmp_path_factory.mktemp("hosts"), slack=SLACK) as bench:
         bench.start_etcd()
         yield bench
 

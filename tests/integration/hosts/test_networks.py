@@ -21,13 +21,13 @@ from typing import NamedTuple
 import pytest
 
 from elastic.chaos.harness.ports import free_port
-from elastic.driver.monitoring.metrics import Metrics
+from elastic.driver.monitoring.metrics import MetricsServer
 from elastic.driver.network.choose_address import choose_bind
 from elastic.driver.network.interfaces import listen_address, own_addresses, worker_network
 from elastic.errors import Invalid
 from elastic.rendezvous import environment
 from elastic.rendezvous.find_rank0 import meet
-from elastic.rendezvous.launcher_env import ByAddress, Started
+from elastic.rendezvous.launcher_env import ByAddress, LauncherEnv
 from elastic.rendezvous.store import listen
 from harness import wording
 from harness.etcd import START_S, Member
@@ -77,7 +77,7 @@ def test_ranks_of_another_launcher_rendezvous():
     way = ByAddress("::1", free_port(), b"secret")
     env = dataclasses.replace(environment.read({"HOROVOD_START_TIMEOUT": "20"}), bind_host="")
     with ThreadPoolExecutor(2) as pool:
-        ranks = [Started("srun", rank, 2, None, way) for rank in range(2)]
+        ranks = [LauncherEnv("srun", rank, 2, None, way) for rank in range(2)]
         met = [*pool.map(lambda rank: meet(rank, env), ranks)]
     assert [each.env.bind_host for each in met] == ["::1", "::1"]
     for each in reversed(met):
@@ -85,7 +85,7 @@ def test_ranks_of_another_launcher_rendezvous():
 
 
 def test_metrics_are_served():
-    metrics = Metrics("::1", 0)
+    metrics = MetricsServer("::1", 0)
     try:
         with urllib.request.urlopen(f"http://[::1]:{metrics.port}/metrics", timeout=10) as answer:
             assert b"elastic_generation" in answer.read()

@@ -21,7 +21,7 @@ from elastic.driver.preemption import command, slurm, watch
 from elastic.driver.preemption.aws import Aws
 from elastic.driver.preemption.azure import Azure
 from elastic.driver.preemption.google_cloud import GoogleCloud
-from elastic.driver.preemption.source import Ends, Source, Trouble
+from elastic.driver.preemption.source import NoticeSource, PreemptionNotice, SourceError
 from elastic.errors import Invalid
 from harness import metadata_servers, wording
 from harness.golden import raises, recorded
@@ -52,7 +52,7 @@ def azure() -> Iterator[tuple[AzureServer, Azure]]:
 CLOUDS = [aws, google, azure]
 
 
-def left_s(ends: Ends | None) -> float:
+def left_s(ends: PreemptionNotice | None) -> float:
     assert ends is not None and ends.at is not None
     return ends.at - time.time()
 
@@ -98,7 +98,9 @@ def test_google_preempts_a_machine_and_the_answer_arrives_at_once():
         assert 25 < left_s(ends) <= 30
 
 
-async def _changes_while_it_looks(cloud: Cloud, source: Source, **fields: str) -> Ends | None:
+async def _changes_while_it_looks(
+    cloud: Cloud, source: NoticeSource, **fields: str
+) -> PreemptionNotice | None:
     """The long poll is there before the change is."""
     asked = len(cloud.asked)
     looking = asyncio.create_task(asyncio.to_thread(source.look))
@@ -150,7 +152,7 @@ def test_what_is_not_as_documented_is_trouble_and_passes(cloud_of, trouble):
         cloud.change(trouble=trouble)
         if trouble == "garbage":
             source = type(source)(_environ(cloud))
-        with pytest.raises(Trouble):
+        with pytest.raises(SourceError):
             source.look()
         cloud.change(trouble="")
         assert source.look() is None
@@ -245,14 +247,14 @@ def test_a_command_reports_whether_and_when(tmp_path):
     assert 40 < left_s(ends) <= 45
     mark.unlink()
     assert source.look() is None
-    with raises(Trouble):
+    with raises(SourceError):
         command.Command("no-such-program-here", os.environ).look()
 
 
 def test_a_command_that_hangs_is_ended_with_what_it_waits_for(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "ANSWER_S", 0.5)
     began = time.monotonic()
-    with raises(Trouble):
+    with raises(SourceError):
         command.Command(f"sleep 99 & echo $! >{tmp_path}/pid; wait", os.environ).look()
     assert time.monotonic() - began < 50, "nobody waits for its sleep"
     pid = int((tmp_path / "pid").read_text())
@@ -268,14 +270,14 @@ def test_a_command_may_say_some_day(printed):
 
 @pytest.mark.parametrize("endpoint", ["http://host:port", "https://host", "http://", "http://[::"])
 def test_an_invalid_address_is_an_error(endpoint):
-    with raises(Trouble):
+    with raises(SourceError):
         Aws({"AWS_EC2_METADATA_SERVICE_ENDPOINT": endpoint})
 
 
 def test_a_token_that_is_none_is_trouble(monkeypatch):
     with aws() as (_, source):
         monkeypatch.setattr(metadata_servers, "TOKEN", "two\nlines")
-        with raises(Trouble):
+        with raises(SourceError):
             source.look()
 
 
@@ -355,7 +357,7 @@ async def test_azure_gets_its_approval_once_no_worker_is_left():
 async def test_a_worker_that_stays_after_a_notice_is_not_released_by_the_next():
     told = Told()
     watched = watch.Watch("off", changed=told.changed, log=told.log, environ={})
-    watched._update("Azure", Ends("it goes", None))
+    watched._update("Azure", PreemptionNotice("it goes", None))
     watched.released()
     watched._update("Azure", None)
     assert not watched._released.is_set()

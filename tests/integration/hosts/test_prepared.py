@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic.driver.processes import prepared
+from elastic.driver.processes import prepared_processes
 from elastic.driver.processes.prepared_process import leading_imports, script_imports
 from harness import wording
 from harness.history import SCRIPTS
@@ -27,9 +27,9 @@ SPARE = {"HOME": "/nowhere", "ELASTIC_PREEMPTION": "off"}
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Each imports the requested modules, and not also torch."""
-    monkeypatch.setattr(prepared, "QUIET_S", 0.0)
-    only = prepared.PROGRAM.replace("main;", "main; main.__globals__['OURS'] = ();", 1)
-    monkeypatch.setattr(prepared, "PROGRAM", only)
+    monkeypatch.setattr(prepared_processes, "QUIET_S", 0.0)
+    only = prepared_processes.PROGRAM.replace("main;", "main; main.__globals__['OURS'] = ();", 1)
+    monkeypatch.setattr(prepared_processes, "PROGRAM", only)
 
 
 async def all_wait(host, count: int = 1) -> list[int]:
@@ -165,7 +165,7 @@ async def test_one_that_has_died_is_no_loss(host):
     ],
 )
 def test_only_plain_commands_of_python_are_prepared(command, found):
-    assert prepared.plain(command.split()) == found
+    assert prepared_processes.plain(command.split()) == found
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_auto_imports_torch_only_where_the_script_does_so_first(tmp_path):
 @conversation
 async def test_none_is_kept_where_the_host_is_short_of_memory(host):
     kept = host.launcher.agent.prepared
-    free = [prepared.AVAILABLE_BYTES_MIN - 1]
+    free = [prepared_processes.AVAILABLE_BYTES_MIN - 1]
     kept._available = lambda: free[0]
     script = await has_run_an_empty_script(host)
     await until(lambda: any("memory" in line for line in host.log), "the reason")
@@ -288,14 +288,14 @@ def test_of_several_workers_lost_together_one_uses_it_and_all_return(job, tmp_pa
 @conversation
 async def test_the_requested_number_is_kept_and_unneeded_processes_are_released(host):
     told: list[str] = []
-    warden = host.launcher.agent._warden
-    tell = warden.tell
+    reaper = host.launcher.agent._reaper
+    tell = reaper.tell
 
     def heard(line: str) -> None:
         told.append(line)
         tell(line)
 
-    warden.tell = heard
+    reaper.tell = heard
     script = await has_run_an_empty_script(host, "auto,2")
     first, second = await all_wait(host, 2)
     host.start(B, [sys.executable, str(script)])

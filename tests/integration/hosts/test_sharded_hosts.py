@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.chaos.hosts.cluster import DRIVER, ENDPOINT, HOSTS, Bench
+from elastic.chaos.hosts.cluster import DRIVER, ENDPOINT, HOSTS, HostCluster
 from elastic.chaos.hosts.namespaces import check_possible
 from elastic.chaos.hosts.programs import Program
 from elastic.errors import Invalid
@@ -43,7 +43,7 @@ def test_as_many_hosts_as_there_are_copies_can_be_lost_at_once(
     tmp_path: Path, copies: int, lost: tuple[str, ...], least: int | None
 ):
     """Each has two workers, which map each other's memory. ``least``: shards, of which there are replicas."""
-    with Bench(tmp_path) as bench:
+    with HostCluster(tmp_path) as bench:
         bench.start_etcd()
         joined = ["--etcd", ENDPOINT, "--job", "sharded", "--secret-file", str(bench.secret)]
         for host in HOSTS:

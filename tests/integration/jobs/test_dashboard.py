@@ -23,11 +23,11 @@ from elastic.driver.events import (
     TimePassed,
     WorkerExited,
 )
-from elastic.driver.monitoring.dashboard.http_requests import Guard
+from elastic.driver.monitoring.dashboard.http_requests import RequestGuard
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
 from elastic.driver.monitoring.dashboard.page_state import TAILS
-from elastic.driver.reasons import in_words
+from elastic.driver.reasons import as_sentence
 from elastic.protocol.messages import Address, Place, Worker
 from harness.browser import CHROMIUM, Browser
 
@@ -88,20 +88,20 @@ async def test_what_hosts_jobs_and_workers_are_called_and_say_runs_nowhere():
     model = PageModel(name=everything, command=HOSTILE, least=1, most=9)
     workers = [Worker(name, slot) for slot, name in enumerate(HOSTILE)]
     places = [Place(rank, 8, 0, 1, rank, 8) for rank in range(8)]
-    started = [StartWorker(*each, in_words("x")) for each in zip(workers, places, strict=True)]
+    started = [StartWorker(*each, as_sentence("x")) for each in zip(workers, places, strict=True)]
     members = [Member(*each) for each in zip(workers, places, strict=True)]
-    world = PublishWorld(1, members, Address("h", 1), 0, None, in_words(everything))
+    world = PublishWorld(1, members, Address("h", 1), 0, None, as_sentence(everything))
     model.note(HostsChanged(dict.fromkeys(HOSTILE, 9)), [*started, world], 10.0)
     for rank, name in enumerate(HOSTILE):
         model.report(0, {name: float(rank)}, 11.0)
         model.expect_stack(workers[rank], everything, 11.0)
         model.stderr(workers[rank], everything, 11.0)
         model.line("warning", name, everything, 12.0)
-    report = ReportRecovery(2, "recovery", in_words(everything), 1, 83.0, {HOSTILE[0]: 20.0}, 0)
+    report = ReportRecovery(2, "recovery", as_sentence(everything), 1, 83.0, {HOSTILE[0]: 20.0}, 0)
     model.note(TimePassed(), [report], 13.0)
     listening = bound("127.0.0.1", 0)
     link = f"http://127.0.0.1:{listening.getsockname()[1]}/#{TOKEN}"
-    server = PageServer(model, listening, Guard(TOKEN), clock=lambda: 20.0)
+    server = PageServer(model, listening, RequestGuard(TOKEN), clock=lambda: 20.0)
     await server.open()
     try:
         async with Browser() as browser:
@@ -138,7 +138,7 @@ async def test_each_worker_has_a_tab_of_the_log_that_another_does_not_push_lines
         model.line("stdout", who, text, now[0])
     listening = bound("127.0.0.1", 0)
     link = f"http://127.0.0.1:{listening.getsockname()[1]}/#{TOKEN}"
-    server = PageServer(model, listening, Guard(TOKEN), clock=lambda: now[0])
+    server = PageServer(model, listening, RequestGuard(TOKEN), clock=lambda: now[0])
     await server.open()
     lines = "[...document.querySelectorAll('#lines div')].map(d => d.lastChild.data)"
     tab = "[...document.querySelectorAll('#whose button')].find(b => b.textContent === '{}')"

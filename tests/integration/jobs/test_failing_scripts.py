@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic.driver.reasons import Why
+from elastic.driver.reasons import ReasonKind
 from harness.history import RETURN, SCRIPTS, STAY_AWAY
 from harness.job import Job
 
@@ -40,7 +40,7 @@ def test_ranks_that_call_different_collectives_end_the_job_with_what_each_has_ca
 ):
     running = begun(job, case)
     assert running.wait(60) == 1
-    assert verdict(running) == (1, Why.TENSORS_DIFFER.value)
+    assert verdict(running) == (1, ReasonKind.TENSORS_DIFFER.value)
     calls = running.events("WorkerRaised")[0]["calls"]
     assert [(name, what) for _, name, _, what in calls] == [*zip(names, tensors, strict=True)]
     assert [rank for rank, *_ in calls] == [0, 1]
@@ -52,7 +52,7 @@ def test_ranks_that_call_different_collectives_end_the_job_with_what_each_has_ca
 def test_models_that_differ_between_ranks_end_the_job(job):
     running = begun(job, "models", RETURN)
     assert running.wait(60) == 1
-    assert verdict(running) == (1, Why.LAYOUTS_DIFFER.value)
+    assert verdict(running) == (1, ReasonKind.LAYOUTS_DIFFER.value)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_models_that_differ_between_ranks_end_the_job(job):
 def test_what_all_ranks_raise_ends_the_job_by_its_name(job, case, name):
     running = begun(job, case)
     assert running.wait(60) == 1
-    assert verdict(running) == (1, Why.SAME_EXCEPTION.value)
+    assert verdict(running) == (1, ReasonKind.SAME_EXCEPTION.value)
     assert {event["summary"].partition(":")[0] for event in running.events("WorkerRaised")} == {
         name
     }
@@ -74,7 +74,7 @@ def test_what_all_ranks_raise_ends_the_job_by_its_name(job, case, name):
 
 @pytest.mark.parametrize(
     ("case", "flags", "code", "kind"),
-    [("mute", "", 0, "lost, raised"), ("exit code", "--strict", 1, Why.LOST_QUIT.value)],
+    [("mute", "", 0, "lost, raised"), ("exit code", "--strict", 1, ReasonKind.LOST_QUIT.value)],
 )
 def test_an_end_on_fewer_workers_names_whose_script_failed_and_fails_with_strict(
     job, case, flags, code, kind
@@ -83,6 +83,6 @@ def test_an_end_on_fewer_workers_names_whose_script_failed_and_fails_with_strict
     assert running.wait(60) == code
     [ended] = running.actions("EndJob")
     facts = ended["reason"]["facts"]
-    assert (ended["code"], ended["reason"]["kind"]) == (0, Why.ALL_RETURNED.value)
+    assert (ended["code"], ended["reason"]["kind"]) == (0, ReasonKind.ALL_RETURNED.value)
     assert (facts["members"], facts["began"], facts["strict"]) == (1, 2, bool(code))
     assert [each["kind"] for each in facts["failed"]] == [kind]

@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 
 from elastic.chaos.harness.ports import free_port
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from harness import wording
 from harness.history import RETURN, History, pid_of, sizes, started
 from harness.job import Job
@@ -49,7 +49,7 @@ def test_a_frozen_container_is_as_bad_as_a_stopped_process(job):
         cgroup.freeze(pid_of(training, 1))
         training.wait_for_world(2)
         let_end(training)
-        assert training.fences() == {1: because(Why.FROZEN, how="its cgroup is frozen")}
+        assert training.fences() == {1: because(ReasonKind.FROZEN, how="its cgroup is frozen")}
 
 
 def test_a_stopped_worker_is_replaced_and_counted_in_the_metrics(job):
@@ -127,10 +127,10 @@ WITHHOLDING = """\
 # elasticrun, but kills do not reach their process as long as a file exists: a host that nobody reaches.
 import os, sys
 from elastic.driver.commandline import cli
-from elastic.driver.processes import orphan_reaper as warden
+from elastic.driver.processes import orphan_reaper as reaper
 
-kill_group = warden.kill_group
-warden.kill_group = lambda pgid: None if os.path.exists("withheld") else kill_group(pgid)
+kill_group = reaper.kill_group
+reaper.kill_group = lambda pgid: None if os.path.exists("withheld") else kill_group(pgid)
 sys.exit(cli.main())
 """
 

@@ -13,9 +13,9 @@ import pytest
 
 from certificates import OPENSSL, new_authority
 from elastic.protocol import messages
-from elastic.protocol.framing import Wire
+from elastic.protocol.framing import FramedConnection
 from elastic.protocol.messages import Address, Worker
-from elastic.protocol.tls import Endpoint, context
+from elastic.protocol.tls import TlsEndpoint, context
 from harness import wording
 from harness.history import RETURN, History, sizes, started
 from harness.job import Job
@@ -47,8 +47,8 @@ def attack(
     address: Address, paths: tuple[str, str, str] | None, silent: contextlib.ExitStack
 ) -> None:
     pick = random.Random(1)
-    hello = Wire(messages.from_driver).frame(messages.Hello(Worker("localhost", 0), 1))
-    guess = Wire(messages.from_driver).frame(
+    hello = FramedConnection(messages.from_driver).frame(messages.Hello(Worker("localhost", 0), 1))
+    guess = FramedConnection(messages.from_driver).frame(
         messages.Answer(Worker("localhost", 0), b"n" * 32, b"p" * 32)
     )
     kinds = [b"", hello, guess, b"\xff" * 4, b"GET / HTTP/1.1\r\n\r\n", b"\0\0\4\0" * 300]
@@ -70,7 +70,7 @@ def attack(
 
 
 def under_tls(sock: socket.socket, paths: tuple[str, str, str], frame: bytes) -> bytes:
-    end = Endpoint(context(*paths, server=False), server=False)
+    end = TlsEndpoint(context(*paths, server=False), server=False)
     while not end.established:
         sock.sendall(end.due())
         end.feed(sock.recv(65536))

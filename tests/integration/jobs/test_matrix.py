@@ -94,7 +94,7 @@ def test_a_cell_with_an_unexpected_end_fails_and_reports_what_happened(
 ):
     """A matrix that can't fail proves nothing: here a killed worker is wrongly expected to leave."""
     cell = Cell(cells.LAST, cells.KILL, cells.FORWARD)
-    leaves = expectations.Expected(expectations.End.LEAVES, "wrong on purpose")
+    leaves = expectations.Expected(expectations.ExpectedEnd.LEAVES, "wrong on purpose")
     monkeypatch.setattr(expectations, "expected", lambda _: leaves)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     file = tmp_path / "results.jsonl"

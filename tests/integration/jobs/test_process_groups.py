@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic.driver.reasons import Why
+from elastic.driver.reasons import ReasonKind
 from elastic.errors import Fixed
 from harness.history import SCRIPTS
 
@@ -81,4 +81,4 @@ def test_ranks_that_call_different_collectives_all_get_the_calls_of_all(job: Any
     for call in ("ranks 0, 2: allreduce at differ.py:8", "rank 1: broadcast at differ.py:6"):
         assert call in told[0]
     (end,) = training.actions("EndJob")
-    assert end["reason"]["kind"] == Why.CALLS_DIFFER.value
+    assert end["reason"]["kind"] == ReasonKind.CALLS_DIFFER.value

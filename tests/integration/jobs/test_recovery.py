@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from elastic.driver.reasons import Why
+from elastic.driver.reasons import ReasonKind
 from harness import wording
 from harness.history import (
     RETURN,
@@ -124,7 +124,7 @@ def test_no_worker_waits_for_the_interpreter_of_one_that_called_sys_exit(job):
     os.kill(pid_of(training, 1), 0)
     assert not training.events("WorkerExited")
     broken = training.actions("BreakWorld")[0]["reason"]["kind"]
-    assert broken in (Why.LOST_QUIT.value, Why.COLLECTIVE_BROKE.value)
+    assert broken in (ReasonKind.LOST_QUIT.value, ReasonKind.COLLECTIVE_BROKE.value)
     (training.folder / "exit").touch()
     training.succeed()
     History(training).check()
@@ -156,7 +156,7 @@ def test_a_mismatch_of_shapes_is_an_error_of_the_script(job, when):
     training = started(job, 2, RAISE=f"step=4,place=stepped,error={when}")
     assert training.wait() == 1
     [ended] = training.actions("EndJob")
-    assert ended["reason"]["kind"] == Why.TENSORS_DIFFER.value
+    assert ended["reason"]["kind"] == ReasonKind.TENSORS_DIFFER.value
     assert not training.events("WorkerFailed")
 
 

@@ -16,16 +16,16 @@ from elastic.driver.events import (
     TimePassed,
     WorkerPaced,
 )
-from elastic.driver.monitoring.dashboard.http_requests import Guard
+from elastic.driver.monitoring.dashboard.http_requests import RequestGuard
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
 from elastic.driver.monitoring.explain.film import film
 from elastic.driver.monitoring.explain.findings import JournalState, findings
+from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.reported_series import ReportedSeries
-from elastic.driver.monitoring.explain.story import Story
 from elastic.driver.monitoring.explain.worker_rows import WorkerRows
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Address, Place, Worker
 from harness.browser import CHROMIUM, Browser
@@ -41,7 +41,7 @@ CUT = "[...document.querySelectorAll('.tile *')].filter(e => e.scrollWidth > e.c
 
 def report_in(folder: Path) -> str:
     """The link to a report with four curves over 20 s."""
-    story, reported = Story(), ReportedSeries()
+    story, reported = JobHistory(), ReportedSeries()
     story.began, story.last = 100.0, 120.0
     for each in range(REPORTS):
         metrics = {
@@ -70,9 +70,9 @@ async def test_no_card_of_the_report_is_cut(tmp_path):
 
 
 async def test_a_film_opens_by_itself(tmp_path):
-    story, rows = Story(), WorkerRows()
+    story, rows = JobHistory(), WorkerRows()
     place = Place(0, 1, 0, 1, 0, 1)
-    why = because(Why.FIRST_START)
+    why = because(ReasonKind.FIRST_START)
     one = Worker("h", 0)
     world = PublishWorld(1, [Member(one, place)], Address("h", 1), 0, None, why)
     for at, actions in ((1.0, [StartWorker(one, place, why)]), (2.0, [world]), (9.0, [])):
@@ -91,7 +91,7 @@ async def test_the_live_page_names_the_slowest_worker_and_shows_what_each_uses(t
     model = PageModel(name="job", command=["train.py"], least=1, most=9)
     workers = [Worker("h", slot) for slot in range(3)]
     places = [Place(rank, 3, rank, 3, 0, 1) for rank in range(3)]
-    why = because(Why.FIRST_START)
+    why = because(ReasonKind.FIRST_START)
     started = [StartWorker(*each, why) for each in zip(workers, places, strict=True)]
     members = [Member(*each) for each in zip(workers, places, strict=True)]
     world = PublishWorld(1, members, Address("h", 1), 0, None, why)
@@ -101,7 +101,7 @@ async def test_the_live_page_names_the_slowest_worker_and_shows_what_each_uses(t
         model.uses(worker, Usage(1.5, 3 << 30, 0.75, 5 << 30), 40.0)
     listening = bound("127.0.0.1", 0)
     link = f"http://127.0.0.1:{listening.getsockname()[1]}/#{TOKEN}"
-    server = PageServer(model, listening, Guard(TOKEN), clock=lambda: 50.0)
+    server = PageServer(model, listening, RequestGuard(TOKEN), clock=lambda: 50.0)
     await server.open()
     try:
         async with Browser() as browser:
@@ -240,7 +240,7 @@ async def test_the_charts_of_the_live_page_show_values_and_have_a_log_scale_and_
         model.report(0, metrics, 1000.0 + each)
     listening = bound("127.0.0.1", 0)
     link = f"http://127.0.0.1:{listening.getsockname()[1]}/#{TOKEN}"
-    server = PageServer(model, listening, Guard(TOKEN), clock=lambda: 1000.0 + REPORTS - 1)
+    server = PageServer(model, listening, RequestGuard(TOKEN), clock=lambda: 1000.0 + REPORTS - 1)
     await server.open()
     try:
         async with Browser() as browser:

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from elastic.driver.etcd.client import Etcd
+from elastic.driver.etcd.client import EtcdClient
 from elastic.driver.etcd.journal import EtcdArchive
 from elastic.driver.etcd.keys import job_root
-from elastic.driver.etcd.leadership import Deposed, Leadership
+from elastic.driver.etcd.leadership import Leadership, LeadershipLost
 from elastic.driver.events import DriverRestarted, StopRequested, TimePassed
 from elastic.driver.journal.entries import Writer, header_of
 from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import SnapshotPolicy, replay
-from elastic.driver.journal.past import RecoveredJob
+from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.snapshot import taken
+from elastic.driver.membership.snapshot import take_snapshot
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from harness import wording
@@ -78,7 +78,7 @@ def test_nothing_is_missing_that_a_killed_driver_has_acted_upon(tmp_path):
 
 @pytest.mark.etcd
 def test_in_etcd_a_driver_that_was_replaced_writes_nothing(tmp_path):
-    async def first_and_second(etcd: Etcd, other: Etcd) -> None:
+    async def first_and_second(etcd: EtcdClient, other: EtcdClient) -> None:
         one = Leadership(etcd, "night", lambda level, text: None)
         await one.acquire()
         membership = Membership(SETTINGS)
@@ -87,23 +87,23 @@ def test_in_etcd_a_driver_that_was_replaced_writes_nothing(tmp_path):
         header = header_of(
             SETTINGS, job="a1", command=["x"], outlives=True, writer=Writer(one.term)
         )
-        policy = SnapshotPolicy(take=lambda: taken(membership), snapshot_every=50)
+        policy = SnapshotPolicy(take=lambda: take_snapshot(membership), snapshot_every=50)
         journal = await archive.begin(header, policy)
         for n in range(130):
             now = float(n)
             journal.record(now, TimePassed(), membership.handle(TimePassed(), now))
             await journal.settle()
             await journal.rest()
-        known = taken(membership)
+        known = take_snapshot(membership)
         await one.resign()
         two = Leadership(other, "night", lambda level, text: None)
         await two.acquire()
         journal.record(200.0, StopRequested("x"), membership.handle(StopRequested("x"), 200.0))
-        with pytest.raises(Deposed):
+        with pytest.raises(LeadershipLost):
             await journal.settle()
         archive = EtcdArchive(other, two, job_root("night"))
         past: RecoveredJob | None = await archive.past()
-        assert past is not None and past.ended is None and taken(past.membership) == known
+        assert past is not None and past.ended is None and take_snapshot(past.membership) == known
         assert (past.last_at, past.term) == (129.0, 1) and past.replayed < 100
         before = past.replayed
         journal = await archive.go_on(past, Writer(two.term, "h2:1"), SnapshotPolicy())
@@ -116,7 +116,7 @@ def test_in_etcd_a_driver_that_was_replaced_writes_nothing(tmp_path):
         await two.resign()
 
     async def story(access) -> None:
-        etcd, other = (Etcd(access, lambda level, text: None) for _ in range(2))
+        etcd, other = (EtcdClient(access, lambda level, text: None) for _ in range(2))
         try:
             await etcd.open()
             await other.open()

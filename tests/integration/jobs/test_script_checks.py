@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from elastic.driver.reasons import Why
+from elastic.driver.reasons import ReasonKind
 from harness.history import SCRIPTS
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -53,7 +53,7 @@ def test_strict_ends_the_job_with_exit_code_2_before_it_trains_on(job):
     training = job("-np 2 --min-np 1 --strict", command, env={"CASE": "nothing"})
     assert training.wait(60) == 2
     [ended] = training.actions("EndJob")
-    assert ended["code"] == 2 and ended["reason"]["kind"] == Why.SCRIPT_REFUSED.value
+    assert ended["code"] == 2 and ended["reason"]["kind"] == ReasonKind.SCRIPT_REFUSED.value
 
 
 @pytest.mark.forked

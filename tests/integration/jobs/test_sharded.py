@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic.driver.reasons import Why
+from elastic.driver.reasons import ReasonKind
 from harness.history import SCRIPTS
 from harness.sharded_jobs import (
     AGAIN,
@@ -91,7 +91,7 @@ def test_options_that_differ_between_ranks_end_the_job(job: Any, differs: dict[s
     training = job("-np 2 --min-np 2", ["python", SCRIPTS / "fsdp.py"], env=env)
     assert training.wait(120) == 1
     (end,) = training.actions("EndJob")
-    assert end["reason"]["kind"] == Why.LAYOUTS_DIFFER.value
+    assert end["reason"]["kind"] == ReasonKind.LAYOUTS_DIFFER.value
 
 
 @pytest.mark.nightly

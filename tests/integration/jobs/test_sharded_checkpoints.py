@@ -14,8 +14,8 @@ import torch
 
 from elastic.checkpoints import catalog
 from elastic.checkpoints.files.storage import Storage
-from elastic.driver.commandline.afterwards import checkpoints_cli
-from elastic.driver.reasons import Why
+from elastic.driver.commandline.offline import checkpoints_cli
+from elastic.driver.reasons import ReasonKind
 from harness.history import SCRIPTS
 
 sys.path.append(str(SCRIPTS))
@@ -182,7 +182,7 @@ def test_shards_lost_before_the_first_checkpoint_end_the_job(job: Any, tmp_path:
     )  # fmt: skip
     assert training.wait(120) != 0
     (end,) = training.actions("EndJob")
-    assert end["reason"]["kind"] == Why.SHARDS_LOST.value
+    assert end["reason"]["kind"] == ReasonKind.SHARDS_LOST.value
 
 
 @pytest.mark.nightly
@@ -253,7 +253,7 @@ def test_another_model_or_optimizer_is_refused_and_nothing_is_changed(
     assert training.wait(100) == 1
     assert not begins(training)
     (end,) = training.actions("EndJob")
-    assert end["reason"]["kind"] == Why.NO_RESUME.value
+    assert end["reason"]["kind"] == ReasonKind.NO_RESUME.value
     assert catalog.names(Storage(str(folder))) == names
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import elastic
 from elastic.driver.network.secret import make_secret_file
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from harness import wording
 from harness.certificates import make_certificates
 from harness.etcd import one_etcd
@@ -92,7 +92,9 @@ def test_a_job_on_one_machine_is_scaled_and_loses_workers_as_wanted(job, runtime
     training.until(lambda: len(sizes(training)) == 2, "a world of elastic.run")
     steered = elastic.Job()
     assert steered.name == "bert"
-    assert steered.scale(4) == str(because(Why.SCALED, workers=4, before=2, leave=0, slots=4))
+    assert steered.scale(4) == str(
+        because(ReasonKind.SCALED, workers=4, before=2, leave=0, slots=4)
+    )
     training.wait_for_world(4)
     assert effective_within(training, 4) < WITHIN_S
     assert wording.LEAVES_AT_NEXT_COMMIT in command("remove", "bert", "1")
@@ -176,7 +178,9 @@ def go_through(training: Job, other: str, steered: elastic.Job) -> None:
         return {member["worker"][0] for member in training.worlds()[-1]["members"]}
 
     began = [member["worker"] for member in training.worlds()[-1]["members"]]
-    assert steered.scale(8) == str(because(Why.SCALED, workers=8, before=4, leave=0, slots=8))
+    assert steered.scale(8) == str(
+        because(ReasonKind.SCALED, workers=8, before=4, leave=0, slots=8)
+    )
     assert other in becomes(8)
     assert wording.THEM_LEAVE_2 in steered.scale(3)
     assert other not in becomes(3)

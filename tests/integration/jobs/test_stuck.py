@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.driver.reasons import Why
+from elastic.driver.reasons import ReasonKind
 from harness import wording
 from harness.history import SCRIPTS, STAY_AWAY, History, sizes
 from harness.job import Job
@@ -38,7 +38,11 @@ def test_a_worker_that_never_enters_the_collective_is_fenced(job, how, where):
     training.succeed()
     assert sizes(training)[-1] == 2
     [(slot, reason)] = training.fences().items()
-    assert slot == 1 and reason.kind is Why.IDLE and str(reason.facts["where"]).startswith("in '")
+    assert (
+        slot == 1
+        and reason.kind is ReasonKind.IDLE
+        and str(reason.facts["where"]).startswith("in '")
+    )
     History(training).check()
 
 
@@ -50,7 +54,7 @@ def test_a_busy_worker_is_named_and_later_fenced(job):
     training.wait_for(r"^\[\d\].*in loops$")
     training.succeed()
     assert list(training.fences()) == [1]
-    assert training.fences()[1].kind is Why.BUSY
+    assert training.fences()[1].kind is ReasonKind.BUSY
     History(training).check()
 
 
@@ -66,7 +70,10 @@ def test_a_worker_that_misses_a_recovery_or_never_returns_is_fenced(job):
     )
     training.until(lambda: list(training.fences()) == [1, 2], "two fences", 60)
     training.wait()
-    assert [reason.kind for reason in training.fences().values()] == [Why.IDLE, Why.IDLE]
+    assert [reason.kind for reason in training.fences().values()] == [
+        ReasonKind.IDLE,
+        ReasonKind.IDLE,
+    ]
     assert [len(world["members"]) for world in training.worlds() if world["generation"] == 3] == [2]
     History(training).check()
 

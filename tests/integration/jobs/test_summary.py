@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import elastic
 from elastic.chaos.harness.ports import free_port
-from elastic.driver.commandline.afterwards.explain_cli import as_json
-from elastic.driver.commandline.afterwards.replay_cli import play
+from elastic.driver.commandline.offline.explain_cli import as_json
+from elastic.driver.commandline.offline.replay_cli import play
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.explain.journal_file import JournalEntries
 from elastic.protocol.messages import Worker

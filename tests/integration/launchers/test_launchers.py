@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from elastic.driver.agents.fleet import AGENTS, Fleet
+from elastic.driver.agents.agent_manager import AGENTS, AgentManager
 from elastic.driver.agents.messages import Attach
 from elastic.driver.events import WorkerExited, WorkerProbed
 from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.launch.subprocess_starter import ChildStarter
-from elastic.driver.network.server import Server
+from elastic.driver.network.control_server import ControlServer
 from elastic.driver.processes.orphan_reaper import state_of
 from elastic.driver.processes.output import Output
 from elastic.protocol.messages import Worker
@@ -70,9 +70,9 @@ async def opened(kind: str) -> AsyncIterator[Host]:
     if kind == "local":
         launcher = LocalLauncher(sink=output, log=log)
     if kind == "fleet":
-        server = Server(secret=SECRET, log=log, callers=AGENTS)
+        server = ControlServer(secret=SECRET, log=log, callers=AGENTS)
         address = server.bind("127.0.0.1")
-        launcher = fleet = Fleet(
+        launcher = fleet = AgentManager(
             server,
             attach=Attach("job", 1, 2.0, 10.0),
             sink=output,

@@ -24,7 +24,7 @@ from elastic.chaos.harness.ports import free_port
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment, find_rank0
 from elastic.rendezvous.find_rank0 import Rank0Endpoint, meet
-from elastic.rendezvous.launcher_env import ByAddress, ByFile, Started
+from elastic.rendezvous.launcher_env import ByAddress, ByFile, LauncherEnv
 from elastic.rendezvous.store import listen
 from harness.forked import MARK, Forked
 from harness.golden import raises, recorded
@@ -146,14 +146,14 @@ def env(seconds: float = 20.0) -> environment.Environment:
     return environment.read({"HOROVOD_START_TIMEOUT": str(seconds), "ELASTIC_BIND": "127.0.0.1"})
 
 
-def rank(number: int, size: int = 2, name: str = "job") -> Started:
-    return Started("mpirun", number, size, None, ByFile(name))
+def rank(number: int, size: int = 2, name: str = "job") -> LauncherEnv:
+    return LauncherEnv("mpirun", number, size, None, ByFile(name))
 
 
 def test_the_file_is_private_contains_a_secret_and_is_removed(folder):
     seen: list[int] = []
 
-    def watch(started: Started) -> bytes:
+    def watch(started: LauncherEnv) -> bytes:
         met = meet(started, env())
         if started.rank == 1:
             met.store.close()
@@ -195,9 +195,9 @@ def test_rank_0_may_be_last(monkeypatch):
     monkeypatch.setattr(find_rank0, "REACH_S", 0.05)
     way = ByAddress("127.0.0.1", free_port(), b"secret")
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(meet, Started("srun", 1, 2, None, way), env())
+        first = pool.submit(meet, LauncherEnv("srun", 1, 2, None, way), env())
         threading.Event().wait(0.3)
-        meet(Started("srun", 0, 2, None, way), env())
+        meet(LauncherEnv("srun", 0, 2, None, way), env())
         assert first.result(20).env.bind_host == "127.0.0.1"
 
 
@@ -212,10 +212,10 @@ def test_a_used_port_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         way = ByAddress("127.0.0.1", taken.getsockname()[1], b"")
         with raises(Invalid):
-            meet(Started("srun", 0, 2, None, way), env())
+            meet(LauncherEnv("srun", 0, 2, None, way), env())
 
 
 def test_an_unknown_host_is_an_error():
     way = ByAddress("nowhere.invalid", 1, b"")
     with raises(Invalid):
-        meet(Started("srun", 1, 2, None, way), env())
+        meet(LauncherEnv("srun", 1, 2, None, way), env())

@@ -19,7 +19,7 @@ import pytest
 
 from elastic.chaos.harness.ports import free_port
 from elastic.driver.launch.starter import AGENT_MODULE
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from harness import wording
 from harness.history import SCRIPTS
 from harness.otlp_collector import otlp_collector
@@ -252,9 +252,9 @@ def test_a_detached_job_is_scaled_through_ray(call: Callable[..., RayJob], tmp_p
     job = call("steered", "gpt", folder=tmp_path)
     job.succeed(2 * LONG_S)
     assert said(job, "told") == [
-        str(because(Why.SCALED, workers=2, before=3, leave=1, slots=3)),
-        str(because(Why.SCALED, workers=3, before=2, leave=0, slots=3)),
-        str(because(Why.SCALED, workers=1, before=3, leave=2, slots=3)),
+        str(because(ReasonKind.SCALED, workers=2, before=3, leave=1, slots=3)),
+        str(because(ReasonKind.SCALED, workers=3, before=2, leave=0, slots=3)),
+        str(because(ReasonKind.SCALED, workers=1, before=3, leave=2, slots=3)),
     ]
     (values,) = said(job, "values")
     [made] = [value["made"] for value in values]

@@ -13,7 +13,7 @@ import pytest
 
 import elastic
 from elastic.chaos.harness.step_lines import Step, committed_lost, repeated
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from harness import wording
 from harness.ray_cluster import RayCluster, ray_nodes
 from harness.ray_stepping import Stepping
@@ -84,7 +84,9 @@ def test_a_job_on_ray_goes_from_4_to_8_to_3_a_host_is_drained_and_a_worker_remov
         assert len(cluster.placement_groups()) == 4
 
         asked = time.monotonic()
-        assert str(because(Why.SCALED, workers=8, before=4, leave=0, slots=8)) in job.scale(8)
+        assert str(because(ReasonKind.SCALED, workers=8, before=4, leave=0, slots=8)) in job.scale(
+            8
+        )
         steered.becomes(8, asked)
 
         asked = time.monotonic()

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic.ray import calls
+from elastic.ray import call_results
 from elastic.ray.serve_calls import LENGTH
 
 pytestmark = pytest.mark.forked
 SERVE = ["python", "-m", "elastic.ray.serve_calls"]
 
 
-def failure_in(answer: bytes) -> calls.Failure:
-    failure = calls.failure_in(answer)
+def failure_in(answer: bytes) -> call_results.CallFailure:
+    failure = call_results.failure_in(answer)
     assert failure is not None, "the call has succeeded"
     return failure
 
@@ -52,8 +52,8 @@ class Workers:
         return self._frame(self._ends[rank])
 
     def run(self, function, *args, **kwargs) -> list:
-        self.say(calls.call(calls.RUN, function, args, kwargs))
-        return [calls.opened(self.hear(rank)) for rank in self.ranks]
+        self.say(call_results.call(call_results.RUN, function, args, kwargs))
+        return [call_results.opened(self.hear(rank)) for rank in self.ranks]
 
     def close(self) -> None:
         for end in [self._listener, *self._ends.values()]:
@@ -128,36 +128,36 @@ def test_one_world_for_many_calls(job, workers):
 
     # One raises, the others wait for it, until they are told that nobody will come; then all meet anew.
     for failing in (1, 0):
-        workers.say(calls.call(calls.RUN, raise_on, (failing,), {}))
+        workers.say(call_results.call(call_results.RUN, raise_on, (failing,), {}))
         first = failure_in(workers.hear(failing))
         assert first.summary == f"KeyError: 'rank {failing} has lost its data'"
-        workers.say(calls.REGROUP)
+        workers.say(call_results.REGROUP)
         others = [rank for rank in range(3) if rank != failing]
         failures = [failure_in(workers.hear(rank)) for rank in others]
         assert all(failure.secondary for failure in failures), failures
-        assert calls.cause([*failures, first]) is first
-        assert [calls.opened(workers.hear(rank)) for rank in range(3)] == [None] * 3
+        assert call_results.cause([*failures, first]) is first
+        assert [call_results.opened(workers.hear(rank)) for rank in range(3)] == [None] * 3
         assert workers.run(summed, 1.0) == [6.0] * 3
 
     # One leaves the world, and the others lose it in a collective; then they meet anew, that one too.
-    workers.say(calls.call(calls.RUN, leave_on, (2,), {}))
+    workers.say(call_results.call(call_results.RUN, leave_on, (2,), {}))
     answers = [workers.hear(rank) for rank in range(3)]
-    assert calls.opened(answers[2]) == "left"
+    assert call_results.opened(answers[2]) == "left"
     assert all(failure_in(answer).secondary for answer in answers[:2])
     regrouped(workers)
     assert workers.run(train) == [(rank, 3, 6.0) for rank in range(3)]
 
     # One leaves, and waits in init() for the others, which come only when they regroup: it may hear that word last.
     for told_first in ([0, 1, 2], [0, 2]):
-        workers.say(calls.call(calls.RUN, leave_on, (1, True), {}))
+        workers.say(call_results.call(call_results.RUN, leave_on, (1, True), {}))
         answers = [workers.hear(rank) for rank in (0, 2)]
         assert all(failure_in(answer).secondary for answer in answers)
-        workers.say(calls.REGROUP, told_first)
+        workers.say(call_results.REGROUP, told_first)
         assert failure_in(workers.hear(1)).secondary
-        assert [calls.opened(workers.hear(rank)) for rank in (0, 2)] == [None] * 2
+        assert [call_results.opened(workers.hear(rank)) for rank in (0, 2)] == [None] * 2
         if told_first == [0, 2]:
-            workers.say(calls.REGROUP, [1])
-        assert calls.opened(workers.hear(1)) is None
+            workers.say(call_results.REGROUP, [1])
+        assert call_results.opened(workers.hear(1)) is None
         assert workers.run(train) == [(rank, 3, 6.0) for rank in range(3)]
 
     assert workers.run(lambda: __import__("os").getpid()) == pids  # nobody was started anew
@@ -167,8 +167,8 @@ def test_one_world_for_many_calls(job, workers):
 
 
 def regrouped(workers: Workers) -> None:
-    workers.say(calls.REGROUP)
-    assert [calls.opened(workers.hear(rank)) for rank in workers.ranks] == [None] * 3
+    workers.say(call_results.REGROUP)
+    assert [call_results.opened(workers.hear(rank)) for rank in workers.ranks] == [None] * 3
 
 
 def leave_on(rank: int, come_back: bool = False) -> object:
@@ -186,7 +186,7 @@ def leave_on(rank: int, come_back: bool = False) -> object:
 def test_a_worker_that_dies_ends_the_job_with_its_name(job, workers):
     running = job("-np 2", SERVE, env={"ELASTIC_CALLS": workers.path})
     workers.accept(2)
-    workers.say(calls.call(calls.RUN, eval, ("__import__('os')._exit(9)",), {}), [1])
+    workers.say(call_results.call(call_results.RUN, eval, ("__import__('os')._exit(9)",), {}), [1])
     assert running.wait() == 9
     assert "rank 1" in running.output
     assert "exit code 9" in running.output

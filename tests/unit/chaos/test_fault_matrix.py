@@ -15,7 +15,7 @@ from elastic.chaos.fault_matrix import cells as faults
 from elastic.chaos.fault_matrix import command, expectations, page
 from elastic.chaos.fault_matrix.cells import Cell
 from elastic.chaos.fault_matrix.expectations import (
-    End,
+    ExpectedEnd,
     Result,
     batches,
     expected,
@@ -26,7 +26,7 @@ from elastic.chaos.fault_matrix.expectations import (
 )
 from elastic.chaos.fault_matrix.job import MatrixJob
 from elastic.chaos.fault_matrix.journal_facts import JournalFacts
-from elastic.driver.reasons import Why
+from elastic.driver.reasons import ReasonKind
 from elastic.errors import Invalid
 from elastic.failpoints.rules import parse
 from harness.golden import recorded
@@ -76,23 +76,23 @@ def test_an_impossible_cell_has_a_reason(cell):
 @pytest.mark.parametrize(
     ("victim", "fault", "phase", "end"),
     [
-        (faults.RANK_0, faults.KILL, faults.BUCKET, End.RECOVERS),
-        (faults.RANK_0, faults.TERM, faults.BUCKET, End.LEAVES),
-        (faults.RANK_0, faults.TERM, faults.BEFORE_INIT, End.RECOVERS),
-        (faults.RANK_0, faults.SHUT, faults.BUCKET, End.REGROUPS),
-        (faults.ALL_BUT_ONE, faults.SLOW, faults.SNAPSHOT, End.GOES_ON),
-        (faults.MIDDLE, faults.RAISE, faults.STEP, End.RECOVERS),
-        (faults.TWO, faults.RAISE, faults.STEP, End.JOB_ENDS),
-        (faults.TWO, faults.RAISE, faults.BEFORE_INIT, End.RECOVERS),
-        (faults.LAST, faults.KILL, faults.SHUTDOWN, End.FAILS),
-        (faults.LAST, faults.STOP, faults.SHUTDOWN, End.SUCCEEDS),
-        (faults.TWO, faults.RAISE, faults.WRITING, End.GOES_ON),
-        (faults.RANK_0, faults.DISK, faults.RESUME, End.GOES_ON),
-        (faults.RANK_0, faults.GIL, faults.RESUME, End.GOES_ON),
-        (faults.RANK_0, faults.KILL, faults.RESUME, End.RECOVERS),
-        (faults.JOINER, faults.TERM, faults.PREPARED, End.RECOVERS),
-        (faults.DRIVER, faults.KILL, faults.FORWARD, End.ALL_GONE),
-        (faults.DRIVER, faults.STOP, faults.FORWARD, End.GOES_ON),
+        (faults.RANK_0, faults.KILL, faults.BUCKET, ExpectedEnd.RECOVERS),
+        (faults.RANK_0, faults.TERM, faults.BUCKET, ExpectedEnd.LEAVES),
+        (faults.RANK_0, faults.TERM, faults.BEFORE_INIT, ExpectedEnd.RECOVERS),
+        (faults.RANK_0, faults.SHUT, faults.BUCKET, ExpectedEnd.REGROUPS),
+        (faults.ALL_BUT_ONE, faults.SLOW, faults.SNAPSHOT, ExpectedEnd.GOES_ON),
+        (faults.MIDDLE, faults.RAISE, faults.STEP, ExpectedEnd.RECOVERS),
+        (faults.TWO, faults.RAISE, faults.STEP, ExpectedEnd.JOB_ENDS),
+        (faults.TWO, faults.RAISE, faults.BEFORE_INIT, ExpectedEnd.RECOVERS),
+        (faults.LAST, faults.KILL, faults.SHUTDOWN, ExpectedEnd.FAILS),
+        (faults.LAST, faults.STOP, faults.SHUTDOWN, ExpectedEnd.SUCCEEDS),
+        (faults.TWO, faults.RAISE, faults.WRITING, ExpectedEnd.GOES_ON),
+        (faults.RANK_0, faults.DISK, faults.RESUME, ExpectedEnd.GOES_ON),
+        (faults.RANK_0, faults.GIL, faults.RESUME, ExpectedEnd.GOES_ON),
+        (faults.RANK_0, faults.KILL, faults.RESUME, ExpectedEnd.RECOVERS),
+        (faults.JOINER, faults.TERM, faults.PREPARED, ExpectedEnd.RECOVERS),
+        (faults.DRIVER, faults.KILL, faults.FORWARD, ExpectedEnd.ALL_GONE),
+        (faults.DRIVER, faults.STOP, faults.FORWARD, ExpectedEnd.GOES_ON),
     ],
 )
 def test_how_a_cell_ends(victim, fault, phase, end):
@@ -104,9 +104,9 @@ def test_how_a_cell_ends(victim, fault, phase, end):
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (faults.STOP, (Why.FROZEN,)),
-        (faults.GIL, (Why.IDLE, Why.BUSY)),
-        (faults.DROP, (Why.CUT_OFF,)),
+        (faults.STOP, (ReasonKind.FROZEN,)),
+        (faults.GIL, (ReasonKind.IDLE, ReasonKind.BUSY)),
+        (faults.DROP, (ReasonKind.CUT_OFF,)),
         (faults.KILL, ()),
     ],
 )

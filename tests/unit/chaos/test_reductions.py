@@ -16,10 +16,10 @@ from elastic.chaos.reductions.plan import (
     OPS,
     Call,
     Kind,
+    RankReport,
     ReductionFault,
     ReductionTally,
     Round,
-    Told,
     draw,
     quantile,
 )
@@ -120,33 +120,37 @@ def test_results_are_compared_bit_by_bit():
 # ---- findings -------------------------------------------------------------------------------------------------------
 
 
-def found(done: Round, *told: Told) -> list[str]:
+def found(done: Round, *told: RankReport) -> list[str]:
     tally = ReductionTally()
     tally.note(7, done, told)
     return tally.findings
 
 
 def test_right_results_and_errors_that_are_due_are_no_findings():
-    assert found(PEACE, Told(right=3)) == []
-    assert found(KILL, Told(right=3, error=KILLED, ended=1, late_s=0.02)) == []
-    assert found(FREEZE, Told(error="aborted", late_s=0.02, undrained=True)) == []
+    assert found(PEACE, RankReport(right=3)) == []
+    assert found(KILL, RankReport(right=3, error=KILLED, ended=1, late_s=0.02)) == []
+    assert found(FREEZE, RankReport(error="aborted", late_s=0.02, undrained=True)) == []
 
 
 def test_each_trouble_is_a_finding():
-    recorded("messages", found(PEACE, Told(wrong=("wrong numbers",))))
-    recorded("messages", found(PEACE, Told(error=KILLED, ended=1)))
-    recorded("messages", found(KILL, Told(right=1)))
-    recorded("messages", found(FREEZE, Told(right=1)))
-    recorded("messages", found(KILL, Told(error="aborted")))
-    recorded("messages", found(KILL, Told(error=KILLED, ended=1, late_s=0.12)))
-    recorded("messages", found(FREEZE, Told(error="aborted", written=True)))
+    recorded("messages", found(PEACE, RankReport(wrong=("wrong numbers",))))
+    recorded("messages", found(PEACE, RankReport(error=KILLED, ended=1)))
+    recorded("messages", found(KILL, RankReport(right=1)))
+    recorded("messages", found(FREEZE, RankReport(right=1)))
+    recorded("messages", found(KILL, RankReport(error="aborted")))
+    recorded("messages", found(KILL, RankReport(error=KILLED, ended=1, late_s=0.12)))
+    recorded("messages", found(FREEZE, RankReport(error="aborted", written=True)))
 
 
 def test_what_was_tried_is_counted():
     tally = ReductionTally()
-    tally.note(1, replace(PEACE, calls=(call(), call(Kind.GATHER))), [Told(right=2)] * 3)
-    tally.note(2, KILL, [Told(error=KILLED, ended=1, late_s=0.2), Told(right=1, wrong=("x", "y"))])
-    tally.note(3, FREEZE, [Told(error="aborted", late_s=0.01, undrained=True, written=True)])
+    tally.note(1, replace(PEACE, calls=(call(), call(Kind.GATHER))), [RankReport(right=2)] * 3)
+    tally.note(
+        2,
+        KILL,
+        [RankReport(error=KILLED, ended=1, late_s=0.2), RankReport(right=1, wrong=("x", "y"))],
+    )
+    tally.note(3, FREEZE, [RankReport(error="aborted", late_s=0.01, undrained=True, written=True)])
     assert tally.rounds == {
         ReductionFault.NONE: 1,
         ReductionFault.KILL: 1,

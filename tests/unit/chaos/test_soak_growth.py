@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from elastic.chaos.soak.growth import QUANTITIES, Curve, slope
+from elastic.chaos.soak.growth import QUANTITIES, GrowthCurve, slope
 
 MEMORY = next(q for q in QUANTITIES if q.key == "rss_mb")
 THREADS = next(q for q in QUANTITIES if q.key == "threads")
 AT = [5.0 * n for n in range(240)]  # twenty minutes
 
 
-def curve(values, quantity=MEMORY, sizes=None) -> Curve:
+def curve(values, quantity=MEMORY, sizes=None) -> GrowthCurve:
     at = AT[: len(values)]
-    return Curve("worker", quantity, at, list(values), sizes or [4] * len(at))
+    return GrowthCurve("worker", quantity, at, list(values), sizes or [4] * len(at))
 
 
 def test_the_slope_is_that_of_most_pairs():

@@ -11,26 +11,26 @@ from elastic.driver.reasons import (
     SENTENCES,
     Fact,
     Reason,
-    Why,
+    ReasonKind,
+    as_sentence,
     because,
     commit_id,
     in_one_line,
-    in_words,
 )
 from elastic.protocol.messages import Commit, Worker
 from harness.golden import recorded
 
 WORKER = Worker("h", 1)
-FROZEN = because(Why.FROZEN, how="stopped by a signal")
+FROZEN = because(ReasonKind.FROZEN, how="stopped by a signal")
 
 
 def test_every_kind_has_a_sentence():
-    assert SENTENCES.keys() == set(Why)
+    assert SENTENCES.keys() == set(ReasonKind)
 
 
 def test_nested_reasons_are_kept_in_json():
-    lost = because(Why.LOST_KILLED, worker="h:1#1", killed_for=FROZEN)
-    several = because(Why.SEVERAL, causes=[lost, in_words("more")], more=2)
+    lost = because(ReasonKind.LOST_KILLED, worker="h:1#1", killed_for=FROZEN)
+    several = because(ReasonKind.SEVERAL, causes=[lost, as_sentence("more")], more=2)
     assert msgspec.json.decode(msgspec.json.encode(several), type=Reason) == several
     recorded("reasons", str(several))
 
@@ -38,10 +38,12 @@ def test_nested_reasons_are_kept_in_json():
 def test_mismatching_facts_are_shown():
     odd: list[dict[str, Fact]] = [{}, {"within_s": "soon"}, {"within_s": None}]
     for facts in odd:
-        recorded("reasons", str(Reason(Why.NO_INIT, facts)))
+        recorded("reasons", str(Reason(ReasonKind.NO_INIT, facts)))
 
 
-@pytest.mark.parametrize("why", [Why.OTHER_DIGEST, Why.SPOILT, Why.MACHINE_LEAVES])
+@pytest.mark.parametrize(
+    "why", [ReasonKind.OTHER_DIGEST, ReasonKind.SPOILT, ReasonKind.MACHINE_LEAVES]
+)
 def test_commits_of_journals_have_an_id_that_is_not_a_decimal_number(why):
     facts: dict[str, Fact] = {
         "commit": "2.300",
@@ -62,8 +64,8 @@ def test_decisions_are_equal_if_only_the_wording_differs():
 
 def test_decisions_differ_if_the_kind_of_reason_or_another_field_differs():
     one = KillWorker(WORKER, FROZEN)
-    others = [KillWorker(WORKER, because(Why.CUT_OFF)), KillWorker(Worker("h", 2), FROZEN)]
-    assert same(KillWorker(WORKER, because(Why.FROZEN, how="in a debugger")), one)
+    others = [KillWorker(WORKER, because(ReasonKind.CUT_OFF)), KillWorker(Worker("h", 2), FROZEN)]
+    assert same(KillWorker(WORKER, because(ReasonKind.FROZEN, how="in a debugger")), one)
     for other in others:
         assert not same(other, one) and digest_of([other]) != digest_of([one])
     assert not same(None, one) and not same(one, None)
@@ -71,11 +73,11 @@ def test_decisions_differ_if_the_kind_of_reason_or_another_field_differs():
 
 def test_output_of_a_worker_is_one_line_of_a_summary():
     facts = {"who": "rank 1", "exit": "exit code 3", "killed_for": None}
-    assert in_one_line(because(Why.ENDED, **facts)) == ""
-    wrote = because(Why.ENDED, **facts, wrote="Traceback\n  KeyError: 'x'")
+    assert in_one_line(because(ReasonKind.ENDED, **facts)) == ""
+    wrote = because(ReasonKind.ENDED, **facts, wrote="Traceback\n  KeyError: 'x'")
     recorded("messages", in_one_line(wrote))
     same = because(
-        Why.SAME_EXCEPTION, first="a", worker="b", commit="2.7", trace="T\nKeyError: 'x'"
+        ReasonKind.SAME_EXCEPTION, first="a", worker="b", commit="2.7", trace="T\nKeyError: 'x'"
     )
     recorded("messages", in_one_line(same))
 
@@ -83,15 +85,15 @@ def test_output_of_a_worker_is_one_line_of_a_summary():
 @pytest.mark.parametrize(
     "reason",
     [
-        because(Why.BUSY, for_s=600.2, rates="CPU 98%, 0 KiB/s", where="in 'x'"),
-        because(Why.GPU_FAILED, for_s=10.0, number=7, group="gradients"),
-        because(Why.GPU_BEHIND, for_s=10.0, number=7, group="gradients"),
-        because(Why.GPUS_HANG, for_s=10.0, number=7, group="gradients", before=2),
-        because(Why.REJECTED),
-        because(Why.STRANDED),
-        because(Why.RETURNED_BEFORE),
-        because(Why.JOB_OVER),
-        because(Why.DRIVER_BUG, error="KeyError('x')"),
+        because(ReasonKind.BUSY, for_s=600.2, rates="CPU 98%, 0 KiB/s", where="in 'x'"),
+        because(ReasonKind.GPU_FAILED, for_s=10.0, number=7, group="gradients"),
+        because(ReasonKind.GPU_BEHIND, for_s=10.0, number=7, group="gradients"),
+        because(ReasonKind.GPUS_HANG, for_s=10.0, number=7, group="gradients", before=2),
+        because(ReasonKind.REJECTED),
+        because(ReasonKind.STRANDED),
+        because(ReasonKind.RETURNED_BEFORE),
+        because(ReasonKind.JOB_OVER),
+        because(ReasonKind.DRIVER_BUG, error="KeyError('x')"),
     ],
 )
 def test_sentences_that_occur_in_no_kept_journal(reason):

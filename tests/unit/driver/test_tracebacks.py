@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from elastic.driver.reasons import Why, because, in_one_line
+from elastic.driver.reasons import ReasonKind, because, in_one_line
 from elastic.driver.tracebacks import exception_line
 from elastic.errors import SUMMARY_LIMIT, summary_of
 from harness.golden import recorded
@@ -99,19 +99,19 @@ def test_text_without_a_traceback_has_no_exception(text):
 def test_reason_in_one_line_quotes_the_exception():
     text = wrote(SCRIPTS["several lines"][0])
     facts = {"who": "rank 1", "exit": "exit code 1", "killed_for": None}
-    ended = in_one_line(because(Why.ENDED, **facts, wrote=text))
+    ended = in_one_line(because(ReasonKind.ENDED, **facts, wrote=text))
     recorded("messages", ended)
     both = {"first": "a", "worker": "b", "commit": "2.7"}
-    same = in_one_line(because(Why.SAME_EXCEPTION, **both, trace=text))
+    same = in_one_line(because(ReasonKind.SAME_EXCEPTION, **both, trace=text))
     recorded("messages", same)
-    raised = because(Why.SCRIPT_RAISED, who="rank 1", summary="OSError: x", trace=text)
+    raised = because(ReasonKind.SCRIPT_RAISED, who="rank 1", summary="OSError: x", trace=text)
     assert in_one_line(raised) == "rank 1 raised OSError: x"
 
 
 def test_caught_exception_is_not_the_reason_of_a_later_exit():
     text = f"{wrote(SCRIPTS['several lines'][0])}fatal: no data\n"
     facts = {"who": "rank 1", "exit": "exit code 3", "killed_for": None}
-    ended = in_one_line(because(Why.ENDED, **facts, wrote=text, caught=True))
+    ended = in_one_line(because(ReasonKind.ENDED, **facts, wrote=text, caught=True))
     recorded("messages", ended)
 
 
@@ -127,7 +127,7 @@ def test_long_message_is_shortened_wherever_it_is_quoted():
     quoted = [
         summary_of(ValueError(message)),
         exception_line(f"Traceback (most recent call last):\nValueError: {message}"),
-        in_one_line(because(Why.ENDED, **facts, wrote=f"said:\n{message}")),
+        in_one_line(because(ReasonKind.ENDED, **facts, wrote=f"said:\n{message}")),
     ]
     assert all(0 < len(line) < 2 * SUMMARY_LIMIT for line in quoted)
 

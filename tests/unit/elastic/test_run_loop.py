@@ -17,7 +17,7 @@ from elastic.protocol.messages import Address, Commit, Place, World
 from elastic.run_loop import unwrapped
 from elastic.runtime.failures.departure import Departure
 from elastic.runtime.session import Session
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state.state import State
 from elastic.torch_backend import following_group
 from harness.golden import raises
@@ -41,7 +41,7 @@ def hook_that_reduces_twice() -> None:
 
 
 def test_a_loss_reported_to_a_future_callback_is_raised_as_such(session):
-    session.raise_if_told.side_effect = PeerLost("lost h:0#1")
+    session.raise_if_ended.side_effect = PeerLost("lost h:0#1")
     with raises(PeerLost):
         unwrapped(session, hook_that_reduces_twice)
 
@@ -49,7 +49,7 @@ def test_a_loss_reported_to_a_future_callback_is_raised_as_such(session):
 def test_an_error_of_the_script_stays_what_it_is(session):
     with raises(RuntimeError):
         unwrapped(session, lambda: torch.zeros(2) + torch.zeros(3))
-    session.raise_if_told.assert_called_once_with()
+    session.raise_if_ended.assert_called_once_with()
 
 
 def test_a_result_is_returned(session):
@@ -67,7 +67,7 @@ def test_no_handler_of_sigchld_runs_from_the_end_of_a_world_until_user_code_runs
         if not first:
             signal.raise_signal(signal.SIGCHLD)
 
-    rt = MagicMock(spec=Runtime)
+    rt = MagicMock(spec=WorkerRuntime)
     rt.alone, rt.elastic, rt.session = False, False, MagicMock()
     rt.training, rt.commits, rt.place = MagicMock(), MagicMock(), MagicMock()
     values: list[Any] = [error, 3]
@@ -91,7 +91,7 @@ def test_no_handler_of_sigchld_runs_from_the_end_of_a_world_until_user_code_runs
 def test_what_reset_callbacks_did_is_the_commit_of_all_where_a_newcomer_is_sent_it(calls_back):
     place = Place(0, 2, 0, 2, 0, 1)
     world = World(4, place, Address("h", 1), holders=1, commit=Commit(3, 5), reason="h:1#2 joined")
-    rt, state = MagicMock(spec=Runtime), create_autospec(State, instance=True)
+    rt, state = MagicMock(spec=WorkerRuntime), create_autospec(State, instance=True)
     rt.alone, rt.session, rt.worlds, rt.commits, rt.place = (
         False, MagicMock(), MagicMock(), MagicMock(), place,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def test_what_reset_callbacks_did_is_the_commit_of_all_where_a_newcomer_is_sent_
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_states_of_a_second_training_that_differ_are_refused_on_every_rank(rank):
-    rt = create_autospec(Runtime, instance=True)
+    rt = create_autospec(WorkerRuntime, instance=True)
     rt.place = Place(rank, 3, rank, 3, 0, 1)
     run_loop._same_layout(rt, ["w 3"] * 3)
     rt.group.assert_not_called()

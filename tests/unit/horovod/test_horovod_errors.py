@@ -29,7 +29,7 @@ from elastic.rendezvous import environment
 from elastic.run_loop import run
 from elastic.runtime import host_updates, lifecycle
 from elastic.runtime.recovery import Phase, Recovery
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state import ObjectState
 from harness.golden import raises
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
@@ -44,7 +44,7 @@ def only_elastic(monkeypatch):
 @pytest.fixture
 def world_of_one(monkeypatch):
     """Initialized without elasticrun."""
-    rt = Runtime(environment.read({}), None)
+    rt = WorkerRuntime(environment.read({}), None)
     monkeypatch.setattr(lifecycle, "_runtime", rt)
     monkeypatch.setattr(lifecycle, "_initialized", True)
     return rt

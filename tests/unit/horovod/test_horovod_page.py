@@ -14,7 +14,7 @@ import pytest
 
 import horovod.torch as hvd
 from elastic.driver.commandline import flags
-from elastic.driver.commandline.arguments import WithoutMeaning
+from elastic.driver.commandline.argument_parser import IgnoredFlag
 from elastic.driver.launch.environment import worker_environment
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Place, Worker
@@ -154,7 +154,7 @@ def test_a_flag_matches_its_row():
     known = actions()
     for flag in OPTIONS:
         action = known[flag]
-        if flag == "--disable-cache" or isinstance(action, WithoutMeaning):
+        if flag == "--disable-cache" or isinstance(action, IgnoredFlag):
             recorded("messages", rows()[flag])
         elif flag in ("--mpi", "--jsrun"):
             assert rows()[flag] == "refused", flag

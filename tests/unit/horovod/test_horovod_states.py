@@ -11,7 +11,7 @@ import torch
 import horovod.torch as hvd
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state.state import has_custom_sync
 from horovod.common.elastic import ObjectState, State
 from horovod.torch.elastic.state import (
@@ -26,7 +26,7 @@ from horovod.torch.elastic.state import (
 @pytest.fixture(autouse=True)
 def world_of_one(monkeypatch):
     """Initialized without elasticrun."""
-    monkeypatch.setattr(lifecycle, "_runtime", Runtime(environment.read({}), None))
+    monkeypatch.setattr(lifecycle, "_runtime", WorkerRuntime(environment.read({}), None))
     monkeypatch.setattr(lifecycle, "_initialized", True)
 
 

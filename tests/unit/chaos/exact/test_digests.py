@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from elastic.chaos.exact.digests import Difference, OddGradient, difference, held
+from elastic.chaos.exact.digests import DigestDifference, OddGradient, difference, held
 from elastic.driver.events import Event, TimePassed, WorkerDigested
 from elastic.protocol.messages import Commit, Worker
 from harness.golden import recorded
@@ -17,7 +17,7 @@ def told(step: int, worker: Worker = FIRST, generation: int = 1, **tensors: int)
     return WorkerDigested(worker, generation, commit, 9, step=step, tensors=tensors)
 
 
-def compared(undisturbed: list[Event], other: list[Event]) -> Difference | None:
+def compared(undisturbed: list[Event], other: list[Event]) -> DigestDifference | None:
     return difference(held(undisturbed), held(other))
 
 
@@ -36,7 +36,7 @@ def test_the_first_difference_is_that_of_the_first_step_and_not_of_the_first_rep
         told(2, FIRST, 2, a=2, b=7),
     ]
     found = compared(undisturbed, other)
-    assert found == Difference(1, 1, SECOND, 2, ("b",), 2)
+    assert found == DigestDifference(1, 1, SECOND, 2, ("b",), 2)
     recorded("messages", found.sentence())
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from elastic.chaos.__main__ import main
 from elastic.chaos.exact import command
-from elastic.chaos.harness.journal_tail import Follower, Story
+from elastic.chaos.harness.journal_tail import JobProgress, JournalTail
 from elastic.chaos.inject.faulty_job import FaultyJob, Job, under_fire
 from elastic.chaos.inject.plan import Injected, Plan
 from elastic.driver.events import EndJob, Event, TimePassed, WorkerDigested
 from elastic.driver.journal.file import FileJournal
-from elastic.driver.reasons import in_words
+from elastic.driver.reasons import as_sentence
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Worker
 from harness.golden import recorded
@@ -45,8 +45,8 @@ def runs(monkeypatch, tmp_path) -> Runs:
             journal = FileJournal.begin(job.journal, job.settings)
             for event in then if then is not None and len(plans) == 2 else events:
                 journal.record(0.0, event, [])
-            journal.record(1.0, TimePassed(), [EndJob(0, in_words("done"))])
-            how["each_turn"](Follower(job.journal, Story()).look(), 1, 0.0)
+            journal.record(1.0, TimePassed(), [EndJob(0, as_sentence("done"))])
+            how["each_turn"](JournalTail(job.journal, JobProgress()).look(), 1, 0.0)
             kill = Injected(1, "kill", Worker("h", 0, 1), 0, 2, 0.0, "kill")
             return FaultyJob(job, 0, [kill] if plan.chance is not None and faults else [], 0)
 
@@ -133,7 +133,7 @@ def test_a_run_of_before_need_not_have_ended(runs, capsys, tmp_path):
     before = tmp_path / "before.jsonl"
     journal = FileJournal.begin(before, Settings(np=1, workers_min=1, workers_max=1, elastic=True))
     journal.record(0.0, told(0, 1, 1), [])
-    journal.record(1.0, TimePassed(), [EndJob(143, in_words("stopped"))])
+    journal.record(1.0, TimePassed(), [EndJob(143, as_sentence("stopped"))])
     runs([told(0, 1, 1), told(0, 2, 2)])
     assert main(["exact", "--undisturbed", str(before), *JOB]) == 0
     recorded("output", capsys.readouterr().out)

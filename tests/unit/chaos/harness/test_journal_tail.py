@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from elastic.chaos.harness.journal_tail import Follower, Story
+from elastic.chaos.harness.journal_tail import JobProgress, JournalTail
 from elastic.driver.events import (
     EndJob,
     Event,
@@ -20,7 +20,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.journal.entries import Entry, encoded
 from elastic.driver.journal.file import FileJournal
-from elastic.driver.reasons import in_words
+from elastic.driver.reasons import as_sentence
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Address, Commit, Place, Worker
 
@@ -32,7 +32,7 @@ def world(generation: int, *workers: Worker) -> PublishWorld:
         Member(worker, Place(rank, len(workers), rank, len(workers), 0, 1))
         for rank, worker in enumerate(workers)
     ]
-    return PublishWorld(generation, places, Address("127.0.0.1", 1), 0, None, in_words("ready"))
+    return PublishWorld(generation, places, Address("127.0.0.1", 1), 0, None, as_sentence("ready"))
 
 
 class Written:
@@ -42,14 +42,14 @@ class Written:
 
     def __init__(self, folder) -> None:
         self.path = folder / "journal.jsonl"
-        self.follower = Follower(self.path, Story())
+        self.follower = JournalTail(self.path, JobProgress())
         self.now = 0.0
 
     def begin(self) -> None:
         settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
         self.journal = FileJournal.begin(self.path, settings)
 
-    def happens(self, event: Event, *actions) -> Story:
+    def happens(self, event: Event, *actions) -> JobProgress:
         self.now += 1.0
         self.journal.record(self.now, event, actions)
         return self.follower.look()
@@ -57,9 +57,9 @@ class Written:
 
 def test_the_world_and_its_process_ids_as_they_change(tmp_path):
     written = Written(tmp_path)
-    assert written.follower.look() == Story()  # there is no file yet
+    assert written.follower.look() == JobProgress()  # there is no file yet
     written.begin()
-    assert written.follower.look() == Story()  # the settings have no facts
+    assert written.follower.look() == JobProgress()  # the settings have no facts
     written.happens(WorkerConnected(B, 102))
     written.happens(WorkerConnected(A, 101))
     story = written.happens(TimePassed(), world(1, A, B))
@@ -116,7 +116,7 @@ def test_the_end_shows_before_it_is_there(tmp_path):
         [
             (WorkerReturned(A, 2), ()),
             (StopRequested("Ctrl-C"), ()),
-            (TimePassed(), (EndJob(1, in_words("too few")),)),
+            (TimePassed(), (EndJob(1, as_sentence("too few")),)),
         ]
     ):
         folder = tmp_path / str(number)
@@ -133,7 +133,7 @@ def test_an_incomplete_line_is_processed_when_it_is_complete(tmp_path):
     written.happens(WorkerConnected(A, 101))
     whole = written.path.read_bytes()
     growing = tmp_path / "growing.jsonl"
-    follower = Follower(growing, Story())
+    follower = JournalTail(growing, JobProgress())
     for end in range(1, len(whole) + 1):
         with growing.open("ab") as file:
             file.write(whole[end - 1 : end])
@@ -144,7 +144,7 @@ def test_an_incomplete_line_is_processed_when_it_is_complete(tmp_path):
 def test_what_is_no_entry_means_nothing(tmp_path):
     journal = tmp_path / "journal.jsonl"
     journal.write_bytes(b'\n{\n[]\n{"journal": 1}\n\xff\xfe\n{"resumed": {"term": 2}}\n3\n')
-    assert Follower(journal, Story()).look() == Story()
+    assert JournalTail(journal, JobProgress()).look() == JobProgress()
 
 
 def test_half_a_line_that_the_next_driver_cuts_off(tmp_path):

@@ -31,7 +31,7 @@ from elastic.driver.events import (
     WorkerReturned,
 )
 from elastic.driver.journal.entries import Entry
-from elastic.driver.reasons import in_words
+from elastic.driver.reasons import as_sentence
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Address, Commit, Place, Worker
 from harness.golden import recorded
@@ -58,12 +58,12 @@ class Told:
         members = [Member(w, Place(r, size, r, size, 0, 1)) for r, w in enumerate(workers)]
         event = TimePassed()
         self.event(
-            at, event, PublishWorld(generation, members, STORE, 0, commit, in_words("ready"))
+            at, event, PublishWorld(generation, members, STORE, 0, commit, as_sentence("ready"))
         )
 
     def at_work(self, at: float, generation: int, size: int, *, kind: str, ms: float = 50) -> None:
         phases = {"gathered": ms / 2, "raised": ms / 10}
-        done = ReportRecovery(generation, kind, in_words("because"), size, ms, phases, 0)
+        done = ReportRecovery(generation, kind, as_sentence("because"), size, ms, phases, 0)
         self.event(at, WorkerResumed(A, generation, phases), done)
 
     def commit(self, at: float, generation: int, number: int, *workers: Worker, digest=7) -> None:
@@ -73,14 +73,14 @@ class Told:
 
     def lost(self, at: float, worker: Worker, generation: int, *left: Worker, code=-9) -> None:
         self.event(
-            at, WorkerExited(worker, code), BreakWorld(generation, list(left), in_words("lost"))
+            at, WorkerExited(worker, code), BreakWorld(generation, list(left), as_sentence("lost"))
         )
 
     def ends(self, at: float, *, code: int = 0) -> None:
         self.event(
             at,
             WorkerReturned(A, 9) if not code else TimePassed(),
-            EndJob(code, in_words("the end")),
+            EndJob(code, as_sentence("the end")),
         )
 
     def fault(self, at: float, kind: str, worker: Worker, *, until=None) -> None:
@@ -222,7 +222,7 @@ def test_a_frozen_worker_is_fenced():
     told = Told()
     told.fault(110.0, "freeze", B, until=118.0)
     told.event(
-        112.0, WorkerFrozen(B, "stopped by SIGSTOP"), KillWorker(B, in_words("it is frozen"))
+        112.0, WorkerFrozen(B, "stopped by SIGSTOP"), KillWorker(B, as_sentence("it is frozen"))
     )
     told.lost(112.02, B, 2, A, C)
     told.world(112.04, 3, A, C)
@@ -262,7 +262,7 @@ def test_a_long_gap_without_a_fault_is_attributed_to_the_script():
 def test_a_cut_breaks_the_ring_of_the_same_workers():
     told = Told()
     told.fault(110.0, "cut", B)
-    told.event(110.01, WorkerFailed(C, 2, "reset"), BreakWorld(2, [A, B, C], in_words("reset")))
+    told.event(110.01, WorkerFailed(C, 2, "reset"), BreakWorld(2, [A, B, C], as_sentence("reset")))
     told.world(110.02, 3, A, B, C)
     told.at_work(110.03, 3, 3, kind="recovery")
     told.ends(111.0)
@@ -288,7 +288,7 @@ def test_a_second_fault_before_the_recovery_is_over():
 def test_a_kill_that_ends_the_job():
     told = Told()
     told.fault(110.0, "kill", B)
-    told.event(110.01, WorkerExited(B, -9), EndJob(1, in_words("too few workers")))
+    told.event(110.01, WorkerExited(B, -9), EndJob(1, as_sentence("too few workers")))
     (fate,) = told.report(code=1).faults
     recorded("messages", fate.outcome)
     assert fate.back_ms is None
@@ -306,7 +306,7 @@ def test_a_worker_that_exits_after_the_end_has_ended_normally():
 def test_a_job_that_never_trained_has_a_report_too():
     settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
     found = report(
-        settings, [Entry(1.0, TimePassed(), [EndJob(1, in_words("no slots"))])], [], code=1
+        settings, [Entry(1.0, TimePassed(), [EndJob(1, as_sentence("no slots"))])], [], code=1
     )
     assert found.goodput.share == 0.0
     assert found.steps.kept == 0
@@ -322,7 +322,7 @@ def shown(found) -> str:
 def test_where_no_training_was_seen_nothing_was_tested():
     settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
     found = report(
-        settings, [Entry(1.0, TimePassed(), [EndJob(0, in_words("the end"))])], [], code=0
+        settings, [Entry(1.0, TimePassed(), [EndJob(0, as_sentence("the end"))])], [], code=0
     )
     assert found.exit_code == 1
     recorded("messages", shown(found))

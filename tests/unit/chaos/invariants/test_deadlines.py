@@ -16,7 +16,7 @@ from elastic.driver.events import (
     TimePassed,
     WorkerReconnected,
 )
-from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.reasons import ReasonKind, as_sentence, because
 from harness.conversation import (
     checked,
     connected,
@@ -31,7 +31,7 @@ from harness.conversation import (
     worker,
 )
 from harness.golden import raises, recorded
-from harness.told import Told, broken, gathering, started, training, world
+from harness.scripted_journal import ScriptedJournal, broken, gathering, started, training, world
 
 
 def test_the_job_ends():
@@ -42,21 +42,21 @@ def test_the_job_ends():
 
 
 def test_a_killed_worker_exits_or_is_reported_as_immortal():
-    def killed() -> Told:
-        return training().line(TimePassed(), KillWorker(worker("h:0"), in_words("it is stuck")))
+    def killed() -> ScriptedJournal:
+        return training().line(TimePassed(), KillWorker(worker("h:0"), as_sentence("it is stuck")))
 
     said = killed().breaks("EVERY WAIT ENDS", TimePassed(), after=31.0)
     recorded("log", said)
     killed().line(exited("h:0"), after=29.0).line(TimePassed(), after=31.0)
-    undead = because(Why.CANT_BE_KILLED, worker="h:0#1", within_s=1.0)
+    undead = because(ReasonKind.CANT_BE_KILLED, worker="h:0#1", within_s=1.0)
     immortal = Report("error", str(undead), undead)
     killed().line(TimePassed(), immortal, after=29.0).line(TimePassed(), after=31.0)
 
 
 def test_a_lost_host_is_gone_unless_all_members_are_there():
-    def ready_without_g(names: list[str]) -> Told:
+    def ready_without_g(names: list[str]) -> ScriptedJournal:
         told = training(names=names).line(
-            TimePassed(), KillWorker(worker("g:0"), in_words("it is stuck"))
+            TimePassed(), KillWorker(worker("g:0"), as_sentence("it is stuck"))
         )
         told.line(HostLost("g", "no word from it"), broken(2, *names[:2]))
         told.line(TimePassed(), Report("warning", "waiting"), after=31.0)
@@ -78,18 +78,18 @@ def test_a_lost_host_is_gone_unless_all_members_are_there():
 
 def test_a_host_is_awaited_for_a_member_that_is_being_killed_too():
     """Its exit was not noticed yet, and no other worker is left: a newcomer there is not more lost than it is."""
-    told = Told(np=2, workers_min=1).line(hosts(h=2), started("h:0"), started("h:1"))
+    told = ScriptedJournal(np=2, workers_min=1).line(hosts(h=2), started("h:0"), started("h:1"))
     told.lines_of(connected("h:0"), connected("h:1"), ready("h:0", 0, running=False))
     told.line(ready("h:1", 0, running=False), world(1, "h:0", "h:1"))
     told.line(exited("h:0"), broken(1, "h:1")).line(TimePassed(), started("h:0#2"))
     told.lines_of(connected("h:0#2"), ready("h:0#2", 0))
-    told.line(TimePassed(), KillWorker(worker("h:1"), in_words("it is stuck")))
+    told.line(TimePassed(), KillWorker(worker("h:1"), as_sentence("it is stuck")))
     told.line(HostLost("h", "no word from it"))
     told.line(exited("h:1"), world(2, "h:0#2"))
 
 
 def test_a_worker_that_must_leave_or_loses_its_connection_exits_in_time():
-    told = training().line(leaving("h:0"), LetGo(worker("h:0"), in_words("SIGTERM")))
+    told = training().line(leaving("h:0"), LetGo(worker("h:0"), as_sentence("SIGTERM")))
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=31.0)
     told = training().line(raised("h:0", 2, (2, 4)), broken(2, "h:1", "h:2"))
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=31.0)
@@ -108,19 +108,25 @@ def test_a_worker_that_quit_exits_in_time_if_others_wait_for_its_slot():
 
 
 def test_a_started_worker_calls_init_in_time_once_another_one_waits():
-    told = Told().line(hosts(h=3), started("h:0"), started("h:1"))
+    told = ScriptedJournal().line(hosts(h=3), started("h:0"), started("h:1"))
     told.line(connected("h:0"), after=500.0).line(ready("h:0", 0, running=False))
     recorded("messages", told.breaks("EVERY WAIT ENDS", TimePassed(), after=121.0))
 
 
 def test_a_planned_change_ends_in_time():
     everybody = [worker("h:0"), worker("h:1"), worker("h:2")]
-    told = training().line(leaving("h:2"), PrepareChange(2, 1, everybody, in_words("h:2 leaves")))
-    told.line(TimePassed(), CallOffChange(2, 1, everybody, in_words("no answer")), after=4.9)
+    told = training().line(
+        leaving("h:2"), PrepareChange(2, 1, everybody, as_sentence("h:2 leaves"))
+    )
+    told.line(TimePassed(), CallOffChange(2, 1, everybody, as_sentence("no answer")), after=4.9)
     told.line(TimePassed(), after=10.0)
-    told = training().line(leaving("h:2"), PrepareChange(2, 1, everybody, in_words("h:2 leaves")))
+    told = training().line(
+        leaving("h:2"), PrepareChange(2, 1, everybody, as_sentence("h:2 leaves"))
+    )
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=5.1)
-    told = training().line(leaving("h:2"), PrepareChange(2, 1, everybody, in_words("h:2 leaves")))
+    told = training().line(
+        leaving("h:2"), PrepareChange(2, 1, everybody, as_sentence("h:2 leaves"))
+    )
     told.line(checked("h:2", 2, 4), StopMembersAt(2, 1, 5, everybody))
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=601.0)
 

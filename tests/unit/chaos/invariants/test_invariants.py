@@ -27,7 +27,7 @@ from elastic.driver.events import (
     WorkerReconnected,
 )
 from elastic.driver.journal.file import FileJournal
-from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import Commit
 from harness.conversation import (
     checked,
@@ -42,9 +42,9 @@ from harness.conversation import (
     worker,
 )
 from harness.golden import raises, recorded
-from harness.told import (
+from harness.scripted_journal import (
     PLACE,
-    Told,
+    ScriptedJournal,
     broken,
     digested,
     gathering,
@@ -84,7 +84,7 @@ def test_no_worker_is_left_behind_in_the_old_world():
 
     told = training(workers_min=1)
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
-    told.line(TimePassed(), KillWorker(worker("h:0"), in_words("it is late")))
+    told.line(TimePassed(), KillWorker(worker("h:0"), as_sentence("it is late")))
     told.line(ready("h:1", 2, (2, 5)), world(3, "h:1", holders=1, commit=(2, 5)))
 
 
@@ -110,7 +110,7 @@ def test_no_commit_is_from_an_older_world():
     """h:0 is outside the world that went on without it, and still commits."""
     told = training(workers_min=1)
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
-    told.line(TimePassed(), KillWorker(worker("h:0"), in_words("it is late")))
+    told.line(TimePassed(), KillWorker(worker("h:0"), as_sentence("it is late")))
     told.line(ready("h:1", 2, (2, 5)), world(3, "h:1", holders=1, commit=(2, 5)))
     told.line(digested("h:0", (2, 7)))  # it is being killed: its messages are ignored
 
@@ -119,9 +119,9 @@ def test_no_commit_is_from_an_older_world():
     told.breaks("NO OLDER COMMIT", ready("h:2", 1, (1, 3)))
 
 
-def started_late() -> Told:
+def started_late() -> ScriptedJournal:
     """h:2 was in the world of init() and has not entered elastic.run in time."""
-    told = Told()
+    told = ScriptedJournal()
     names = ["h:0", "h:1", "h:2"]
     told.line(hosts(h=3), *map(started, names))
     told.lines_of(*map(connected, names))
@@ -199,11 +199,11 @@ def test_training_does_not_restart_without_a_report():
     told.breaks("NEVER BACK", ready("h:0", 2, None), world(3, "h:0"))
 
 
-def told_to_stop(check: int) -> Told:
+def told_to_stop(check: int) -> ScriptedJournal:
     """They have passed 4, 5 and 4 safepoints."""
     everybody = [worker("h:0"), worker("h:1"), worker("h:2")]
     told = training()
-    told.line(leaving("h:2"), PrepareChange(2, 1, everybody, in_words("h:2 leaves")))
+    told.line(leaving("h:2"), PrepareChange(2, 1, everybody, as_sentence("h:2 leaves")))
     told.lines_of(checked("h:0", 2, 4), checked("h:1", 2, 5))
     return told.line(checked("h:2", 2, 4), StopMembersAt(2, 1, check, everybody))
 
@@ -211,7 +211,7 @@ def told_to_stop(check: int) -> Told:
 def test_all_stop_in_one_place():
     told = told_to_stop(6).lines_of(ready("h:0", 2, (2, 6)), ready("h:1", 2, (2, 6)))
     after = world(3, "h:0", "h:1", holders=2, commit=(2, 6))
-    told.line(ready("h:2", 2, (2, 6)), LetGo(worker("h:2"), in_words("SIGTERM")), after)
+    told.line(ready("h:2", 2, (2, 6)), LetGo(worker("h:2"), as_sentence("SIGTERM")), after)
 
     with raises(BrokenInvariant):
         told_to_stop(5)
@@ -221,7 +221,7 @@ def test_all_stop_in_one_place():
 
     told = told_to_stop(6).lines_of(ready("h:0", 2, (2, 6)), ready("h:2", 2, (2, 6)))
     torn = (
-        LetGo(worker("h:2"), in_words("SIGTERM")),
+        LetGo(worker("h:2"), as_sentence("SIGTERM")),
         world(3, "h:0", "h:1", holders=1, commit=(2, 6)),
     )
     said = told.breaks("NEVER BACK", ready("h:1", 2, None), *torn)
@@ -252,8 +252,8 @@ def test_a_world_begins_with_the_bits_that_were_committed():
 
 
 def test_a_world_may_be_too_large_only_while_a_worker_leaves():
-    def two_are_ready_for_one_place() -> Told:
-        told = Told(np=1, workers_min=1, standbys=1)
+    def two_are_ready_for_one_place() -> ScriptedJournal:
+        told = ScriptedJournal(np=1, workers_min=1, standbys=1)
         told.line(hosts(h=1, g=1), started("h:0"), started("g:0"))
         told.lines_of(connected("h:0"), connected("g:0"))
         return told.line(ready("g:0", 0, running=False))
@@ -265,18 +265,18 @@ def test_a_world_may_be_too_large_only_while_a_worker_leaves():
 
 
 def test_no_more_are_started_than_the_largest_world_and_the_standbys():
-    told = Told(np=1, workers_min=1, standbys=1)
+    told = ScriptedJournal(np=1, workers_min=1, standbys=1)
     said = told.breaks("SIZE", hosts(h=3), started("h:0"), started("h:1"), started("h:2"))
     recorded("log", said)
 
 
 def test_a_worker_started_in_place_of_an_ended_one_counts():
     """Only those present at its notice do not: they leave, and others take their places."""
-    told = Told(np=1, workers_min=1).line(hosts(h=2, g=2), started("h:0"))
+    told = ScriptedJournal(np=1, workers_min=1).line(hosts(h=2, g=2), started("h:0"))
     told.line(HostLeaving("h", Notice("it goes", 5.0)), started("g:0"))
     said = told.breaks("SIZE", TimePassed(), started("h:1"), after=6.0)
     recorded("log", said)
-    told = Told(np=1, workers_min=1).line(hosts(h=2, g=2), started("h:0"))
+    told = ScriptedJournal(np=1, workers_min=1).line(hosts(h=2, g=2), started("h:0"))
     told.line(HostLeaving("h", Notice("it goes", 5.0)), started("g:0"))
     told.line(HostStaying("h"))
     told.breaks("SIZE", TimePassed(), started("g:1"))
@@ -352,7 +352,7 @@ def test_no_messages_come_from_workers_that_were_never_started():
 
 
 def test_old_members_keep_their_order_and_newcomers_are_last():
-    def ready_for_a_world() -> Told:
+    def ready_for_a_world() -> ScriptedJournal:
         told = training().line(exited("h:1"), broken(2, "h:0", "h:2"))
         told.line(TimePassed(), started("h:1#2"))
         told.lines_of(connected("h:1#2"), ready("h:1#2", 0))
@@ -370,7 +370,7 @@ def test_old_members_keep_their_order_and_newcomers_are_last():
 
 
 def test_the_job_does_not_end_for_want_of_rank_0():
-    lost = because(Why.ALL_LOST)
+    lost = because(ReasonKind.ALL_LOST)
     told = training().line(exited("h:0"), broken(2, "h:1", "h:2"))
     assert "h:1#1 holds g2c0" in told.breaks("RANK 0 IS NO OTHER", TimePassed(), EndJob(1, lost))
     told = training().lines_of(exited("h:0"), exited("h:1"))
@@ -390,7 +390,7 @@ def test_a_slot_has_one_worker_at_a_time():
 
 
 def test_a_fenced_or_released_worker_is_in_no_later_world():
-    def gone(action: Action) -> Told:
+    def gone(action: Action) -> ScriptedJournal:
         told = training().line(TimePassed(), action)
         told.line(exited("h:2"), broken(2, "h:0", "h:1"))
         return told.lines_of(ready("h:0", 2, (2, 5)), ready("h:1", 2, (2, 5)))
@@ -398,8 +398,8 @@ def test_a_fenced_or_released_worker_is_in_no_later_world():
     both = world(3, "h:0", "h:1", holders=2, commit=(2, 5))
     gone(Report("info", "nothing")).line(TimePassed(), both)
     for action in (
-        KillWorker(worker("h:1"), in_words("stuck")),
-        LetGo(worker("h:1"), in_words("SIGTERM")),
+        KillWorker(worker("h:1"), as_sentence("stuck")),
+        LetGo(worker("h:1"), as_sentence("SIGTERM")),
     ):
         gone(action).breaks("FENCED STAYS OUT", TimePassed(), both)
     dead = world(3, "h:0", "h:2", holders=1, commit=(2, 5))
@@ -407,12 +407,12 @@ def test_a_fenced_or_released_worker_is_in_no_later_world():
 
 
 def test_nothing_follows_the_end():
-    told = training().line(TimePassed(), EndJob(1, in_words("enough")))
-    told.line(exited("h:0"), LetGo(worker("h:1"), in_words("the job has ended")))
+    told = training().line(TimePassed(), EndJob(1, as_sentence("enough")))
+    told.line(exited("h:0"), LetGo(worker("h:1"), as_sentence("the job has ended")))
     said = told.breaks("THE END", exited("h:1"), started("h:1#2"))
     assert "StartWorker worker=h:1#2" in said and "after EndJob" in said
     welcome = WelcomeWorker(worker("h:0"), PLACE, True, True)
-    training().breaks("THE END", TimePassed(), EndJob(1, in_words("enough")), welcome)
+    training().breaks("THE END", TimePassed(), EndJob(1, as_sentence("enough")), welcome)
 
 
 def test_success_is_what_returned():
@@ -439,7 +439,7 @@ def released(*names: str) -> FinishWorld:
     return FinishWorld(2, [worker(name) for name in names])
 
 
-def all_but_the_last_have_returned() -> Told:
+def all_but_the_last_have_returned() -> ScriptedJournal:
     return training().lines_of(returned("h:0", 2), returned("h:1", 2))
 
 
@@ -448,9 +448,9 @@ def all_but_the_last_have_returned() -> Told:
     [
         EndJob(0, returned_from(2, members=2)),
         EndJob(0, returned_from(1, members=3)),
-        EndJob(0, in_words("enough")),
+        EndJob(0, as_sentence("enough")),
         EndJob(3, returned_from(2, members=3)),
-        EndJob(1, in_words("lost h:2#1")),
+        EndJob(1, as_sentence("lost h:2#1")),
     ],
 )
 def test_code_and_reason_agree_with_the_returns(end):
@@ -460,32 +460,34 @@ def test_code_and_reason_agree_with_the_returns(end):
 
 
 def test_the_code_of_a_failure_is_that_of_the_exit():
-    training().line(exited("h:0", 3), EndJob(3, in_words("it ended with exit code 3")))
-    training().line(exited("h:0", -9), EndJob(137, in_words("it ended with signal 9")))
-    training().line(exited("h:0", 3), EndJob(1, in_words("--reset-limit 0 is reached")))
-    said = training().breaks("THE END", exited("h:0", 3), EndJob(4, in_words("it ended")))
+    training().line(exited("h:0", 3), EndJob(3, as_sentence("it ended with exit code 3")))
+    training().line(exited("h:0", -9), EndJob(137, as_sentence("it ended with signal 9")))
+    training().line(exited("h:0", 3), EndJob(1, as_sentence("--reset-limit 0 is reached")))
+    said = training().breaks("THE END", exited("h:0", 3), EndJob(4, as_sentence("it ended")))
     recorded("log", said)
-    training().breaks("THE END", TimePassed(), EndJob(3, in_words("it has ended")))
+    training().breaks("THE END", TimePassed(), EndJob(3, as_sentence("it has ended")))
 
 
-def outside_elastic_run() -> Told:
+def outside_elastic_run() -> ScriptedJournal:
     """Two programs that have called init(), and train independently."""
-    told = Told(np=2).line(hosts(h=2), started("h:0"), started("h:1"))
+    told = ScriptedJournal(np=2).line(hosts(h=2), started("h:0"), started("h:1"))
     told.lines_of(connected("h:0"), connected("h:1"), ready("h:0", 0, running=False))
     return told.line(ready("h:1", 0, running=False), world(1, "h:0", "h:1"))
 
 
 def test_programs_end_one_by_one():
     told = outside_elastic_run().line(exited("h:0", 0))
-    told.line(exited("h:1", 0), EndJob(0, because(Why.ALL_EXITED, workers=2)))
+    told.line(exited("h:1", 0), EndJob(0, because(ReasonKind.ALL_EXITED, workers=2)))
 
     told = outside_elastic_run()
-    said = told.breaks("THE END", exited("h:0", 0), EndJob(0, because(Why.ALL_EXITED, workers=1)))
+    said = told.breaks(
+        "THE END", exited("h:0", 0), EndJob(0, because(ReasonKind.ALL_EXITED, workers=1))
+    )
     recorded("log", said)
 
     for number, code in ((1, 0), (2, 3)):
         told = outside_elastic_run().line(exited("h:0", 0))
-        end = EndJob(0, because(Why.ALL_EXITED, workers=number))
+        end = EndJob(0, because(ReasonKind.ALL_EXITED, workers=number))
         told.breaks("THE END", exited("h:1", code), end)
 
 
@@ -516,7 +518,7 @@ def test_a_driver_that_raised_broke_something(tmp_path):
         check_journal(path)
 
 
-def written(told: Told, path, *, error: str = ""):
+def written(told: ScriptedJournal, path, *, error: str = ""):
     journal = FileJournal.begin(path, told.settings)
     for at, event, actions in told.lines:
         journal.record(at, event, actions)

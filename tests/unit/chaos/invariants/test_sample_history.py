@@ -9,7 +9,7 @@ from elastic.chaos.invariants.sample_history import SampleHistory
 from elastic.protocol.messages import Commit, Worker
 from harness.conversation import exited, ready
 from harness.golden import raises
-from harness.told import Told, broken, digested, training, world
+from harness.scripted_journal import ScriptedJournal, broken, digested, training, world
 
 
 def test_each_sample_of_the_committed_history_counts_once():
@@ -28,7 +28,7 @@ def test_each_sample_of_the_committed_history_counts_once():
     assert told.end().samples_counted == 10
 
 
-def one_epoch(*reports: tuple[str, tuple[int, int], list[int]], size: int = 2) -> Told:
+def one_epoch(*reports: tuple[str, tuple[int, int], list[int]], size: int = 2) -> ScriptedJournal:
     told = training(size, samples=5)
     return told.lines_of(*(digested(name, c, samples=each) for name, c, each in reports))
 
@@ -58,7 +58,7 @@ def test_a_sample_that_is_missing_or_counts_too_often_is_found(reports, what):
         told.end()
 
 
-def a_world_of_two_after_three_samples(samples: int) -> Told:
+def a_world_of_two_after_three_samples(samples: int) -> ScriptedJournal:
     told = training(samples=samples)
     told.lines_of(*(digested(f"h:{n}", (2, 1), samples=[n]) for n in range(3)))
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))

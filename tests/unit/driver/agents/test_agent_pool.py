@@ -16,12 +16,12 @@ from elastic.driver.agents.agent_pool import (
     AgentPool,
 )
 from elastic.driver.agents.messages import (
+    AgentId,
     Attach,
     Beat,
     Detach,
     Heard,
     Here,
-    HostAgent,
     Kill,
     Registered,
     Reject,
@@ -29,23 +29,23 @@ from elastic.driver.agents.messages import (
     Start,
 )
 from elastic.driver.agents.pool_events import (
-    AgentCalled,
-    AgentGone,
+    AgentConnected,
+    AgentDisconnected,
+    AgentMessageReceived,
     AgentNotStarted,
-    AgentSaid,
     AgentStarted,
+    DisconnectAgent,
     DriverReady,
     GiveUpOrdered,
-    HangUp,
     JobEnded,
     KillOrdered,
-    PassOn,
+    PostToDriver,
+    RelayMessage,
+    SendToAgents,
     StartAgent,
     StartOrdered,
-    TellAgents,
-    TellDriver,
 )
-from elastic.driver.agents.pool_state import AGAIN_S, Due, Timetable
+from elastic.driver.agents.pool_state import AGAIN_S, DeadlineKind, PoolDeadlines
 from elastic.driver.events import (
     HostLost,
     HostReported,
@@ -60,8 +60,8 @@ from harness.golden import recorded
 
 ATTACH = Attach("one", 1, 2.0, 60.0)
 A, A2, B = Worker("here", 0), Worker("here", 1), Worker("there", 0)
-FIRST = HostAgent("here", 5)
-THERE = HostAgent("there", 1)
+FIRST = AgentId("here", 5)
+THERE = AgentId("there", 1)
 
 
 def order(worker: Worker) -> Start:
@@ -73,8 +73,8 @@ def registered(*running: Worker, exits=(), ends=False) -> Registered:
     return Registered(2, "127.0.0.1", addresses, [*running], [*exits], "one", ends=ends)
 
 
-def sent_to(agent: HostAgent, *messages: Any) -> TellAgents:
-    return TellAgents([agent], [*messages])
+def sent_to(agent: AgentId, *messages: Any) -> SendToAgents:
+    return SendToAgents([agent], [*messages])
 
 
 class Talk:
@@ -91,10 +91,10 @@ class Talk:
         self.log += [each.text for each in actions if isinstance(each, Report)]
         return [each for each in actions if not isinstance(each, Report)]
 
-    def here(self, agent: HostAgent, *running: Worker, exits=(), ends=False) -> list[Any]:
+    def here(self, agent: AgentId, *running: Worker, exits=(), ends=False) -> list[Any]:
         """Connect an agent, attach it, and report its running workers."""
-        assert self.hear(AgentCalled(agent)) == [sent_to(agent, ATTACH)]
-        return self.hear(AgentSaid(agent, registered(*running, exits=exits, ends=ends)))
+        assert self.hear(AgentConnected(agent)) == [sent_to(agent, ATTACH)]
+        return self.hear(AgentMessageReceived(agent, registered(*running, exits=exits, ends=ends)))
 
     def deadline(self) -> list[Any]:
         """Return the actions at the next deadline."""
@@ -107,17 +107,17 @@ def test_orders_wait_for_the_agent():
     talk = Talk()
     assert talk.hear(StartOrdered(order(A)), StartOrdered(order(A2))) == []
     assert talk.here(FIRST) == [
-        TellDriver(HostReported("here", [], [])),  # not ordered on any connection before
+        PostToDriver(HostReported("here", [], [])),  # not ordered on any connection before
         sent_to(FIRST, order(A)),
         sent_to(FIRST, order(A2)),
     ]
     assert talk.hear(KillOrdered(A)) == [sent_to(FIRST, Kill(A))]
-    assert talk.hear(AgentSaid(FIRST, Heard(A, protocol.Returned(1)))) == [
-        PassOn(A, protocol.Returned(1))
+    assert talk.hear(AgentMessageReceived(FIRST, Heard(A, protocol.Returned(1)))) == [
+        RelayMessage(A, protocol.Returned(1))
     ]
     gone = Seen(WorkerExited(A, -9))
-    assert talk.hear(AgentSaid(FIRST, gone), AgentSaid(FIRST, gone)) == [
-        TellDriver(WorkerExited(A, -9))
+    assert talk.hear(AgentMessageReceived(FIRST, gone), AgentMessageReceived(FIRST, gone)) == [
+        PostToDriver(WorkerExited(A, -9))
     ]
     assert talk.pool.alive() == {A2}
 
@@ -125,7 +125,7 @@ def test_orders_wait_for_the_agent():
 def test_pending_order_is_withdrawn():
     talk = Talk()
     talk.hear(StartOrdered(order(A)), StartOrdered(order(A2)))
-    assert talk.hear(KillOrdered(A)) == [TellDriver(WorkerExited(A, -9))]
+    assert talk.hear(KillOrdered(A)) == [PostToDriver(WorkerExited(A, -9))]
     assert talk.here(FIRST)[1:] == [sent_to(FIRST, order(A2))]
 
 
@@ -133,12 +133,12 @@ def test_kill_is_repeated_when_the_agent_returns():
     talk = Talk(adopted=[A, A2])
     talk.hear(DriverReady(), KillOrdered(A), KillOrdered(A2))
     assert talk.here(FIRST, A, exits=[WorkerExited(A2, 0)]) == [
-        TellDriver(WorkerExited(A2, 0)),
-        TellDriver(HostReported("here", [A], [A])),
+        PostToDriver(WorkerExited(A2, 0)),
+        PostToDriver(HostReported("here", [A], [A])),
         sent_to(FIRST, Kill(A)),
     ]
-    talk.hear(AgentGone(FIRST, False))
-    assert talk.here(FIRST, A) == [TellDriver(HostReported("here", [A], [A]))]
+    talk.hear(AgentDisconnected(FIRST, False))
+    assert talk.here(FIRST, A) == [PostToDriver(HostReported("here", [A], [A]))]
 
 
 def test_workers_pending_for_a_missing_agent_end():
@@ -155,12 +155,12 @@ def test_returning_agent_reports_the_fate_of_its_workers():
     talk = Talk()
     talk.hear(StartOrdered(order(A)), StartOrdered(order(A2)))
     talk.here(FIRST)
-    assert talk.hear(AgentGone(FIRST, False)) == []
+    assert talk.hear(AgentDisconnected(FIRST, False)) == []
     assert talk.pool.agent_of("here") is None
     exits = [WorkerExited(A2, 0), WorkerExited(Worker("here", 7), 3)]
     assert talk.here(FIRST, A, exits=exits) == [
-        TellDriver(WorkerExited(A2, 0)),  # and no report of a worker that it never had
-        TellDriver(HostReported("here", [A], [A])),
+        PostToDriver(WorkerExited(A2, 0)),  # and no report of a worker that it never had
+        PostToDriver(HostReported("here", [A], [A])),
     ]
     assert talk.pool.next_deadline() is None
 
@@ -168,13 +168,13 @@ def test_returning_agent_reports_the_fate_of_its_workers():
 def test_agent_that_stays_away_is_a_lost_host_and_a_new_one_reports_its_orders():
     talk = Talk()
     talk.here(FIRST)
-    talk.hear(StartOrdered(order(A)), AgentGone(FIRST, False))
+    talk.hear(StartOrdered(order(A)), AgentDisconnected(FIRST, False))
     assert talk.pool.next_deadline() == 100.0 + RETURN_S
     [lost] = talk.deadline()
     assert lost.event == HostLost("here", "its agent has not reconnected within 0.5 s")
     assert talk.pool.alive() == {A}, "nobody knows that it is dead"
-    second = HostAgent("here", 6)
-    assert talk.here(second) == [TellDriver(HostReported("here", [], [A]))]
+    second = AgentId("here", 6)
+    assert talk.here(second) == [PostToDriver(HostReported("here", [], [A]))]
     recorded("log", talk.log[-1])
     assert talk.pool.alive() == set()
 
@@ -182,7 +182,7 @@ def test_agent_that_stays_away_is_a_lost_host_and_a_new_one_reports_its_orders()
 def test_host_that_acknowledges_nothing_is_lost_at_once():
     talk = Talk()
     talk.here(FIRST, A)
-    talk.hear(AgentGone(FIRST, True))
+    talk.hear(AgentDisconnected(FIRST, True))
     assert talk.pool.next_deadline() == 100.0 + TOGETHER_S
     assert isinstance(talk.deadline()[0].event, HostLost)
 
@@ -190,30 +190,32 @@ def test_host_that_acknowledges_nothing_is_lost_at_once():
 def test_host_has_one_agent_at_a_time():
     talk = Talk()
     talk.here(FIRST)
-    earlier, later = HostAgent("here", 4), HostAgent("here", 6)
+    earlier, later = AgentId("here", 4), AgentId("here", 6)
     refused = sent_to(earlier, Reject("another agent serves this host"))
-    assert talk.hear(AgentCalled(earlier)) == [refused]
-    assert talk.hear(AgentCalled(later)) == [HangUp(later)], "it has to wait"
-    assert talk.hear(AgentSaid(later, registered())) == [], "it was not attached"
-    talk.hear(AgentGone(FIRST, False))
-    assert talk.here(later) == [TellDriver(HostReported("here", [], []))]
-    assert talk.hear(AgentSaid(FIRST, Seen(WorkerExited(A, 0)))) == [], "of one that was followed"
-    assert talk.hear(AgentGone(FIRST, False)) == [] and talk.pool.agent_of("here") == later
+    assert talk.hear(AgentConnected(earlier)) == [refused]
+    assert talk.hear(AgentConnected(later)) == [DisconnectAgent(later)], "it has to wait"
+    assert talk.hear(AgentMessageReceived(later, registered())) == [], "it was not attached"
+    talk.hear(AgentDisconnected(FIRST, False))
+    assert talk.here(later) == [PostToDriver(HostReported("here", [], []))]
+    assert talk.hear(AgentMessageReceived(FIRST, Seen(WorkerExited(A, 0)))) == [], (
+        "of one that was followed"
+    )
+    assert talk.hear(AgentDisconnected(FIRST, False)) == [] and talk.pool.agent_of("here") == later
 
 
 def test_host_whose_clock_went_back_is_accepted_again():
     talk = Talk()
     talk.here(FIRST)
-    talk.hear(AgentGone(FIRST, False))
-    earlier = HostAgent("here", 4)
-    assert talk.here(earlier) == [TellDriver(HostReported("here", [], []))]
+    talk.hear(AgentDisconnected(FIRST, False))
+    earlier = AgentId("here", 4)
+    assert talk.here(earlier) == [PostToDriver(HostReported("here", [], []))]
 
 
 def test_agent_reports_only_its_own_workers():
     talk = Talk()
     talk.here(FIRST)
     for lie in (Heard(B, protocol.Returned(1)), Seen(WorkerExited(B, 0)), registered(B)):
-        assert talk.hear(AgentSaid(FIRST, lie)) == [HangUp(FIRST)]
+        assert talk.hear(AgentMessageReceived(FIRST, lie)) == [DisconnectAgent(FIRST)]
     assert talk.log == ["agent here#5 reported a worker that is not its own"] * 3
 
 
@@ -223,13 +225,13 @@ def test_connected_agent_that_sends_nothing_is_lost():
     talk.here(FIRST, A)
     talk.here(THERE, B)
     heard = []
-    while HangUp(FIRST) not in heard:
+    while DisconnectAgent(FIRST) not in heard:
         heard = talk.deadline()
-        talk.hear(AgentSaid(THERE, Here()))
-        assert TellAgents([FIRST, THERE], [Beat()]) in heard
+        talk.hear(AgentMessageReceived(THERE, Here()))
+        assert SendToAgents([FIRST, THERE], [Beat()]) in heard
         assert talk.now <= 100.0 + STOPPED_S + 2.0
     assert talk.now >= 100.0 + STOPPED_S
-    assert HangUp(THERE) not in heard
+    assert DisconnectAgent(THERE) not in heard
     recorded("log", talk.log[-1])
 
 
@@ -239,18 +241,18 @@ def test_agent_given_up_by_the_driver_is_lost_at_once_and_may_return():
     talk.here(FIRST, A)
     talk.here(THERE, B)
     given_up = GiveUpOrdered("here", "it does not answer")
-    lost = TellDriver(HostLost("here", "it does not answer"))
-    assert talk.hear(given_up) == [HangUp(FIRST), lost]
+    lost = PostToDriver(HostLost("here", "it does not answer"))
+    assert talk.hear(given_up) == [DisconnectAgent(FIRST), lost]
     recorded("log", talk.log[-1])
-    assert talk.hear(given_up, AgentGone(FIRST, False)) == []
+    assert talk.hear(given_up, AgentDisconnected(FIRST, False)) == []
     later = talk.now + RETURN_S + 1
     while talk.now < later:
-        assert not [each for each in talk.deadline() if isinstance(each, TellDriver)], "lost once"
-    assert talk.here(FIRST, A) == [TellDriver(HostReported("here", [A], [A]))]
-    talk.hear(AgentGone(FIRST, False))
+        assert not [each for each in talk.deadline() if isinstance(each, PostToDriver)], "lost once"
+    assert talk.here(FIRST, A) == [PostToDriver(HostReported("here", [A], [A]))]
+    talk.hear(AgentDisconnected(FIRST, False))
     reports: list[Any] = []
     while not reports:
-        reports = [each for each in talk.deadline() if isinstance(each, TellDriver)]
+        reports = [each for each in talk.deadline() if isinstance(each, PostToDriver)]
     assert reports[0].event.host == "here"
 
 
@@ -258,11 +260,11 @@ def test_driver_is_cut_off_and_no_host_lost_if_none_is_reachable():
     talk = Talk()
     talk.here(FIRST, A)
     talk.here(THERE, B)
-    talk.hear(AgentGone(FIRST, True), AgentGone(THERE, True))
+    talk.hear(AgentDisconnected(FIRST, True), AgentDisconnected(THERE, True))
     assert talk.deadline() == []
     recorded("log", talk.log[-1])
     talk.now += 30.0
-    assert talk.here(THERE, B) == [TellDriver(HostReported("there", [B], [B]))]
+    assert talk.here(THERE, B) == [PostToDriver(HostReported("there", [B], [B]))]
     recorded("log", talk.log[-1])
     [lost] = talk.deadline()
     assert lost.event.host == "here", "its time has begun anew"
@@ -273,7 +275,7 @@ def test_driver_that_stays_cut_off_loses_all_hosts():
     talk = Talk()
     talk.here(FIRST, A)
     talk.here(THERE, B)
-    talk.hear(AgentGone(FIRST, True), AgentGone(THERE, True))
+    talk.hear(AgentDisconnected(FIRST, True), AgentDisconnected(THERE, True))
     talk.deadline()
     lost = talk.deadline()
     assert talk.now == 100.0 + TOGETHER_S + ATTACH.away_s
@@ -284,10 +286,10 @@ def test_workers_of_the_previous_driver_are_found_again_or_given_up():
     talk = Talk(adopted=[A, B])
     assert talk.pool.alive() == {A, B}
     assert talk.hear(DriverReady()) == []
-    assert talk.here(FIRST, A) == [TellDriver(HostReported("here", [A], [A]))]
+    assert talk.here(FIRST, A) == [PostToDriver(HostReported("here", [A], [A]))]
     lost: list[Any] = []
     while not lost:
-        lost = [each for each in talk.deadline() if isinstance(each, TellDriver)]
+        lost = [each for each in talk.deadline() if isinstance(each, PostToDriver)]
     assert lost[0].event == HostLost("there", "its agent has not reconnected to the new driver")
     assert talk.now == 100.0 + CALL_S
 
@@ -299,19 +301,19 @@ def test_every_agent_is_dismissed_and_awaited_at_the_end():
     goodbye = Detach("the job has ended")
     assert talk.hear(JobEnded()) == [sent_to(FIRST, goodbye), sent_to(THERE, goodbye)]
     assert talk.pool.awaits_agents()
-    talk.hear(AgentSaid(FIRST, Seen(WorkerExited(A, -9))))
+    talk.hear(AgentMessageReceived(FIRST, Seen(WorkerExited(A, -9))))
     assert not talk.pool.awaits_agents()
-    assert talk.hear(AgentGone(THERE, False)) == [] and talk.pool.next_deadline() is None
-    assert talk.here(HostAgent("late", 1)) == [sent_to(HostAgent("late", 1), goodbye)]
+    assert talk.hear(AgentDisconnected(THERE, False)) == [] and talk.pool.next_deadline() is None
+    assert talk.here(AgentId("late", 1)) == [sent_to(AgentId("late", 1), goodbye)]
 
 
 def test_agent_that_ends_with_the_job_is_awaited_until_it_disconnects():
     """Its last messages may be in flight when the driver disconnects, and then it would never read its dismissal."""
     talk = Talk()
     talk.here(FIRST, A, ends=True)
-    talk.hear(JobEnded(), AgentSaid(FIRST, Seen(WorkerExited(A, -9))))
+    talk.hear(JobEnded(), AgentMessageReceived(FIRST, Seen(WorkerExited(A, -9))))
     assert talk.pool.awaits_agents()
-    talk.hear(AgentGone(FIRST, False))
+    talk.hear(AgentDisconnected(FIRST, False))
     assert not talk.pool.awaits_agents()
 
 
@@ -327,7 +329,7 @@ def test_started_agent_that_outlives_its_starter_is_awaited_to_be_dismissed():
     talk = ended_as_it_started(outlives=True)
     assert talk.pool.awaits_agents()
     assert talk.here(FIRST, ends=True) == [sent_to(FIRST, Detach("the job has ended"))]
-    talk.hear(AgentGone(FIRST, False))
+    talk.hear(AgentDisconnected(FIRST, False))
     assert not talk.pool.awaits_agents()
 
 
@@ -366,7 +368,7 @@ def test_agent_of_a_lost_host_is_retried_with_increasing_pauses():
     talk = Talk(starts_agents=True)
     talk.hear(HostsChanged({"here": 2}))
     talk.here(FIRST, A)
-    talk.hear(AgentGone(FIRST, True))
+    talk.hear(AgentDisconnected(FIRST, True))
     talk.deadline()
     waited = []
     for _ in range(8):
@@ -377,14 +379,14 @@ def test_agent_of_a_lost_host_is_retried_with_increasing_pauses():
     assert waited[:3] == [AGAIN_S[0], 2 * AGAIN_S[0], 4 * AGAIN_S[0]]
     assert waited[-1] == AGAIN_S[1]
     recorded("log", talk.log)
-    talk.here(HostAgent("here", 6))
+    talk.here(AgentId("here", 6))
     assert talk.pool.next_deadline() is None
 
 
 def test_no_agent_is_retried_while_its_host_is_unlisted():
     talk = Talk(starts_agents=True)
     talk.here(FIRST, A)
-    talk.hear(AgentGone(FIRST, True))
+    talk.hear(AgentDisconnected(FIRST, True))
     talk.deadline()
     assert talk.deadline() == []
     talk.hear(HostsChanged({"here": 1}))
@@ -397,8 +399,8 @@ def test_agent_is_dismissed_from_an_unlisted_host():
     talk.hear(HostsChanged({"here": 2, "there": 1}))
     talk.here(FIRST, A)
     assert talk.hear(HostsChanged({"there": 1})) == []
-    ended, dismissed = talk.hear(AgentSaid(FIRST, Seen(WorkerExited(A, 0))))
-    assert ended == TellDriver(WorkerExited(A, 0))
+    ended, dismissed = talk.hear(AgentMessageReceived(FIRST, Seen(WorkerExited(A, 0))))
+    assert ended == PostToDriver(WorkerExited(A, 0))
     assert isinstance(dismissed.messages[0], Detach)
     assert talk.pool.agent_of("here") is None
     talk.hear(HostsChanged({"here": 2, "there": 1}))
@@ -416,14 +418,14 @@ def test_agents_that_connect_by_themselves_stay_on_unlisted_hosts():
 
 
 def test_earliest_deadline_comes_first_and_once():
-    table = Timetable()
+    table = PoolDeadlines()
     assert table.first() is None and table.pop(1e9) is None
-    table.put("b", Due.ARRIVAL, 5.0)
-    table.put("a", Due.ARRIVAL, 5.0)
-    table.put("a", Due.RETRY, 3.0)
+    table.put("b", DeadlineKind.ARRIVAL, 5.0)
+    table.put("a", DeadlineKind.ARRIVAL, 5.0)
+    table.put("a", DeadlineKind.RETRY, 3.0)
     assert table.first() == 3.0 and table.pop(2.9) is None
-    assert table.pop(9.0) == ("a", Due.RETRY)
-    table.put("b", Due.ARRIVAL, 7.0)
-    assert table.pop(9.0) == ("a", Due.ARRIVAL)
-    table.drop("b", Due.ARRIVAL)
-    assert table.first() is None and ("b", Due.ARRIVAL) not in table
+    assert table.pop(9.0) == ("a", DeadlineKind.RETRY)
+    table.put("b", DeadlineKind.ARRIVAL, 7.0)
+    assert table.pop(9.0) == ("a", DeadlineKind.ARRIVAL)
+    table.drop("b", DeadlineKind.ARRIVAL)
+    assert table.first() is None and ("b", DeadlineKind.ARRIVAL) not in table

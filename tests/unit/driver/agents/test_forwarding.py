@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.driver.agents import forwarding
-from elastic.driver.agents.forwarding import Forwarding
+from elastic.driver.agents.forwarding import ForwardingSink
 from elastic.driver.agents.messages import Printed
 from elastic.protocol.messages import Worker
 from harness.golden import recorded
@@ -17,7 +17,7 @@ class Driver:
     def __init__(self) -> None:
         self.here, self.backlog = True, 0
         self.heard: list[Printed] = []
-        self.sink = Forwarding(self.hear, lambda: self.backlog)
+        self.sink = ForwardingSink(self.hear, lambda: self.backlog)
 
     def hear(self, printed: Printed) -> bool:
         if self.here:

@@ -19,15 +19,15 @@ import pytest
 from elastic.checkpoints import catalog, manifest
 from elastic.checkpoints import options as told
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, Name
+from elastic.checkpoints.manifest import CommitName, Manifest
 from elastic.driver.commandline import flags
-from elastic.driver.commandline.afterwards import checkpoints_cli
 from elastic.driver.commandline.checkpoint_options import CheckpointPlan, checkpoint_plan
+from elastic.driver.commandline.offline import checkpoints_cli
 from elastic.errors import Invalid
 from harness.golden import raises, recorded
 from harness.refusals import refusal_of
 
-OLDER, NEWER = Name(1, 2, 30), Name(1, 2, 40)
+OLDER, NEWER = CommitName(1, 2, 30), CommitName(1, 2, 40)
 
 
 def planned(folder: object, *more: str) -> CheckpointPlan:
@@ -42,7 +42,7 @@ def refused(folder: object, *more: str) -> str:
     return error
 
 
-def written(folder: Path, name: Name) -> Path:
+def written(folder: Path, name: CommitName) -> Path:
     """Write a commit of one file."""
     storage = Storage(str(folder))
     files = {"__0_0.distcp": storage.write(f"{name}/__0_0.distcp", b"bytes")}
@@ -60,7 +60,7 @@ def living(storage: Storage, number: int) -> Iterator[int]:
     """Simulate another process of this machine that owns the run."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         began_at = psutil.Process(other.pid).create_time()
-        whose = catalog.Claimant(os.uname().nodename, other.pid, began_at)
+        whose = catalog.RunOwner(os.uname().nodename, other.pid, began_at)
         assert storage.claim(f"run-{number:04}", msgspec.json.encode(whose))
         yield other.pid
 
@@ -116,7 +116,7 @@ def test_checkpoint_with_a_missing_share_is_skipped_or_rejected_if_it_is_the_onl
 def test_second_job_on_a_folder_is_rejected(tmp_path):
     storage = Storage(str(tmp_path))
     with living(storage, 1) as pid:
-        storage.claim("run-0002", msgspec.json.encode(catalog.Claimant("elsewhere", 1, 0.0)))
+        storage.claim("run-0002", msgspec.json.encode(catalog.RunOwner("elsewhere", 1, 0.0)))
         before = content(tmp_path)
         recorded("messages", refused(tmp_path), pid)
         assert content(tmp_path) == before
@@ -142,7 +142,7 @@ def test_empty_path_is_not_the_working_directory(empty: str) -> None:
 
 def test_two_runs_with_a_commit_of_the_same_name(tmp_path: Path) -> None:
     for run in (1, 2):
-        written(tmp_path, Name(run, 2, 20))
+        written(tmp_path, CommitName(run, 2, 20))
     with raises(Invalid):
         planned(tmp_path / "new", "--from", f"{tmp_path}@2.20")
     one = ("--from", f"{tmp_path}@r0001-g0002-c00000020")
@@ -152,10 +152,10 @@ def test_two_runs_with_a_commit_of_the_same_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", ["g2c20", "2.20", "r0001-g0002-c00000020"])
 def test_commit_is_selected_by_its_id_in_any_format(tmp_path: Path, which: str):
-    for name in (Name(1, 2, 20), Name(1, 2, 2)):
+    for name in (CommitName(1, 2, 20), CommitName(1, 2, 2)):
         written(tmp_path, name)
     plan = planned(tmp_path / "new", "--from", f"{tmp_path}@{which}")
-    assert plan.env[told.FROM] == f"{tmp_path}@{Name(1, 2, 20)}"
+    assert plan.env[told.FROM] == f"{tmp_path}@{CommitName(1, 2, 20)}"
 
 
 def test_missing_folder_is_not_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

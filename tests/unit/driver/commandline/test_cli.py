@@ -22,7 +22,7 @@ from elastic.driver.network.hosts import ThisHost
 from elastic.driver.settings import UNBOUNDED
 from elastic.errors import Invalid
 from elastic.launcher.launch_function import launch
-from elastic.ray.arguments import Limits
+from elastic.ray.arguments import JobLimits
 from harness.golden import recorded
 from harness.program import output_of
 from harness.refusals import refusal_of
@@ -122,7 +122,7 @@ def test_arguments_of_functions_become_flags():
         *("--blacklist-cooldown-range", "1", "60"),
     ]
     of_launch = inspect.signature(launch).parameters.keys() - {"func", "args", "kwargs", "env"}
-    of_ray = vars(Limits()).keys() - {"placement_timeout", "flags"}
+    of_ray = vars(JobLimits()).keys() - {"placement_timeout", "flags"}
     known = parser()._option_string_actions
     for name in of_launch - {"executable", "on_report"} | of_ray:
         assert flags_of({name: "1"})[0].partition("=")[0] in known

@@ -23,7 +23,7 @@ from elastic.driver.discovery.script import EMPTY_RUNS, QUIET, ScriptDiscovery, 
 from elastic.driver.discovery.static import StaticDiscovery
 from elastic.driver.etcd.client import Item
 from elastic.driver.job.job import Job, first_hosts, script_discovery
-from elastic.driver.ray.discovery import RayDiscovery, Wanted
+from elastic.driver.ray.discovery import ClusterRequest, RayDiscovery
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from harness.fake_ray import FakeRay
@@ -229,7 +229,7 @@ def on_ray(log: Log) -> RayDiscovery:
     for number in range(4):
         ray.make(f"hvd-elastic:job:{number}", {"CPU": 1}, detached=True)
     ray.tick()
-    return RayDiscovery(Wanted(4, {"CPU": 1}), log, job="job", cluster=ray)
+    return RayDiscovery(ClusterRequest(4, {"CPU": 1}), log, job="job", cluster=ray)
 
 
 async def service(name: str, port: int, timeout_s: float) -> list[tuple[int, str]]:

@@ -6,28 +6,28 @@ import asyncio
 
 import pytest
 
-from elastic.driver.etcd.availability import Contact
-from elastic.driver.etcd.client import Etcd
+from elastic.driver.etcd.availability import Availability
+from elastic.driver.etcd.client import EtcdClient
 from elastic.driver.etcd.connection import Unavailable
 from elastic.driver.etcd.keys import (
-    DriverSeat,
-    SeatRecord,
+    LeaderAddress,
+    LeaderRecord,
     check_host,
     job_root,
-    read_seat,
-    seat_of,
+    leader_of,
+    read_leader,
     split_address,
 )
 from elastic.driver.network.credentials import EtcdAccess
-from elastic.driver.reasons import Reason, Why, because
+from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.errors import Invalid
 from harness.golden import raises
 
-AWAY = because(Why.STORE_SILENT, store="e:1", text="connection refused")
+AWAY = because(ReasonKind.STORE_SILENT, store="e:1", text="connection refused")
 
 
-def contact() -> Contact:
-    return Contact("e:1", 100.0, grace_s=3.0, gap_s=2.5)
+def contact() -> Availability:
+    return Availability("e:1", 100.0, grace_s=3.0, gap_s=2.5)
 
 
 def test_short_outage_is_not_logged():
@@ -43,7 +43,7 @@ def test_long_outage_and_its_end_are_logged_once():
     assert etcd.failed("connection refused", 113.0) == ("warning", AWAY)
     assert etcd.failed("connection refused", 114.0) is None
     assert etcd.failed("something else", 150.0) is None
-    back = because(Why.STORE_BACK, store="e:1", silent_s=60.0)
+    back = because(ReasonKind.STORE_BACK, store="e:1", silent_s=60.0)
     assert etcd.answered(170.0) == ("info", back)
     assert etcd.answered(170.1) is None
     assert etcd.failed("connection refused", 173.1) == ("warning", AWAY)
@@ -80,12 +80,12 @@ def test_host_may_be_an_address():
 
 
 def test_address_of_the_driver_is_parsed():
-    assert seat_of(SeatRecord(3, *split_address("[::1]:99"))) == DriverSeat("[::1]:99", 3)
-    assert seat_of(SeatRecord(3, *split_address("a:99"))) == DriverSeat("a:99", 3)
-    assert seat_of(SeatRecord(3)) is None
-    assert seat_of(None) is None
-    assert read_seat(b"\xff") is None
-    assert read_seat(b"{}") is None
+    assert leader_of(LeaderRecord(3, *split_address("[::1]:99"))) == LeaderAddress("[::1]:99", 3)
+    assert leader_of(LeaderRecord(3, *split_address("a:99"))) == LeaderAddress("a:99", 3)
+    assert leader_of(LeaderRecord(3)) is None
+    assert leader_of(None) is None
+    assert read_leader(b"\xff") is None
+    assert read_leader(b"{}") is None
 
 
 @pytest.mark.parametrize("address", ["", "a", "a:", "a:0", "a:65536", ":9", "a:b"])
@@ -97,7 +97,7 @@ def test_invalid_address_is_rejected(address):
 @pytest.mark.parametrize("endpoints", [[], ["a"], ["a:1", "http://b:2"], ["a:1", "b:70000"]])
 def test_invalid_endpoints_are_rejected(endpoints):
     async def make() -> None:
-        Etcd(EtcdAccess(endpoints), lambda level, text: None)
+        EtcdClient(EtcdAccess(endpoints), lambda level, text: None)
 
     with raises(Invalid):
         asyncio.run(make())
@@ -106,10 +106,10 @@ def test_invalid_endpoints_are_rejected(endpoints):
 async def test_subscriber_is_notified_of_an_outage():
     lines: list[tuple[str, str]] = []
     reasons: list[Reason] = []
-    etcd = Etcd(EtcdAccess(["127.0.0.1:9"]), lambda *line: lines.append(line), grace_s=0.0)
+    etcd = EtcdClient(EtcdAccess(["127.0.0.1:9"]), lambda *line: lines.append(line), grace_s=0.0)
     etcd.tell(reasons.append)
     with pytest.raises(Unavailable):
         await etcd.get("/hvd-elastic/x", within_s=0.2)
     await etcd.close()
-    assert [reason.kind for reason in reasons] == [Why.STORE_SILENT]
+    assert [reason.kind for reason in reasons] == [ReasonKind.STORE_SILENT]
     assert lines == [("warning", str(reasons[0]))]

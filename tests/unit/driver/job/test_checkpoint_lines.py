@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.driver.job.checkpoint_lines import QUIET_S, CheckpointLines
-from elastic.driver.job.checkpoint_shares import Made
+from elastic.driver.job.checkpoint_shares import CheckpointCompleted
 from elastic.protocol.messages import Commit
 from harness.golden import recorded
 
@@ -15,7 +15,7 @@ class Spoken:
         self.about = CheckpointLines(lambda: self.now, lambda *line: self.lines.append(line))
 
     def made(self, number: int) -> None:
-        self.about.made(Made(Commit(2, number), f"/shared/{number}", 400_000, 0.1))
+        self.about.made(CheckpointCompleted(Commit(2, number), f"/shared/{number}", 400_000, 0.1))
 
     def info(self) -> list[str]:
         return [text.partition(":")[0] for level, text in self.lines if level == "info"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from elastic.driver.job.checkpoint_shares import (
+    CheckpointCompleted,
+    CheckpointFailed,
     CheckpointShares,
-    Damaged,
-    Failed,
-    Made,
-    NotEqual,
-    Spoilt,
-    TellRanks,
+    ReplicaCorrupted,
+    ReplicasCorrupted,
+    ReplicasDiffer,
+    SendToRanks,
 )
 from elastic.protocol.messages import (
     CheckpointDone,
@@ -52,22 +52,22 @@ def two() -> CheckpointShares:
 
 def test_checkpoint_is_completed_when_all_ranks_have_written():
     shares = two()
-    assert shares.handle(A, CheckpointDue(3, 40)) == [TellRanks([A, B], MakeDurable(3, 40))]
+    assert shares.handle(A, CheckpointDue(3, 40)) == [SendToRanks([A, B], MakeDurable(3, 40))]
     assert shares.handle(B, wrote()) == []
-    assert shares.handle(A, wrote()) == [TellRanks([A], SealCheckpoint(3, 40))]
+    assert shares.handle(A, wrote()) == [SendToRanks([A], SealCheckpoint(3, 40))]
     made = CheckpointWritten(3, 40, Commit(3, 41), "/c/r1", 100, 0.5)
     assert shares.handle(A, made) == [
-        TellRanks([A, B], CheckpointDone(3, 40, Commit(3, 41))),
-        Made(Commit(3, 41), "/c/r1", 100, 0.5),
+        SendToRanks([A, B], CheckpointDone(3, 40, Commit(3, 41))),
+        CheckpointCompleted(Commit(3, 41), "/c/r1", 100, 0.5),
     ]
 
 
 def test_failed_share_cancels_the_checkpoint_once_for_all():
     shares = two()
     shares.handle(A, wrote())
-    off = [TellRanks([A, B], DropCheckpoint(3, 40)), Failed(40, B, "full", True)]
+    off = [SendToRanks([A, B], DropCheckpoint(3, 40)), CheckpointFailed(40, B, "full", True)]
     assert shares.handle(B, ShareDropped(3, 40, "full")) == off
-    again = [TellRanks([A], DropCheckpoint(3, 40))]
+    again = [SendToRanks([A], DropCheckpoint(3, 40))]
     assert shares.handle(A, ShareDropped(3, 40, "late", True)) == again
     assert shares.handle(A, wrote()) == again
 
@@ -75,18 +75,18 @@ def test_failed_share_cancels_the_checkpoint_once_for_all():
 def test_checkpoint_that_came_at_a_wrong_time_for_a_rank_is_requested_again():
     shares = two()
     off = DropCheckpoint(3, 40, again=True)
-    failed = Failed(40, B, "busy", False)
-    assert shares.handle(B, ShareDropped(3, 40, "busy", True)) == [TellRanks([A, B], off), failed]
-    assert shares.handle(A, wrote()) == [TellRanks([A], off)]
+    failed = CheckpointFailed(40, B, "busy", False)
+    assert shares.handle(B, ShareDropped(3, 40, "busy", True)) == [SendToRanks([A, B], off), failed]
+    assert shares.handle(A, wrote()) == [SendToRanks([A], off)]
 
 
 def test_repeated_report_is_answered_again_or_waits():
     shares = two()
     shares.handle(B, wrote())
-    assert shares.handle(B, wrote()) == [TellRanks([A], MakeDurable(3, 40))]
+    assert shares.handle(B, wrote()) == [SendToRanks([A], MakeDurable(3, 40))]
     shares.handle(A, wrote())
     shares.handle(A, CheckpointWritten(3, 40, Commit(3, 41), "/c/r1", 100, 0.5))
-    assert shares.handle(B, wrote()) == [TellRanks([B], CheckpointDone(3, 40, Commit(3, 41)))]
+    assert shares.handle(B, wrote()) == [SendToRanks([B], CheckpointDone(3, 40, Commit(3, 41)))]
 
 
 def test_only_complete_checkpoints_of_an_older_world_count():
@@ -96,7 +96,7 @@ def test_only_complete_checkpoints_of_an_older_world_count():
     assert shares.handle(B, wrote()) == []
     assert shares.handle(A, CheckpointDue(3, 50)) == []
     made = CheckpointWritten(3, 40, Commit(3, 41), "/c/r1", 100, 0.5)
-    assert shares.handle(A, made) == [Made(Commit(3, 41), "/c/r1", 100, 0.5)]
+    assert shares.handle(A, made) == [CheckpointCompleted(Commit(3, 41), "/c/r1", 100, 0.5)]
     assert shares.handle(Worker("h9", 0), CheckpointDue(4, 1)) == []
     assert shares.handle(A, Leaving("SIGTERM")) is None
 
@@ -106,8 +106,8 @@ def test_differing_replica_is_named_and_the_checkpoint_is_not_made():
     shares.handle(A, wrote())
     shares.handle(B, wrote(optimizer=8))
     assert shares.handle(C, wrote()) == [
-        TellRanks([A, B, C], DROP),
-        Damaged(B, 3, Commit(3, 41), ["optimizer"], 2),
+        SendToRanks([A, B, C], DROP),
+        ReplicaCorrupted(B, 3, Commit(3, 41), ["optimizer"], 2),
     ]
 
 
@@ -115,7 +115,7 @@ def test_rank_0_may_be_the_corrupted_one():
     shares = three()
     shares.handle(A, wrote(model=8))
     shares.handle(B, wrote())
-    assert Damaged(A, 3, Commit(3, 41), ["model"], 2) in (shares.handle(C, wrote()) or [])
+    assert ReplicaCorrupted(A, 3, Commit(3, 41), ["model"], 2) in (shares.handle(C, wrote()) or [])
 
 
 def test_two_differing_replicas_blame_no_rank():
@@ -123,8 +123,8 @@ def test_two_differing_replicas_blame_no_rank():
     shares.world(3, [A, B])
     shares.handle(A, wrote())
     assert shares.handle(B, wrote(model=8)) == [
-        TellRanks([A, B], DROP),
-        NotEqual(Commit(3, 41), [[A], [B]], ["model"], True),
+        SendToRanks([A, B], DROP),
+        ReplicasDiffer(Commit(3, 41), [[A], [B]], ["model"], True),
     ]
 
 
@@ -134,8 +134,8 @@ def test_replicas_that_never_were_equal_are_not_corrupted():
     shares.handle(A, wrote())
     shares.handle(B, wrote(model=8))
     assert shares.handle(C, wrote()) == [
-        TellRanks([A, B, C], DROP),
-        NotEqual(Commit(3, 41), [[A, C], [B]], ["model"], False),
+        SendToRanks([A, B, C], DROP),
+        ReplicasDiffer(Commit(3, 41), [[A, C], [B]], ["model"], False),
     ]
 
 
@@ -147,7 +147,7 @@ def test_corruption_spread_by_gradients_leaves_no_replica_as_source():
     shares = three()
     shares.handle(A, observed())
     shares.handle(B, observed(9))
-    assert shares.handle(C, observed()) == [Spoilt(3, Commit(3, 41), [B], 2)]
+    assert shares.handle(C, observed()) == [ReplicasCorrupted(3, Commit(3, 41), [B], 2)]
     assert shares.handle(C, observed()) == [], "once is enough"
 
 
@@ -155,7 +155,7 @@ def test_two_corrupted_replicas_blame_no_rank_and_are_no_source():
     shares = three()
     shares.world(3, [A, B])
     shares.handle(A, observed())
-    assert shares.handle(B, observed(9)) == [Spoilt(3, Commit(3, 41), [], 1)]
+    assert shares.handle(B, observed(9)) == [ReplicasCorrupted(3, Commit(3, 41), [], 1)]
 
 
 def test_batch_with_nan_gradients_everywhere_is_no_corruption():
@@ -164,7 +164,9 @@ def test_batch_with_nan_gradients_everywhere_is_no_corruption():
     assert [shares.handle(worker, observed()) for worker in (A, B, C)] == [[]] * 3
     for worker in (A, B):
         shares.handle(worker, wrote())
-    assert Damaged(C, 3, Commit(3, 41), ["model"], 2) in (shares.handle(C, wrote(model=8)) or [])
+    assert ReplicaCorrupted(C, 3, Commit(3, 41), ["model"], 2) in (
+        shares.handle(C, wrote(model=8)) or []
+    )
 
 
 def test_rank_that_missed_the_beginning_is_neither_blamed_nor_a_witness():
@@ -172,7 +174,7 @@ def test_rank_that_missed_the_beginning_is_neither_blamed_nor_a_witness():
     shares.handle(A, observed())
     shares.handle(B, observed(None, 42))
     assert shares.handle(C, observed()) == []
-    assert shares.handle(C, observed(9)) == [Spoilt(3, Commit(3, 41), [], 1)]
+    assert shares.handle(C, observed(9)) == [ReplicasCorrupted(3, Commit(3, 41), [], 1)]
 
 
 def test_observations_before_different_commits_are_not_compared():
@@ -181,7 +183,7 @@ def test_observations_before_different_commits_are_not_compared():
     for worker, digest in ((A, 5), (B, 5), (C, 5)):
         shares.handle(worker, observed(digest))
     assert shares.handle(A, observed(6, 44)) == shares.handle(B, observed(6, 44)) == []
-    assert shares.handle(C, observed(7, 44)) == [Spoilt(3, Commit(3, 44), [C], 2)]
+    assert shares.handle(C, observed(7, 44)) == [ReplicasCorrupted(3, Commit(3, 44), [C], 2)]
 
 
 def test_replicas_that_never_were_equal_are_not_corrupted_by_one():
@@ -194,9 +196,15 @@ def test_checkpoint_reported_again_after_a_newer_one_changes_nothing():
     shares = CheckpointShares()
     shares.world(2, [A, B])
     before = CheckpointWritten(2, 9, Commit(2, 9), "/c/r1", 100, 0.5)
-    assert [type(each) for each in shares.handle(A, before) or []] == [TellRanks, Made]
+    assert [type(each) for each in shares.handle(A, before) or []] == [
+        SendToRanks,
+        CheckpointCompleted,
+    ]
     shares.world(3, [A, B])
     made = CheckpointWritten(3, 40, Commit(3, 41), "/c/r2", 100, 0.5)
-    assert [type(each) for each in shares.handle(A, made) or []] == [TellRanks, Made]
+    assert [type(each) for each in shares.handle(A, made) or []] == [
+        SendToRanks,
+        CheckpointCompleted,
+    ]
     assert shares.handle(A, before) == []
-    assert [type(each) for each in shares.handle(A, made) or []] == [TellRanks]
+    assert [type(each) for each in shares.handle(A, made) or []] == [SendToRanks]

@@ -24,15 +24,15 @@ from elastic.driver.events import (
     WorkerRaised,
 )
 from elastic.driver.job.decisions import Decider, JobDecisions
-from elastic.driver.job.ending import GRACE_S
-from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.job.shutdown import GRACE_S
+from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import Address, Place, Worker
 from harness.golden import recorded
 
 A, B, SPARE = Worker("h1", 0), Worker("h2", 0), Worker("h2", 1)
 PLACES = {A: Place(0, 2, 0, 1, 0, 2), B: Place(1, 2, 0, 1, 1, 2)}
 LEAVE_S = 10.0
-WHY = in_words("because")
+WHY = as_sentence("because")
 TRAINED = EndJob(0, WHY)
 FAILED = EndJob(7, WHY)
 
@@ -76,7 +76,7 @@ def exited(worker: Worker, code: int = 0) -> WorkerExited:
 def test_successful_job_awaits_its_members_and_ends_with_the_last():
     talk = Talk().trains()
     assert talk.decisions.members == PLACES and not talk.decisions.over
-    let_go = LetGo(SPARE, because(Why.JOB_ENDED))
+    let_go = LetGo(SPARE, because(ReasonKind.JOB_ENDED))
     assert talk.hear(TimePassed(), let_go, TRAINED) == [let_go, TRAINED]
     assert talk.hear(exited(A)) == []
     assert talk.decisions.next_deadline() == 100.0 + LEAVE_S
@@ -89,7 +89,7 @@ def test_successful_job_awaits_its_members_and_ends_with_the_last():
 
 def test_released_member_is_not_awaited_as_a_member():
     talk = Talk().trains()
-    talk.hear(TimePassed(), LetGo(B, because(Why.JOB_ENDED)))
+    talk.hear(TimePassed(), LetGo(B, because(ReasonKind.JOB_ENDED)))
     talk.hear(TimePassed(), TRAINED)
     assert talk.hear(exited(B, 3)) == [], "it fails nothing"
     assert killed(talk.hear(TimePassed(), at=110.0)) == [SPARE]
@@ -106,11 +106,11 @@ def test_exit_that_ends_the_job_is_no_failure_afterwards():
     [
         (
             WorkerRaised(B, 1, None, "AssertionError: x", "Traceback"),
-            because(Why.LOST_RAISED, worker=str(B), summary="AssertionError: x"),
+            because(ReasonKind.LOST_RAISED, worker=str(B), summary="AssertionError: x"),
         ),
         (
             WorkerQuit(B, 1, 3, "sys.exit(3)"),
-            because(Why.LOST_QUIT, worker=str(B), call="sys.exit(3)"),
+            because(ReasonKind.LOST_QUIT, worker=str(B), call="sys.exit(3)"),
         ),
     ],
 )
@@ -118,7 +118,7 @@ def test_training_that_failed_after_the_others_returned_is_not_code_after_it(eve
     talk = Talk().trains()
     talk.hear(event, TRAINED)
     [line] = talk.hear(exited(B, 1))
-    assert line.about == because(Why.FAILED_IN_TRAINING, cause=cause)
+    assert line.about == because(ReasonKind.FAILED_IN_TRAINING, cause=cause)
     talk.hear(exited(A)), talk.hear(exited(SPARE))
     assert (talk.decisions.over, talk.code) == (True, 1)
 
@@ -126,15 +126,15 @@ def test_training_that_failed_after_the_others_returned_is_not_code_after_it(eve
 def test_strict_job_on_fewer_workers_ends_like_a_success_except_for_its_exit_code():
     talk = Talk().trains()
     facts: dict[str, Any] = {"members": 1, "generation": 1, "began": 2, "failed": [WHY]}
-    short = EndJob(0, because(Why.ALL_RETURNED, **facts, strict=True))
+    short = EndJob(0, because(ReasonKind.ALL_RETURNED, **facts, strict=True))
     outcome, line = talk.hear(TimePassed(), short)
-    assert (outcome, line.about) == (short, because(Why.FEWER_RETURNED))
+    assert (outcome, line.about) == (short, because(ReasonKind.FEWER_RETURNED))
     assert killed(talk.hear(TimePassed(), at=110.0)) == [SPARE], "members take their time"
     for worker in (SPARE, A, B):
         talk.hear(exited(worker))
     assert (talk.decisions.over, talk.code) == (True, 1)
     talk = Talk().trains()
-    lenient = EndJob(0, because(Why.ALL_RETURNED, **facts, strict=False))
+    lenient = EndJob(0, because(ReasonKind.ALL_RETURNED, **facts, strict=False))
     assert talk.hear(TimePassed(), lenient) == [lenient]
     assert talk.code == 0
 
@@ -188,7 +188,7 @@ def test_stop_after_success_is_sent_to_running_workers():
     talk = Talk().trains()
     talk.hear(TimePassed(), TRAINED)
     stopped = talk.hear(StopRequested("Ctrl-C", 130))
-    assert stopped == [EndJob(130, in_words("Ctrl-C"))]
+    assert stopped == [EndJob(130, as_sentence("Ctrl-C"))]
     assert killed(talk.hear(TimePassed(), at=100.0 + GRACE_S)) == [A, B, SPARE]
     assert talk.code == 130
 

@@ -47,7 +47,7 @@ def test_worker_that_raised_without_a_traceback_gets_no_empty_line(monkeypatch):
             io.raised = {Worker("h", 0, 1): "", Worker("h", 1, 1): "trace"}
             lines: list[str] = []
             monkeypatch.setattr(io, "console", lambda _, text: lines.append(text))
-            io.say_rest(last=True)
+            io.log_remaining(last=True)
             return lines
 
     assert asyncio.run(log_of_job()) == ["trace"]

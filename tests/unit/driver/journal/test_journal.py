@@ -15,7 +15,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from elastic.chaos.__main__ import main as chaos
-from elastic.chaos.harness.journal_tail import Follower, Story
+from elastic.chaos.harness.journal_tail import JobProgress, JournalTail
 from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
 from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import (
@@ -44,8 +44,8 @@ from elastic.driver.journal.journal import (
     replay,
 )
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.snapshot import NotTaken, taken
-from elastic.driver.reasons import in_words
+from elastic.driver.membership.snapshot import SnapshotError, take_snapshot
+from elastic.driver.reasons import as_sentence
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Commit, Place, Worker
@@ -54,7 +54,7 @@ from harness.golden import raises, recorded
 A, B = Worker("h1", 0), Worker("h2", 0, 3)
 PLACE = Place(0, 2, 0, 1, 0, 2)
 WORLD = PublishWorld(
-    4, [Member(A, PLACE)], Address("127.0.0.1", 4711), 1, Commit(3, 17), in_words("1 of 2 ready")
+    4, [Member(A, PLACE)], Address("127.0.0.1", 4711), 1, Commit(3, 17), as_sentence("1 of 2 ready")
 )
 
 
@@ -72,17 +72,17 @@ class Script:
         match event:
             case HostsChanged():
                 return [
-                    StartWorker(A, PLACE, in_words("first start")),
-                    StartWorker(B, PLACE, in_words("first start")),
+                    StartWorker(A, PLACE, as_sentence("first start")),
+                    StartWorker(B, PLACE, as_sentence("first start")),
                 ]
             case WorkerReady():
                 return [WORLD]
             case WorkerExited():
-                return [BreakWorld(4, [A], in_words(f"lost at {now}"))]
+                return [BreakWorld(4, [A], as_sentence(f"lost at {now}"))]
             case TimePassed():
                 raise AssertionError("too late")
             case _:
-                return [EndJob(1, in_words("asked"))]
+                return [EndJob(1, as_sentence("asked"))]
 
 
 CONVERSATION = [
@@ -113,7 +113,7 @@ def test_replay_returns_events_and_actions(tmp_path):
     path = written(tmp_path / "j", Script(settings()))
     pairs = replay(path, Script)
     assert [event for event, _ in pairs] == [event for _, event in CONVERSATION]
-    assert pairs[2][1] == [BreakWorld(4, [A], in_words("lost at 7.25"))]
+    assert pairs[2][1] == [BreakWorld(4, [A], as_sentence("lost at 7.25"))]
 
 
 def test_replay_of_membership_agrees(tmp_path):
@@ -130,7 +130,7 @@ def test_replay_names_the_first_difference(tmp_path):
     class Changed(Script):
         def handle(self, event, now):
             if isinstance(event, WorkerExited):
-                return [BreakWorld(5, [A], in_words("another reason"))]
+                return [BreakWorld(5, [A], as_sentence("another reason"))]
             return super().handle(event, now)
 
     with raises(ReplayDiffers):
@@ -190,7 +190,7 @@ def test_history_has_the_latest_events(tmp_path):
     log = Journal()
     recorded("log", log.story())
     for n in range(300):
-        log.record(float(n), StopRequested(f"n{n}"), [EndJob(1, in_words("x"))])
+        log.record(float(n), StopRequested(f"n{n}"), [EndJob(1, as_sentence("x"))])
     story = log.story()
     assert "n99'" not in story and "n100'" in story and "n299'" in story
     assert "-> EndJob code=1 reason='x'" in story
@@ -252,7 +252,7 @@ def resumed_job(path, *, every: int = 10**6, seed: int = 2, torn: bool = False) 
         nonlocal drivers, membership
 
         def policy() -> SnapshotPolicy:
-            return SnapshotPolicy(take=lambda: taken(membership), snapshot_every=every)
+            return SnapshotPolicy(take=lambda: take_snapshot(membership), snapshot_every=every)
 
         archive = FileArchive(path)
         journal = await archive.begin(header_of(sim.settings, job="a1"), policy())
@@ -301,7 +301,7 @@ def test_every_reader_supports_journals_of_several_drivers(tmp_path, capsys, cra
     assert chaos(["check", str(path)]) == 0
     assert chaos(["replay", "--story", str(path)]) == 0
     assert f"{drivers} drivers" in capsys.readouterr().out
-    follower = Follower(path, Story())
+    follower = JournalTail(path, JobProgress())
     assert follower.look().ending and follower.story.generation == max(
         action.generation
         for entry in entries
@@ -332,7 +332,7 @@ def test_copy_that_starts_in_the_middle_can_be_replayed(tmp_path, capsys):
         membership.handle(entry.event, entry.at)
     path = tmp_path / "j"
     log = FileJournal.begin(path, sim.settings)
-    log.keep_snapshot(taken(membership), sim.driver.entries[99].at)
+    log.keep_snapshot(take_snapshot(membership), sim.driver.entries[99].at)
     for entry in sim.driver.entries[100:]:
         log.record(entry.at, entry.event, entry.actions)
     log.close()
@@ -505,14 +505,14 @@ def test_large_journal_is_read_from_its_last_snapshot(tmp_path):
         file.write(b"no JSON\n")
     archive = FileArchive(path)
     log = FileJournal(archive, Resumed(Writer(2)), path.stat().st_size, None)
-    log.keep_snapshot(taken(membership), 1.0)
+    log.keep_snapshot(take_snapshot(membership), 1.0)
     log.record(2.0, TimePassed(), membership.handle(TimePassed(), 2.0))
     log.close()
     began = time.thread_time()
     past = past_in(path)
     took = time.thread_time() - began
     assert (past.replayed, past.last_at, past.term) == (1, 2.0, 2) and took < 0.2, took
-    assert taken(past.membership) == taken(membership)
+    assert take_snapshot(past.membership) == take_snapshot(membership)
 
 
 @pytest.mark.slow
@@ -597,7 +597,7 @@ def test_failed_snapshot_only_ends_the_snapshots(tmp_path):
     logged: list[str] = []
 
     def take() -> bytes:
-        raise NotTaken("a snapshot can't hold a socket")
+        raise SnapshotError("a snapshot can't hold a socket")
 
     policy = SnapshotPolicy(take=take, snapshot_every=1, failed=logged.append)
     log = FileJournal.begin(tmp_path / "j", settings(), policy)

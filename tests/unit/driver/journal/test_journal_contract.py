@@ -11,10 +11,10 @@ from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import Action, DriverRestarted, EndJob, Event, StopRequested, TimePassed
 from elastic.driver.journal.entries import Entry, Writer, header_of
 from elastic.driver.journal.journal import Journal, SnapshotPolicy
-from elastic.driver.journal.past import RecoveredJob
+from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.snapshot import taken
-from elastic.driver.reasons import in_words
+from elastic.driver.membership.snapshot import take_snapshot
+from elastic.driver.reasons import as_sentence
 from elastic.driver.settings import Settings
 from harness.golden import raises
 from harness.journal_contract import PLACES, InEtcd, InRay
@@ -78,7 +78,9 @@ class Drive:
         return past
 
     def _policy(self) -> SnapshotPolicy:
-        return SnapshotPolicy(take=lambda: taken(self.membership), snapshot_every=self.every)
+        return SnapshotPolicy(
+            take=lambda: take_snapshot(self.membership), snapshot_every=self.every
+        )
 
     def record(self, entry: Entry) -> None:
         actions = self.membership.handle(entry.event, entry.at)
@@ -97,7 +99,7 @@ class Drive:
     def kill(self) -> bytes:
         """Kill the driver and return its state."""
         self.place.kill(self.journal)
-        return taken(self.membership)
+        return take_snapshot(self.membership)
 
 
 def conversation(test):
@@ -122,7 +124,7 @@ async def test_successor_knows_everything_that_was_settled(place, settings, entr
     known = first.kill()
     second = Drive(place, settings)
     past = await second.go_on()
-    assert taken(second.membership) == known
+    assert take_snapshot(second.membership) == known
     assert (past.job, past.command, past.folder) == ("0a1b", COMMAND, "/home/me")
     assert (past.settings, past.term, past.address) == (settings, 1, "10.0.0.1:4000")
     assert (past.last_at, past.replayed, past.ended) == (entries[99].at, 100, None)
@@ -135,7 +137,7 @@ async def test_job_that_has_only_begun_is_resumed(place, settings, entries):
     await first.begin()
     known = first.kill()
     past = await Drive(place, settings).go_on()
-    assert (taken(past.membership), past.replayed, past.last_at) == (known, 0, 0.0)
+    assert (take_snapshot(past.membership), past.replayed, past.last_at) == (known, 0, 0.0)
 
 
 @conversation
@@ -148,7 +150,7 @@ async def test_several_drivers_resume_in_turn(place, settings, entries):
         known = drive.kill()
         drive = Drive(place, settings)
         past = await drive.go_on(Writer(term, f"host{term}:1", at=entries[start + 39].at))
-        assert past.term == term - 1 and taken(past.membership) == known
+        assert past.term == term - 1 and take_snapshot(past.membership) == known
         await drive.tell([Entry(past.last_at, DriverRestarted())])
     drive.kill()
     past = await Drive(place, settings).go_on(Writer(6))
@@ -163,13 +165,13 @@ async def test_only_entries_after_the_last_snapshot_are_read(place, settings, en
     known = first.kill()
     second = Drive(place, settings, every=20)
     past = await second.go_on()
-    assert past.replayed < 100 < len(entries) and taken(past.membership) == known
+    assert past.replayed < 100 < len(entries) and take_snapshot(past.membership) == known
     assert (past.job, past.command, past.last_at) == ("0a1b", COMMAND, entries[-1].at)
     await second.tell([Entry(past.last_at + n, TimePassed()) for n in range(300)])
     known = second.kill()
     past = await Drive(place, settings).go_on(Writer(3))
     assert past.replayed < 300 and past.term == 2, "who took over is known behind a snapshot"
-    assert taken(past.membership) == known
+    assert take_snapshot(past.membership) == known
 
 
 @conversation
@@ -177,15 +179,15 @@ async def test_incomplete_entry_is_ignored(place, settings, entries):
     first = Drive(place, settings)
     await first.begin()
     await first.tell(entries[:50])
-    known = taken(first.membership)
+    known = take_snapshot(first.membership)
     await place.tear(first.journal)
     second = Drive(place, settings)
     past = await second.go_on()
-    assert (past.replayed, taken(past.membership)) == (50, known)
+    assert (past.replayed, take_snapshot(past.membership)) == (50, known)
     await second.tell(entries[50:60])
     known = second.kill()
     past = await Drive(place, settings).go_on(Writer(3))
-    assert (past.replayed, taken(past.membership)) == (60, known)
+    assert (past.replayed, take_snapshot(past.membership)) == (60, known)
 
 
 @conversation
@@ -209,7 +211,7 @@ async def test_ended_job_is_distinguished_from_a_running_one(place, settings, en
     first.kill()
     second = Drive(place, settings)
     past = await second.begin("next")
-    assert past is not None and past.ended == EndJob(1, in_words("Ctrl-C"))
+    assert past is not None and past.ended == EndJob(1, as_sentence("Ctrl-C"))
     second.kill()
     past = await Drive(place, settings).go_on()
     assert (past.job, past.ended, past.replayed) == ("next", None, 0), (
@@ -239,7 +241,7 @@ async def test_job_ended_by_a_bug_is_resumed_as_such(place, settings, entries):
     finally:
         Membership.handle = right  # type: ignore[method-assign]
     assert past is not None and past.ended == EndJob(
-        1, in_words("a bug in the driver: AssertionError: never")
+        1, as_sentence("a bug in the driver: AssertionError: never")
     )
 
 
@@ -284,7 +286,9 @@ async def test_snapshot_is_atomic(tmp_path, job, lives_for, monkeypatch):
     with pytest.raises(asyncio.CancelledError):
         await drive.journal.rest()
     past = await Drive(place, job[0]).go_on()
-    assert past.replayed == 150 and taken(past.membership) == taken(drive.membership)
+    assert past.replayed == 150 and take_snapshot(past.membership) == take_snapshot(
+        drive.membership
+    )
 
 
 async def test_lost_request_is_repeated(tmp_path, job):
@@ -303,7 +307,7 @@ async def test_lost_request_is_repeated(tmp_path, job):
     leader.lives_for = None
     await drive.journal.settle()
     past = await Drive(place, job[0]).go_on()
-    assert past.replayed == 20 and taken(past.membership) == taken(drive.membership)
+    assert past.replayed == 20 and take_snapshot(past.membership) == take_snapshot(drive.membership)
 
 
 async def test_missing_record_is_detected(tmp_path, job):

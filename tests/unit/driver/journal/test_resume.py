@@ -10,7 +10,7 @@ import pytest
 
 from elastic.driver.events import EndJob
 from elastic.driver.journal.entries import Writer, encoded, header_of
-from elastic.driver.journal.past import RecoveredJob
+from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.resume import (
     check_same_job,
     clock_offset,
@@ -19,7 +19,7 @@ from elastic.driver.journal.resume import (
     writer_here,
 )
 from elastic.driver.membership.membership import Membership
-from elastic.driver.reasons import in_words
+from elastic.driver.reasons import as_sentence
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
 from harness.golden import raises, recorded
@@ -83,7 +83,7 @@ def meant(found, command=COMMAND, *, resume=False, fresh=False):
 
 
 def ended(code=0) -> RecoveredJob:
-    return dataclasses.replace(past(), ended=EndJob(code, in_words("because")))
+    return dataclasses.replace(past(), ended=EndJob(code, as_sentence("because")))
 
 
 def test_unfinished_job_is_resumed_only_on_request():

@@ -19,30 +19,30 @@ AGAIN = Worker("h", 1, 2)
 
 def test_worker_with_the_rank_reads_standard_input():
     stdin = StandardInput(1)
-    given = [stdin.goes_to(worker, rank, ()) for rank, worker in enumerate((A, B, C))]
+    given = [stdin.receives(worker, rank, ()) for rank, worker in enumerate((A, B, C))]
     assert given == [False, True, False]
 
 
 def test_no_worker_reads_it_without_a_rank():
-    assert not any(StandardInput(None).goes_to(A, rank, ()) for rank in (None, 0, 1))
+    assert not any(StandardInput(None).receives(A, rank, ()) for rank in (None, 0, 1))
 
 
 def test_worker_without_a_rank_does_not_read_it():
-    assert not StandardInput(0).goes_to(A, rank_of({}), ())
+    assert not StandardInput(0).receives(A, rank_of({}), ())
 
 
 def test_next_worker_of_the_slot_reads_it_after_the_holder_ended():
     stdin = StandardInput(1)
-    assert stdin.goes_to(B, 1, {A})
-    assert not stdin.goes_to(C, 1, {A, B})
-    assert stdin.goes_to(AGAIN, 2, {A, C})
+    assert stdin.receives(B, 1, {A})
+    assert not stdin.receives(C, 1, {A, B})
+    assert stdin.receives(AGAIN, 2, {A, C})
 
 
 def test_next_worker_of_the_rank_reads_it_if_the_slot_is_not_used_again():
     stdin = StandardInput(1)
-    assert stdin.goes_to(B, 1, {A})
-    assert not stdin.goes_to(Worker("other", 0, 1), 2, {A})
-    assert stdin.goes_to(Worker("other", 1, 1), 1, {A})
+    assert stdin.receives(B, 1, {A})
+    assert not stdin.receives(Worker("other", 0, 1), 2, {A})
+    assert stdin.receives(Worker("other", 1, 1), 1, {A})
 
 
 @pytest.mark.parametrize(

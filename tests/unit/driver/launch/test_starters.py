@@ -19,11 +19,11 @@ import psutil
 import pytest
 
 from elastic.chaos.harness.processes import lives
-from elastic.driver.launch.by_host import StarterFor
 from elastic.driver.launch.child_processes import ChildProcesses, as_logged
 from elastic.driver.launch.ssh import REMOTE, SshOptions, SshStarter
 from elastic.driver.launch.ssh_failures import why_ended, why_no_agent, why_ssh_failed
 from elastic.driver.launch.starter import READY, StartFailed
+from elastic.driver.launch.starter_by_host import StarterByHost
 from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.errors import Invalid
 from elastic.version import __version__
@@ -265,7 +265,7 @@ def test_log_lines_of_an_agent_keep_their_levels(line, level, text):
 async def test_this_machine_uses_a_child_and_other_hosts_the_other_starter():
     here, there = FakeStarter(), FakeStarter()
     elsewhere = {"a": None, "b": "it is another machine (10.0.0.2)"}
-    starter = StarterFor(elsewhere.__getitem__, here=here, there=there)
+    starter = StarterByHost(elsewhere.__getitem__, here=here, there=there)
     there.why_not = lambda bootstrap: "it is tired"
     await starter.start(bootstrap("a"))
     assert (list(here.running), there.started) == (["a"], [])

@@ -15,7 +15,7 @@ from elastic.chaos.hosts import command, links
 from elastic.chaos.hosts.adoption import Adoptions
 from elastic.chaos.hosts.links import Link
 from elastic.chaos.hosts.merge_journals import join, term_of
-from elastic.chaos.hosts.netem import Held
+from elastic.chaos.hosts.netem import DelayedFrames
 from elastic.chaos.hosts.programs import Late, Program
 from elastic.chaos.hosts.random_faults import (
     MOST_GAP_S,
@@ -25,9 +25,9 @@ from elastic.chaos.hosts.random_faults import (
     SPARED,
     draw,
 )
-from elastic.chaos.hosts.report import Mark, Measured, ScenarioOutcome, page, rows
+from elastic.chaos.hosts.report import Mark, ScenarioMeasurement, ScenarioOutcome, page, rows
 from elastic.chaos.hosts.scenarios import SCENARIOS
-from elastic.chaos.hosts.steps import Aftermath, Note, WorkerNotes, aftermath, notes_of
+from elastic.chaos.hosts.steps import Note, SurvivorSteps, WorkerNotes, aftermath, notes_of
 from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import (
     DriverRestarted,
@@ -45,8 +45,8 @@ from elastic.driver.journal.entries import Entry, Writer, header_of
 from elastic.driver.journal.file import FileArchive, FileJournal
 from elastic.driver.journal.journal import recording, replay
 from elastic.driver.membership.membership import Membership
-from elastic.driver.membership.snapshot import taken
-from elastic.driver.reasons import in_words
+from elastic.driver.membership.snapshot import take_snapshot
+from elastic.driver.reasons import as_sentence
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Place
 from elastic.protocol.messages import Worker as Name
@@ -110,7 +110,7 @@ def test_invalid_interface_name_is_rejected(name):
 
 
 def test_frames_leave_in_order_when_they_are_due():
-    held = Held(delay_s=0.1, most=3)
+    held = DelayedFrames(delay_s=0.1, most=3)
     assert held.next_at() is None
     for now, frame in (1.0, b"a"), (1.05, b"b"), (1.2, b"c"), (1.2, b"one too many"):
         held.put(now, frame)
@@ -245,7 +245,7 @@ def record_event(adoptions: Adoptions, event: Event, *actions: PublishWorld) -> 
 def world(*names: Name) -> PublishWorld:
     place = Place(0, len(names), 0, 1, 0, len(names))
     members = [Member(name, place) for name in names]
-    return PublishWorld(1, members, Address("127.0.0.1", 1), 0, None, in_words("ready"))
+    return PublishWorld(1, members, Address("127.0.0.1", 1), 0, None, as_sentence("ready"))
 
 
 def adopting() -> Adoptions:
@@ -313,7 +313,7 @@ class Drivers:
 
         async def write() -> None:
             archive = FileArchive(self.paths[1])
-            copy = await copied_to(archive, header, taken(membership), 1.0, failed=print)
+            copy = await copied_to(archive, header, take_snapshot(membership), 1.0, failed=print)
             for entry in self.entries[self.at :]:
                 copy.record(entry.at, entry.event, entry.actions)
             copy.close()
@@ -373,11 +373,13 @@ def test_seed_determines_a_game_without_two_faults_on_a_host_per_round():
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
 
-GOOD = Aftermath(survivors=3, interrupted=True, next_step_ms=2300, pause_ms=2350, failed=1, lost=0)
+GOOD = SurvivorSteps(
+    survivors=3, interrupted=True, next_step_ms=2300, pause_ms=2350, failed=1, lost=0
+)
 
 
-def measured(aftermath: Aftermath = GOOD, **fields) -> Measured:
-    return Measured("the link is cut", aftermath, **{"survivors": 3, **fields})
+def measured(aftermath: SurvivorSteps = GOOD, **fields) -> ScenarioMeasurement:
+    return ScenarioMeasurement("the link is cut", aftermath, **{"survivors": 3, **fields})
 
 
 def test_measurement_within_its_limits_passes():
@@ -395,8 +397,8 @@ def test_measurement_within_its_limits_passes():
         measured(mark=Mark(adopted_ms=2000)),
         measured(mark=Mark(adopted_ms=2000), adopted_ms=2500.0),
         measured(survivors=4),
-        measured(Aftermath(3, True, None, 0, 0, 0)),
-        measured(Aftermath(3, True, 100, 0, 0, lost=2)),
+        measured(SurvivorSteps(3, True, None, 0, 0, 0)),
+        measured(SurvivorSteps(3, True, 100, 0, 0, lost=2)),
     ],
 )
 def test_measurement_beyond_a_limit_names_it(given):
@@ -423,7 +425,7 @@ def test_outcome_fails_if_its_journal_does():
 
 
 def test_page_has_a_row_for_each_fault_and_the_failures_at_the_end():
-    calm = Aftermath(4, False, 40.0, 61.0, 0, 0)
+    calm = SurvivorSteps(4, False, 40.0, 61.0, 0, 0)
     outcomes = [
         ScenarioOutcome("cut", [measured()], compared=9),
         ScenarioOutcome("driver", [measured(calm, survivors=4, adopted_ms=640.0)], compared=9),
@@ -476,7 +478,7 @@ def stage(monkeypatch, tmp_path):
         def __exit__(self, *_) -> None: ...
         def start_etcd(self) -> None: ...
 
-    monkeypatch.setattr(command, "Bench", NoBench)
+    monkeypatch.setattr(command, "HostCluster", NoBench)
     monkeypatch.setattr(command, "check_possible", lambda: None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 

@@ -20,10 +20,10 @@ from elastic.driver.events import (
     WorkerDiffers,
 )
 from elastic.driver.membership.membership import IllegalEvent, Phase
-from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import Commit, Place
 from harness.conversation import (
-    Talk,
+    MembershipConversation,
     all_lost,
     connected,
     disconnected,
@@ -50,11 +50,11 @@ from harness.golden import raises, recorded
 
 
 def test_first_world_is_formed_when_all_started_workers_are_ready():
-    talk = Talk(np=3)
+    talk = MembershipConversation(np=3)
     assert talk.tell(hosts(h1=2, h2=2)) == [
-        StartWorker(worker("h1:0"), Place(0, 3, 0, 2, 0, 2), because(Why.FIRST_START)),
-        StartWorker(worker("h1:1"), Place(1, 3, 1, 2, 0, 1), because(Why.FIRST_START)),
-        StartWorker(worker("h2:0"), Place(2, 3, 0, 1, 1, 2), because(Why.FIRST_START)),
+        StartWorker(worker("h1:0"), Place(0, 3, 0, 2, 0, 2), because(ReasonKind.FIRST_START)),
+        StartWorker(worker("h1:1"), Place(1, 3, 1, 2, 0, 1), because(ReasonKind.FIRST_START)),
+        StartWorker(worker("h2:0"), Place(2, 3, 0, 1, 1, 2), because(ReasonKind.FIRST_START)),
     ]
     welcome = the(WelcomeWorker, talk.connect("h1:0"))
     assert (welcome.place.rank, welcome.newcomer) == (0, False)
@@ -64,7 +64,7 @@ def test_first_world_is_formed_when_all_started_workers_are_ready():
     assert order(world) == ["h1:0#1", "h1:1#1", "h2:0#1"]
     assert (world.generation, world.holders, world.commit) == (1, 0, None)
     assert world.store == store("h1:0")
-    assert world.reason == because(Why.FIRST_WORLD, members=3)
+    assert world.reason == because(ReasonKind.FIRST_WORLD, members=3)
 
 
 def test_entering_elastic_run_forms_a_world_without_interruption():
@@ -79,7 +79,7 @@ def test_entering_elastic_run_forms_a_world_without_interruption():
 
 
 def test_worker_that_dies_before_init_is_not_awaited():
-    talk = Talk(np=3)
+    talk = MembershipConversation(np=3)
     talk.tell(hosts(h=3))
     talk.connect("h:0", "h:1")
     talk.ready("h:0", "h:1", running=False)
@@ -88,7 +88,7 @@ def test_worker_that_dies_before_init_is_not_awaited():
 
 
 def test_first_world_with_too_few_workers_waits_and_logs_why():
-    talk = Talk(np=3, workers_min=3, elastic_timeout_s=60)
+    talk = MembershipConversation(np=3, workers_min=3, elastic_timeout_s=60)
     talk.tell(hosts(h=3))
     talk.connect("h:0", "h:1")
     talk.ready("h:0", "h:1", running=False)
@@ -101,17 +101,17 @@ def test_first_world_with_too_few_workers_waits_and_logs_why():
 
 
 def test_every_wait_for_workers_has_a_limit():
-    talk = Talk(np=2, workers_min=2, elastic_timeout_s=60)
+    talk = MembershipConversation(np=2, workers_min=2, elastic_timeout_s=60)
     talk.tell(hosts(h=1))
     talk.connect("h:0")
     talk.ready("h:0", running=False)
     end = the(EndJob, talk.wait(61))
     assert end.code == 1
-    assert end.reason == because(Why.TOO_FEW, ready=1, needed=2, within_s=60)
+    assert end.reason == because(ReasonKind.TOO_FEW, ready=1, needed=2, within_s=60)
 
 
 def test_worker_that_hangs_before_init_is_killed_once_another_waits_for_it():
-    talk = Talk(np=3, start_timeout_s=120)
+    talk = MembershipConversation(np=3, start_timeout_s=120)
     talk.tell(hosts(h=3))
     talk.wait(500)
     talk.connect("h:0", "h:1")
@@ -125,7 +125,7 @@ def test_worker_that_hangs_before_init_is_killed_once_another_waits_for_it():
 
 
 def test_worker_ready_only_after_the_first_world_is_a_newcomer():
-    talk = Talk(np=3, start_timeout_s=120)
+    talk = MembershipConversation(np=3, start_timeout_s=120)
     talk.tell(hosts(h=3))
     talk.connect("h:0", "h:1", "h:2")
     talk.ready("h:0", "h:1", running=False)
@@ -135,7 +135,7 @@ def test_worker_ready_only_after_the_first_world_is_a_newcomer():
 
 
 def test_programs_without_init_succeed_when_all_exit_with_0():
-    talk = Talk(np=2)
+    talk = MembershipConversation(np=2)
     talk.tell(hosts(h=2))
     assert talk.wait(100_000) == []  # no worker waits for another
     assert talk.tell(exited("h:0", 0)) == []
@@ -145,26 +145,26 @@ def test_programs_without_init_succeed_when_all_exit_with_0():
 
 
 def test_failed_program_fails_the_job_after_another_succeeded():
-    talk = Talk(np=2)
+    talk = MembershipConversation(np=2)
     talk.tell(hosts(h=2))
     talk.tell(exited("h:0", 0))
     end = the(EndJob, talk.tell(exited("h:1", 3)))
     assert end.code == 3
     assert end.reason == because(
-        Why.ENDED, who="rank 1 (h:1#1 on h)", exit="exit code 3", killed_for=None
+        ReasonKind.ENDED, who="rank 1 (h:1#1 on h)", exit="exit code 3", killed_for=None
     )
 
 
 @pytest.mark.parametrize(("code", "wrote"), [(-11, True), (-9, False)])
 def test_last_output_does_not_explain_a_kill(code, wrote):
-    talk = Talk(np=2, elastic=False)
+    talk = MembershipConversation(np=2, elastic=False)
     talk.tell(hosts(h=2))
     end = the(EndJob, talk.tell(exited("h:1", code, "a library\nwarns\n")))
     assert ("it wrote:" in str(end.reason)) == wrote
 
 
 def test_failed_program_is_retried_before_the_job_is_done():
-    talk = Talk(np=2)
+    talk = MembershipConversation(np=2)
     talk.tell(hosts(h=2))
     talk.tell(exited("h:1", 3))
     assert not has(EndJob, talk.tell(exited("h:0", 0)))
@@ -173,12 +173,12 @@ def test_failed_program_is_retried_before_the_job_is_done():
 
 
 def test_script_that_fails_on_every_slot_ends_the_job_with_its_output():
-    talk = Talk(np=2)
+    talk = MembershipConversation(np=2)
     talk.tell(hosts(h=2))
     talk.tell(exited("h:0", 1))
     end = the(EndJob, talk.tell(exited("h:1", 1, "Traceback\nImportError: no module x\n")))
     assert end.reason == because(
-        Why.SCRIPT_FAILS,
+        ReasonKind.SCRIPT_FAILS,
         exit="exit code 1",
         killed_for=None,
         wrote="Traceback\nImportError: no module x",
@@ -192,7 +192,10 @@ def test_script_that_fails_after_init_on_every_slot_is_not_tried_five_times():
     end = the(EndJob, talk.tell(exited("h:1", 1, "FileNotFoundError: data")))
     assert "FileNotFoundError: data" in str(end.reason)
     assert end.reason == because(
-        Why.SCRIPT_FAILS, exit="exit code 1", killed_for=None, wrote="FileNotFoundError: data"
+        ReasonKind.SCRIPT_FAILS,
+        exit="exit code 1",
+        killed_for=None,
+        wrote="FileNotFoundError: data",
     )
 
 
@@ -204,21 +207,23 @@ def test_slot_that_gets_further_at_its_second_attempt_continues_the_job():
     assert not has(EndJob, talk.tell(exited("h:1", 1)))
     assert names(talk.wait(1)) == ["h:1#2"]
     end = the(EndJob, talk.tell(exited("h:0#2", 1)))  # no better than the first attempt after all
-    assert end.reason == because(Why.SCRIPT_FAILS, exit="exit code 1", killed_for=None, wrote="")
+    assert end.reason == because(
+        ReasonKind.SCRIPT_FAILS, exit="exit code 1", killed_for=None, wrote=""
+    )
 
 
 def test_single_worker_gets_a_second_attempt_after_a_script_failure():
-    talk = Talk(np=1, workers_min=1)
+    talk = MembershipConversation(np=1, workers_min=1)
     talk.tell(hosts(h=1))
     assert not has(EndJob, talk.tell(exited("h:0", 1)))
     assert names(talk.wait(1)) == ["h:0#2"]
     assert the(EndJob, talk.tell(exited("h:0#2", 1))).reason == because(
-        Why.SCRIPT_FAILS, exit="exit code 1", killed_for=None, wrote=""
+        ReasonKind.SCRIPT_FAILS, exit="exit code 1", killed_for=None, wrote=""
     )
 
 
 def test_signals_and_failures_after_training_do_not_blame_the_script():
-    talk = Talk(np=2)
+    talk = MembershipConversation(np=2)
     talk.tell(hosts(h=2))
     talk.tell(exited("h:0", 1))
     assert not has(EndJob, talk.tell(exited("h:1", -9)))
@@ -228,7 +233,7 @@ def test_signals_and_failures_after_training_do_not_blame_the_script():
 
 
 def test_ready_before_connected_is_a_bug_and_reports_the_history():
-    talk = Talk()
+    talk = MembershipConversation()
     talk.tell(hosts(h=4))
     with raises(IllegalEvent):
         talk.tell(ready("h:0", 0))
@@ -259,7 +264,7 @@ def test_next_world_is_a_first_one_if_all_are_lost_before_elastic_run():
     assert [each.newcomer for each in greeted if isinstance(each, WelcomeWorker)] == [False] * 2
     world = the(PublishWorld, talk.ready("h:0#2", "h:1#2", generation=0, running=False))
     assert (world.generation, order(world)) == (2, ["h:0#2", "h:1#2"])
-    assert world.reason == because(Why.FIRST_WORLD, members=2)
+    assert world.reason == because(ReasonKind.FIRST_WORLD, members=2)
 
 
 def test_collective_that_breaks_outside_elastic_run_ends_the_job_and_names_the_cause():
@@ -267,7 +272,7 @@ def test_collective_that_breaks_outside_elastic_run_ends_the_job_and_names_the_c
     assert talk.tell(stranded("h:0", 1)) == []  # just before the exit is known
     end = the(EndJob, talk.tell(exited("h:1", -11)))
     assert end.reason == because(
-        Why.ENDED,
+        ReasonKind.ENDED,
         who="rank 1 (h:1#1 on h)",
         exit="signal 11 SIGSEGV",
         killed_for=None,
@@ -284,11 +289,13 @@ def test_collective_that_breaks_after_a_known_exit_ends_the_job():
     talk.tell(exited("h:1"))
     end = the(EndJob, talk.tell(stranded("h:0", 1)))
     assert end.reason == because(
-        Why.SEVERAL,
+        ReasonKind.SEVERAL,
         causes=[
-            because(Why.LOST_EXITED, worker="h:1#1", exit="signal 9 SIGKILL"),
+            because(ReasonKind.LOST_EXITED, worker="h:1#1", exit="signal 9 SIGKILL"),
             because(
-                Why.LOST_PEER_OUTSIDE, who="rank 0 (h:0#1 on h)", text="connection closed by peer"
+                ReasonKind.LOST_PEER_OUTSIDE,
+                who="rank 0 (h:0#1 on h)",
+                text="connection closed by peer",
             ),
         ],
     )
@@ -310,8 +317,8 @@ def test_kill_before_elastic_run_restarts_all_workers_up_to_the_limit(noticed_fi
     assert (world.generation, order(world)) == (2, everybody)
     end = the(EndJob, talk.tell(exited("h:1#2"), stranded("h:0#2", 2)))
     assert end.reason == because(
-        Why.RESET_LIMIT,
-        cause=because(Why.LOST_EXITED, worker="h:1#2", exit="signal 9 SIGKILL"),
+        ReasonKind.RESET_LIMIT,
+        cause=because(ReasonKind.LOST_EXITED, worker="h:1#2", exit="signal 9 SIGKILL"),
         limit=1,
     )
 
@@ -386,7 +393,7 @@ def test_lost_worker_breaks_the_world_and_the_others_continue():
     assert the(BreakWorld, talk.tell(exited("h:1"))) == BreakWorld(
         2,
         [worker("h:0"), worker("h:2"), worker("h:3")],
-        because(Why.LOST_EXITED, worker="h:1#1", exit="signal 9 SIGKILL"),
+        because(ReasonKind.LOST_EXITED, worker="h:1#1", exit="signal 9 SIGKILL"),
     )
     assert talk.tell(failed("h:0", 2), failed("h:2", 2)) == []  # the same failure
     assert talk.tell(ready("h:0", 2, (2, 8)), ready("h:3", 2, (2, 9))) == []
@@ -394,8 +401,8 @@ def test_lost_worker_breaks_the_world_and_the_others_continue():
     assert order(world) == ["h:2#1", "h:3#1", "h:0#1"]  # the holders of the newest commit first
     assert (world.holders, world.commit) == (2, Commit(2, 9))
     assert world.reason == because(
-        Why.NEXT_WORLD,
-        cause=because(Why.LOST_EXITED, worker="h:1#1", exit="signal 9 SIGKILL"),
+        ReasonKind.NEXT_WORLD,
+        cause=because(ReasonKind.LOST_EXITED, worker="h:1#1", exit="signal 9 SIGKILL"),
         ready=3,
         members=4,
         new=0,
@@ -409,13 +416,13 @@ def test_survivor_may_report_the_failure_before_the_exit_is_known():
     talk = running(4)
     broken = the(BreakWorld, talk.tell(failed("h:0", 2)))
     assert broken.reason == because(
-        Why.COLLECTIVE_BROKE, worker="h:0#1", text="connection closed by peer"
+        ReasonKind.COLLECTIVE_BROKE, worker="h:0#1", text="connection closed by peer"
     )
     talk.tell(exited("h:1"))
     world = the(PublishWorld, talk.ready("h:0", "h:2", "h:3", commit=(2, 1)))
     assert world.reason == because(
-        Why.NEXT_WORLD,
-        cause=because(Why.LOST_EXITED, worker="h:1#1", exit="signal 9 SIGKILL"),
+        ReasonKind.NEXT_WORLD,
+        cause=because(ReasonKind.LOST_EXITED, worker="h:1#1", exit="signal 9 SIGKILL"),
         ready=3,
         members=4,
         new=0,
@@ -437,7 +444,7 @@ def test_many_unkillable_workers_are_left_behind_at_once():
         talk.wait(0.1)
     assert not has(BreakWorld, talk.wait(0.65))
     assert the(BreakWorld, talk.wait(0.1)).reason == because(
-        Why.LOST_ALIVE, worker="h:1#1", killed_for=because(Why.CUT_OFF)
+        ReasonKind.LOST_ALIVE, worker="h:1#1", killed_for=because(ReasonKind.CUT_OFF)
     )
     talk.wait(0.3)
     world = the(PublishWorld, talk.ready("h:0", "h:4", "h:5", commit=(2, 5)))
@@ -476,12 +483,12 @@ def test_survivors_without_a_commit_are_no_source():
     talk.tell(exited("h:1"), exited("h:2"))
     end = the(EndJob, talk.tell(ready("h:0#2", 4, None)))
     assert end.reason == because(
-        Why.NO_COMMIT,
+        ReasonKind.NO_COMMIT,
         cause=because(
-            Why.SEVERAL,
+            ReasonKind.SEVERAL,
             causes=[
-                because(Why.LOST_EXITED, worker="h:1#1", exit="signal 9 SIGKILL"),
-                because(Why.LOST_EXITED, worker="h:2#1", exit="signal 9 SIGKILL"),
+                because(ReasonKind.LOST_EXITED, worker="h:1#1", exit="signal 9 SIGKILL"),
+                because(ReasonKind.LOST_EXITED, worker="h:2#1", exit="signal 9 SIGKILL"),
             ],
             more=0,
         ),
@@ -522,7 +529,7 @@ def test_lost_connection_without_an_exit_leads_to_a_kill():
     assert names(talk.wait(2), KillWorker) == ["h:3#1"]
     broken = the(BreakWorld, talk.tell(exited("h:3")))
     assert broken.reason == because(
-        Why.LOST_KILLED, worker="h:3#1", killed_for=because(Why.CONNECTION_LOST)
+        ReasonKind.LOST_KILLED, worker="h:3#1", killed_for=because(ReasonKind.CONNECTION_LOST)
     )
 
 
@@ -554,8 +561,10 @@ def test_reset_limit_counts_failures_only():
     assert has(PublishWorld, talk.ready(*names_left, commit=(talk.m.generation, 9)))
     end = the(EndJob, talk.tell(failed(names_left[0], talk.m.generation)))
     assert end.reason == because(
-        Why.RESET_LIMIT,
-        cause=because(Why.COLLECTIVE_BROKE, worker="h:1#1", text="connection closed by peer"),
+        ReasonKind.RESET_LIMIT,
+        cause=because(
+            ReasonKind.COLLECTIVE_BROKE, worker="h:1#1", text="connection closed by peer"
+        ),
         limit=1,
     )
 
@@ -568,9 +577,11 @@ def test_repeated_breaks_without_progress_end_the_job():
     talk.tell(failed("h:0", 4))
     end = the(EndJob, talk.ready("h:0", "h:1", commit=(4, 0)))
     assert end.reason == because(
-        Why.IN_CIRCLES,
+        ReasonKind.IN_CIRCLES,
         worlds=3,
-        cause=because(Why.COLLECTIVE_BROKE, worker="h:0#1", text="connection closed by peer"),
+        cause=because(
+            ReasonKind.COLLECTIVE_BROKE, worker="h:0#1", text="connection closed by peer"
+        ),
     )
 
 
@@ -594,7 +605,7 @@ def test_differing_replicas_of_a_commit_are_killed():
     actions = talk.tell(WorkerDigested(worker("h:0"), 2, commit, 78))
     kill = the(KillWorker, actions)
     assert kill.worker == worker("h:2")  # the higher rank counts as corrupted
-    assert kill.reason == because(Why.OTHER_DIGEST, right="h:0#1", commit="2.4")
+    assert kill.reason == because(ReasonKind.OTHER_DIGEST, right="h:0#1", commit="2.4")
     assert not has(KillWorker, talk.tell(WorkerDigested(worker("h:1"), 2, commit, 78)))
 
 
@@ -645,13 +656,13 @@ def test_job_does_not_wait_when_every_slot_is_given_up():
     talk.wait(1)
     talk.tell(exited("h:1#2", 1))
     assert the(EndJob, talk.wait(601)).reason == because(
-        Why.TOO_FEW, ready=1, needed=2, within_s=600
+        ReasonKind.TOO_FEW, ready=1, needed=2, within_s=600
     )
-    talk = Talk(np=1, workers_min=1, slot_attempts=2)
+    talk = MembershipConversation(np=1, workers_min=1, slot_attempts=2)
     talk.tell(hosts(h=1), exited("h:0", -11))
     talk.wait(1)
     end = the(EndJob, talk.tell(exited("h:0#2", 2, "bad\nflag")))
-    assert end.reason == because(Why.SLOTS_SPENT, attempts=2, needed=1, wrote="bad\nflag")
+    assert end.reason == because(ReasonKind.SLOTS_SPENT, attempts=2, needed=1, wrote="bad\nflag")
 
 
 # ---- the end ------------------------------------------------------------------------------------
@@ -663,7 +674,9 @@ def test_first_worker_to_return_does_not_end_the_job():
     assert talk.m.phase is Phase.ENDING
     actions = talk.tell(returned("h:0", 2))
     assert the(FinishWorld, actions).members == [worker("h:0"), worker("h:1")]
-    assert the(EndJob, actions) == EndJob(0, because(Why.ALL_RETURNED, members=2, generation=2))
+    assert the(EndJob, actions) == EndJob(
+        0, because(ReasonKind.ALL_RETURNED, members=2, generation=2)
+    )
     assert talk.m.over and talk.m.next_deadline() is None
 
 
@@ -715,8 +728,8 @@ def test_worker_returning_after_the_first_release_waits_for_a_limited_time():
 def test_stop_ends_the_job_in_any_phase():
     from elastic.driver.events import StopRequested
 
-    for talk in (Talk(), started(), running()):
-        assert talk.tell(StopRequested("Ctrl-C")) == [EndJob(1, in_words("Ctrl-C"))]
+    for talk in (MembershipConversation(), started(), running()):
+        assert talk.tell(StopRequested("Ctrl-C")) == [EndJob(1, as_sentence("Ctrl-C"))]
 
 
 def test_messages_of_dead_workers_are_ignored():
@@ -732,8 +745,8 @@ def test_corrupted_worker_is_killed_and_the_others_continue_from_their_commit():
     differs = WorkerDiffers(worker("h:2"), now, Commit(now, 8), ["model"], 2)
     actions = talk.tell(differs)
     [killed] = [action for action in actions if isinstance(action, KillWorker)]
-    assert killed.worker == worker("h:2") and killed.reason.kind is Why.DAMAGED
-    assert killed.reason == because(Why.DAMAGED, parts="model", commit="2.8", equal=2)
+    assert killed.worker == worker("h:2") and killed.reason.kind is ReasonKind.DAMAGED
+    assert killed.reason == because(ReasonKind.DAMAGED, parts="model", commit="2.8", equal=2)
     assert not has(KillWorker, talk.tell(differs)), "once is enough"
     talk.tell(exited("h:2"))
     assert order(the(PublishWorld, talk.ready("h:0", "h:1", commit=(now, 8)))) == ["h:0#1", "h:1#1"]

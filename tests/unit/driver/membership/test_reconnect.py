@@ -24,10 +24,10 @@ from elastic.driver.events import (
 from elastic.driver.journal.entries import Entry
 from elastic.driver.journal.journal import rebuilt
 from elastic.driver.membership.membership import Membership, Phase
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from harness.conversation import (
     Kind,
-    Talk,
+    MembershipConversation,
     checked,
     connected,
     disconnected,
@@ -113,7 +113,7 @@ def test_kill_and_release_are_repeated():
 
 
 def test_worker_in_init_whose_answer_was_lost_is_welcomed_again():
-    talk = Talk(np=2)
+    talk = MembershipConversation(np=2)
     talk.tell(hosts(h=2))
     assert every(WelcomeWorker, talk.tell(back("h:0", 0, welcomed=False)))  # equivalent to a Hello
     assert every(WelcomeWorker, talk.tell(back("h:0", 0, welcomed=False)))
@@ -137,7 +137,7 @@ def test_older_ready_that_arrives_late_is_ignored():
 def test_worker_that_no_longer_runs_on_its_host_has_exited():
     talk = running(3)
     actions = talk.tell(HostReported("h", [worker("h:0"), worker("h:2")]))
-    assert every(BreakWorld, actions)[0].reason.kind is Why.LOST_EXITED
+    assert every(BreakWorld, actions)[0].reason.kind is ReasonKind.LOST_EXITED
     recorded("reasons", str(every(BreakWorld, actions)[0].reason))
     assert worker("h:1") not in talk.m.roster
 
@@ -146,7 +146,7 @@ def test_worker_ahead_of_the_journal_ends_the_job():
     talk = running(2)
     [end] = every(EndJob, talk.tell(back("h:1", talk.m.generation + 1)))
     assert end.code == 1
-    assert end.reason == because(Why.JOURNAL_INCOMPLETE, worker="h:1#1", generation=3)
+    assert end.reason == because(ReasonKind.JOURNAL_INCOMPLETE, worker="h:1#1", generation=3)
 
 
 def test_unexpected_worker_is_killed():

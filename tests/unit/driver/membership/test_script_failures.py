@@ -15,11 +15,11 @@ from elastic.driver.events import (
     WorkerQuit,
     WorkerRaised,
 )
-from elastic.driver.reasons import Reason, Why, because
+from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.protocol.calls import Called
 from elastic.protocol.messages import Commit
 from harness.conversation import (
-    Talk,
+    MembershipConversation,
     exited,
     has,
     inside,
@@ -36,20 +36,20 @@ CALLS = (Called(0, "allreduce", "a.py:3"), Called(1, "broadcast", "a.py:5"))
 OTHERS = (Called(0, "allreduce", "a.py:30"), Called(1, "broadcast", "a.py:50"))
 
 
-def judged(workers: int = 3, **settings: object) -> Talk:
+def judged(workers: int = 3, **settings: object) -> MembershipConversation:
     return running(workers, judge_scripts=True, workers_min=1, **settings)
 
 
-def differ(talk: Talk, *calls: Called) -> list[Action]:
+def differ(talk: MembershipConversation, *calls: Called) -> list[Action]:
     """Report that ranks call different collectives, as learned by one of them."""
     return talk.tell(WorkerFailed(worker("h:0"), talk.m.generation, "calls", True, calls))
 
 
-def again(talk: Talk) -> None:
+def again(talk: MembershipConversation) -> None:
     assert has(PublishWorld, talk.ready(*talk.members, commit=(2, 4)))
 
 
-def end(actions: list[Action]) -> tuple[int, Why]:
+def end(actions: list[Action]) -> tuple[int, ReasonKind]:
     found = the(EndJob, actions)
     return found.code, found.reason.kind
 
@@ -60,11 +60,11 @@ def end(actions: list[Action]) -> tuple[int, Why]:
 def test_different_calls_again_in_the_next_world_end_the_job():
     talk = judged()
     first = differ(talk, *CALLS)
-    assert the(BreakWorld, first).reason == because(Why.CALLS_DIFFER, text="calls")
+    assert the(BreakWorld, first).reason == because(ReasonKind.CALLS_DIFFER, text="calls")
     again(talk)
     found = the(EndJob, differ(talk, CALLS[1]))  # a rank that did not learn the others' calls
-    cause = because(Why.CALLS_DIFFER, text="calls")
-    assert (found.code, found.reason) == (1, because(Why.SAME_CALLS, cause=cause))
+    cause = because(ReasonKind.CALLS_DIFFER, text="calls")
+    assert (found.code, found.reason) == (1, because(ReasonKind.SAME_CALLS, cause=cause))
 
 
 @pytest.mark.parametrize("second", [OTHERS, ()])
@@ -83,7 +83,7 @@ def test_different_calls_after_a_world_broken_otherwise_are_another_failure():
     talk.ready("h:0", "h:1", commit=(3, 2))
     assert not has(EndJob, differ(talk, *CALLS))
     again(talk)
-    assert end(differ(talk, *CALLS)) == (1, Why.SAME_CALLS)
+    assert end(differ(talk, *CALLS)) == (1, ReasonKind.SAME_CALLS)
 
 
 def test_waits_in_different_collectives_again_in_the_next_world_end_the_job():
@@ -94,9 +94,9 @@ def test_waits_in_different_collectives_again_in_the_next_world_end_the_job():
             talk.tell(inside(name, generation, collective, line="a.py:3"))
         actions = talk.wait(31)
         if generation == 2:
-            assert the(BreakWorld, actions).reason.kind is Why.DIFFERENT_COLLECTIVES
+            assert the(BreakWorld, actions).reason.kind is ReasonKind.DIFFERENT_COLLECTIVES
             again(talk)
-    assert end(actions) == (1, Why.SAME_CALLS)
+    assert end(actions) == (1, ReasonKind.SAME_CALLS)
 
 
 def test_mismatching_tensors_end_the_job_regardless_of_the_first_reporter():
@@ -107,14 +107,14 @@ def test_mismatching_tensors_end_the_job_regardless_of_the_first_reporter():
     found = the(EndJob, talk.tell(raised))
     assert (found.code, found.reason) == (
         1,
-        because(Why.TENSORS_DIFFER, summary="TensorMismatch: x"),
+        because(ReasonKind.TENSORS_DIFFER, summary="TensorMismatch: x"),
     )
 
 
 # ---- different states ----------------------------------------------------------------------------
 
 
-def turned_away() -> Talk:
+def turned_away() -> MembershipConversation:
     """Rank 1 of the world of init() enters elastic.run with another model than the others."""
     talk = started(3, judge_scripts=True, workers_min=1)
     entered = [
@@ -134,7 +134,7 @@ def turned_away() -> Talk:
 
 def test_same_mismatching_state_in_the_same_slot_ends_the_job():
     found = the(EndJob, turned_away().tell(ready("h:1#2", 0, layout="b")))
-    both = because(Why.LAYOUTS_DIFFER, first="h:1#1", worker="h:1#2", rank_0="h:0#1")
+    both = because(ReasonKind.LAYOUTS_DIFFER, first="h:1#1", worker="h:1#2", rank_0="h:0#1")
     assert (found.code, found.reason) == (1, both)
 
 
@@ -148,7 +148,7 @@ def test_job_ends_for_the_state_of_a_rejected_member_whose_shards_are_lost():
     talk = started(3, judge_scripts=True, workers_min=1)
     talk.tell(ready("h:0", 1, layout="a"), ready("h:1", 1, layout="b"), ready("h:2", 1, layout="a"))
     found = the(EndJob, talk.tell(loses_shards("h:0", talk.m.generation)))
-    differs = because(Why.LAYOUTS_DIFFER, first=None, worker="h:1#1", rank_0="h:0#1")
+    differs = because(ReasonKind.LAYOUTS_DIFFER, first=None, worker="h:1#1", rank_0="h:0#1")
     assert (found.code, found.reason) == (1, differs)
     assert str(found.reason)
 
@@ -157,7 +157,7 @@ def test_job_ends_for_shards_that_are_lost_in_a_later_world():
     talk = turned_away()
     talk.tell(exited("h:2", -9))
     talk.ready("h:0", commit=(2, 4))
-    assert end(talk.tell(loses_shards("h:0", talk.m.generation))) == (1, Why.SHARDS_LOST)
+    assert end(talk.tell(loses_shards("h:0", talk.m.generation))) == (1, ReasonKind.SHARDS_LOST)
 
 
 def test_third_state_is_only_rejected():
@@ -183,15 +183,15 @@ def test_newcomers_with_another_state_do_not_end_the_job():
 # ---- an end on fewer workers ---------------------------------------------------------------------
 
 
-def ended(talk: Talk) -> Reason:
+def ended(talk: MembershipConversation) -> Reason:
     """Make all remaining workers return."""
     left = [str(record.worker) for record in talk.m.worlds.live()]
     found = the(EndJob, talk.tell(*(returned(name, talk.m.generation) for name in left)))
-    assert (found.code, found.reason.kind) == (0, Why.ALL_RETURNED)
+    assert (found.code, found.reason.kind) == (0, ReasonKind.ALL_RETURNED)
     return found.reason
 
 
-def without(talk: Talk, *events: object) -> Reason:
+def without(talk: MembershipConversation, *events: object) -> Reason:
     talk.tell(*events)  # type: ignore[arg-type]
     talk.ready("h:0", "h:2", commit=(2, 4))
     return ended(talk)
@@ -202,16 +202,20 @@ def test_end_names_the_worker_whose_script_failed(strict):
     found = without(judged(strict=strict), raised("h:1", 2, (2, 4)), exited("h:1", 1))
     assert found.facts == {
         **{"members": 2, "generation": 3, "began": 3, "strict": strict},
-        "failed": [because(Why.LOST_RAISED, worker="h:1#1", summary="ValueError: x")],
+        "failed": [because(ReasonKind.LOST_RAISED, worker="h:1#1", summary="ValueError: x")],
     }
 
 
 def test_end_names_a_sys_exit_call_and_an_exit_code():
     quits = WorkerQuit(worker("h:1"), 2, 3, "sys.exit(3)")
     found = without(judged(), quits, exited("h:1", 3))
-    assert found.facts["failed"] == [because(Why.LOST_QUIT, worker="h:1#1", call="sys.exit(3)")]
+    assert found.facts["failed"] == [
+        because(ReasonKind.LOST_QUIT, worker="h:1#1", call="sys.exit(3)")
+    ]
     found = without(judged(), exited("h:1", 7))
-    assert found.facts["failed"] == [because(Why.LOST_EXITED, worker="h:1#1", exit="exit code 7")]
+    assert found.facts["failed"] == [
+        because(ReasonKind.LOST_EXITED, worker="h:1#1", exit="exit code 7")
+    ]
 
 
 def test_killed_or_finished_worker_is_no_script_failure():
@@ -247,11 +251,11 @@ def test_replaced_worker_is_not_missing():
 
 def test_job_with_an_older_journal_ends_as_before():
     found = without(running(3, workers_min=1), raised("h:1", 2, (2, 4)), exited("h:1", 1))
-    assert found == because(Why.ALL_RETURNED, members=2, generation=3)
+    assert found == because(ReasonKind.ALL_RETURNED, members=2, generation=3)
 
 
 def test_sys_exit_call_is_sent_to_the_others():
     actions = judged().tell(WorkerQuit(worker("h:1"), 2, 3, "sys.exit(3)"))
     assert the(BreakWorld, actions).reason == because(
-        Why.LOST_QUIT, worker="h:1#1", call="sys.exit(3)"
+        ReasonKind.LOST_QUIT, worker="h:1#1", call="sys.exit(3)"
     )

@@ -25,12 +25,20 @@ from elastic.driver.journal.entries import Entry
 from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership, Phase
 from elastic.driver.membership.roster import Roster
-from elastic.driver.membership.snapshot import NotTaken, restored, taken
-from elastic.driver.reasons import in_words
+from elastic.driver.membership.snapshot import SnapshotError, restore_snapshot, take_snapshot
+from elastic.driver.reasons import as_sentence
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Launches, Value, Worker
-from harness.conversation import Talk, exited, hosts, leaving, raised, running, worker
+from harness.conversation import (
+    MembershipConversation,
+    exited,
+    hosts,
+    leaving,
+    raised,
+    running,
+    worker,
+)
 from harness.golden import raises
 
 EVERY = 5  # entries between two snapshots of a simulated job
@@ -42,13 +50,13 @@ def goes_on_alike(entries: list[Entry], settings: Settings, *, first: int = 0) -
     twin, swaps = Membership(settings), 0
     for number, entry in enumerate(entries):
         if number % EVERY == first:
-            data = taken(original)
-            twin, swaps = restored(data, settings), swaps + 1
-            assert taken(twin) == data
+            data = take_snapshot(original)
+            twin, swaps = restore_snapshot(data, settings), swaps + 1
+            assert take_snapshot(twin) == data
         assert original.handle(entry.event, entry.at) == twin.handle(entry.event, entry.at)
         assert original.next_deadline() == twin.next_deadline(), f"after entry {number}"
         twin.check()
-    assert taken(original) == taken(twin)
+    assert take_snapshot(original) == take_snapshot(twin)
     return swaps
 
 
@@ -69,18 +77,18 @@ def test_restored_membership_behaves_alike_at_any_point_of_a_simulated_job(seed)
 def test_copy_is_independent_of_the_original():
     """No object is shared with the original."""
     talk = running(4)
-    data = taken(talk.m)
-    twin = restored(data, talk.m.settings)
+    data = take_snapshot(talk.m)
+    twin = restore_snapshot(data, talk.m.settings)
     talk.tell(exited("h:1"), leaving("h:2"))
     assert talk.m.phase is Phase.GATHERING and twin.phase is Phase.TRAINING
-    assert taken(twin) == data and worker("h:1") in twin.roster
+    assert take_snapshot(twin) == data and worker("h:1") in twin.roster
 
 
 def test_shared_objects_stay_shared():
-    twin = restored(taken(running(3).m), running(3).m.settings)
+    twin = restore_snapshot(take_snapshot(running(3).m), running(3).m.settings)
     record = twin.roster[worker("h:1")]
     assert twin.roster.hosts["h"][worker("h:1")] is record
-    record.leaving = in_words("told to")  # the roster indexes it
+    record.leaving = as_sentence("told to")  # the roster indexes it
     assert twin.roster.leavers == {worker("h:1"): record}
     assert (
         twin.worlds.staff.actions is twin.worlds.actions
@@ -101,7 +109,7 @@ def test_shared_objects_stay_shared():
 def test_omitted_field_is_detected(part, field):
     """Any access to it fails, so completeness does not depend on luck."""
     talk = running(2)
-    found = json.loads(taken(talk.m))
+    found = json.loads(take_snapshot(talk.m))
     [kind] = [n for n, (name, *_) in enumerate(found["kinds"]) if name == part]
     at = found["kinds"][kind].index(field)
     del found["kinds"][kind][at]
@@ -109,15 +117,22 @@ def test_omitted_field_is_detected(part, field):
         if row[0] == kind:
             del row[at]
     with raises(Invalid, part, field):
-        restored(json.dumps(found).encode(), talk.m.settings)
+        restore_snapshot(json.dumps(found).encode(), talk.m.settings)
 
 
 def test_field_of_an_unknown_kind_fails_when_a_snapshot_is_taken():
-    for value in (object(), lambda: None, b"bytes", {"a": {1j}}, running(2).m.handle, Talk):
+    for value in (
+        object(),
+        lambda: None,
+        b"bytes",
+        {"a": {1j}},
+        running(2).m.handle,
+        MembershipConversation,
+    ):
         talk = running(2)
         talk.m._news = value  # type: ignore[attr-defined]
-        with raises(NotTaken):
-            taken(talk.m)
+        with raises(SnapshotError):
+            take_snapshot(talk.m)
 
 
 def values_in(hint: Any) -> set[type[Value]]:
@@ -137,26 +152,26 @@ def test_snapshot_can_hold_all_values_of_events_and_actions():
 def test_new_field_of_a_known_kind_is_kept():
     talk = running(2)
     talk.m.roster[worker("h:1")].mood = {("h", 1): inf}
-    assert b'"mood"' in taken(talk.m)
+    assert b'"mood"' in take_snapshot(talk.m)
     talk.m.worlds.actions.mood = (-inf, frozenset({2, 1}))  # type: ignore[attr-defined]
-    data = taken(talk.m)
+    data = take_snapshot(talk.m)
     snapshot_fields = json.loads(data)["kinds"]
     assert any(name == "ActionList" and "mood" in names for name, *names in snapshot_fields)
 
 
 def test_snapshot_contains_no_values_of_the_environment():
-    talk = Talk(env={"TOKEN": "hunter2"})
+    talk = MembershipConversation(env={"TOKEN": "hunter2"})
     talk.tell(hosts(h=4))
-    data = taken(talk.m)
+    data = take_snapshot(talk.m)
     assert b"hunter2" not in data and b"TOKEN" not in data
-    assert restored(data, talk.m.settings).settings is talk.m.settings
+    assert restore_snapshot(data, talk.m.settings).settings is talk.m.settings
 
 
 def test_unusual_texts_of_workers_are_restored_unchanged():
     talk = running(2, workers_min=1)
     talk.tell(raised("h:1", 2, (2, 0), 'Err: "\\ \u2028 \x00 \n{"snapshot": [1]} [0] \U0001f600'))
-    twin = restored(taken(talk.m), talk.m.settings)
-    assert taken(twin) == taken(talk.m) and list(twin.story) == list(talk.m.story)
+    twin = restore_snapshot(take_snapshot(talk.m), talk.m.settings)
+    assert take_snapshot(twin) == take_snapshot(talk.m) and list(twin.story) == list(talk.m.story)
 
 
 @pytest.mark.parametrize(
@@ -173,15 +188,15 @@ def test_unusual_texts_of_workers_are_restored_unchanged():
 )
 def test_invalid_snapshot_is_rejected_without_side_effects(data):
     with pytest.raises(Invalid):
-        restored(data, running(2).m.settings)
+        restore_snapshot(data, running(2).m.settings)
 
 
 def test_only_known_methods_are_restored():
     assert {(Roster, "_file")} == snapshot.METHODS
     talk = running(2)
-    data = taken(talk.m).replace(b'"_file"', b'"clear"')
+    data = take_snapshot(talk.m).replace(b'"_file"', b'"clear"')
     with raises(Invalid):
-        restored(data, talk.m.settings)
+        restore_snapshot(data, talk.m.settings)
 
 
 # ---- large jobs ----------------------------------------------------------------------------------------------------
@@ -217,9 +232,11 @@ def test_snapshot_cost_grows_at_most_linearly_with_the_workers():
         return next(count)
 
     few, many = trained(2, 8), trained(20, 8)
-    assert taken(restored(taken(many), many.settings)) == taken(many)
-    assert calls_of(lambda: taken(many)) < 11 * calls_of(lambda: taken(few))
-    few_data, many_data = taken(few), taken(many)
-    assert calls_of(lambda: restored(many_data, many.settings)) < 11 * calls_of(
-        lambda: restored(few_data, few.settings)
+    assert take_snapshot(restore_snapshot(take_snapshot(many), many.settings)) == take_snapshot(
+        many
+    )
+    assert calls_of(lambda: take_snapshot(many)) < 11 * calls_of(lambda: take_snapshot(few))
+    few_data, many_data = take_snapshot(few), take_snapshot(many)
+    assert calls_of(lambda: restore_snapshot(many_data, many.settings)) < 11 * calls_of(
+        lambda: restore_snapshot(few_data, few.settings)
     )

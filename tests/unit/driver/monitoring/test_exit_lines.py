@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from elastic.driver.monitoring.exit_lines import ExitLines
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from harness.golden import recorded
 
 
 def cools(slot: int, ended: str = "exit code 1"):
-    return because(Why.SLOT_COOLS, worker=f"h:{slot}#1", exit=ended, wait_s=1.0)
+    return because(ReasonKind.SLOT_COOLS, worker=f"h:{slot}#1", exit=ended, wait_s=1.0)
 
 
 async def test_first_exit_is_logged_at_once_and_the_others_together():
@@ -16,7 +16,7 @@ async def test_first_exit_is_logged_at_once_and_the_others_together():
     lines = ExitLines(lambda level, text: logged.append((level, text)))
     assert [lines.shares(cools(slot)) for slot in range(16)] == [False] + [True] * 15
     assert lines.shares(cools(16, "exit code 3")) and not logged
-    assert not lines.shares(None) and not lines.shares(because(Why.STRANDED))
+    assert not lines.shares(None) and not lines.shares(because(ReasonKind.STRANDED))
     lines.say()
     assert [level for level, _ in logged] == ["warning"] * 2
     assert "15 " in logged[0][1]

@@ -31,9 +31,9 @@ from elastic.driver.events import (
     WorkerReturned,
     WorkerSpent,
 )
-from elastic.driver.membership.failure_detection.gpu_hangs import Finding, Hang, hang_of_one
-from elastic.driver.monitoring.metrics import NAMES, Figures, Metrics, families
-from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.membership.failure_detection.gpu_hangs import Hang, HangFinding, hang_of_one
+from elastic.driver.monitoring.metrics import NAMES, JobMetrics, MetricsServer, families
+from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
 from elastic.protocol.report_values import Report
@@ -45,13 +45,13 @@ PLACE = Place(0, 3, 0, 3, 0, 1)
 
 def published(*workers: Worker, generation: int = 1) -> PublishWorld:
     members = [Member(worker, PLACE) for worker in workers]
-    return PublishWorld(generation, members, Address("h", 1), 0, None, in_words("first world"))
+    return PublishWorld(generation, members, Address("h", 1), 0, None, as_sentence("first world"))
 
 
-def training(*workers: Worker) -> Figures:
-    figures = Figures()
+def training(*workers: Worker) -> JobMetrics:
+    figures = JobMetrics()
     figures.note(
-        TimePassed(), [StartWorker(worker, PLACE, in_words("first start")) for worker in workers]
+        TimePassed(), [StartWorker(worker, PLACE, as_sentence("first start")) for worker in workers]
     )
     for worker in workers:
         figures.note(WorkerConnected(worker, 7), [])
@@ -59,7 +59,7 @@ def training(*workers: Worker) -> Figures:
     return figures
 
 
-def lines(figures: Figures) -> set[str]:
+def lines(figures: JobMetrics) -> set[str]:
     class All(Collector):
         def collect(self):
             return [*families(figures)]
@@ -85,7 +85,9 @@ def test_workers_are_counted_by_stage_and_the_world_is_shown():
 
 def test_frozen_worker_is_killed_and_lost_once():
     figures = training(A, B)
-    figures.note(TimePassed(), [KillWorker(B, because(Why.FROZEN, how="stopped by a signal"))])
+    figures.note(
+        TimePassed(), [KillWorker(B, because(ReasonKind.FROZEN, how="stopped by a signal"))]
+    )
     assert 'elastic_workers{stage="killed"} 1.0' in lines(figures)
     figures.note(WorkerReady(B, 1, None, Address("h", 1)), [])  # its last message
     assert figures.stages[B] == "killed"
@@ -105,10 +107,13 @@ def test_released_worker_is_not_lost():
     figures = training(A, B, C)
     figures.note(
         TimePassed(),
-        [LetGo(A, in_words("its host left")), KillWorker(B, in_words("the host left the list"))],
+        [
+            LetGo(A, as_sentence("its host left")),
+            KillWorker(B, as_sentence("the host left the list")),
+        ],
     )
     figures.note(WorkerExited(A, 1), [])
-    figures.note(WorkerExited(B, -9), [EndJob(0, in_words("done"))])
+    figures.note(WorkerExited(B, -9), [EndJob(0, as_sentence("done"))])
     figures.note(WorkerExited(C, -15), [])
     assert "elastic_lost_workers_total 0.0" in lines(figures)
     assert sum(figures.fenced.values()) == 0
@@ -117,9 +122,16 @@ def test_released_worker_is_not_lost():
 def test_every_kill_has_a_kind():
     figures = training(A)
     for hang in Hang:
-        hung = hang_of_one(Finding(hang, "gradients", 7, 10.0))
+        hung = hang_of_one(HangFinding(hang, "gradients", 7, 10.0))
         figures.note(TimePassed(), [KillWorker(A, hung)])
-    for why in (Why.IDLE, Why.BUSY, Why.CUT_OFF, Why.OTHER_DIGEST, Why.NO_INIT, Why.JOB_ENDED):
+    for why in (
+        ReasonKind.IDLE,
+        ReasonKind.BUSY,
+        ReasonKind.CUT_OFF,
+        ReasonKind.OTHER_DIGEST,
+        ReasonKind.NO_INIT,
+        ReasonKind.JOB_ENDED,
+    ):
         figures.note(TimePassed(), [KillWorker(A, because(why))])
     counted = {"frozen": 0, "stuck": 2, "cut off": 1, "digest": 1, "gpu": len(Hang), "late": 1}
     assert figures.fenced == counted
@@ -128,7 +140,7 @@ def test_every_kill_has_a_kind():
 def test_recoveries_are_a_histogram():
     figures = training(A, B)
     for ms in (20.0, 80.0, 40_000.0):
-        report = ReportRecovery(2, "recovery", in_words("lost b"), 1, ms, {}, 0)
+        report = ReportRecovery(2, "recovery", as_sentence("lost b"), 1, ms, {}, 0)
         figures.note(TimePassed(), [report])
     assert {
         'elastic_recovery_seconds_bucket{kind="recovery",le="0.01"} 0.0',
@@ -203,7 +215,7 @@ def test_steps_and_samples_are_those_of_rank_0_without_script_changes():
 
 
 def test_world_and_stalls_of_the_previous_driver_are_shown():
-    figures = Figures()
+    figures = JobMetrics()
     figures.adopt([(A, 0), (B, 1)], 4)
     figures.note(WorkerProgressed(A, 4, 7, "gradients", 12.0), [], 1000.0)
     assert {
@@ -249,19 +261,19 @@ def test_reported_numbers_are_gauges_and_limited():
 
 
 def test_metrics_are_served_on_loopback_until_the_end():
-    metrics = Metrics("127.0.0.1", 0)
-    metrics.note(TimePassed(), [StartWorker(A, PLACE, in_words("first start"))], 1.0)
+    metrics = MetricsServer("127.0.0.1", 0)
+    metrics.note(TimePassed(), [StartWorker(A, PLACE, as_sentence("first start"))], 1.0)
     url = f"http://127.0.0.1:{metrics.port}/metrics"
     with urllib.request.urlopen(url, timeout=10) as answer:
         assert b'elastic_workers{stage="starting"} 1.0' in answer.read()
     with raises(Invalid, metrics.port):
-        Metrics("127.0.0.1", metrics.port)
+        MetricsServer("127.0.0.1", metrics.port)
     metrics.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", metrics.port), timeout=10)
 
 
-def scrape(metrics: Metrics, host: str) -> tuple[int, bytes]:
+def scrape(metrics: MetricsServer, host: str) -> tuple[int, bytes]:
     """Return the answer to an HTTP/1.0 request with this Host header; empty: without one."""
     call = http.client.HTTPConnection("127.0.0.1", metrics.port, timeout=30)
     with contextlib.closing(call):
@@ -274,7 +286,7 @@ def scrape(metrics: Metrics, host: str) -> tuple[int, bytes]:
 
 
 def test_foreign_host_name_is_rejected_on_loopback():
-    with contextlib.closing(Metrics("127.0.0.1", 0)) as metrics:
+    with contextlib.closing(MetricsServer("127.0.0.1", 0)) as metrics:
         own = socket.gethostname()
         for host in ("", "localhost:9100", "127.0.0.1:9100", "[::1]:9100", "10.0.0.7", own):
             assert scrape(metrics, host)[0] == 200, host
@@ -285,14 +297,14 @@ def test_foreign_host_name_is_rejected_on_loopback():
 
 
 def test_any_host_name_is_accepted_beyond_loopback():
-    with contextlib.closing(Metrics("0.0.0.0", 0)) as metrics:
+    with contextlib.closing(MetricsServer("0.0.0.0", 0)) as metrics:
         assert scrape(metrics, "driver.training.svc:9100")[0] == 200
 
 
 def test_recoveries_are_counted_by_phase():
     figures = training(A, B)
     phases = {"gathered": 20.0, "formed": 300.0}
-    report = ReportRecovery(2, "recovery", in_words("lost"), 2, 320.0, phases, 0)
+    report = ReportRecovery(2, "recovery", as_sentence("lost"), 2, 320.0, phases, 0)
     figures.note(TimePassed(), [report])
     scraped = lines(figures)
     name = "elastic_recovery_phase_seconds"
@@ -302,8 +314,8 @@ def test_recoveries_are_counted_by_phase():
 
 
 def test_goodput_and_age_of_the_newest_durable_commit_are_shown():
-    figures = Figures()
-    start = StartWorker(A, PLACE, in_words("first start"))
+    figures = JobMetrics()
+    start = StartWorker(A, PLACE, as_sentence("first start"))
     figures.note(TimePassed(), [start], 100.0)
     figures.note(WorkerSpent(A, 1, Times(training=6.0, joining=2.0), "idle"), [], 108.0)
     figures.note(CheckpointMade(Commit(1, 7)), [], 110.0)

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from elastic.driver.events import ReportRecovery
 from elastic.driver.monitoring import recovery_traces
 from elastic.driver.monitoring.recovery_traces import RecoveryTraces, phases_of
-from elastic.driver.reasons import in_words
+from elastic.driver.reasons import as_sentence
 from elastic.errors import Invalid
 from harness.golden import raises, recorded
 
@@ -34,7 +34,7 @@ PHASES = {
     "synced": 30.0,
     "first collective": 4.0,
 }
-REPORT = ReportRecovery(3, "recovery", in_words("lost h:1#1"), 2, 80.0, PHASES, 1024)
+REPORT = ReportRecovery(3, "recovery", as_sentence("lost h:1#1"), 2, 80.0, PHASES, 1024)
 
 
 def silent(level: str, text: str) -> None:
@@ -87,14 +87,14 @@ def test_phases_have_their_times():
 
 def test_no_phase_exceeds_its_recovery_for_any_report():
     phases = {"gathered": 90.0, "waited": 500.0, "synced": 70.0, "first collective": 99.0, "x": 7.0}
-    report = ReportRecovery(3, "change", in_words("joined"), 2, 80.0, phases, 0)
+    report = ReportRecovery(3, "change", as_sentence("joined"), 2, 80.0, phases, 0)
     found = phases_of(report)
     assert [phase for phase, _, _ in found] == [*phases]
     assert all(0.0 <= begin <= end <= 80.0 for _, begin, end in found)
 
 
 def test_each_recovery_is_a_separate_trace():
-    spans = spans_of(REPORT, ReportRecovery(4, "change", in_words("joined"), 3, 5.0, {}, 0))
+    spans = spans_of(REPORT, ReportRecovery(4, "change", as_sentence("joined"), 3, 5.0, {}, 0))
     roots = [span for span in spans if span.parent is None]
     assert [span.name for span in roots] == ["recovery", "change"]
     assert len({span.context.trace_id for span in spans if span.context}) == 2

@@ -9,25 +9,25 @@ from collections.abc import Sequence
 import pytest
 
 from elastic.driver import events
-from elastic.driver.commandline.steering import job_tables
-from elastic.driver.monitoring.dashboard.one_line import one_line
+from elastic.driver.commandline.running_jobs import job_tables
 from elastic.driver.monitoring.dashboard.page_model import PageModel
+from elastic.driver.monitoring.dashboard.status_line_text import one_line
 from elastic.driver.monitoring.explain.film import film
-from elastic.driver.monitoring.explain.findings import Advice, JournalState, What, findings
+from elastic.driver.monitoring.explain.findings import Advice, FindingKind, JournalState, findings
+from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.sentences import sections
-from elastic.driver.monitoring.explain.story import Story
 from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
-from elastic.driver.monitoring.metrics import Figures, families
-from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.monitoring.metrics import JobMetrics, families
+from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
 from harness.golden import recorded
 
 A, B, C = (Worker("h", slot) for slot in range(3))
-STORE, WHY, LINE = Address("h", 1), in_words("because"), "train.py:12"
+STORE, WHY, LINE = Address("h", 1), as_sentence("because"), "train.py:12"
 SETTINGS = Settings(np=3, workers_min=1, workers_max=3, elastic=True)
-KILL = events.KillWorker(B, because(Why.BUSY, for_s=40.0, rates="", where=""))
+KILL = events.KillWorker(B, because(ReasonKind.BUSY, for_s=40.0, rates="", where=""))
 
 
 def world(generation: int, *workers: Worker) -> events.PublishWorld:
@@ -44,7 +44,7 @@ class Surfaces:
 
     def __init__(self) -> None:
         self.page = PageModel(name="bert", command=["train.py"], least=1, most=3)
-        self.figures, self.story, self.rows = Figures(), Story(), WorkerRows()
+        self.figures, self.story, self.rows = JobMetrics(), JobHistory(), WorkerRows()
         start = [events.StartWorker(each, Place(0, 3, 0, 3, 0, 1), WHY) for each in (A, B, C)]
         self.note(events.HostsChanged({"h": 3}), start, 98.0)
         for worker in (A, B, C):
@@ -79,7 +79,7 @@ class Surfaces:
         self.figures.spent.go_on(at)
         self.story.go_on(at)
 
-    def findings(self, what: What) -> list[dict]:
+    def findings(self, what: FindingKind) -> list[dict]:
         found = findings(self.story, JournalState(SETTINGS, runs=True))
         return [each.facts for each in found if each.what is what]
 
@@ -129,11 +129,11 @@ def test_stall_is_shown_while_it_lasts():
     parts = {s.labels["part"]: s.value for s in job.metrics()["elastic_job_spent_seconds"]}
     assert parts["stalled"] == 40.0
     # explain, and its page.
-    [facts] = job.findings(What.STALLS_NOW)
+    [facts] = job.findings(FindingKind.STALLS_NOW)
     assert culprits_of(facts) == (CULPRIT, 40.0)
-    [time] = job.findings(What.TIME)
+    [time] = job.findings(FindingKind.TIME)
     assert time["job"]["stalled"] == 40.0 and time["workers"]["stalled"] == 120.0
-    advice = [each["advice"] for each in job.findings(What.ADVICE)]
+    advice = [each["advice"] for each in job.findings(FindingKind.ADVICE)]
     assert Advice.LOOK_AT_LINE.value in advice and Advice.COMMIT_MORE_OFTEN.value not in advice
     text, data = job.report()
     assert LINE in text and [each[:2] for each in data["stalls"]] == [[22.0, 62.0]]
@@ -164,10 +164,10 @@ def test_stall_is_shown_after_it_ended_by_itself_or_by_a_kill(killed):
     assert (sample.labels["rank"], sample.labels["line"], sample.value) == ("1", LINE, 40.0)
     assert job.metrics()["elastic_stalled_seconds"][0].value == 40.0
     assert job.metrics()["elastic_stalls"][0].value == 1.0
-    [facts] = job.findings(What.STALL)
+    [facts] = job.findings(FindingKind.STALL)
     assert culprits_of(facts) == (CULPRIT, 40.0) and facts["end"] == end
-    assert not job.findings(What.STALLS_NOW)
-    assert job.findings(What.TIME)[0]["job"]["stalled"] == 40.0
+    assert not job.findings(FindingKind.STALLS_NOW)
+    assert job.findings(FindingKind.TIME)[0]["job"]["stalled"] == 40.0
     text, data = job.report()
     assert LINE in text
     spans = {
@@ -222,7 +222,7 @@ def test_every_finding_has_a_sentence():
         job.note(events.WorkerProgressed(A, 1, 7), [], since - 1.0)
         job.note(events.WorkerProgressed(A, 1, 8, "gradients", 1.0), [], since + 1.0)
         job.note(events.WorkerProgressed(A, 1, 8), [], since + 11.0)
-    [more] = job.findings(What.MORE_STALLS)
+    [more] = job.findings(FindingKind.MORE_STALLS)
     assert more == {"count": 9, "seconds": pytest.approx(79.0 + 8 * 11.0)}
     found = sections(findings(job.story, JournalState(SETTINGS, runs=True)))
     assert all(text for each in found.values() for _, text in each)

@@ -6,12 +6,12 @@ import pytest
 
 from elastic.driver import events
 from elastic.driver.monitoring.stalls import Stall, StallEnd, Stalls
-from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import COPY, Address, Place, Worker
 from harness.golden import recorded
 
 A, B, C, D = (Worker("h", slot) for slot in range(4))
-STORE, WHY = Address("h", 1), in_words("because")
+STORE, WHY = Address("h", 1), as_sentence("because")
 
 
 def published(generation: int, *workers: Worker) -> events.PublishWorld:
@@ -106,7 +106,7 @@ def test_line_is_the_one_seen_most_often():
         (
             events.TimePassed(),
             [
-                events.KillWorker(B, because(Why.BUSY, for_s=40.0, rates="", where="")),
+                events.KillWorker(B, because(ReasonKind.BUSY, for_s=40.0, rates="", where="")),
                 events.BreakWorld(1, [A, C], WHY),
             ],
             StallEnd.KILLED,
@@ -177,7 +177,7 @@ def test_no_rank_is_blamed_if_all_wait_and_large_collectives_get_longer():
     assert stalls.current(150.0) is None
     stall = now(stalls, 160.0)
     assert (ranks(stall), stall.since, stall.others) == ([], 122.0, 2)
-    hang = because(Why.GPU_HANGS, for_s=60.0, number=3, group="world")
+    hang = because(ReasonKind.GPU_HANGS, for_s=60.0, number=3, group="world")
     stalls.note(events.TimePassed(), [events.KillWorker(B, hang)], 190.0)
     [past] = stalls.past
     assert (ranks(past), past.since, past.seconds, past.end) == ([1], 122.0, 68.0, StallEnd.KILLED)

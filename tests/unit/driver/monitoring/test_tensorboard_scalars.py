@@ -17,13 +17,13 @@ from elastic.driver.monitoring.tensorboard_scalars import (
     TensorBoard,
     of_actions,
 )
-from elastic.driver.reasons import in_words
+from elastic.driver.reasons import as_sentence
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address
 from elastic.protocol.report_values import Metrics, Report
 
-RECOVERED = ReportRecovery(3, "recovery", in_words("lost h:1#1"), 2, 68.0, {}, 0)
-PUBLISHED = PublishWorld(3, [], Address("h", 1), 0, None, in_words("lost h:1#1"))
+RECOVERED = ReportRecovery(3, "recovery", as_sentence("lost h:1#1"), 2, 68.0, {}, 0)
+PUBLISHED = PublishWorld(3, [], Address("h", 1), 0, None, as_sentence("lost h:1#1"))
 
 
 def silent(level: str, text: str) -> None:

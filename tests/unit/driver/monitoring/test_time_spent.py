@@ -23,14 +23,14 @@ from elastic.driver.events import (
 )
 from elastic.driver.monitoring import time_spent
 from elastic.driver.monitoring.time_spent import Seconds, TimeSpent, summary
-from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import Address, Commit, Part, Place, Times, Worker
 from harness.golden import recorded
 
 A, B, C = (Worker("h", slot) for slot in range(3))
 PLACE = Place(0, 2, 0, 2, 0, 1)
 STORE = Address("h", 1)
-WHY = in_words("because")
+WHY = as_sentence("because")
 
 
 def published(generation: int, *workers: Worker, holders: int = 1) -> PublishWorld:
@@ -313,7 +313,7 @@ def test_wait_of_the_others_is_stalled_not_lost_when_the_culprit_is_killed(in_th
     totals = Times(training=59.0, committing=1.0, joining=8.0)
     if in_the_middle:
         spent.note(WorkerSpent(A, 2, totals, "training"), [], 170.0)
-    kill = KillWorker(B, because(Why.BUSY, for_s=40.0, rates="", where=""))
+    kill = KillWorker(B, because(ReasonKind.BUSY, for_s=40.0, rates="", where=""))
     spent.note(TimePassed(), [kill, BreakWorld(2, [A], WHY)], 185.0)
     spent.note(WorkerExited(B, -9), [], 185.1)
     spent.note(ready(A, 2), [published(3, A)], 185.2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.driver.network.address_check import Agreement
+from elastic.driver.network.address_check import AddressCheck
 from harness.golden import recorded
 
 
@@ -10,13 +10,13 @@ def last_warning(**hosts: str) -> str:
     """Return the last warning when hosts with these addresses register, each using its first; empty if there is
     none.
     """
-    agreement = Agreement()
+    agreement = AddressCheck()
     *before, last = [warning_of(agreement, host, text) for host, text in hosts.items()]
     assert not any(before), before
     return last
 
 
-def warning_of(agreement: Agreement, host: str, text: str, calls_from: str = "") -> str:
+def warning_of(agreement: AddressCheck, host: str, text: str, calls_from: str = "") -> str:
     addresses = text.split()
     return agreement.note(host, addresses[0].partition("/")[0], addresses, calls_from)
 
@@ -52,18 +52,18 @@ def test_loopback_among_others_is_reported():
 
 
 def test_loopback_on_separate_machines_is_reported():
-    agreement = Agreement()
+    agreement = AddressCheck()
     assert warning_of(agreement, "a", "127.0.0.1/8", "127.0.0.1") == ""
     recorded("log", warning_of(agreement, "b", "127.0.0.1/8", "10.0.0.6"))
-    assert warning_of(Agreement(), "b", "127.0.0.1/8", "10.0.0.6") == ""
+    assert warning_of(AddressCheck(), "b", "127.0.0.1/8", "10.0.0.6") == ""
 
 
 def test_bridge_address_of_every_machine_is_reported():
-    agreement = Agreement()
+    agreement = AddressCheck()
     assert warning_of(agreement, "a", "172.17.0.1/16 10.0.0.5/24", "10.0.0.5") == ""
     recorded("log", warning_of(agreement, "b", "172.17.0.1/16 10.0.0.6/24", "10.0.0.6"))
     # Two agents of one machine connect from the same address.
-    agreement = Agreement()
+    agreement = AddressCheck()
     assert warning_of(agreement, "a", "172.17.0.1/16", "10.0.0.5") == ""
     assert warning_of(agreement, "b", "172.17.0.1/16", "10.0.0.5") == ""
 
@@ -83,7 +83,7 @@ def test_list_of_many_hosts_is_truncated():
 
 
 def test_each_warning_is_logged_once():
-    agreement = Agreement()
+    agreement = AddressCheck()
     lines = [
         warning_of(agreement, "a", "10.0.0.5/24"),
         warning_of(agreement, "b", "fd00::6/64"),
@@ -95,7 +95,7 @@ def test_each_warning_is_logged_once():
 
 
 def test_removed_or_changed_host_is_no_longer_compared():
-    agreement = Agreement()
+    agreement = AddressCheck()
     assert warning_of(agreement, "a", "fd00::5/64") == ""
     agreement.drop("a")
     agreement.drop("nobody")
@@ -105,7 +105,7 @@ def test_removed_or_changed_host_is_no_longer_compared():
 
 
 def test_invalid_address_is_ignored():
-    agreement = Agreement()
+    agreement = AddressCheck()
     assert agreement.note("a", "10.0.0.5/24", [], "") == ""
     assert agreement.note("b", "fd00::6", ["fd00::6/640"], "") == ""
     assert agreement.note("c", "127.0.0.1", [], "?") == ""

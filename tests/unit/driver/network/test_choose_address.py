@@ -11,7 +11,7 @@ import pytest
 
 from elastic.driver.network import interfaces, resolver
 from elastic.driver.network.choose_address import (
-    Interface,
+    InterfaceAddress,
     check_wanted,
     choose_bind,
     wanted_address,
@@ -22,14 +22,14 @@ from elastic.driver.network.resolver import resolved
 from harness.golden import raises, recorded
 from harness.refusals import refusal_of
 
-LO4 = Interface("lo", "127.0.0.1", 8, True, True)
-LO6 = Interface("lo", "::1", 128, True, True)
-ETH0 = Interface("eth0", "192.0.2.5", 24, True, False)
-ETH1 = Interface("eth1", "10.0.0.5", 16, True, False)
-ETH1_NEW = Interface("eth1", "fd00::5", 64, True, False)
-ETH1_LINK = Interface("eth1", "fe80::5", 64, True, False)
-ETH10 = Interface("eth10", "10.9.0.5", 16, False, False)
-DOCKER = Interface("docker0", "172.17.0.1", 16, True, False)
+LO4 = InterfaceAddress("lo", "127.0.0.1", 8, True, True)
+LO6 = InterfaceAddress("lo", "::1", 128, True, True)
+ETH0 = InterfaceAddress("eth0", "192.0.2.5", 24, True, False)
+ETH1 = InterfaceAddress("eth1", "10.0.0.5", 16, True, False)
+ETH1_NEW = InterfaceAddress("eth1", "fd00::5", 64, True, False)
+ETH1_LINK = InterfaceAddress("eth1", "fe80::5", 64, True, False)
+ETH10 = InterfaceAddress("eth10", "10.9.0.5", 16, False, False)
+DOCKER = InterfaceAddress("docker0", "172.17.0.1", 16, True, False)
 OWN = [LO4, LO6, DOCKER, ETH0, ETH1, ETH1_NEW, ETH1_LINK, ETH10]
 
 

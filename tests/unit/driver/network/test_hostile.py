@@ -20,25 +20,25 @@ from certificates import OPENSSL, new_authority
 from elastic.chaos.fuzz import command
 from elastic.chaos.fuzz.decoders import Decoders, Streams
 from elastic.chaos.fuzz.inputs import Inputs
-from elastic.chaos.fuzz.server import OnLoopback
+from elastic.chaos.fuzz.server import LoopbackServer
 from elastic.chaos.fuzz.tally import Tally
 from elastic.driver.agents import messages as agent_protocol
 from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.monitoring import metrics
-from elastic.driver.monitoring.metrics import Metrics
+from elastic.driver.monitoring.metrics import MetricsServer
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.network import connection
-from elastic.driver.network import server as server_module
-from elastic.driver.network.server import Server
+from elastic.driver.network import control_server as server_module
+from elastic.driver.network.control_server import ControlServer
 from elastic.driver.processes.console import Console
 from elastic.errors import Invalid
 from elastic.protocol import framing, messages
-from elastic.protocol.framing import Wire
+from elastic.protocol.framing import FramedConnection
 from elastic.protocol.messages import ProtocolError, Worker
-from elastic.protocol.tls import Endpoint, TlsFailed, context
+from elastic.protocol.tls import TlsEndpoint, TlsFailed, context
 from harness.conversation import failed, running, worker
 from harness.golden import recorded
-from unit.driver.network.test_server import SECRET, A, B, Peer, conversation, driving
+from unit.driver.network.test_control_server import SECRET, A, B, Peer, conversation, driving
 
 needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="needs openssl")
 
@@ -99,7 +99,7 @@ def test_fuzzer_finds_an_unexpected_exception(monkeypatch):
         except (msgspec.MsgspecError, RecursionError):  # the only errors in msgspec's documentation
             raise ProtocolError("no message") from None
 
-    monkeypatch.setattr(Wire, "receive", bare)
+    monkeypatch.setattr(FramedConnection, "receive", bare)
     _found(Decoders, lambda decoders: decoders.tally, "UnicodeDecodeError")
 
 
@@ -107,7 +107,7 @@ def test_fuzzer_finds_an_unexpected_exception(monkeypatch):
 def test_fuzzer_finds_a_server_without_authentication(monkeypatch):
     anybody = SimpleNamespace(compare_digest=lambda a, b: True)
     monkeypatch.setattr(server_module, "hmac", anybody)
-    _found(OnLoopback, lambda loopback: loopback.strangers, "was answered with")
+    _found(LoopbackServer, lambda loopback: loopback.strangers, "was answered with")
 
 
 def test_finding_sets_the_exit_code(monkeypatch, capsys):
@@ -213,7 +213,9 @@ async def test_challenge_cannot_be_reflected(driver):
 @conversation
 async def test_proof_for_one_server_is_invalid_for_another(driver):
     """A connection relayed to the driver of another job has another secret."""
-    other = Server(secret=b"o" * 32, log=lambda level, text: None, callers=driver.server.callers)
+    other = ControlServer(
+        secret=b"o" * 32, log=lambda level, text: None, callers=driver.server.callers
+    )
     address = await other.open(
         "127.0.0.1", heard=lambda *_: None, gone=lambda *_: None, expected=lambda _: True
     )
@@ -267,7 +269,7 @@ def test_text_of_an_unauthenticated_peer_is_escaped():
     body = msgspec.msgpack.encode(
         {"type": "\x1b]0;owned\x07\nelastic | all is well\u202e" + "x" * 900}
     )
-    wire_ = Wire(messages.from_worker)
+    wire_ = FramedConnection(messages.from_worker)
     with pytest.raises(ProtocolError) as refusal:
         list(wire_.receive(len(body).to_bytes(4, "big") + body))
     text = str(refusal.value)
@@ -321,7 +323,7 @@ def test_number_of_concurrent_metrics_requests_is_limited(monkeypatch):
     monkeypatch.setattr(metrics, "VISITORS", 3)
     # No request is closed only because this machine is slow.
     monkeypatch.setattr(metrics, "VISIT_S", 60.0)
-    served = Metrics("127.0.0.1", 0)
+    served = MetricsServer("127.0.0.1", 0)
     url = f"http://127.0.0.1:{served.port}/metrics"
     visitors = []
     try:
@@ -345,7 +347,7 @@ def test_number_of_concurrent_metrics_requests_is_limited(monkeypatch):
 
 def test_silent_metrics_connection_is_closed(monkeypatch, capfd):
     monkeypatch.setattr(metrics, "VISIT_S", 0.1)
-    served = Metrics("127.0.0.1", 0)
+    served = MetricsServer("127.0.0.1", 0)
     try:
         with socket.create_connection(("127.0.0.1", served.port), 10.0) as visitor:
             visitor.sendall(b"GET /")
@@ -399,7 +401,7 @@ def test_modified_tls_handshake_fails_without_side_effects(tmp_path):
     pick = Inputs(messages.FromWorker, 2)
     refused = 0
     for _ in range(150):
-        server, client = Endpoint(ours, server=True), Endpoint(theirs, server=False)
+        server, client = TlsEndpoint(ours, server=True), TlsEndpoint(theirs, server=False)
         spoilt = pick.random.randrange(4)
         try:
             for step in range(4):
@@ -426,7 +428,7 @@ async def test_stalled_tls_handshake_is_closed_in_time_and_uses_no_slot(tmp_path
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.2)
     ours = context(*files, server=True)
     log: list[str] = []
-    server = Server(
+    server = ControlServer(
         secret=SECRET,
         log=lambda level, text: log.append(text),
         callers=server_module.WORKERS,
@@ -435,7 +437,7 @@ async def test_stalled_tls_handshake_is_closed_in_time_and_uses_no_slot(tmp_path
     address = await server.open(
         "127.0.0.1", heard=lambda *_: None, gone=lambda *_: None, expected=lambda _: True
     )
-    begun = Endpoint(context(*files, server=False), server=False).due()
+    begun = TlsEndpoint(context(*files, server=False), server=False).due()
     for record in [
         begun[: len(begun) // 2],
         begun,

@@ -18,8 +18,8 @@ from elastic.driver.processes.console import (
     write_both,
     write_to,
 )
-from elastic.driver.processes.last_words import TAIL_LIMIT
 from elastic.driver.processes.output import LINE_LIMIT, Output
+from elastic.driver.processes.stderr_tail import TAIL_LIMIT
 from elastic.protocol.messages import Place, Worker
 from elastic.protocol.uncaught.sending import Uncaught
 from harness.golden import recorded

@@ -10,13 +10,13 @@ import pytest
 
 from elastic.driver.processes import proc_stats
 from elastic.driver.processes.proc_stats import (
+    is_frozen,
     parse_cgroup,
     parse_end,
     parse_io,
     parse_mounts,
     parse_stat,
     parse_status,
-    says_frozen,
 )
 from harness.golden import raises
 from harness.waiting import wait_until
@@ -95,9 +95,9 @@ def test_cgroup_v2_has_a_single_hierarchy():
 
 
 def test_frozen_state_is_parsed():
-    assert says_frozen(b"populated 1\nfrozen 1\n") and says_frozen(b"FROZEN\n")
+    assert is_frozen(b"populated 1\nfrozen 1\n") and is_frozen(b"FROZEN\n")
     for text in (b"populated 1\nfrozen 0\n", b"THAWED\n", b"FREEZING\n", b""):
-        assert not says_frozen(text)
+        assert not is_frozen(text)
 
 
 def test_running_process_is_not_stopped():

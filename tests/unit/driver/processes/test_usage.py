@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from elastic.driver.processes import proc_stats
-from elastic.driver.processes.proc_stats import GONE, Sample, parse_statm
+from elastic.driver.processes.proc_stats import GONE, ProcSample, parse_statm
 from elastic.driver.processes.usage import Gpus, Rates, UsageMeter
 from elastic.driver.sinks import Usage
 
 
-def sample(cpu_s: float, memory: int = 4096, state: str = "S") -> Sample:
-    return Sample(state, cpu_s, 0, traced=False, memory=memory)
+def sample(cpu_s: float, memory: int = 4096, state: str = "S") -> ProcSample:
+    return ProcSample(state, cpu_s, 0, traced=False, memory=memory)
 
 
 def test_cores_are_processor_time_per_second_since_the_last_sample():

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from elastic.driver.discovery.interface import Need
-from elastic.driver.network.blocking_calls import CallsInTurn
-from elastic.driver.ray.cluster import Unanswered
-from elastic.driver.ray.discovery import PAUSE_S, RayDiscovery, Wanted, host_of
+from elastic.driver.discovery.interface import ResourceDemand
+from elastic.driver.network.blocking_calls import SequentialCalls
+from elastic.driver.ray.cluster import RayUnavailable
+from elastic.driver.ray.discovery import PAUSE_S, ClusterRequest, RayDiscovery, host_of
 from elastic.errors import Invalid
 from harness.fake_ray import FakeRay
 from harness.golden import raises, recorded
@@ -27,7 +27,7 @@ Step = Callable[[], object]
 class WatchedDiscovery:
     """A discovery on this cluster. ``watched`` returns what it yields while these steps run, one per pause."""
 
-    def __init__(self, ray: FakeRay, wanted: Wanted, **rest: Any) -> None:
+    def __init__(self, ray: FakeRay, wanted: ClusterRequest, **rest: Any) -> None:
         self.ray = ray
         self.log: list[tuple[str, str]] = []
         self.now = 0.0
@@ -73,14 +73,14 @@ def nothing() -> None:
 
 def started(*, most: int = 3, resources: dict[str, float] = ONE, **rooms: int) -> WatchedDiscovery:
     """Start a discovery, with every claim placed that fits."""
-    bench = WatchedDiscovery(FakeRay(**rooms), Wanted(most, resources))
+    bench = WatchedDiscovery(FakeRay(**rooms), ClusterRequest(most, resources))
     bench.place(min(most, sum(rooms.values())), 10)
     bench.ray.said.clear()
     return bench
 
 
 def test_wanted_number_of_claims_is_made_and_the_placed_ones_are_listed():
-    bench = WatchedDiscovery(FakeRay(aaaa=1, bbbb=1), Wanted(3, ONE))
+    bench = WatchedDiscovery(FakeRay(aaaa=1, bbbb=1), ClusterRequest(3, ONE))
     assert bench.watched(bench.ray.tick, nothing) == [[], [(A, 1), (B, 1)]]
     assert bench.ray.said == ["make 0", "make 1", "make 2"]
     assert set(bench.ray.live) == {"hvd-elastic:j:0", "hvd-elastic:j:1", "hvd-elastic:j:2"}
@@ -154,14 +154,19 @@ def test_restarted_ray_without_state_changes_nothing():
 
 def test_successor_driver_finds_the_claims_and_duplicates_none():
     bench = started(aaaa=1, bbbb=2)
-    other = WatchedDiscovery(bench.ray, Wanted(4, ONE), detached=True)
+    other = WatchedDiscovery(bench.ray, ClusterRequest(4, ONE), detached=True)
     assert other.watched(nothing) == [[(A, 1), (B, 2)]]
     recorded("log", other.ray.said)
 
 
 def test_number_of_claims_follows_the_drivers_need():
     bench = started(most=1, aaaa=1, bbbb=2)
-    needs = [Need(1, {A: 1}), Need(3, {A: 1}), Need(3, {A: 1}), Need(2, {A: 1, B: 1})]
+    needs = [
+        ResourceDemand(1, {A: 1}),
+        ResourceDemand(3, {A: 1}),
+        ResourceDemand(3, {A: 1}),
+        ResourceDemand(2, {A: 1, B: 1}),
+    ]
     bench.discovery.follow(lambda: needs.pop(0) if len(needs) > 1 else needs[0])
     lists = bench.watched(bench.ray.tick, bench.ray.tick, bench.ray.tick, nothing)
     assert lists == [[(A, 1)], [(A, 1), (B, 2)], [(A, 1), (B, 1)]]
@@ -170,7 +175,7 @@ def test_number_of_claims_follows_the_drivers_need():
 
 def test_drained_host_stays_and_replacements_are_requested():
     bench = started(most=1, aaaa=1, bbbb=2)
-    bench.discovery.follow(lambda: Need(1, {A: 1}, [A]))
+    bench.discovery.follow(lambda: ResourceDemand(1, {A: 1}, [A]))
     assert bench.watched(bench.ray.tick, nothing) == [[(A, 1)], [(A, 1), (B, 1)]]
 
 
@@ -179,7 +184,7 @@ def test_foreign_claims_are_left_alone():
     for name in ("hvd-elastic:j2:0", "hvd-elastic:j:5:0", "hvd-elastic:j:x", "mine"):
         ray.make(name, ONE, detached=False)
     others = set(ray.live)
-    bench = WatchedDiscovery(ray, Wanted(2, ONE))
+    bench = WatchedDiscovery(ray, ClusterRequest(2, ONE))
     bench.place(2, 10)
     asyncio.run(bench.discovery.close())
     assert set(ray.live) == others
@@ -189,7 +194,7 @@ def test_different_claims_of_an_earlier_job_are_removed():
     ray = FakeRay(aaaa=3)
     ray.make("hvd-elastic:j:0", {"CPU": 2}, detached=True)
     ray.said.clear()
-    bench = WatchedDiscovery(ray, Wanted(1, ONE))
+    bench = WatchedDiscovery(ray, ClusterRequest(1, ONE))
     bench.place(1, 10)
     assert ray.said == ["make 1", "remove 0"]
 
@@ -213,7 +218,7 @@ def test_slot_with_several_gpus_has_them_all():
 
 def test_slot_is_listed_once_its_gpus_are_known():
     ray = FakeRay(aaaa=1)
-    bench = WatchedDiscovery(ray, Wanted(1, GPU))
+    bench = WatchedDiscovery(ray, ClusterRequest(1, GPU))
     ray.gpus_known = False
 
     def known() -> None:
@@ -230,36 +235,38 @@ def test_first_list_of_a_successor_waits_a_limited_time_for_completeness():
     def known() -> None:
         ray.gpus_known = True
 
-    assert WatchedDiscovery(ray, Wanted(1, GPU)).watched(nothing, known, nothing) == [[(A, 1)]]
+    assert WatchedDiscovery(ray, ClusterRequest(1, GPU)).watched(nothing, known, nothing) == [
+        [(A, 1)]
+    ]
     ray.gpus_known = False
-    late = WatchedDiscovery(ray, Wanted(1, GPU))
+    late = WatchedDiscovery(ray, ClusterRequest(1, GPU))
     assert late.watched(*[nothing] * 10) == []
-    assert WatchedDiscovery(ray, Wanted(1, GPU)).watched(*[nothing] * 12) == [[]]
+    assert WatchedDiscovery(ray, ClusterRequest(1, GPU)).watched(*[nothing] * 12) == [[]]
 
 
 def test_no_list_is_yielded_before_ray_has_answered():
     bench = started(aaaa=1)
     bench.ray.trouble = "down"
-    assert WatchedDiscovery(bench.ray, Wanted(1, ONE)).watched(*[nothing] * 20) == []
+    assert WatchedDiscovery(bench.ray, ClusterRequest(1, ONE)).watched(*[nothing] * 20) == []
 
 
 def test_unknown_gpus_are_logged(monkeypatch):
     bench = started(most=1, resources=GPU, aaaa=1)
 
     def fails(*_: object) -> None:
-        raise Unanswered("no module named elastic")
+        raise RayUnavailable("no module named elastic")
 
     monkeypatch.setattr(bench.ray, "gpus", fails)
     assert bench.watched(nothing, nothing) == [[(A, 1)]]  # known values are not queried again
     assert bench.log == []
-    other = WatchedDiscovery(bench.ray, Wanted(1, GPU))
+    other = WatchedDiscovery(bench.ray, ClusterRequest(1, GPU))
     assert other.watched(*[nothing] * 12) == [[]]
     recorded("log", other.said[0])
     assert len(other.log) == 1
 
 
 def test_ray_that_does_not_report_drains_is_logged_once():
-    bench = WatchedDiscovery(FakeRay(aaaa=1), Wanted(1, ONE))
+    bench = WatchedDiscovery(FakeRay(aaaa=1), ClusterRequest(1, ONE))
     bench.ray.tells_drains = False
     bench.ray.drain("aaaa")
     bench.watched(nothing, nothing)
@@ -271,7 +278,7 @@ def test_ray_that_does_not_report_drains_is_logged_once():
 
 
 def test_placement_returns_once_enough_claims_are_placed():
-    bench = WatchedDiscovery(FakeRay(aaaa=1, bbbb=1), Wanted(5, ONE))
+    bench = WatchedDiscovery(FakeRay(aaaa=1, bbbb=1), ClusterRequest(5, ONE))
     bench.place(2, 10)
     assert bench.now == 1.0
     assert len(bench.ray.live) == 5
@@ -279,7 +286,7 @@ def test_placement_returns_once_enough_claims_are_placed():
 
 
 def test_waiting_for_room_is_logged():
-    bench = WatchedDiscovery(FakeRay(aaaa=1), Wanted(2, ONE))
+    bench = WatchedDiscovery(FakeRay(aaaa=1), ClusterRequest(2, ONE))
     bench.place(2, 60, *[bench.ray.tick] * 9, lambda: bench.ray.add("bbbb", 1))
     assert bench.log == [
         ("info", "waiting for room on the Ray cluster: 1 of 2 workers of CPU 1 each are placed")
@@ -287,13 +294,13 @@ def test_waiting_for_room_is_logged():
 
 
 def test_missing_room_is_an_error_with_the_resources_and_removes_the_claims():
-    bench = WatchedDiscovery(FakeRay(aaaa=1, bbbb=1), Wanted(4, {"CPU": 99}))
+    bench = WatchedDiscovery(FakeRay(aaaa=1, bbbb=1), ClusterRequest(4, {"CPU": 99}))
     recorded("messages", refusal_of(bench.place, 4, 10))
     assert bench.ray.live == {}
 
 
 def test_ray_outage_during_placement_is_reported():
-    bench = WatchedDiscovery(FakeRay(aaaa=1), Wanted(1, ONE))
+    bench = WatchedDiscovery(FakeRay(aaaa=1), ClusterRequest(1, ONE))
     bench.ray.trouble = "RpcError: unavailable"
     with raises(Invalid):
         bench.place(1, 3)
@@ -303,7 +310,7 @@ def test_ray_outage_during_placement_is_reported():
 
 
 def test_missing_gpus_are_reported():
-    bench = WatchedDiscovery(FakeRay(aaaa=1), Wanted(1, GPU))
+    bench = WatchedDiscovery(FakeRay(aaaa=1), ClusterRequest(1, GPU))
     bench.ray.gpus_known = False
     with raises(Invalid):
         bench.place(1, 3)
@@ -314,7 +321,7 @@ def test_missing_gpus_are_reported():
 
 def in_group(*bundles: dict[str, float], most: int = 9, **rest: Any) -> WatchedDiscovery:
     ray = FakeRay(aaaa=2, bbbb=2)
-    wanted = Wanted(most, ONE, ray.given(*bundles), **rest)
+    wanted = ClusterRequest(most, ONE, ray.given(*bundles), **rest)
     return WatchedDiscovery(ray, wanted)
 
 
@@ -392,7 +399,7 @@ async def closed_while_it_places(
 
 
 async def test_query_in_progress_makes_no_claim_after_close():
-    bench = WatchedDiscovery(FakeRay(aaaa=1), Wanted(2, ONE), answer_s=0.05)
+    bench = WatchedDiscovery(FakeRay(aaaa=1), ClusterRequest(2, ONE), answer_s=0.05)
     ray, go_on, told_of = bench.ray, threading.Event(), threading.Event()
     claims = ray.claims
 
@@ -407,7 +414,7 @@ async def test_query_in_progress_makes_no_claim_after_close():
 
 
 async def test_closing_while_claims_are_made_removes_those_made():
-    bench = WatchedDiscovery(FakeRay(aaaa=1), Wanted(3, ONE))
+    bench = WatchedDiscovery(FakeRay(aaaa=1), ClusterRequest(3, ONE))
     ray, go_on, begun = bench.ray, threading.Event(), threading.Event()
     make = ray.make
 
@@ -434,7 +441,7 @@ def test_call_that_hangs_is_logged_and_no_others_queue_behind_it():
         assert go_on.wait(10)
         return nodes()
 
-    slow = WatchedDiscovery(ray, Wanted(1, ONE), answer_s=0.02)
+    slow = WatchedDiscovery(ray, ClusterRequest(1, ONE), answer_s=0.02)
     ray.nodes = hangs  # type: ignore[method-assign]
     assert slow.watched(nothing, nothing, go_on.set, nothing, nothing) == [[(A, 1)]]
     assert len(calls) < 5
@@ -457,7 +464,7 @@ async def test_calls_run_one_after_another_and_their_errors_are_raised():
 
         return run
 
-    calls = CallsInTurn("test")
+    calls = SequentialCalls("test")
     got = await asyncio.gather(*(calls(call(n), 10) for n in range(5)), return_exceptions=True)
     assert [got[n] for n in (0, 1, 2, 4)] == [0, 1, 2, 4]
     assert isinstance(got[3], Invalid)
@@ -479,7 +486,7 @@ async def test_calls_run_one_after_another_and_their_errors_are_raised():
     ],
 )
 def test_invalid_requirements_are_rejected(most, resources):
-    recorded("messages", refusal_of(Wanted, most, resources))
+    recorded("messages", refusal_of(ClusterRequest, most, resources))
 
 
 def test_host_is_named_by_address_and_node():

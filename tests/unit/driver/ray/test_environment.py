@@ -11,7 +11,7 @@ from elastic.driver.ray.node.environment import (
     without_rays_own,
     workers_environ,
 )
-from elastic.driver.ray.start_failures import why_gone, why_no_actor
+from elastic.driver.ray.start_failures import exit_cause, why_no_actor
 from harness.golden import recorded
 
 OF_RAY = {
@@ -139,4 +139,4 @@ def test_reason_for_a_dead_actor_is_found():
         "The actor died unexpectedly before finishing this task.\n\tclass_name: AgentActor\n"
         "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR."
     )
-    recorded("messages", why_gone("alpha", text))
+    recorded("messages", exit_cause("alpha", text))

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from elastic.chaos.simulator.simulator import Simulation
-from elastic.driver.etcd.leadership import Deposed
+from elastic.driver.etcd.leadership import LeadershipLost
 from elastic.driver.events import TimePassed
 from elastic.driver.journal.entries import Entry, Header, Snapshot, Writer, decoded, header_of
 from elastic.driver.journal.journal import SnapshotPolicy
-from elastic.driver.journal.segments import Piecewise, Place, chapter_name, counting
-from elastic.driver.membership.snapshot import taken
-from elastic.driver.ray.cluster import Unanswered
+from elastic.driver.journal.segments import Place, SegmentedRecord, chapter_name, counting
+from elastic.driver.membership.snapshot import take_snapshot
+from elastic.driver.ray.cluster import RayUnavailable
 from elastic.driver.ray.journal import RayArchive, RayJournal
-from elastic.driver.ray.kv import Insistent
+from elastic.driver.ray.kv import RetryingKV
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from harness.golden import raises, recorded
@@ -52,10 +52,10 @@ def small_pieces(monkeypatch):
 async def a_day(drive: Drive, entries: Sequence[Any], known: list[bytes]) -> None:
     """Begin, and take snapshots of several pieces. ``known`` receives the recorded states, and "settled"."""
     await drive.begin()
-    known += [taken(drive.membership), b"settled"]
+    known += [take_snapshot(drive.membership), b"settled"]
     for entry in entries:
         drive.journal.record(entry.at, entry.event, drive.membership.handle(entry.event, entry.at))
-        known.append(taken(drive.membership))
+        known.append(take_snapshot(drive.membership))
         await drive.journal.settle()
         known.append(b"settled")
         await drive.journal.rest()
@@ -98,7 +98,10 @@ def test_driver_may_be_killed_at_any_call(tmp_path, job, small_pieces):
             # Everything settled is in the journal; what was only recorded may be.
             states = [state for state in known if state != b"settled"]
             settled = known.count(b"settled")
-            assert taken(past.membership) in (states or [taken(past.membership)])[settled - 1 :]
+            assert (
+                take_snapshot(past.membership)
+                in (states or [take_snapshot(past.membership)])[settled - 1 :]
+            )
         raise AssertionError("it never ends")
 
     calls = asyncio.run(story())
@@ -123,11 +126,11 @@ async def test_successors_may_be_killed_at_any_call(tmp_path, job, small_pieces)
             return
         third = Drive(place, settings, every=6)
         past = await third.go_on(Writer(3))
-        assert taken(third.membership) == known
+        assert take_snapshot(third.membership) == known
         await third.tell(entries[14:30])
         known = third.kill()
         past = await place.archive().past()
-        assert past is not None and taken(past.membership) == known and past.term == 3
+        assert past is not None and take_snapshot(past.membership) == known and past.term == 3
     raise AssertionError("it never ends")
 
 
@@ -148,7 +151,7 @@ async def test_incomplete_snapshot_is_ignored_and_removed_by_the_next_one(
     assert len(torn) == 1 and place.kept[torn[0]].startswith(b'{"piece":1,"of":5,')
     second = Drive(place, settings, every=10)
     past = await second.go_on()
-    assert past.replayed == 10 and taken(past.membership) == taken(drive.membership)
+    assert past.replayed == 10 and take_snapshot(past.membership) == take_snapshot(drive.membership)
     await second.tell(entries[10:40])
     assert not any("/000001-" in key for key in place.kept if "/records/" in key)
 
@@ -253,7 +256,7 @@ class Storm:
                 await journal.settle()
                 self.act(state)
                 await journal.rest()
-        except Deposed:
+        except LeadershipLost:
             assert archive.lost.is_set()
             self.deposed += 1
 
@@ -313,10 +316,10 @@ async def test_late_writes_of_a_deposed_driver_are_ignored(tmp_path, job):
     second = Drive(place, settings)
     await second.go_on()
     await second.tell(entries[7:12])
-    with raises(Deposed):
+    with raises(LeadershipLost):
         await first.tell(entries[7:10])  # with a snapshot
     past = await place.archive().past()
-    assert past is not None and taken(past.membership) == taken(second.membership)
+    assert past is not None and take_snapshot(past.membership) == take_snapshot(second.membership)
 
 
 async def test_change_of_leader_is_reported_once(tmp_path):
@@ -328,10 +331,10 @@ async def test_change_of_leader_is_reported_once(tmp_path):
     await of(kept).past()
     for _ in range(2):
         journal.record(1.0, TimePassed())
-        with pytest.raises(Deposed):
+        with pytest.raises(LeadershipLost):
             await journal.settle()
     assert first.lost.is_set()
-    with pytest.raises(Deposed):
+    with pytest.raises(LeadershipLost):
         await first.forget()
     assert kept
     [(level, text)] = log
@@ -344,12 +347,12 @@ async def test_turn_whose_answer_was_lost_is_taken(tmp_path):
 
     def unheard(change: Callable[[], Any]) -> Any:
         change()
-        raise Unanswered("the answer got lost")
+        raise RayUnavailable("the answer got lost")
 
     kept: dict[str, bytes] = {}
     kv = FakeKeyValues(kept)
     kv.troubles = [lambda change: change()] * 2 + [unheard]
-    archive = RayArchive("night", kv=Insistent(kv, quiet, pause=no_pause))
+    archive = RayArchive("night", kv=RetryingKV(kv, quiet, pause=no_pause))
     assert await archive.past() is None
     assert [key for key in kept if "/writers/" in key] == ["journal/night/writers/000001"]
     journal = await archive.begin(HEADER)
@@ -380,7 +383,7 @@ async def test_interrupted_deletion_leaves_the_job_unchanged_or_removed(tmp_path
     """Ray may restart the driver, which must not resume from half of a job. The removal may be interrupted too."""
     kept: dict[str, bytes] = {}
     kv = FakeKeyValues(kept)
-    archive = RayArchive("night", kv=Insistent(kv, quiet))
+    archive = RayArchive("night", kv=RetryingKV(kv, quiet))
     await archive.past()
     journal = await archive.begin(HEADER)
     for at in range(8):
@@ -408,14 +411,14 @@ async def test_writes_after_the_deletion_belong_to_no_job(tmp_path):
     journal = await archive.begin(HEADER)
     await of(kept).forget()
     journal.record(1.0, TimePassed())
-    with pytest.raises(Deposed):
+    with pytest.raises(LeadershipLost):
         await journal.settle()
     assert len(kept) == 1
     archive = of(kept)
     assert await archive.past() is None
     await archive.begin(HEADER)
     assert len(kept) == 2, "its turn and its beginning"
-    with pytest.raises(Deposed):
+    with pytest.raises(LeadershipLost):
         await journal.settle()
 
 
@@ -425,7 +428,7 @@ async def test_deletion_has_a_time_limit(tmp_path):
     kv = FakeKeyValues(kept)
     kv.troubles = [away] * 10**6
     log = lambda *line: logged.append(line)  # noqa: E731
-    archive = RayArchive("night", log=log, kv=Insistent(kv, quiet, pause=no_pause))
+    archive = RayArchive("night", log=log, kv=RetryingKV(kv, quiet, pause=no_pause))
     await archive.forget(within_s=0.0)
     [(level, text)] = logged
     assert level == "warning"
@@ -439,7 +442,7 @@ def written(*records: tuple[bytes, dict[str, Any]]) -> dict[int, bytes]:
     """A chapter of records in pieces of up to 4 bytes."""
     chapter: dict[int, bytes] = {}
     for data, more in records:
-        record = Piecewise(bytearray(data), **more)
+        record = SegmentedRecord(bytearray(data), **more)
         while (piece := record.piece()) is not None:
             chapter[len(chapter)] = piece
             record.written += 1
@@ -505,7 +508,7 @@ async def test_journal_does_not_begin_without_reading_the_existing_state(tmp_pat
 
 
 def away(change: Callable[[], Any]) -> Any:
-    raise Unanswered("RpcError: Deadline Exceeded")
+    raise RayUnavailable("RpcError: Deadline Exceeded")
 
 
 def quiet(level: str, text: str) -> None:
@@ -519,7 +522,7 @@ async def no_pause(seconds: float) -> None:
 def of(
     kept: dict[str, bytes], log: Callable[[str, str], None] = quiet, *, job: str = "night"
 ) -> RayArchive:
-    return RayArchive(job, log=log, kv=Insistent(FakeKeyValues(kept), quiet, pause=no_pause))
+    return RayArchive(job, log=log, kv=RetryingKV(FakeKeyValues(kept), quiet, pause=no_pause))
 
 
 class Hours:
@@ -538,11 +541,11 @@ class Hours:
     def log(self, level: str, text: str) -> None:
         self.said.append((round(self.now - 100.0, 1), level, text))
 
-    def insistent(self, kv: FakeKeyValues, **more: Any) -> Insistent:
-        return Insistent(kv, self.log, clock=lambda: self.now, pause=self.pause, **more)
+    def insistent(self, kv: FakeKeyValues, **more: Any) -> RetryingKV:
+        return RetryingKV(kv, self.log, clock=lambda: self.now, pause=self.pause, **more)
 
 
-async def begun(insistent: Insistent) -> RayJournal:
+async def begun(insistent: RetryingKV) -> RayJournal:
     archive = RayArchive("night", kv=insistent)
     await archive.past()
     return await archive.begin(HEADER)
@@ -583,7 +586,7 @@ async def test_short_outage_is_not_logged():
 
 async def test_records_during_an_outage_are_written_together():
     kv = FakeKeyValues({})
-    journal = await begun(Insistent(kv, quiet, pause=no_pause))
+    journal = await begun(RetryingKV(kv, quiet, pause=no_pause))
     back = threading.Event()
 
     def until_back(change: Callable[[], Any]) -> Any:
@@ -640,4 +643,4 @@ async def test_bug_is_not_treated_as_an_outage():
 
     kv.troubles = [bug]
     with pytest.raises(TypeError):
-        await Insistent(kv, quiet).keys("")
+        await RetryingKV(kv, quiet).keys("")

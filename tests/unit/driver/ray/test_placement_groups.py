@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from elastic.driver.ray.placement_groups import (
     Claim,
-    Claims,
     ClaimStage,
     Condition,
+    PlacementGroupPool,
     held,
     same,
     shortage,
@@ -42,20 +42,20 @@ def missing(*numbers: int) -> list[Claim]:
 
 
 def test_wanted_number_of_claims_is_made_at_first():
-    claims = Claims(3)
+    claims = PlacementGroupPool(3)
     assert claims.decide([], UP).make == [0, 1, 2]
     decision = claims.decide(waiting(0, 1, 2), UP)
     assert (decision.seats, decision.make, decision.remove) == ({}, [], [])
 
 
 def test_placed_claims_are_slots_and_the_others_are_awaited():
-    decision = Claims(3).decide([*on("b", 1, 0), *waiting(2)], UP)
+    decision = PlacementGroupPool(3).decide([*on("b", 1, 0), *waiting(2)], UP)
     assert (decision.seats, decision.make, decision.remove) == ({"b": [0, 1]}, [], [])
     assert decision.placed == 2
 
 
 def test_node_of_the_oldest_claim_comes_first_and_new_ones_are_appended():
-    claims = Claims(4)
+    claims = PlacementGroupPool(4)
     decision = claims.decide([*on("b", 1), *on("a", 2), *waiting(0, 3)], UP)
     assert list(decision.seats) == ["b", "a"]
     decision = claims.decide([*on("b", 1, 3), *on("a", 2, 0)], UP)
@@ -63,7 +63,7 @@ def test_node_of_the_oldest_claim_comes_first_and_new_ones_are_appended():
 
 
 def test_draining_node_loses_its_claims_and_others_are_made_at_once():
-    claims = Claims(3)
+    claims = PlacementGroupPool(3)
     claims.decide([*on("a", 0, 1), *on("b", 2)], UP)
     decision = claims.decide([*on("a", 0, 1), *on("b", 2)], {"a": DRAINING, "b": ALIVE})
     assert (decision.seats, decision.make, decision.remove) == ({"b": [2]}, [3, 4], [0, 1])
@@ -73,7 +73,7 @@ def test_draining_node_loses_its_claims_and_others_are_made_at_once():
 
 
 def test_claim_to_be_removed_is_removed_wherever_it_is_placed_meanwhile():
-    claims = Claims(1)
+    claims = PlacementGroupPool(1)
     claims.decide(on("a", 0), {"a": DRAINING, "b": ALIVE})
     decision = claims.decide([*on("b", 0), *waiting(1)], {"a": DEAD, "b": ALIVE})
     assert (decision.seats, decision.make, decision.remove) == ({}, [], [0])
@@ -81,14 +81,14 @@ def test_claim_to_be_removed_is_removed_wherever_it_is_placed_meanwhile():
 
 
 def test_node_that_drained_once_never_has_slots_again():
-    claims = Claims(1)
+    claims = PlacementGroupPool(1)
     claims.decide(on("a", 0), {"a": DRAINING, "b": ALIVE})
     decision = claims.decide([*missing(0), *on("a", 1)], UP)
     assert (decision.seats, decision.make, decision.remove) == ({}, [2], [1])
 
 
 def test_claim_on_a_dead_node_is_kept_and_placed_elsewhere():
-    claims = Claims(2)
+    claims = PlacementGroupPool(2)
     claims.decide([*on("a", 0), *on("b", 1)], UP)
     decision = claims.decide([*on("a", 0), *on("b", 1)], {"a": DEAD, "b": ALIVE})
     assert (decision.seats, decision.make, decision.remove) == ({"b": [1]}, [], [])
@@ -98,12 +98,12 @@ def test_claim_on_a_dead_node_is_kept_and_placed_elsewhere():
 
 
 def test_unknown_node_has_no_slots():
-    decision = Claims(1).decide(on("c", 0), UP)
+    decision = PlacementGroupPool(1).decide(on("c", 0), UP)
     assert (decision.seats, decision.make, decision.remove) == ({}, [], [])
 
 
 def test_claim_removed_by_others_is_made_again_with_another_number():
-    claims = Claims(2)
+    claims = PlacementGroupPool(2)
     claims.decide(on("a", 0, 1), UP)
     assert claims.decide([*missing(0), *on("a", 1)], UP).make == [2]
     # the number was not used, and is no longer reported
@@ -111,19 +111,21 @@ def test_claim_removed_by_others_is_made_again_with_another_number():
 
 
 def test_no_number_is_used_twice_even_across_drivers():
-    assert Claims(2).decide([*missing(7), *waiting(3)], UP).make == [8]
+    assert PlacementGroupPool(2).decide([*missing(7), *waiting(3)], UP).make == [8]
 
 
 def test_claims_with_other_requirements_belong_to_an_earlier_job():
-    decision = Claims(2).decide([Claim(0, ClaimStage.PLACED, "a", fits=False), *on("a", 1)], UP)
+    decision = PlacementGroupPool(2).decide(
+        [Claim(0, ClaimStage.PLACED, "a", fits=False), *on("a", 1)], UP
+    )
     assert (decision.seats, decision.make, decision.remove) == ({"a": [1]}, [2], [0])
 
 
 def test_surplus_claims_are_removed_waiting_and_youngest_first():
     found = [*waiting(0), *on("a", 1, 2), *on("b", 3), *waiting(4)]
-    assert Claims(4).decide(found, UP).remove == [4]
+    assert PlacementGroupPool(4).decide(found, UP).remove == [4]
     for nodes, surplus in ((UP, [0, 3, 4]), ({"a": DEAD, "b": ALIVE}, [1, 2, 4])):
-        claims = Claims(4)
+        claims = PlacementGroupPool(4)
         claims.decide(found, nodes)
         claims.want(2, {}, [])
         assert claims.decide(found, nodes).remove == surplus
@@ -131,15 +133,15 @@ def test_surplus_claims_are_removed_waiting_and_youngest_first():
 
 def test_no_slot_is_given_up_before_the_driver_has_reported_its_workers():
     """The previous driver was scaled up beyond the initial size."""
-    decision = Claims(1).decide([*on("a", 0, 1), *waiting(2)], UP)
+    decision = PlacementGroupPool(1).decide([*on("a", 0, 1), *waiting(2)], UP)
     assert (decision.make, decision.remove) == ([], [2])
-    claims = Claims(1)
+    claims = PlacementGroupPool(1)
     claims.want(1, {"a": 1}, [])  # the order of its slots is unknown
     assert claims.decide(on("a", 0, 1), UP).remove == []
 
 
 def test_more_claims_are_made_when_more_are_wanted():
-    claims = Claims(1)
+    claims = PlacementGroupPool(1)
     claims.decide(on("a", 0), UP)
     claims.want(3, {"a": 1}, [])
     decision = claims.decide(on("a", 0), UP)
@@ -149,7 +151,7 @@ def test_more_claims_are_made_when_more_are_wanted():
 
 
 def test_scaling_down_removes_claims_without_a_worker_and_keeps_slots():
-    claims = Claims(4)
+    claims = PlacementGroupPool(4)
     found = [*on("a", 0, 1), *on("b", 2, 3)]
     claims.decide(found, UP)
     claims.want(1, {"a": 2, "b": 1}, [])  # the worker in a's first slot has left, or is leaving
@@ -160,7 +162,7 @@ def test_scaling_down_removes_claims_without_a_worker_and_keeps_slots():
 
 
 def test_drained_host_keeps_its_slots_and_replacements_are_requested():
-    claims = Claims(2)
+    claims = PlacementGroupPool(2)
     found = [*on("a", 0), *on("b", 1)]
     claims.decide(found, UP)
     claims.want(2, {"a": 1}, ["b"])
@@ -171,7 +173,7 @@ def test_drained_host_keeps_its_slots_and_replacements_are_requested():
 
 
 def test_claim_is_no_slot_before_everything_is_known_about_it():
-    claims = Claims(2)
+    claims = PlacementGroupPool(2)
     found = [Claim(0, ClaimStage.PLACED, "a", ready=False), *on("a", 1)]
     assert claims.decide(found, UP).seats == {"a": [1]}
     assert claims.unready(found, UP)
@@ -181,7 +183,7 @@ def test_claim_is_no_slot_before_everything_is_known_about_it():
 
 @pytest.mark.parametrize(("found", "nodes"), [([], UP), (on("a", 0), {}), ([], {})])
 def test_empty_answer_changes_nothing(found, nodes):
-    claims = Claims(2)
+    claims = PlacementGroupPool(2)
     claims.decide([*on("a", 0), *waiting(1)], UP)
     decision = claims.decide(found, nodes)
     assert (decision.seats, decision.make, decision.remove) == ({"a": [0]}, [], [])
@@ -189,7 +191,7 @@ def test_empty_answer_changes_nothing(found, nodes):
 
 
 def test_bundles_of_a_foreign_group_are_neither_made_nor_removed():
-    claims = Claims(2, ours=False)
+    claims = PlacementGroupPool(2, ours=False)
     found = [*on("a", 1, 2), *on("b", 3)]
     decision = claims.decide(found, UP)
     assert (decision.seats, decision.make, decision.remove) == ({"a": [1, 2]}, [], [])
@@ -218,7 +220,7 @@ class Conversation:
     def __init__(self, most: int) -> None:
         self.most = most
         self.ray = FakeRay(n0=2, n1=1)
-        self.claims = Claims(most)
+        self.claims = PlacementGroupPool(most)
         self.seats: dict[str, list[int]] = {}
         self.drained: set[str] = set()
 
@@ -248,7 +250,7 @@ class Conversation:
             case "fail":
                 self.look(acts=False)
             case "restart":
-                self.claims, self.seats = Claims(self.most), {}
+                self.claims, self.seats = PlacementGroupPool(self.most), {}
                 self.claims.decide(self.found(), self.conditions())
                 self.claims.want(self.most, {}, [])
                 self.look()

@@ -23,7 +23,7 @@ import pytest
 
 from elastic.chaos.harness.processes import lives
 from elastic.driver.ray.actors import Taken
-from elastic.driver.ray.node.agent_actor import AgentActor, InRay, RayProcess
+from elastic.driver.ray.node.agent_actor import AgentActor, RayEngine, RayProcess
 from elastic.driver.ray.node.agent_folder import make_folder, sweep
 from elastic.driver.ray.node.worker_calls import CallFailed
 from elastic.driver.ray.starter import RayStarter, name_of
@@ -49,7 +49,7 @@ class Died(Exception):
     """Like Ray's ActorDiedError."""
 
 
-class Engine(InRay):
+class Engine(RayEngine):
     def __init__(self) -> None:
         self.left = threading.Event()
         self.leaves: Any = lambda: None

@@ -10,8 +10,12 @@ import torch
 
 from elastic.checkpoints import catalog, manifest, writing
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Name, NotReadable
-from elastic.driver.job.checkpoint_shares import CheckpointShares, Damaged, Spoilt
+from elastic.checkpoints.manifest import CommitName, UnreadableCommit
+from elastic.driver.job.checkpoint_shares import (
+    CheckpointShares,
+    ReplicaCorrupted,
+    ReplicasCorrupted,
+)
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.protocol.messages import Commit, NotFinite, ShareWritten, Worker
 from elastic.state.snapshots.digest import WHOLE, digest
@@ -74,7 +78,7 @@ def test_of_many_flips_in_one_replica_of_three_each_is_found_and_the_culprit_nam
         for worker in WORKERS:
             said = digests(damaged) if worker == culprit else good
             actions += shares.handle(worker, ShareWritten(1, 2, Commit(1, 2), said)) or []
-        [named] = [action for action in actions if isinstance(action, Damaged)]
+        [named] = [action for action in actions if isinstance(action, ReplicaCorrupted)]
         assert (named.worker, named.parts, named.equal) == (culprit, [part], 2), f"flip {number}"
         found += 1
     assert found == FLIPS
@@ -113,7 +117,9 @@ def trained_to_nan(*, flipped: int | None, bad_batch: int | None) -> list[object
 
 
 def test_a_flip_that_has_spoilt_all_replicas_since_is_still_known_by_the_step_before():
-    assert trained_to_nan(flipped=1, bad_batch=None) == [Spoilt(1, Commit(1, 2), [WORKERS[1]], 2)]
+    assert trained_to_nan(flipped=1, bad_batch=None) == [
+        ReplicasCorrupted(1, Commit(1, 2), [WORKERS[1]], 2)
+    ]
 
 
 def test_nobody_is_blamed_for_a_batch_that_made_all_replicas_nan():
@@ -170,9 +176,9 @@ def test_of_gradients_that_were_not_finite_before_it_came_a_rank_notes_nothing()
 
 
 @pytest.fixture
-def written(tmp_path) -> tuple[Storage, Name, Path]:
+def written(tmp_path) -> tuple[Storage, CommitName, Path]:
     """By two ranks."""
-    storage, name = Storage(str(tmp_path)), Name(1, 2, 30)
+    storage, name = Storage(str(tmp_path)), CommitName(1, 2, 30)
     net = torch.nn.Linear(10, 10)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     net(torch.ones(10)).sum().backward()
@@ -187,11 +193,11 @@ def written(tmp_path) -> tuple[Storage, Name, Path]:
     return storage, name, tmp_path / str(name)
 
 
-def trouble(storage: Storage, name: Name) -> str:
+def trouble(storage: Storage, name: CommitName) -> str:
     """What is said of it; empty: nothing."""
     try:
         return catalog.verify(storage, catalog.read(storage, name))
-    except NotReadable as error:
+    except UnreadableCommit as error:
         return str(error)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from elastic.checkpoints import catalog, loading, manifest, resuming, writing
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Name, NotReadable, StoredFile
+from elastic.checkpoints.manifest import CommitName, StoredFile, UnreadableCommit
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.errors import Invalid, StateMismatch
 from elastic.exact.shards import Shards
@@ -57,7 +57,9 @@ def nobody_minds() -> None:
     pass
 
 
-def written(storage: Storage, state: TorchState, name: Name, size: int = 1) -> manifest.Manifest:
+def written(
+    storage: Storage, state: TorchState, name: CommitName, size: int = 1
+) -> manifest.Manifest:
     held = hold(state)
     try:
         for rank in range(size):
@@ -89,10 +91,10 @@ def test_what_any_number_of_ranks_has_written_comes_back_bit_for_bit(tmp_path, s
     storage, state = Storage(str(tmp_path)), trained(2)
     drawn = torch.randn(3), random.random()
     state.restore()  # the generators are where they were at the commit
-    found = written(storage, state, Name(1, 2, 30), size)
+    found = written(storage, state, CommitName(1, 2, 30), size)
     assert found.pickled == [] and catalog.verify(storage, found) == ""
     other = trained(7, steps=1)
-    loading.load(storage, catalog.read(storage, Name(1, 2, 30)), other)
+    loading.load(storage, catalog.read(storage, CommitName(1, 2, 30)), other)
     loading.load_random(found.generators, size - 1, other)
     assert same(other, state)
     assert torch.equal(torch.randn(3), drawn[0]) and random.random() == drawn[1]
@@ -101,7 +103,7 @@ def test_what_any_number_of_ranks_has_written_comes_back_bit_for_bit(tmp_path, s
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_it_without_us(tmp_path):
     storage, state = Storage(str(tmp_path / "all")), trained(2)
-    written(storage, state, Name(1, 2, 30), size=3)
+    written(storage, state, CommitName(1, 2, 30), size=3)
     folder = tmp_path / "all" / "r0001-g0002-c00000030"
     dcp_to_torch_save(folder, tmp_path / "plain.pt")
     plain = torch.load(tmp_path / "plain.pt", weights_only=False)
@@ -120,7 +122,7 @@ def test_keys_that_torch_would_take_for_the_same_are_kept(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     state.best = {1: "a", "1": "b", "x": {2: "c", "2": "d"}}
     state.commit()
-    found = written(storage, state, Name(1, 2, 30))
+    found = written(storage, state, CommitName(1, 2, 30))
     other = trained(7)
     loading.load(storage, found, other)
     assert other.best == state.best
@@ -133,7 +135,7 @@ def test_the_index_is_that_of_each_checkpoint(tmp_path):
     for number, best in enumerate([{"a": 1}, {"a": 2}, {"b": 2}, {"b": 2, "c": "longer"}]):
         state.best, state.epoch = best, number
         state.commit()
-        found = written(storage, state, Name(1, 2, number))
+        found = written(storage, state, CommitName(1, 2, number))
         dcp_to_torch_save(tmp_path / str(found.name), tmp_path / "all.pt")
         plain = torch.load(tmp_path / "all.pt", weights_only=False)
         assert (plain["best"], plain["epoch"]) == (best, number)
@@ -161,8 +163,8 @@ def test_what_is_held_stays_as_it_is_while_commits_go_on(tmp_path):
         state.model[0].weight.add_(1)
     state.epoch = 3
     state.commit()
-    writing.write_share(storage, Name(1, 2, 30), held, 0, 1, nobody_minds)
-    found = writing.seal(storage, Name(1, 2, 30), held, 1, nobody_minds)
+    writing.write_share(storage, CommitName(1, 2, 30), held, 0, 1, nobody_minds)
+    found = writing.seal(storage, CommitName(1, 2, 30), held, 1, nobody_minds)
     held.release()
     other = trained(7)
     loading.load(storage, found, other)
@@ -173,13 +175,13 @@ def test_what_is_held_stays_as_it_is_while_commits_go_on(tmp_path):
 
 def test_what_is_torn_is_passed_over(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
-    whole = written(storage, state, Name(1, 2, 30))
+    whole = written(storage, state, CommitName(1, 2, 30))
     held = hold(state)
-    writing.write_share(storage, Name(1, 2, 40), held, 0, 2, nobody_minds)
-    with raises(NotReadable):
-        writing.seal(storage, Name(1, 2, 40), held, 2, nobody_minds)
+    writing.write_share(storage, CommitName(1, 2, 40), held, 0, 2, nobody_minds)
+    with raises(UnreadableCommit):
+        writing.seal(storage, CommitName(1, 2, 40), held, 2, nobody_minds)
     held.release()
-    assert catalog.entry(storage, Name(1, 2, 40)).torn
+    assert catalog.entry(storage, CommitName(1, 2, 40)).torn
     options = CheckpointOptions(str(tmp_path))
     found = resuming.load_newest(storage, options, trained(7))
     assert found is not None and found[1].name == whole.name
@@ -188,20 +190,20 @@ def test_what_is_torn_is_passed_over(tmp_path):
 @pytest.mark.parametrize("file", ["__0_0.distcp", "manifest.json"])
 def test_a_flipped_bit_is_found_and_the_one_before_is_taken(tmp_path, capsys, file):
     storage, state = Storage(str(tmp_path)), trained(2)
-    written(storage, state, Name(1, 2, 30))
-    written(storage, state, Name(1, 2, 40))
+    written(storage, state, CommitName(1, 2, 30))
+    written(storage, state, CommitName(1, 2, 40))
     path = tmp_path / "r0001-g0002-c00000040" / file
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x80
     path.write_bytes(content)
     found = resuming.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
-    assert found is not None and found[1].name == Name(1, 2, 30)
+    assert found is not None and found[1].name == CommitName(1, 2, 30)
     recorded("output", capsys.readouterr().err)
 
 
 def test_where_nothing_can_be_read_training_does_not_begin_anew_by_itself(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
-    written(storage, state, Name(1, 2, 30))
+    written(storage, state, CommitName(1, 2, 30))
     (tmp_path / "r0001-g0002-c00000030" / "__0_0.distcp").unlink()
     with raises(Invalid):
         resuming.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
@@ -211,7 +213,7 @@ def test_where_nothing_can_be_read_training_does_not_begin_anew_by_itself(tmp_pa
 
 def test_another_state_is_told_the_difference_and_stays_as_it_is(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
-    found = written(storage, state, Name(1, 2, 30))
+    found = written(storage, state, CommitName(1, 2, 30))
     other = trained(7, width=30)
     before = other.model[0].weight.detach().clone()
     with pytest.raises(StateMismatch, match=r"model.0.weight float32 \[30, 10\]"):
@@ -225,7 +227,7 @@ def test_who_computes_differently_goes_on_only_where_that_is_allowed(tmp_path, m
 
     monkeypatch.setattr("elastic.exact.probe.lines", lambda: ["arithmetic.threads 1"])
     storage, first = Storage(str(tmp_path)), state()
-    found = written(storage, first, Name(1, 2, 30))
+    found = written(storage, first, CommitName(1, 2, 30))
     monkeypatch.setattr("elastic.exact.probe.lines", lambda: ["arithmetic.threads 2"])
     with raises(StateMismatch):
         loading.load(storage, found, state())
@@ -242,7 +244,7 @@ def test_what_an_older_version_has_written_is_gone_on_from_its_damage_found_and_
     storage, state = Storage(str(tmp_path)), trained(2)
     state.best = timedelta(1)  # which is pickled
     state.commit()
-    found = written(storage, state, Name(1, 2, 30))
+    found = written(storage, state, CommitName(1, 2, 30))
     folder = tmp_path / str(found.name)
     files = {
         file: StoredFile(stored.bytes, sha256=sha256((folder / file).read_bytes()).hexdigest())
@@ -263,20 +265,20 @@ def test_what_an_older_version_has_written_is_gone_on_from_its_damage_found_and_
         said = catalog.verify(storage, catalog.read(storage, found.name))
         recorded("log", said, file)
         (folder / file).write_bytes(whole)
-    written(storage, state, Name(1, 2, 40))
+    written(storage, state, CommitName(1, 2, 40))
     assert catalog.prune(storage, 1) == [found.name]
 
 
 def test_a_newer_version_is_refused(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
-    written(storage, state, Name(1, 2, 30))
+    written(storage, state, CommitName(1, 2, 30))
     path = tmp_path / "r0001-g0002-c00000030" / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b'"format":3', b'"format":9', 1))
-    entry = catalog.entry(storage, Name(1, 2, 30))
+    entry = catalog.entry(storage, CommitName(1, 2, 30))
     assert entry.newer
     recorded("messages", entry.trouble)
     # An older one is no way out: what is newer would be removed in time.
-    written(storage, state, Name(1, 2, 20))
+    written(storage, state, CommitName(1, 2, 20))
     with raises(Invalid):
         resuming.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
 
@@ -291,7 +293,7 @@ def test_what_is_not_wanted_any_more_is_not_written(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     held = hold(state)
     with pytest.raises(Enough):
-        writing.write_share(storage, Name(1, 2, 30), held, 0, 1, enough)
+        writing.write_share(storage, CommitName(1, 2, 30), held, 0, 1, enough)
     held.release()
     assert storage.sizes("r0001-g0002-c00000030") == {}
 
@@ -299,15 +301,15 @@ def test_what_is_not_wanted_any_more_is_not_written(tmp_path):
 def test_old_ones_go_once_newer_ones_are_whole(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     for number in (10, 20, 30, 40):
-        written(storage, state, Name(2, 1, number))
-    written(storage, state, Name(1, 9, 99))  # of another training
+        written(storage, state, CommitName(2, 1, number))
+    written(storage, state, CommitName(1, 9, 99))  # of another training
     held = hold(state)
-    writing.write_share(storage, Name(2, 1, 50), held, 0, 1, nobody_minds)
+    writing.write_share(storage, CommitName(2, 1, 50), held, 0, 1, nobody_minds)
     held.release()
-    assert catalog.prune(storage, 2, floor=2) == [Name(2, 1, 10), Name(2, 1, 20)]
-    left = [Name(1, 9, 99), Name(2, 1, 30), Name(2, 1, 40), Name(2, 1, 50)]
+    assert catalog.prune(storage, 2, floor=2) == [CommitName(2, 1, 10), CommitName(2, 1, 20)]
+    left = [CommitName(1, 9, 99), CommitName(2, 1, 30), CommitName(2, 1, 40), CommitName(2, 1, 50)]
     assert catalog.names(storage) == left
-    assert catalog.chosen(storage, "1.40").name == Name(2, 1, 40)
+    assert catalog.chosen(storage, "1.40").name == CommitName(2, 1, 40)
     with raises(Invalid):
         catalog.chosen(storage, "7.7")
 
@@ -337,7 +339,7 @@ def test_s3_is_not_waited_for_as_long_as_its_client_would(monkeypatch):
 def test_a_storage_of_fsspec_keeps_the_same():
     storage, state = Storage("memory://checkpoints"), trained(2)
     storage.prove_writable()
-    found = written(storage, state, Name(1, 2, 30), size=2)
+    found = written(storage, state, CommitName(1, 2, 30), size=2)
     other = trained(7)
     loading.load(storage, found, other)
     assert same(other, state)
@@ -347,14 +349,14 @@ def test_a_storage_of_fsspec_keeps_the_same():
 def test_each_job_on_a_folder_has_a_run_of_its_own(tmp_path):
     for storage in (Storage(str(tmp_path / "all")), Storage("memory://claimed")):
         assert [catalog.claim_run(storage) for _ in range(3)] == [1, 2, 3]
-        written(storage, trained(2), Name(7, 2, 30))
+        written(storage, trained(2), CommitName(7, 2, 30))
         assert catalog.claim_run(storage) == 8
 
 
 def test_a_commit_of_another_folder_is_where_training_begins(tmp_path):
     """Both folders are at their first run."""
     old, new = Storage(str(tmp_path / "old")), str(tmp_path / "new")
-    written(old, trained(2), Name(1, 2, 30))
+    written(old, trained(2), CommitName(1, 2, 30))
     options = CheckpointOptions(new, run=1, floor=1, start=(old.url, "2.30"))
     state = trained(7)
     where, found = resuming.load_newest(Storage(new), options, state) or ("", None)

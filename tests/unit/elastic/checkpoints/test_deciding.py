@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from elastic.checkpoints import options
-from elastic.checkpoints.manifest import Name, parse, superfluous
-from elastic.checkpoints.plain_data import Damaged, NotPlain, decode, encode
+from elastic.checkpoints.manifest import CommitName, parse, superfluous
+from elastic.checkpoints.plain_data import CorruptedData, NotPlain, decode, encode
 from elastic.checkpoints.schedule import Schedule, Step
 from elastic.errors import Invalid
 from elastic.protocol.messages import Commit
@@ -48,7 +48,7 @@ def test_other_kinds_are_refused_and_a_damaged_word_is_an_error():
     kept = OrderedDict(a=Counter({3: 1}), b=float("inf"), c={1, 2}, d=frozenset({3}))
     assert decode(encode(kept)) == kept
     for text in ({"~": "tuple", "v": 3}, {"~": "os.system", "v": "x"}, {"~": 1}):
-        with pytest.raises(Damaged):
+        with pytest.raises(CorruptedData):
             decode(text)
 
 
@@ -176,13 +176,13 @@ def test_what_a_worker_is_told():
 
 
 def test_names_are_in_the_order_in_which_commits_were_made():
-    made = [Name(1, 9, 5), Name(2, 1, 100), Name(2, 2, 3)]
+    made = [CommitName(1, 9, 5), CommitName(2, 1, 100), CommitName(2, 2, 3)]
     assert sorted(reversed(made)) == made and [parse(str(name)) for name in made] == made
     assert parse("r1-g2-c3") is None and parse("lost+found") is None
 
 
 def test_nothing_goes_while_no_newer_one_is_proven():
-    names = [Name(1, 1, n) for n in range(1, 6)]
+    names = [CommitName(1, 1, n) for n in range(1, 6)]
     assert superfluous(names, [], 1) == []
     assert superfluous(names, names[:2], 1) == names[:1]
     assert superfluous(names, names[1:4], 2) == [names[0], names[1]]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from elastic.checkpoints import durable, options, resuming
-from elastic.checkpoints.durable import Brought
-from elastic.checkpoints.writer import Writer
+from elastic.checkpoints.durable import TransferOutcome
+from elastic.checkpoints.writer import CheckpointWriter
 from elastic.monitoring.time_account import TimeAccount
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.protocol.messages import Address, Commit, Place, World
@@ -21,15 +21,15 @@ from elastic.runtime.commit_log import CommitLog
 from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.session import Session
 from elastic.runtime.training import Training
-from elastic.runtime.worker import Runtime
-from elastic.sharding.inventory import CommitId, HeldShard
-from elastic.state.fully_sharded.sharded_commits import Meeting, ShardedCommits
+from elastic.runtime.worker_runtime import WorkerRuntime
+from elastic.sharding.shard_inventory import CommitId, HeldShard
+from elastic.state.fully_sharded.sharded_commits import ShardedCommits, WorldInventory
 from elastic.state.state import ObjectState, State
 
 
 @pytest.fixture
 def rt():
-    made = create_autospec(Runtime, instance=True)
+    made = create_autospec(WorkerRuntime, instance=True)
     made.account = TimeAccount(0.0, "joining")
     made.alone = True
     return made
@@ -79,7 +79,7 @@ def test_waiting_for_the_last_one_is_storage(rt):
 def test_what_is_known_of_gradients_goes_and_comes_back_with_the_state():
     session = Session(environment.read({}), None)
     log = CommitLog(session, create_autospec(ProgressCounter, instance=True))
-    writer = log.durable = create_autospec(Writer, instance=True)
+    writer = log.durable = create_autospec(CheckpointWriter, instance=True)
     log.committed()
     writer.saved.assert_called_once_with()
     log.step_back(create_autospec(ObjectState, instance=True))
@@ -89,7 +89,7 @@ def test_what_is_known_of_gradients_goes_and_comes_back_with_the_state():
 @pytest.mark.parametrize(("holders", "rank", "knows"), [(2, 1, True), (2, 2, False), (0, 1, False)])
 def test_it_is_forgotten_where_another_state_comes(rt, holders, rank, knows):
     rt.commits = create_autospec(CommitLog, instance=True)
-    rt.commits.durable = create_autospec(Writer, instance=True)
+    rt.commits.durable = create_autospec(CheckpointWriter, instance=True)
     first = rt.first_not_finite = FirstNotFinite()
     first.look("0", [torch.tensor(torch.nan)], [("weight", torch.ones(2))])
     place, commit = Place(rank, 3, rank, 3, 0, 1), Commit(2, 7) if holders else None
@@ -116,7 +116,7 @@ def test_ranks_that_hold_no_whole_commit_of_a_training_read_a_checkpoint(
     rt, monkeypatch, tmp_path, commit, folder, there, reads
 ):
     held = () if commit is None else (HeldShard(commit, 1, 0, True),)
-    met = Meeting([held], ("h",), {}, [False], [None])
+    met = WorldInventory([held], ("h",), {}, [False], [None])
     sharded = create_autospec(ShardedCommits, instance=True)
     sharded.meet.return_value = met
     state = create_autospec(State, instance=True)
@@ -127,6 +127,6 @@ def test_ranks_that_hold_no_whole_commit_of_a_training_read_a_checkpoint(
         monkeypatch.setenv(options.DIR, str(tmp_path))
     reset = create_autospec(callable)
     found = durable.bring_shards(rt, state, reset)
-    assert found == (Brought(0, True) if reads else Brought(12, False))
+    assert found == (TransferOutcome(0, True) if reads else TransferOutcome(12, False))
     if not reads:
         state.bring_shards.assert_called_once_with(reset, met)

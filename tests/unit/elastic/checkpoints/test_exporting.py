@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from elastic.checkpoints import exporting, writing
-from elastic.checkpoints.exporting import LeftOut
+from elastic.checkpoints.exporting import SkippedValue
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, Name, NotReadable
-from elastic.driver.commandline.afterwards import checkpoints_cli
+from elastic.checkpoints.manifest import CommitName, Manifest, UnreadableCommit
+from elastic.driver.commandline.offline import checkpoints_cli
 from elastic.errors import Invalid
 from elastic.state.state import hold
 from elastic.state.torch_state import TorchState
 from harness.sharded_writing import written_by
 
-NAME = Name(1, 2, 30)
+NAME = CommitName(1, 2, 30)
 
 
 class Own:
@@ -64,7 +64,7 @@ def trained() -> TorchState:
     return state
 
 
-def replicated(storage: Storage, state: TorchState, name: Name, size: int) -> Manifest:
+def replicated(storage: Storage, state: TorchState, name: CommitName, size: int) -> Manifest:
     held = hold(state)
     try:
         for rank in range(size):
@@ -86,7 +86,7 @@ def test_an_exported_checkpoint_loads_into_plain_objects_which_train_on_alike(
     storage, state = Storage(str(tmp_path)), trained()
     file = str(tmp_path / "all.pt")
     left_out = exporting.export(storage, write(storage, state, NAME, size), file)
-    assert left_out == [LeftOut("own"), LeftOut("some")]
+    assert left_out == [SkippedValue("own"), SkippedValue("some")]
     found = torch.load(file)  # with weights_only
     assert (found["step"], found["best"]) == (3, {1: (2, 0.5)})
     net = network(2)
@@ -113,7 +113,7 @@ def test_groups_of_an_optimizer_are_those_of_the_manifest_whatever_the_layout_sa
     other = msgspec.structs.replace(found, layout=found.layout.replace("groups", "parameters"))
     exported = exporting.whole_state(storage, other).others["optimizer"]
     assert [group["params"] for group in exported["param_groups"]] == [[0, 1], [2, 3]]
-    with pytest.raises(NotReadable):
+    with pytest.raises(UnreadableCommit):
         exporting.whole_state(storage, msgspec.structs.replace(found, group_sizes={}))
 
 
@@ -173,7 +173,7 @@ def test_of_a_part_whose_python_values_are_pickled_the_tensors_are_exported(
     state.commit()
     file = str(tmp_path / "all.pt")
     found = write(storage, state, NAME, 2)
-    assert exporting.export(storage, found, file) == [LeftOut("model", but_tensors=True)]
+    assert exporting.export(storage, found, file) == [SkippedValue("model", but_tensors=True)]
     assert torch.equal(torch.load(file)["model"]["weight"], state.model.weight)
 
 
@@ -185,7 +185,7 @@ def test_a_damaged_file_is_not_exported(tmp_path: Any, write: Write):
     content = bytearray(last.read_bytes())
     content[len(content) // 2] ^= 1
     last.write_bytes(content)
-    with pytest.raises(NotReadable):
+    with pytest.raises(UnreadableCommit):
         exporting.export(storage, found, str(tmp_path / "all.pt"))
     assert not (tmp_path / "all.pt").exists()
 
@@ -198,7 +198,7 @@ def test_the_command_exports_the_newest_or_the_commit_that_is_given(
     written_by(storage, state, NAME, 2)
     state.step = 4
     state.commit()
-    replicated(storage, state, Name(1, 2, 40), 2)
+    replicated(storage, state, CommitName(1, 2, 40), 2)
     (tmp_path / "a@b" / "r0001-g0002-c00000050").mkdir()  # incomplete
     assert checkpoints_cli.main(["export", "a@b"]) == 0
     assert torch.load("r0001-g0002-c00000040.pt")["step"] == 4

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from elastic.checkpoints import row_ranges
-from elastic.checkpoints.manifest import NotReadable, StoredRows, StoredTensor
+from elastic.checkpoints.manifest import StoredRows, StoredTensor, UnreadableCommit
 from elastic.checkpoints.row_ranges import check_ranges, reads
 from elastic.sharding.rows import Rows, rows_of
 
@@ -87,5 +87,5 @@ def test_rows_that_are_missing_or_there_twice_are_no_checkpoint(case: str):
             tensors[1] = changed(tensors[1], sums=[1])
         case "kind":
             tensors[1] = msgspec.structs.replace(tensors[1], dtype="int8")
-    with pytest.raises(NotReadable):
+    with pytest.raises(UnreadableCommit):
         check_ranges(tensors)

@@ -11,13 +11,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from elastic.checkpoints import catalog, loading, manifest, row_ranges, writing
 from elastic.checkpoints.files import row_file
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, Name, NotReadable
+from elastic.checkpoints.manifest import CommitName, Manifest, UnreadableCommit
 from elastic.checkpoints.shard_reader import read_rows, row_specs
 from elastic.sharding.rows import rows_of
 from elastic.state.torch_state import TorchState
 from harness.sharded_writing import share_of, written_by
 
-NAME = Name(1, 2, 30)
+NAME = CommitName(1, 2, 30)
 
 
 def trained(seed: int, steps: int = 3) -> TorchState:
@@ -113,7 +113,7 @@ def test_a_checkpoint_without_some_rows_is_not_sealed(tmp_path: Any):
         writing.write_share(storage, NAME, held, rank, 3, lambda: None)
         held.release()
     held = share_of(state, 0, 3)
-    with pytest.raises(NotReadable):
+    with pytest.raises(UnreadableCommit):
         writing.seal(storage, NAME, held, 3, lambda: None)
     assert catalog.entry(storage, NAME).torn
 
@@ -146,7 +146,7 @@ def test_damaged_rows_are_noticed_by_the_rank_that_reads_them_and_by_no_other(
             row_file.read(storage, str(NAME), ranges, rows, into)
             assert torch.equal(into, state.model[0].weight[:4])
         else:
-            with pytest.raises(NotReadable):
+            with pytest.raises(UnreadableCommit):
                 row_file.read(storage, str(NAME), ranges, rows, into)
 
 

@@ -18,14 +18,14 @@ from elastic.checkpoints.files.checked import Alive
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest
 from elastic.checkpoints.options import CheckpointOptions, parse_every
-from elastic.checkpoints.writer import Writer
+from elastic.checkpoints.writer import CheckpointWriter
 from elastic.driver.job.checkpoint_shares import (
+    CheckpointCompleted,
+    CheckpointFailed,
     CheckpointShares,
-    Damaged,
-    Failed,
-    Made,
-    Spoilt,
-    TellRanks,
+    ReplicaCorrupted,
+    ReplicasCorrupted,
+    SendToRanks,
 )
 from elastic.driver.membership.scheduling import rank_order
 from elastic.protocol.messages import Commit, Message, Worker
@@ -58,13 +58,13 @@ class Job:
         self.made: list[Commit] = []
         self.failed: list[str] = []
         self.damaged: list[int] = []  # ranks
-        self.spoilt: list[Spoilt] = []
+        self.spoilt: list[ReplicasCorrupted] = []
         self.step = 0
         self.over = False
         self._driver = threading.Lock()
         self.states = [self._state() for _ in range(ranks)]
         self.writers = [
-            Writer(Storage(str(folder)), options, self._sender(worker), alone=False)
+            CheckpointWriter(Storage(str(folder)), options, self._sender(worker), alone=False)
             for worker in self.workers
         ]
 
@@ -80,16 +80,16 @@ class Job:
                 actions = self.shares.handle(worker, message)
             for action in actions or ():
                 match action:
-                    case TellRanks(workers, message):
+                    case SendToRanks(workers, message):
                         for each in workers:
                             self.writers[self.workers.index(each)].receive(message)
-                    case Made(commit):
+                    case CheckpointCompleted(commit):
                         self.made.append(commit)
-                    case Failed(_, _, reason):
+                    case CheckpointFailed(_, _, reason):
                         self.failed.append(reason)
-                    case Damaged(culprit):
+                    case ReplicaCorrupted(culprit):
                         self.damaged.append(self.workers.index(culprit))
-                    case Spoilt():
+                    case ReplicasCorrupted():
                         self.spoilt.append(action)
 
         return send
@@ -316,7 +316,7 @@ def test_whose_parameters_differed_before_all_gradients_became_nan_is_told_at_th
         parameters = [("weight", torch.full((3,), float(rank == 1)))]
         each.first_not_finite.look("0", [torch.tensor(torch.nan)], parameters)
     ranks.commit()
-    spoilt = Spoilt(2, Commit(2, 6), [ranks.workers[1]], 2)
+    spoilt = ReplicasCorrupted(2, Commit(2, 6), [ranks.workers[1]], 2)
     assert ranks.spoilt == [spoilt]
     ranks.commit(3)
     assert ranks.spoilt == [spoilt], "it was said"

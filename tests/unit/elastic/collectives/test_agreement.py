@@ -11,16 +11,16 @@ import torch
 
 from elastic.collectives import agreement
 from elastic.errors import StateMismatch
-from elastic.sharding.inventory import CommitId
+from elastic.sharding.shard_inventory import CommitId
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
-from elastic.state.fully_sharded.shard_bank import ShardBank
+from elastic.state.fully_sharded.shard_buffers import ShardBuffers
 from elastic.state.fully_sharded.sharded_commits import ShardedCommits, ShardedWorld
 from harness.fakes.collectives import FakeCollectives, world
 
 
 def compare_commits(group: FakeCollectives) -> None:
     """Of ranks that have committed differently often."""
-    commits, bank = ShardedCommits(lambda: [], 1), ShardBank()
+    commits, bank = ShardedCommits(lambda: [], 1), ShardBuffers()
     commits._number = group.rank
     live = {"m/w": LiveShard(torch.ones(1), RowSpec((2,), torch.float32))}
     bank.arrange(live, 2, (group.rank,))

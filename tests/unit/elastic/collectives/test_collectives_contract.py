@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic.collectives import construct
+from elastic.collectives import group_factory
 from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed
@@ -35,8 +35,8 @@ class TestLocal(CollectivesContract):
         return [LocalCollectives()]
 
 
-def connecting(size: int, device_type: str) -> construct.Connecting:
-    store = construct.Store(store_to_be(), None, timeout_s=1.0)
+def connecting(size: int, device_type: str) -> group_factory.ConnectingGroup:
+    store = group_factory.Store(store_to_be(), None, timeout_s=1.0)
     return groups.connecting(store, 0, size, timeout_s=1.0, device_type=device_type)
 
 

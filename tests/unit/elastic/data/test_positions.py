@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.data.positions import Dealing, Position
+from elastic.data.positions import Position, SamplePartition
 from elastic.data.seeds import sample_seed, seed_of
 from elastic.errors import Invalid
 from harness.golden import raises
 
-dealings = st.builds(Dealing, parts=st.integers(1, 9), batch=st.integers(1, 40))
+dealings = st.builds(SamplePartition, parts=st.integers(1, 9), batch=st.integers(1, 40))
 
 
 def test_a_step_is_cut_into_consecutive_parts_whose_sizes_differ_by_at_most_one():
-    dealing = Dealing(parts=3, batch=6)
+    dealing = SamplePartition(parts=3, batch=6)
     steps = list(dealing.rest(0, 20))
     assert [[list(dealing.part(step, part)) for part in range(3)] for step in steps] == [
         [[0, 1], [2, 3], [4, 5]],
@@ -28,7 +28,7 @@ def test_a_step_is_cut_into_consecutive_parts_whose_sizes_differ_by_at_most_one(
 
 
 def test_a_part_is_empty_only_where_a_step_has_fewer_samples_than_parts():
-    dealing = Dealing(parts=4, batch=4)
+    dealing = SamplePartition(parts=4, batch=4)
     last = list(dealing.rest(0, 6))[-1]
     assert [list(dealing.part(last, part)) for part in range(4)] == [[4], [5], [], []]
     assert [dealing.weight(last, part) for part in range(4)] == [2.0, 2.0, 0.0, 0.0]
@@ -71,7 +71,7 @@ def test_how_much_is_left_beyond_its_reach_does_not_matter(dealing, left, more):
 def test_worlds_that_follow_each_other_deal_each_sample_once(length, worlds):
     """Each world trains some steps from where the previous one stopped; the last one finishes."""
     counted, position = Counter[int](), Position()
-    for dealing, steps in [*worlds, (Dealing(2, 5), length)]:
+    for dealing, steps in [*worlds, (SamplePartition(2, 5), length)]:
         for _ in range(steps):
             step = dealing.step(position.consumed, length)
             for part in range(dealing.parts):
@@ -82,7 +82,7 @@ def test_worlds_that_follow_each_other_deal_each_sample_once(length, worlds):
 
 @given(dealings, st.integers(0, 300))
 def test_drop_last_ends_an_epoch_before_a_step_that_is_not_whole(dealing, length):
-    dealing = Dealing(dealing.parts, dealing.batch, drop_last=True)
+    dealing = SamplePartition(dealing.parts, dealing.batch, drop_last=True)
     steps = list(dealing.rest(0, length))
     assert [len(step) for step in steps] == [dealing.batch] * (length // dealing.batch)
     assert len(steps) == dealing.steps(length)
@@ -91,7 +91,7 @@ def test_drop_last_ends_an_epoch_before_a_step_that_is_not_whole(dealing, length
 @pytest.mark.parametrize(("parts", "batch"), [(0, 4), (2, 0)])
 def test_bad_input_is_refused(parts, batch):
     with raises(Invalid):
-        Dealing(parts, batch)
+        SamplePartition(parts, batch)
 
 
 def test_seeds_are_the_same_for_ever():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elastic.integrations.schedules import Changed, Following, counts_steps
+from elastic.integrations.schedules import ScaledSchedule, ScheduleLengthChange, counts_steps
 
 
 def linear(steps):
@@ -15,7 +15,7 @@ def rates(factor, first, last):
 
 
 def test_an_undisturbed_schedule_is_the_one_that_was_made():
-    factor = Following(linear, 100)
+    factor = ScaledSchedule(linear, 100)
     factor.follow(40, 60)
     assert rates(factor, 0, 100) == [linear(100)(step) for step in range(101)]
 
@@ -23,7 +23,7 @@ def test_an_undisturbed_schedule_is_the_one_that_was_made():
 @pytest.mark.parametrize(("left", "last"), [(120, 160), (30, 70)])
 def test_a_changed_world_ends_its_schedule_with_its_last_step(left, last):
     """Without a jump where it changes: a worker is lost, or one joins."""
-    factor = Following(linear, 100)
+    factor = ScaledSchedule(linear, 100)
     before = factor(40)
     factor.follow(40, left)
     assert factor(40) == before
@@ -33,7 +33,7 @@ def test_a_changed_world_ends_its_schedule_with_its_last_step(left, last):
 
 
 def test_several_changes_follow_one_another():
-    factor = Following(linear, 100)
+    factor = ScaledSchedule(linear, 100)
     factor.follow(20, 160)  # one of two is lost
     factor.follow(100, 40)  # and returns
     assert factor(100) == pytest.approx(0.4)
@@ -45,7 +45,7 @@ def test_a_newcomers_schedule_becomes_that_of_the_others():
 
     def schedule(steps):
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        factor = Following(linear, steps)
+        factor = ScaledSchedule(linear, steps)
         return factor, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     (one, scheduler), (another, newcomers) = schedule(100), schedule(200)
@@ -55,7 +55,7 @@ def test_a_newcomers_schedule_becomes_that_of_the_others():
 
 
 def test_a_checkpoint_of_other_worlds_is_resumed_at_its_share_of_training():
-    factor = Following(linear, 50)
+    factor = ScaledSchedule(linear, 50)
     factor.resume(60, 0.3)  # 60 of 200 steps, with fewer workers
     factor.follow(60, 35)
     assert factor(60) == pytest.approx(0.7)
@@ -63,7 +63,7 @@ def test_a_checkpoint_of_other_worlds_is_resumed_at_its_share_of_training():
 
 
 def test_a_schedule_of_the_script_is_reported_once():
-    changed = Changed()
+    changed = ScheduleLengthChange()
     assert [changed.see(steps) for steps in (48, 48, 84, 48, 84)] == [
         False,
         False,
@@ -74,7 +74,7 @@ def test_a_schedule_of_the_script_is_reported_once():
 
 
 def test_a_commit_without_a_number_leaves_the_one_that_was_seen():
-    changed, empty = Changed(), Changed().state_dict()
+    changed, empty = ScheduleLengthChange(), ScheduleLengthChange().state_dict()
     changed.see(48)
     changed.load_state_dict(empty)
     assert changed.see(84)

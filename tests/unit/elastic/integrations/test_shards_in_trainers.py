@@ -19,9 +19,9 @@ def loader(shards: Any) -> DataLoader:
 @pytest.mark.slow  # to import Lightning takes longer than all of this folder's tests: so not while they are collected
 def test_lightning_refuses_shards():
     pytest.importorskip("lightning", reason="pip install hvd-elastic[lightning]")
-    from elastic.integrations.lightning import joining
+    from elastic.integrations.lightning import torch_process_group
 
     for shards in (Shards(4), 4):
         with raises(Invalid):
-            joining.refuse_shards(loader(shards))
-    joining.refuse_shards(loader(None))
+            torch_process_group.refuse_shards(loader(shards))
+    torch_process_group.refuse_shards(loader(None))

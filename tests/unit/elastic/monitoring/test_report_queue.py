@@ -49,7 +49,7 @@ def test_on_another_connection_all_unacknowledged_reports_are_sent_again():
     reports = queue(b"a", b"b", b"c")
     assert brief(sent(reports)) == [(1, 1, b"a"), (2, 1, b"b"), (3, 1, b"c")]
     reports.taken(1)
-    reports.say_again()
+    reports.resend()
     reports.add(3, PLACE, 1.5, b"d")
     assert brief(sent(reports)) == [(2, 2, b"b"), (3, 2, b"c"), (4, 2, b"d")]
 
@@ -179,7 +179,7 @@ class Road:
         self.down.clear()
         self.make()
         self.hear()
-        self.queue.say_again()
+        self.queue.resend()
         self.up.extend(sent(self.queue))
 
     def another_driver(self) -> None:

@@ -22,9 +22,9 @@ from elastic.protocol.messages import Place, Reported, ReportsTaken, Worker
 from elastic.protocol.report_values import Report, packed, unpacked
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 from harness.golden import raises, recorded
-from unit.driver.job.test_loop import A, B, Story
+from unit.driver.job.test_driver_loop import A, B, Story
 
 DEADLINE_S = 60.0
 PLACE = Place(1, 2, 0, 1, 0, 1)
@@ -52,8 +52,8 @@ class Link:
         return [message for message in self.sent if isinstance(message, Reported)]
 
 
-def initialized(monkeypatch, link: Any) -> Runtime:
-    rt = Runtime(environment.read({}), link)
+def initialized(monkeypatch, link: Any) -> WorkerRuntime:
+    rt = WorkerRuntime(environment.read({}), link)
     monkeypatch.setattr(lifecycle, "_runtime", rt)
     monkeypatch.setattr(lifecycle, "_initialized", True)
     return rt

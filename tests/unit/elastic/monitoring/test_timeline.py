@@ -19,7 +19,7 @@ from elastic.driver.events import (
     TimePassed,
 )
 from elastic.driver.monitoring.timeline import Timeline
-from elastic.driver.reasons import in_words
+from elastic.driver.reasons import as_sentence
 from elastic.errors import Invalid
 from elastic.monitoring import timeline, trace_sending
 from elastic.monitoring.clock_offset import ClockOffset
@@ -66,8 +66,8 @@ def test_a_long_activity_is_recorded_while_it_lasts():
     buffer = TraceBuffer()
     buffer.begin("w", "NEGOTIATE_ALLREDUCE", 0)
     buffer.begin("w", "inner", LASTS_NS - 1)
-    buffer.tell_lasting(LASTS_NS)
-    buffer.tell_lasting(LASTS_NS + 1)  # once is enough
+    buffer.report_open_spans(LASTS_NS)
+    buffer.report_open_spans(LASTS_NS + 1)  # once is enough
     assert buffer.take(9) == [("B", "w", "NEGOTIATE_ALLREDUCE", 0, 0)]
     buffer.end("w", 2 * LASTS_NS)
     buffer.end("w", 3 * LASTS_NS)
@@ -78,7 +78,7 @@ def test_a_long_activity_is_recorded_while_it_lasts():
 def test_a_full_buffer_drops_and_counts_but_ends_what_it_has_begun():
     buffer = TraceBuffer(limit=2)
     buffer.begin("w", "slow", 0)
-    buffer.tell_lasting(LASTS_NS)
+    buffer.report_open_spans(LASTS_NS)
     for at in range(5):
         buffer.add(("i", "w", "tick", at, 0))
     buffer.end("w", 9)
@@ -403,7 +403,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path, monkeypatch, path):
 def world(generation, *workers):
     size = len(workers)
     members = [Member(w, Place(r, size, r, size, 0, 1)) for r, w in enumerate(workers)]
-    return PublishWorld(generation, members, Address("h", 1), 0, None, in_words(f"{size} ready"))
+    return PublishWorld(generation, members, Address("h", 1), 0, None, as_sentence(f"{size} ready"))
 
 
 def told(lines):
@@ -427,11 +427,13 @@ def test_generations_joins_fences_and_recoveries_are_events_of_the_driver():
     lines += job.noted(TimePassed(), [world(1, A, B)], 1 * S)
     lines += job.noted(
         TimePassed(),
-        [BreakWorld(1, [A], in_words("lost h:1#1")), KillWorker(B, in_words("stuck"))],
+        [BreakWorld(1, [A], as_sentence("lost h:1#1")), KillWorker(B, as_sentence("stuck"))],
         2 * S,
     )
     lines += job.noted(TimePassed(), [world(2, A, C)], 3 * S)
-    report = ReportRecovery(2, "recovery", in_words("lost h:1#1"), 2, 1500.0, {"gathered": 3.0}, 0)
+    report = ReportRecovery(
+        2, "recovery", as_sentence("lost h:1#1"), 2, 1500.0, {"gathered": 3.0}, 0
+    )
     lines += job.noted(TimePassed(), [report], 4 * S)
     lines += job.end(5 * S)
     found = told(lines)
@@ -460,13 +462,14 @@ def test_generations_joins_fences_and_recoveries_are_events_of_the_driver():
 def test_a_file_that_begins_later_shows_the_present_world():
     job = Timeline()
     assert (
-        job.noted(TimePassed(), [StartWorker(A, Place(0, 1, 0, 1, 0, 1), in_words("x"))], S) == []
+        job.noted(TimePassed(), [StartWorker(A, Place(0, 1, 0, 1, 0, 1), as_sentence("x"))], S)
+        == []
     )
     assert job.noted(TimePassed(), [world(3, A, B)], 2 * S) == []
     found = told(job.begin(5 * S, 0))
     assert ("driver", "B", "generations", "generation 3: 2 workers") in found
     job.end(6 * S)
-    job.noted(TimePassed(), [BreakWorld(3, [A, B], in_words("x"))], 7 * S)
+    job.noted(TimePassed(), [BreakWorld(3, [A, B], as_sentence("x"))], 7 * S)
     assert told(job.begin(8 * S, 0)) == []
 
 

@@ -10,41 +10,43 @@ from elastic.errors import Invalid
 from elastic.negotiation.process_set_table import (
     ADD,
     REMOVE,
-    SetTable,
-    Wish,
+    ProcessSetTable,
+    TableProposal,
     checked_ranks,
     present,
 )
 from harness.golden import raises, recorded
 
 
-def world(size: int) -> list[SetTable]:
+def world(size: int) -> list[ProcessSetTable]:
     """The tables of workers that are in one world."""
-    tables = [SetTable() for _ in range(size)]
+    tables = [ProcessSetTable() for _ in range(size)]
     for table in tables:
         table.in_world(size)
     return tables
 
 
-def ask(tables: list[SetTable], do: str, *sets: tuple[int, ...], generation: int = 1) -> list[Wish]:
+def ask(
+    tables: list[ProcessSetTable], do: str, *sets: tuple[int, ...], generation: int = 1
+) -> list[TableProposal]:
     """Return every rank's request, after its transfer."""
-    return [Wish.parse(table.wish(do, sets, generation).text()) for table in tables]
+    return [TableProposal.parse(table.wish(do, sets, generation).text()) for table in tables]
 
 
-def add(tables: list[SetTable], *sets: tuple[int, ...], generation: int = 1) -> list[int]:
+def add(tables: list[ProcessSetTable], *sets: tuple[int, ...], generation: int = 1) -> list[int]:
     wishes = ask(tables, ADD, *sets, generation=generation)
     numbers = [[e.number for e in table.add(wishes, generation)] for table in tables]
     assert all(each == numbers[0] for each in numbers)
     return numbers[0]
 
 
-def remove(tables: list[SetTable], ranks: tuple[int, ...]) -> bool:
+def remove(tables: list[ProcessSetTable], ranks: tuple[int, ...]) -> bool:
     wishes = ask(tables, REMOVE, ranks)
     (removed,) = {table.remove(wishes) for table in tables}
     return removed
 
 
-def content(table: SetTable) -> dict[int, tuple[int, ...]]:
+def content(table: ProcessSetTable) -> dict[int, tuple[int, ...]]:
     return {entry.number: entry.ranks for entry in table.entries()}
 
 
@@ -116,7 +118,7 @@ def test_a_rank_that_never_existed_is_refused():
 
 
 def test_a_rank_that_existed_once_may_return():
-    survivors, newcomer = world(4)[:2], SetTable()
+    survivors, newcomer = world(4)[:2], ProcessSetTable()
     newcomer.in_world(3)
     for table in survivors:
         table.in_world(3)
@@ -200,7 +202,7 @@ def test_a_newcomer_takes_over_what_the_world_has():
     add(tables, (0, 1), (1, 2))
     remove(tables, (0, 1))
     add(tables, (0, 2), generation=3)
-    newcomer = SetTable()
+    newcomer = ProcessSetTable()
     first, second = newcomer.add(ask([newcomer], ADD, (0, 1), (1, 2), generation=0), 0)
     news = newcomer.adopt(tables[0].text())
     assert content(newcomer) == content(tables[0]) == {2: (1, 2), 3: (0, 2)}
@@ -213,7 +215,7 @@ def test_a_newcomer_takes_over_what_the_world_has():
 def test_a_newcomer_that_saw_another_size_gets_the_set_of_the_same_statement():
     tables = world(4)
     add(tables, (0, 2), (1, 3))  # range(0, size, 2), range(1, size, 2)
-    newcomer = SetTable()  # promised a world of three
+    newcomer = ProcessSetTable()  # promised a world of three
     even, odd = newcomer.add(ask([newcomer], ADD, (0, 2), (1,), generation=0), 0)
     (news,) = newcomer.adopt(tables[0].text())
     assert (even.number, even.ranks) == (1, (0, 2))
@@ -264,7 +266,7 @@ class Job:
             self.perform(table, do, wishes)
         (self.since.add if do == ADD else self.since.discard)(ranks)
 
-    def perform(self, table: SetTable, do: str, wishes: list[Wish]) -> None:
+    def perform(self, table: ProcessSetTable, do: str, wishes: list[TableProposal]) -> None:
         table.add(wishes, self.generation) if do == ADD else table.remove(wishes)
 
     def next_world(self) -> None:
@@ -273,7 +275,7 @@ class Job:
         self.since.clear()
         kept = self.random.sample(self.tables, self.random.randint(1, len(self.tables)))
         holders = self.random.randint(1, len(kept))
-        newcomers = [SetTable() for _ in range(self.random.randint(0, 5 - len(kept)))]
+        newcomers = [ProcessSetTable() for _ in range(self.random.randint(0, 5 - len(kept)))]
         for table in newcomers:
             table.add(ask([table], ADD, *FIRST_LINES, generation=0), 0)
         self.tables = kept + newcomers

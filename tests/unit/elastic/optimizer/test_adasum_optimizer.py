@@ -20,7 +20,7 @@ from elastic.errors import Invalid, PeerLost
 from elastic.negotiation.process_sets import ProcessSet
 from elastic.optimizer.adasum_optimizer import AdasumDistributed
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
-from elastic.optimizer.wrapped_optimizer import Distributed
+from elastic.optimizer.wrapped_optimizer import WrappedOptimizer
 from elastic.protocol.messages import Place
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
@@ -261,7 +261,7 @@ def test_it_is_the_users_class_and_shares_what_schedulers_know(threads):
         model = net(3, 2)
         user = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer = DistributedOptimizer(user, model.named_parameters(), op=Op.ADASUM)
-        assert isinstance(optimizer, torch.optim.SGD) and isinstance(optimizer, Distributed)
+        assert isinstance(optimizer, torch.optim.SGD) and isinstance(optimizer, WrappedOptimizer)
         assert type(optimizer).__name__ == "SGD"
         assert optimizer.param_groups is user.param_groups and optimizer.state is user.state
         assert set(optimizer._parameter_names.values()) == {"0.weight", "0.bias"}
@@ -449,4 +449,4 @@ def test_arguments_that_do_not_go_with_adasum_are_refused(own):
         wrapped(net(3, 2), gradient_predivide_factor=2.0)
     with pytest.raises(ValueError, match="process_set"):
         wrapped(net(3, 2), process_set=ProcessSet([0, 1]))
-    assert issubclass(AdasumDistributed, Distributed)
+    assert issubclass(AdasumDistributed, WrappedOptimizer)

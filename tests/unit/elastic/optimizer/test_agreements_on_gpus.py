@@ -7,7 +7,7 @@ from unittest.mock import create_autospec
 import torch
 
 from elastic.optimizer import join, joined_rank, plan_agreement
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 
 
 def test_later_plans_are_agreed_on_the_cpu_wherever_gradients_are():
@@ -23,7 +23,7 @@ def test_later_plans_are_agreed_on_the_cpu_wherever_gradients_are():
 
 def test_a_rank_that_joined_waits_for_later_plans_where_the_others_agree(monkeypatch):
     asked: list[str] = []
-    rt = create_autospec(Runtime, instance=True)
+    rt = create_autospec(WorkerRuntime, instance=True)
     rt.wanted.side_effect = lambda purpose, type, members: asked.append(type)
     known = plan_agreement.Plans()
     monkeypatch.setattr(plan_agreement, "of", lambda *_: known)

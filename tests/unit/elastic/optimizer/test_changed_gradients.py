@@ -14,7 +14,7 @@ from elastic.errors import Invalid
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
 from harness.golden import raises
-from harness.small_worlds import Twins, backward, net, sgd, small, train_once
+from harness.small_worlds import MirroredGroup, backward, net, sgd, small, train_once
 
 WIDE = 9000  # elements of a gradient that is filled in by itself
 
@@ -132,7 +132,7 @@ def test_a_hook_that_comes_after_ours_is_refused(world):
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_the_reduction_itself_is_none(world, compression, op, inside, set_to_none):
-    world.become(2, group=Twins(2, scales_inside=inside))
+    world.become(2, group=MirroredGroup(2, scales_inside=inside))
     for widths in ((3, 2), (1, WIDE, 1)):
         model, optimizer = small(*widths, lr=0.0, op=op, compression=compression)
         for _ in range(4):

@@ -22,7 +22,16 @@ from elastic.protocol import messages
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
 from harness.golden import raises, recorded, warns
-from harness.small_worlds import Rounding, Twins, backward, net, sgd, small, take_steps, train_once
+from harness.small_worlds import (
+    MirroredGroup,
+    Rounding,
+    backward,
+    net,
+    sgd,
+    small,
+    take_steps,
+    train_once,
+)
 
 
 def values(model) -> list[torch.Tensor]:
@@ -592,7 +601,7 @@ def test_buffers_that_old_works_may_write_are_not_used_again(world):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["scaled outside", "scaled inside"])
 def test_buckets_made_anew_in_one_world_average_as_those_before(world, inside):
-    world.become(2, group=Twins(2, scales_inside=inside))
+    world.become(2, group=MirroredGroup(2, scales_inside=inside))
     model, optimizer = small(3, 2, lr=0.0)
     train_once(model, optimizer)
     optimizer.zero_grad()
@@ -855,7 +864,7 @@ def test_a_removed_process_set_says_so_at_the_step(threads):
 def test_the_first_step_of_a_world_takes_one_message_besides_the_gradients(world):
     """Where ranks are far from each other, each message is a step's time."""
 
-    class Telling(Twins):
+    class Telling(MirroredGroup):
         def broadcast(self, tensor, root):
             self.calls.append(("broadcast", tensor.numel()))
             return super().broadcast(tensor, root)

@@ -20,7 +20,7 @@ from elastic.runtime import lifecycle
 from harness.fakes import collectives as fake
 from harness.small_worlds import (
     AllJoin,
-    Twins,
+    MirroredGroup,
     World,
     backward,
     net,
@@ -45,7 +45,7 @@ def world(monkeypatch):
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, Compression.bf16])
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_an_average_is_one_wherever_it_is_scaled(world, inside, factor, compression, set_to_none):
-    world.become(4, group=Twins(4, scales_inside=inside))
+    world.become(4, group=MirroredGroup(4, scales_inside=inside))
     model = net(3, 200, 2)
     model.append(torch.nn.Linear(2, 9000, bias=False))  # large enough to be filled in by itself
     optimizer = sgd(model, lr=0.0, compression=compression, gradient_predivide_factor=factor)
@@ -88,7 +88,7 @@ def test_a_large_gradient_arrives_whatever_it_looks_like(gradient, layout, monke
 
 
 def test_a_group_that_scales_inside_saves_every_other_pass(world):
-    world.become(4, group=Twins(4, scales_inside=True))
+    world.become(4, group=MirroredGroup(4, scales_inside=True))
     optimizer = sgd(model := net(3, 2), lr=0.0)
     train_once(model, optimizer)
     (bucket,) = optimizer._reducer._plan.buckets
@@ -149,7 +149,7 @@ def test_a_gradient_that_stays_in_its_bucket_is_never_written_by_filling():
     parameter: Any = torch.nn.Parameter(torch.zeros(20_000))
     bucket = FlatBucket([parameter], [0], 20_000, torch.float32)
     bucket.scales = Scales(reducing_over=4)
-    group: Any = Twins(4, scales_inside=True)
+    group: Any = MirroredGroup(4, scales_inside=True)
     parameter.grad = torch.ones(20_000)
     bucket.fill(0, watch=False)
     bucket.launch(group, Op.SUM)

@@ -20,7 +20,7 @@ from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.runtime import lifecycle
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 from harness.golden import recorded
 from harness.small_worlds import Rounding, backward, net, ranks_as_threads, sgd, small, take_steps
 
@@ -460,7 +460,7 @@ def test_a_member_that_joined_follows_its_set(world):
 def test_once_all_have_joined_rank_0_is_asked_nothing(monkeypatch):
     """Its process may have ended: a rank that asked it waited for half a minute, and the job ended."""
     asked: list[str] = []
-    rt = create_autospec(Runtime, instance=True)
+    rt = create_autospec(WorkerRuntime, instance=True)
     rt.wanted.side_effect = lambda purpose, *_: asked.append(purpose)
     monkeypatch.setattr(plan_agreement, "of", lambda *_: plan_agreement.Plans())
     plans = join._SharedPlans(rt, None)

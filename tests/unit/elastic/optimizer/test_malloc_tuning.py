@@ -10,7 +10,7 @@ import torch
 
 from elastic.api.compression import Compression
 from elastic.optimizer import malloc_tuning
-from elastic.optimizer.malloc_tuning import FreedMemory
+from elastic.optimizer.malloc_tuning import MallocTuning
 from elastic.optimizer.sharded.plan import ShardPlan
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
@@ -40,7 +40,7 @@ class Libc:
 
 def test_small_gradients_change_nothing():
     libc = Libc()
-    memory = FreedMemory(libc, may=True)
+    memory = MallocTuning(libc, may=True)
     memory.keep(MB - 1)
     memory.filled()
     assert libc.told == []
@@ -48,7 +48,7 @@ def test_small_gradients_change_nothing():
 
 def test_thresholds_follow_the_largest_gradient_within_bounds_and_never_fall():
     libc = Libc()
-    memory = FreedMemory(libc, may=True)
+    memory = MallocTuning(libc, may=True)
     memory.keep(MB)
     assert libc.told == [KEPT, ("mmap threshold", 32 * MB)]
     memory.keep(48 * MB)
@@ -60,7 +60,7 @@ def test_thresholds_follow_the_largest_gradient_within_bounds_and_never_fall():
 
 def test_what_a_step_frees_is_kept():
     libc = Libc()
-    memory = FreedMemory(libc, may=True)
+    memory = MallocTuning(libc, may=True)
     memory.keep(1000, freed=300 * MB)  # many small gradients
     assert libc.told == [("trim threshold", 556 * MB), ("mmap threshold", 32 * MB)]
     memory.keep(1000, freed=100 * MB)  # in a larger world
@@ -70,7 +70,7 @@ def test_what_a_step_frees_is_kept():
 
 def test_an_older_version_gets_what_it_takes():
     libc = Libc(limit=32 * MB)
-    memory = FreedMemory(libc, may=True)
+    memory = MallocTuning(libc, may=True)
     memory.keep(48 * MB)
     memory.keep(48 * MB)
     assert libc.told == [KEPT, ("mmap threshold", 32 * MB)]
@@ -78,7 +78,7 @@ def test_an_older_version_gets_what_it_takes():
 
 def test_what_the_first_step_left_is_given_back_once():
     libc = Libc()
-    memory = FreedMemory(libc, may=True)
+    memory = MallocTuning(libc, may=True)
     memory.keep(MB)
     del libc.told[:]
     memory.filled()
@@ -89,14 +89,14 @@ def test_what_the_first_step_left_is_given_back_once():
 
 def test_another_c_library_is_left_alone():
     other: Any = SimpleNamespace()
-    memory = FreedMemory(other, may=True)
+    memory = MallocTuning(other, may=True)
     memory.keep(100 * MB)
     memory.filled()
 
 
 def test_what_the_user_chose_is_left_alone():
     libc = Libc()
-    memory = FreedMemory(libc, may=False)
+    memory = MallocTuning(libc, may=False)
     memory.keep(100 * MB)
     memory.filled()
     assert libc.told == []
@@ -124,7 +124,7 @@ def test_an_optimizer_of_many_bytes_of_gradients_says_so_in_its_first_step(monke
     world = World(2)
     libc = Libc()
     monkeypatch.setattr(lifecycle, "current", lambda: world)
-    monkeypatch.setattr(malloc_tuning, "_of_process", FreedMemory(libc, may=True))
+    monkeypatch.setattr(malloc_tuning, "_of_process", MallocTuning(libc, may=True))
     for model, large in ((net(3, 2), False), (net(*[256] * 6), True), (net(1, 1 << 20, 1), True)):
         freed = sum(each.nbytes for each in model.parameters())
         told = [*libc.told, ("trim threshold", 256 * MB + freed)] if large else []
@@ -140,7 +140,7 @@ def test_an_optimizer_of_many_bytes_of_gradients_says_so_in_its_first_step(monke
 
 def test_gradients_of_shards_are_freed_whether_they_wait_or_not(monkeypatch):
     libc = Libc()
-    monkeypatch.setattr(malloc_tuning, "_of_process", FreedMemory(libc, may=True))
+    monkeypatch.setattr(malloc_tuning, "_of_process", MallocTuning(libc, may=True))
     plan = ShardPlan(Compression.none)
     plan.train([torch.zeros(64 << 10) for _ in range(8)], MB)
     for waiting, freed in ((0, 2 * MB), (1, 2 * MB), (3, 6 * MB)):

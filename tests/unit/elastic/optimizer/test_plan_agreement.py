@@ -188,7 +188,7 @@ def test_the_number_of_an_optimizer_that_is_gone_everywhere_is_used_again():
     agree(known, 2, gone)
     del gone
     gc.collect()
-    elsewhere = [1, 1] + [0] * (plan_agreement.BOARD - 2)  # another rank still holds it
+    elsewhere = [1, 1] + [0] * (plan_agreement.MAX_PLANS - 2)  # another rank still holds it
     third = Optimizer()
     assert agree(known, 3, third, elsewhere) == 2
     assert agree(known, 4, fourth := Optimizer()) == 1

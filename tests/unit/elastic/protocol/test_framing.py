@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from elastic.protocol.framing import NONCE_BYTES, CalledWire, Wire, derived
+from elastic.protocol.framing import NONCE_BYTES, AcceptedConnection, FramedConnection, derived
 from elastic.protocol.messages import ProtocolError
 from harness.golden import raises, recorded
 
@@ -12,13 +12,13 @@ TEXTS = msgspec.msgpack.Decoder(str)
 
 
 def caller(secret=SECRET, purpose="store", generation=7, theirs=b"", nonce=b"n" * NONCE_BYTES):
-    wire = Wire(TEXTS)
+    wire = FramedConnection(TEXTS)
     wire.seal(derived(secret, purpose, generation), mine=nonce, theirs=theirs, caller=True)
     return wire, nonce
 
 
 def called(purpose="store", generation=7, mine=b""):
-    return CalledWire(TEXTS, derived(SECRET, purpose, generation), mine=mine, limit=100)
+    return AcceptedConnection(TEXTS, derived(SECRET, purpose, generation), mine=mine, limit=100)
 
 
 def text(wire, value):

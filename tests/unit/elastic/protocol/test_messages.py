@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elastic.protocol import messages as protocol
 from elastic.protocol.calls import Called
-from elastic.protocol.framing import TAG_BYTES, Wire, proof
+from elastic.protocol.framing import TAG_BYTES, FramedConnection, proof
 from elastic.protocol.messages import Address, Commit, Place, ProtocolError, Worker, encoded
 from harness.golden import raises
 
@@ -91,7 +91,7 @@ def test_every_message_survives_the_wire():
         (protocol.from_worker, FROM_WORKER),
     ):
         for message in messages:
-            there, here = Wire(says), Wire(says)
+            there, here = FramedConnection(says), FramedConnection(says)
             assert list(here.receive(there.frame(message))) == [message]
 
 
@@ -102,7 +102,7 @@ def test_every_message_has_a_side_and_is_in_this_test():
 
 def sealed(*, secret=b"s", nonces=(b"d" * 32, b"w" * 32)):
     """A driver's and a worker's end of one connection, after the handshake."""
-    driver, worker = Wire(protocol.from_worker), Wire(protocol.from_driver)
+    driver, worker = FramedConnection(protocol.from_worker), FramedConnection(protocol.from_driver)
     driver.seal(b"s", mine=nonces[0], theirs=b"w" * 32, caller=False)
     worker.seal(secret, mine=nonces[1], theirs=b"d" * 32, caller=True)
     return driver, worker
@@ -110,7 +110,11 @@ def sealed(*, secret=b"s", nonces=(b"d" * 32, b"w" * 32)):
 
 @given(st.booleans(), st.lists(st.sampled_from(FROM_DRIVER), max_size=8), st.data())
 def test_a_stream_may_be_cut_anywhere(seal, messages, data):
-    driver, worker = sealed() if seal else (Wire(protocol.from_worker), Wire(protocol.from_driver))
+    driver, worker = (
+        sealed()
+        if seal
+        else (FramedConnection(protocol.from_worker), FramedConnection(protocol.from_driver))
+    )
     stream = b"".join(map(driver.frame, messages))
     received: list = []
     while stream:
@@ -122,7 +126,7 @@ def test_a_stream_may_be_cut_anywhere(seal, messages, data):
 
 @given(st.binary(max_size=64))
 def test_any_other_bytes_are_refused_or_incomplete(data):
-    wire = Wire(protocol.from_worker)
+    wire = FramedConnection(protocol.from_worker)
     try:
         received = list(wire.receive(len(data).to_bytes(4, "big") + data))
     except ProtocolError:
@@ -133,18 +137,20 @@ def test_any_other_bytes_are_refused_or_incomplete(data):
 def test_what_belongs_to_the_other_side_is_refused():
     with raises(ProtocolError):
         list(
-            Wire(protocol.from_worker).receive(Wire(protocol.from_driver).frame(protocol.End("x")))
+            FramedConnection(protocol.from_worker).receive(
+                FramedConnection(protocol.from_driver).frame(protocol.End("x"))
+            )
         )
 
 
 def test_a_frame_that_is_too_long_is_refused_before_it_is_read():
     with raises(ProtocolError):
-        list(Wire(protocol.from_worker).receive(b"\xff\xff\xff\xff"))
+        list(FramedConnection(protocol.from_worker).receive(b"\xff\xff\xff\xff"))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -1e300])
 def test_a_number_that_no_journal_could_keep_is_refused(number):
-    there, here = Wire(protocol.from_worker), Wire(protocol.from_worker)
+    there, here = FramedConnection(protocol.from_worker), FramedConnection(protocol.from_worker)
     with raises(ProtocolError):
         list(here.receive(there.frame(protocol.Pace(1, 1, number, 1.0))))
 
@@ -158,8 +164,8 @@ def test_fields_of_a_later_version_are_skipped():
     import msgspec
 
     body = msgspec.msgpack.encode({"type": "Broken", "generation": 3, "reason": "x", "new": 1})
-    there = Wire(protocol.from_driver)
-    assert list(Wire(protocol.from_driver).receive(there.frame_of(body))) == [
+    there = FramedConnection(protocol.from_driver)
+    assert list(FramedConnection(protocol.from_driver).receive(there.frame_of(body))) == [
         protocol.Broken(3, "x")
     ]
 
@@ -205,7 +211,9 @@ def test_a_seal_belongs_to_one_connection_and_one_secret():
 
 def test_what_has_no_seal_is_refused_once_there_is_one():
     _, worker = sealed()
-    refused(worker, Wire(protocol.from_worker).frame(protocol.Finish(1)) + bytes(TAG_BYTES))
+    refused(
+        worker, FramedConnection(protocol.from_worker).frame(protocol.Finish(1)) + bytes(TAG_BYTES)
+    )
 
 
 def test_what_a_worker_is_sent_does_not_grow_with_the_world():

@@ -5,7 +5,7 @@ import pytest
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.ray import arguments
-from elastic.ray.arguments import Limits
+from elastic.ray.arguments import JobLimits
 from harness.golden import raises
 
 
@@ -57,15 +57,15 @@ def test_what_can_not_be_meant(arguments_):
 @pytest.mark.parametrize(
     "limits",
     [
-        Limits(elastic_timeout=0),
-        Limits(placement_timeout=float("nan")),
-        Limits(reset_limit=-1),
-        Limits(cooldown_range=5),  # type: ignore[arg-type]
-        Limits(cooldown_range=(5, 1)),
-        Limits(checkpoint_dir="/a", checkpoint_keep=0),
-        Limits(restarts=-1),
-        Limits(standbys=-1),
-        Limits(standbys=True),
+        JobLimits(elastic_timeout=0),
+        JobLimits(placement_timeout=float("nan")),
+        JobLimits(reset_limit=-1),
+        JobLimits(cooldown_range=5),  # type: ignore[arg-type]
+        JobLimits(cooldown_range=(5, 1)),
+        JobLimits(checkpoint_dir="/a", checkpoint_keep=0),
+        JobLimits(restarts=-1),
+        JobLimits(standbys=-1),
+        JobLimits(standbys=True),
     ],
 )
 def test_limits_are_checked(limits):
@@ -113,18 +113,18 @@ def test_the_driver_gets_what_opentelemetry_reads():
 
 def test_a_job_holds_places_for_its_standbys_too():
     wanted = arguments.wanted(2, 1, 4, None, use_gpu=False)
-    assert arguments.places(wanted, Limits()) == 4
-    assert arguments.places(wanted, Limits(standbys=2)) == 6
+    assert arguments.places(wanted, JobLimits()) == 4
+    assert arguments.places(wanted, JobLimits(standbys=2)) == 6
 
 
 def test_a_job_that_is_not_elastic_has_no_use_for_standbys():
-    arguments.check_limits(Limits(standbys=1))
-    arguments.check_limits(Limits(standbys=0), elastic=False)
+    arguments.check_limits(JobLimits(standbys=1))
+    arguments.check_limits(JobLimits(standbys=0), elastic=False)
     with raises(Invalid):
-        arguments.check_limits(Limits(standbys=1), elastic=False)
+        arguments.check_limits(JobLimits(standbys=1), elastic=False)
 
 
 def test_a_short_time_for_the_placement_is_none_for_the_start():
     """Workers import torch all at once, on nodes that were idle until they were placed."""
-    assert Limits(placement_timeout=5.0).start_s == Settings.start_timeout_s
-    assert Limits(placement_timeout=5.0, start_timeout=60.0).start_s == 60.0
+    assert JobLimits(placement_timeout=5.0).start_s == Settings.start_timeout_s
+    assert JobLimits(placement_timeout=5.0, start_timeout=60.0).start_s == 60.0

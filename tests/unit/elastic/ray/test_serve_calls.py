@@ -12,7 +12,7 @@ import traceback
 import pytest
 
 from elastic.errors import CollectiveFailed
-from elastic.ray import calls
+from elastic.ray import call_results
 from elastic.ray.serve_calls import LENGTH, serve
 
 called_off = threading.Event()
@@ -47,8 +47,8 @@ class World:
         """Nothing is reported."""
 
 
-def failure_of(error: BaseException, rank: int) -> calls.Failure:
-    failure = calls.failure_in(calls.failed(error, rank))
+def failure_of(error: BaseException, rank: int) -> call_results.CallFailure:
+    failure = call_results.failure_in(call_results.failed(error, rank))
     assert failure is not None
     return failure
 
@@ -78,7 +78,7 @@ class Caller:
         return self.hear()
 
     def value(self, kind: str, *parts: object) -> object:
-        return calls.opened(self.ask(calls.call(kind, *parts)))
+        return call_results.opened(self.ask(call_results.call(kind, *parts)))
 
     def close(self) -> None:
         self._end.close()
@@ -134,17 +134,17 @@ def test_the_first_frame_identifies_the_worker(worker):
 
 
 def test_functions_with_arguments(worker):
-    assert worker.value(calls.RUN, lambda a, b=0: (a, b), (1,), {"b": 2}) == (1, 2)
-    assert worker.value(calls.RUN, len, ("abc",), {}) == 3
+    assert worker.value(call_results.RUN, lambda a, b=0: (a, b), (1,), {"b": 2}) == (1, 2)
+    assert worker.value(call_results.RUN, len, ("abc",), {}) == 3
 
 
 def test_the_instance_is_kept_between_calls(worker):
-    assert worker.value(calls.EXECUTE, lambda: "nothing yet") == "nothing yet"
-    assert worker.value(calls.MAKE, Counter, (5,), {"by": 2}) is None
-    assert worker.value(calls.EXECUTE, lambda counter: counter.step()) == 7
-    assert worker.value(calls.EXECUTE, lambda counter: counter.step()) == 9
-    worker.value(calls.MAKE, Counter, (0,), {})
-    assert worker.value(calls.EXECUTE, Counter.step) == 1
+    assert worker.value(call_results.EXECUTE, lambda: "nothing yet") == "nothing yet"
+    assert worker.value(call_results.MAKE, Counter, (5,), {"by": 2}) is None
+    assert worker.value(call_results.EXECUTE, lambda counter: counter.step()) == 7
+    assert worker.value(call_results.EXECUTE, lambda counter: counter.step()) == 9
+    worker.value(call_results.MAKE, Counter, (0,), {})
+    assert worker.value(call_results.EXECUTE, Counter.step) == 1
 
 
 def test_an_exception_is_returned_with_the_workers_traceback(worker):
@@ -152,55 +152,55 @@ def test_an_exception_is_returned_with_the_workers_traceback(worker):
         raise KeyError("no such sample")
 
     with pytest.raises(KeyError) as caught:
-        worker.value(calls.RUN, fails, (), {})
+        worker.value(call_results.RUN, fails, (), {})
     shown = "".join(traceback.format_exception(caught.value))
     assert "rank 3:" in shown and "in fails" in shown
-    assert worker.value(calls.RUN, int, (), {}) == 0
+    assert worker.value(call_results.RUN, int, (), {}) == 0
 
 
 @pytest.mark.parametrize("code", [0, 7, "a word"])
 def test_sys_exit_is_an_error_of_the_call_and_ends_no_process(worker, code):
-    with pytest.raises(calls.RaisedOnWorker, match=r"rank 3 ended with SystemExit"):
-        worker.value(calls.RUN, sys.exit, (code,), {})
-    assert worker.value(calls.RUN, int, (), {}) == 0
+    with pytest.raises(call_results.RaisedOnWorker, match=r"rank 3 ended with SystemExit"):
+        worker.value(call_results.RUN, sys.exit, (code,), {})
+    assert worker.value(call_results.RUN, int, (), {}) == 0
 
 
 def test_what_does_not_pickle_is_an_error_of_the_call(worker):
     with pytest.raises(TypeError, match="pickle"):
-        worker.value(calls.RUN, threading.Lock, (), {})
+        worker.value(call_results.RUN, threading.Lock, (), {})
 
     def odd():
         raise Odd(1, 2)
 
-    with pytest.raises(calls.RaisedOnWorker, match="Odd: odd"):
-        worker.value(calls.RUN, odd, (), {})
-    assert worker.value(calls.RUN, int, (), {}) == 0
+    with pytest.raises(call_results.RaisedOnWorker, match="Odd: odd"):
+        worker.value(call_results.RUN, odd, (), {})
+    assert worker.value(call_results.RUN, int, (), {}) == 0
 
 
 def test_a_message_that_can_not_be_unpickled_is_an_error_of_the_call(worker):
     with pytest.raises(pickle.UnpicklingError):
-        calls.opened(worker.ask(b"no pickle"))
+        call_results.opened(worker.ask(b"no pickle"))
     with pytest.raises(ValueError, match="another release"):
         worker.value("sing")
-    assert worker.value(calls.RUN, int, (), {}) == 0
+    assert worker.value(call_results.RUN, int, (), {}) == 0
 
 
 def test_answers_arrive_in_order_and_large_ones_complete(worker):
     for size in (0, 1, 5_000_000):
-        worker.say(calls.call(calls.RUN, bytes, (size,), {}))
-    assert [len(calls.opened(worker.hear())) for _ in range(3)] == [0, 1, 5_000_000]
+        worker.say(call_results.call(call_results.RUN, bytes, (size,), {}))
+    assert [len(call_results.opened(worker.hear())) for _ in range(3)] == [0, 1, 5_000_000]
 
 
 def test_regroup_acts_during_a_call_and_is_answered_after_it(worker, world):
-    worker.say(calls.call(calls.RUN, until_called_off, (), {}))
-    worker.say(calls.REGROUP)
-    assert calls.opened(worker.hear()) is True
-    assert calls.opened(worker.hear()) is None
+    worker.say(call_results.call(call_results.RUN, until_called_off, (), {}))
+    worker.say(call_results.REGROUP)
+    assert call_results.opened(worker.hear()) is True
+    assert call_results.opened(worker.hear()) is None
     assert world.told == ["call off", "regroup"]
 
 
 def test_it_ends_on_request(worker, world):
-    worker.say(calls.END)
+    worker.say(call_results.END)
     worker.thread.join(30)
     assert not worker.thread.is_alive()
 
@@ -217,7 +217,7 @@ def test_a_failure_is_seen_without_opening_the_value():
         def __reduce__(self):
             return refuse, ()
 
-    assert calls.failure_in(calls.answered(Closed())) is None
+    assert call_results.failure_in(call_results.answered(Closed())) is None
     failure = failure_of(ValueError("x"), 5)
     assert (failure.rank, failure.summary) == (5, "ValueError: x")
 
@@ -227,5 +227,5 @@ def test_the_cause_is_not_the_rank_that_only_lost_a_peer():
         failure_of(error, rank)
         for rank, error in enumerate([CollectiveFailed("cut"), KeyError("k"), KeyError("l")])
     )
-    assert calls.cause([lost, later, raised]) is raised
-    assert calls.cause([lost]) is lost
+    assert call_results.cause([lost, later, raised]) is raised
+    assert call_results.cause([lost]) is lost

@@ -14,7 +14,7 @@ from elastic.rendezvous.launcher_env import (
     ByFile,
     ByStore,
     ByTorchelasticStore,
-    Started,
+    LauncherEnv,
     first_host,
     place,
     started,
@@ -52,7 +52,7 @@ SLURM = {
 }
 
 
-def start(env: dict[str, str], **more: str) -> Started:
+def start(env: dict[str, str], **more: str) -> LauncherEnv:
     found = started(env | more, parent=99)
     assert found is not None
     return found

@@ -10,7 +10,7 @@ from unittest.mock import create_autospec
 import msgspec
 import pytest
 
-from elastic.protocol.framing import NONCE_BYTES, Wire, derived
+from elastic.protocol.framing import NONCE_BYTES, FramedConnection, derived
 from elastic.rendezvous import store
 from harness.golden import recorded
 
@@ -24,14 +24,14 @@ def fails():
 
 def asks(size: int, key: str = "end") -> bytes:
     """A request, as a caller sends it."""
-    wire, nonce = Wire(store._replies), bytes(NONCE_BYTES)
+    wire, nonce = FramedConnection(store._replies), bytes(NONCE_BYTES)
     wire.seal(derived(SECRET, "store", 0), mine=nonce, theirs=b"", caller=True, limit=1 << 20)
     return nonce + wire.frame_of(msgspec.msgpack.encode(store._Request(0, key, 0, size, b"now")))
 
 
 def answered(caller):
     """Return the answer that a caller received."""
-    wire = Wire(store._replies)
+    wire = FramedConnection(store._replies)
     secret, nonce = derived(SECRET, "store", 0), bytes(NONCE_BYTES)
     wire.seal(secret, mine=nonce, theirs=b"", caller=True, limit=1 << 20)
     wire.feed(caller.sendall.call_args.args[0])

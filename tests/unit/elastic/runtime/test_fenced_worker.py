@@ -15,7 +15,7 @@ from elastic.protocol import messages
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle, link_thread, session
 from elastic.runtime.failures import excepthook
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 from harness.golden import raises, recorded
 
 
@@ -39,9 +39,9 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def worker(threads_of_its_own: None) -> Iterator[Runtime]:
+def worker(threads_of_its_own: None) -> Iterator[WorkerRuntime]:
     silent: Any = Silent()
-    worker = Runtime(environment.read({"HOROVOD_ELASTIC": "1"}), silent)
+    worker = WorkerRuntime(environment.read({"HOROVOD_ELASTIC": "1"}), silent)
     yield worker
     worker.close()
 

@@ -9,7 +9,7 @@ from elastic.protocol import messages
 from elastic.rendezvous import environment
 from elastic.runtime import host_updates
 from elastic.runtime.recovery import Phase, Recovery
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state import ObjectState
 from harness.golden import raises
 from horovod.common import elastic as without_framework
@@ -75,7 +75,7 @@ def test_a_registered_listener_stays_registered_in_the_next_world(listener):
 
 def test_a_planned_change_is_reported_once_although_the_driver_repeats_it(listener):
     sent: list[messages.Message] = []
-    rt = Runtime(environment.read({}), None)
+    rt = WorkerRuntime(environment.read({}), None)
     rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
     rt.session.send = sent.append  # type: ignore[method-assign, assignment]
     for message in (
@@ -92,7 +92,7 @@ def test_a_planned_change_is_reported_once_although_the_driver_repeats_it(listen
 
 
 def test_another_list_of_hosts_is_reported_immediately_and_does_not_stop_training(listener):
-    rt = Runtime(environment.read({}), None)
+    rt = WorkerRuntime(environment.read({}), None)
     rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
     rt.link_thread.receive(messages.HostsListed())
     assert [result for _, result in listener.heard] == [HostUpdateResult.mixed]

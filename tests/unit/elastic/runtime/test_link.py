@@ -15,10 +15,10 @@ import pytest
 
 from certificates import OPENSSL, new_authority, openssl
 from elastic.driver.network import connection
-from elastic.driver.network.server import WORKERS, Server
+from elastic.driver.network.control_server import WORKERS, ControlServer
 from elastic.errors import DriverLost, Invalid
 from elastic.protocol import messages as protocol
-from elastic.protocol.framing import Wire
+from elastic.protocol.framing import FramedConnection
 from elastic.protocol.messages import Address, Worker
 from elastic.protocol.tls import check, context
 from elastic.runtime import link as link_module
@@ -59,7 +59,7 @@ class Driver:
         self.heard: queue.Queue = queue.Queue()
         self.log: queue.Queue[str] = queue.Queue()
         self.loop = asyncio.new_event_loop()
-        self.server = Server(
+        self.server = ControlServer(
             secret=SECRET,
             log=lambda level, text: self.log.put(text),
             callers=WORKERS,
@@ -256,7 +256,7 @@ def impostor(*said) -> Iterator[Address]:
 
 
 def framed(*messages) -> bytes:
-    wire = Wire(protocol.from_worker)
+    wire = FramedConnection(protocol.from_worker)
     return b"".join(wire.frame(message) for message in messages)
 
 
@@ -301,7 +301,7 @@ def test_a_driver_that_drips_is_given_up_in_time(monkeypatch):
                 sock.sendall(b"\0")
 
     # Each byte comes well within the limit; zeros are frames without a message.
-    monkeypatch.setattr(Wire, "next", lambda wire: None)
+    monkeypatch.setattr(FramedConnection, "next", lambda wire: None)
     thread = threading.Thread(target=drip)
     thread.start()
     try:

@@ -19,7 +19,7 @@ from elastic.errors import DeviceLost, PeerLost
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
 from elastic.runtime.process_groups import Groups
-from elastic.runtime.worker import Runtime
+from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state import ObjectState
 from harness.golden import raises
 
@@ -130,7 +130,7 @@ def test_a_group_on_the_cpu_is_not_waited_for_any_longer(gpu):
 
 def test_the_process_ends_immediately_after_reporting_the_reason(monkeypatch, capsys):
     """The interpreter's own end would wait for the GPU."""
-    rt = Runtime(environment.read({}), None)
+    rt = WorkerRuntime(environment.read({}), None)
     monkeypatch.setattr(lifecycle, "_runtime", rt)
     monkeypatch.setattr(lifecycle, "_initialized", True)
     said: list[tuple[str, bool]] = []

@@ -31,7 +31,7 @@ from elastic.protocol.messages import (
     Welcome,
     World,
 )
-from elastic.runtime.recovery import Cut, Phase, Recovery, Send, Verdict
+from elastic.runtime.recovery import AbortGroups, Phase, Recovery, Send, Verdict
 from harness.golden import recorded
 
 STORE = Address("127.0.0.1", 7000)
@@ -101,7 +101,7 @@ def test_the_first_world_may_be_formed_without_a_worker_that_waits_for_it():
 
 def test_a_broken_collective_is_aborted_and_reported_once():
     r = training()
-    cut = Cut(2, "closed")
+    cut = AbortGroups(2, "closed")
     assert r.fail(2, "closed") == [cut, Send(Failed(2, "closed"))]
     assert r.fail(2, "closed too") == []
     assert r.receive(Broken(2, "lost h:1")) == []
@@ -110,7 +110,7 @@ def test_a_broken_collective_is_aborted_and_reported_once():
 
 def test_the_drivers_message_has_priority():
     r = training()
-    assert r.receive(Broken(2, "lost h:1")) == [Cut(2, "lost h:1")]
+    assert r.receive(Broken(2, "lost h:1")) == [AbortGroups(2, "lost h:1")]
     assert r.fail(2, "closed") == []
     assert r.verdict() is Verdict.BROKEN
     recorded("messages", r.reason)
@@ -131,13 +131,13 @@ def test_what_belongs_to_another_generation_is_dropped():
 
 def test_outside_elastic_run_a_broken_collective_strands_the_worker():
     r = outside()
-    assert r.fail(1, "closed") == [Cut(1, "closed"), Send(Stranded(1, "closed"))]
+    assert r.fail(1, "closed") == [AbortGroups(1, "closed"), Send(Stranded(1, "closed"))]
     assert r.strand() == []
 
 
 def test_a_world_that_broke_strands_only_those_that_still_want_it():
     r = outside()
-    assert r.receive(Broken(1, "lost")) == [Cut(1, "lost")]
+    assert r.receive(Broken(1, "lost")) == [AbortGroups(1, "lost")]
     assert r.strand() == [Send(Stranded(1, "lost"))]  # a collective was called
     assert r.strand() == []
     r = outside()
@@ -192,14 +192,14 @@ def test_a_late_stop_message_breaks_the_world():
     r.release()
     assert r.verdict() is Verdict.PASS
     late = "the message with the safepoint arrived too late"
-    assert r.receive(StopAt(2, 1, 1)) == [Cut(2, late), Send(Failed(2, late))]
+    assert r.receive(StopAt(2, 1, 1)) == [AbortGroups(2, late), Send(Failed(2, late))]
 
 
 def test_the_end_of_a_job_releases_a_held_worker():
     r = training()
     r.receive(Prepare(2, 1))
     r.arrive()
-    assert r.receive(End("enough")) == [Cut(2, "enough")]
+    assert r.receive(End("enough")) == [AbortGroups(2, "enough")]
     assert r.verdict() is Verdict.OVER
 
 
@@ -285,7 +285,7 @@ def finished() -> Recovery:
 def test_a_failure_in_a_second_training_ends_it_without_a_report():
     r = finished()
     r.train_again()
-    assert r.fail(2, "reset by peer") == [Cut(2, "reset by peer")]
+    assert r.fail(2, "reset by peer") == [AbortGroups(2, "reset by peer")]
     assert (phase(r), r.finished, r.reason) == (Phase.BROKEN, True, "reset by peer")
     assert r.strand() == []
     r.trained_again()
@@ -322,7 +322,7 @@ def test_init_again():
 @pytest.mark.parametrize("message", [Leave("SIGTERM"), Rejected("layout"), End("failed")])
 def test_after_the_end_nothing_happens(message):
     r = training()
-    assert r.receive(message) == [Cut(2, message.reason)]
+    assert r.receive(message) == [AbortGroups(2, message.reason)]
     assert (r.phase, r.over, r.reason) == (Phase.OVER, message, message.reason)
     assert r.receive(world(3)) == [] and r.generation == 2
     assert r.wait_for_world(STORE, "x") == [] and r.returned() == [] and r.fail(2, "x") == []
@@ -332,7 +332,7 @@ def test_after_the_end_nothing_happens(message):
 
 def test_a_lost_driver_is_the_end():
     r = training()
-    assert r.driver_lost("closed") == [Cut(2, "closed")]
+    assert r.driver_lost("closed") == [AbortGroups(2, "closed")]
     assert r.over == End("closed")
 
 
@@ -341,7 +341,7 @@ def test_a_user_exception_is_reported_with_the_commit_before_it():
     r.committed()
     assert r.raised("ValueError: x", "Traceback") == [
         Send(Raised(2, Commit(2, 1), "ValueError: x", "Traceback")),
-        Cut(2, "ValueError: x"),
+        AbortGroups(2, "ValueError: x"),
     ]
     assert r.phase is Phase.OVER
 
@@ -349,7 +349,7 @@ def test_a_user_exception_is_reported_with_the_commit_before_it():
 def test_sys_exit_in_user_code_is_reported_before_the_interpreter_ends():
     r = training()
     reason = "sys.exit was called under elastic.run: exit code 3"
-    assert r.quit(3) == [Send(Quit(2, 3, "sys.exit(3)")), Cut(2, reason)]
+    assert r.quit(3) == [Send(Quit(2, 3, "sys.exit(3)")), AbortGroups(2, reason)]
     assert r.phase is Phase.OVER
     assert r.quit(3) == [] and r.wait_for_world(STORE, "d") == []
 

@@ -7,22 +7,22 @@ from dataclasses import replace
 import pytest
 
 from elastic.script_checks.mistakes import (
+    CommitCall,
     Kind,
     Mistake,
-    Seen,
+    ScriptObservation,
     Trained,
     UsedLoader,
     UsedPart,
-    When,
     found,
 )
 
 SGD = Trained("SGD", in_state=True, parameters=4, uncovered=0, smallest=10)
-RIGHT = Seen(
+RIGHT = ScriptObservation(
     steps=20,
     world_size=2,
     commits=20,
-    calls=(When.EACH_STEP,),
+    calls=(CommitCall.EACH_STEP,),
     recovered=False,
     collectives=20,
     largest_moved=100,
@@ -47,10 +47,10 @@ def test_a_right_script_makes_no_mistake():
     ("changes", "kind"),
     [
         ({"commits": 0, "calls": ()}, Kind.NO_COMMIT),
-        ({"commits": 0, "calls": (When.EACH_STEP,)}, Kind.NO_COMMIT),
-        ({"commits": 0, "calls": (When.SOME_STEPS,), "recovered": True}, Kind.NO_COMMIT),
-        ({"calls": (When.SOME_RANKS,)}, Kind.COMMIT_ON_SOME_RANKS),
-        ({"calls": (When.SOME_RANKS,), "commits": 0}, Kind.COMMIT_ON_SOME_RANKS),
+        ({"commits": 0, "calls": (CommitCall.EACH_STEP,)}, Kind.NO_COMMIT),
+        ({"commits": 0, "calls": (CommitCall.SOME_STEPS,), "recovered": True}, Kind.NO_COMMIT),
+        ({"calls": (CommitCall.SOME_RANKS,)}, Kind.COMMIT_ON_SOME_RANKS),
+        ({"calls": (CommitCall.SOME_RANKS,), "commits": 0}, Kind.COMMIT_ON_SOME_RANKS),
         ({"collectives": 0}, Kind.NEVER_REDUCED),
         ({"collectives": 1}, Kind.NEVER_REDUCED),
         ({"largest_moved": 1}, Kind.ONLY_LOSS_REDUCED),
@@ -73,9 +73,9 @@ def test_each_mistake_is_found_alone(changes, kind):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"commits": 0, "calls": (When.SOME_STEPS,)},  # once per epoch
+        {"commits": 0, "calls": (CommitCall.SOME_STEPS,)},  # once per epoch
         {"commits": 1, "recovered": True},
-        {"calls": (When.SOME_RANKS, When.SOME_STEPS)},
+        {"calls": (CommitCall.SOME_RANKS, CommitCall.SOME_STEPS)},
         {"world_size": 1, "collectives": 0},
         {"world_size": 1, "largest_moved": 0},
         {"largest_moved": 10},

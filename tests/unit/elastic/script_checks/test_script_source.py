@@ -6,10 +6,10 @@ import ast
 
 import pytest
 
-from elastic.script_checks.mistakes import When
+from elastic.script_checks.mistakes import CommitCall
 from elastic.script_checks.script_source import calls_in
 
-EACH, SOME, RANKS = When.EACH_STEP, When.SOME_STEPS, When.SOME_RANKS
+EACH, SOME, RANKS = CommitCall.EACH_STEP, CommitCall.SOME_STEPS, CommitCall.SOME_RANKS
 
 
 def in_loop(*lines: str) -> str:

@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.sharding.inventory import (
-    CommitId,
-    HeldShard,
-    Inventory,
-    WholeCommit,
-    lost_shards,
-    newest_whole,
-)
-from elastic.sharding.moves import move_bytes, order_of_shards, plan_moves, rounds, travelling
 from elastic.sharding.placement import copied_to, lasting, place_copies
+from elastic.sharding.resharding import move_bytes, order_of_shards, plan_moves, rounds, travelling
 from elastic.sharding.rows import (
     ALIGNMENT,
     ShardedTensor,
@@ -26,6 +18,14 @@ from elastic.sharding.rows import (
     pieces,
     rows_of,
     shards_with,
+)
+from elastic.sharding.shard_inventory import (
+    CommitId,
+    HeldShard,
+    Inventory,
+    WholeCommit,
+    lost_shards,
+    newest_whole,
 )
 
 lengths, sizes = st.integers(0, 40), st.integers(1, 9)

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.sharding import inventory, moves, placement, replicas
-from elastic.sharding.bank_cycle import BankCycle, BankRecord
-from elastic.sharding.inventory import CommitId, Inventory, WholeCommit
-from elastic.sharding.moves import Move
+from elastic.sharding import device_mesh, placement, resharding, shard_inventory
+from elastic.sharding.device_mesh import MeshShape, columns, sender
+from elastic.sharding.double_buffer import BufferRecord, DoubleBuffer
 from elastic.sharding.partition import Partition, PartitionedTensor
 from elastic.sharding.placement import Placement, copied_to
-from elastic.sharding.replicas import MeshShape, columns, sender
+from elastic.sharding.resharding import ReshardingMove
 from elastic.sharding.rows import ShardedTensor, owners
+from elastic.sharding.shard_inventory import CommitId, Inventory, WholeCommit
 from harness.planted_shards import (
     SealsWhatIsNotMirrored,
     WritesOverTheBase,
@@ -58,7 +58,7 @@ class Broken(Exception):
 @dataclass(eq=False)
 class SimulatedRank:
     host: str
-    cycle: BankCycle
+    cycle: DoubleBuffer
     memory: tuple[dict[int, Content], dict[int, Content]] = field(default_factory=lambda: ({}, {}))
     steps: list[int] = field(default_factory=lambda: [0, 0])  # that each bank's commit is of
     live: Content = field(default_factory=dict)
@@ -98,11 +98,11 @@ class SimulatedWorld:
 class Decisions:
     """The product's, one of which a test may plant a bug in."""
 
-    cycle: type[BankCycle] = BankCycle
-    newest_whole: Callable[[Sequence[Inventory]], WholeCommit | None] = inventory.newest_whole
-    plan_moves: Callable[..., list[Move]] = moves.plan_moves
+    cycle: type[DoubleBuffer] = DoubleBuffer
+    newest_whole: Callable[[Sequence[Inventory]], WholeCommit | None] = shard_inventory.newest_whole
+    plan_moves: Callable[..., list[ReshardingMove]] = resharding.plan_moves
     place_copies: Callable[..., Placement] = placement.place_copies
-    mesh_shape: Callable[[int, int], MeshShape] = replicas.mesh_shape
+    mesh_shape: Callable[[int, int], MeshShape] = device_mesh.mesh_shape
     sender: Callable[[Sequence[int], int], int] = sender
     seal_first: bool = False
 
@@ -189,7 +189,7 @@ class Simulation:
         me = world.ranks.index(rank)
         shard = owners(world.order, world.shards)[me]
         kept = tuple(copied_to(world.placement, me))
-        record = BankRecord(CommitId(world.generation, number), world.shards, shard, kept, ())
+        record = BufferRecord(CommitId(world.generation, number), world.shards, shard, kept, ())
         bank = rank.cycle.begin(record)
         own = rank.memory[bank].setdefault(shard, {})
         for key in [*own]:
@@ -232,9 +232,9 @@ class Simulation:
         size, hosts = len(world.ranks), world.hosts
         shards = self._shards(size)
         if self.least is None:
-            order = moves.order_of_shards(whole, TENSORS, size)
+            order = resharding.order_of_shards(whole, TENSORS, size)
         else:
-            order = moves.order_of_replicas(whole, TENSORS, hosts, shards, self.copies)
+            order = resharding.order_of_replicas(whole, TENSORS, hosts, shards, self.copies)
         plan = self.decisions.plan_moves(whole, TENSORS, order, hosts, 10, shards)
         yield from world.call("travel", rank, (base, rank.memory, rank.steps))
         told = world.told("travel")

@@ -13,13 +13,13 @@ from elastic.collectives.shared_memory import arena
 from elastic.errors import Fixed, Invalid, NotElastic, PeerLost
 from elastic.exact.shards import Shards
 from elastic.runtime import lifecycle
-from elastic.sharding.inventory import CommitId
-from elastic.sharding.moves import Move
+from elastic.sharding.resharding import ReshardingMove
 from elastic.sharding.rows import Rows
-from elastic.state import TorchState, sharding
-from elastic.state.fully_sharded import fsdp2, lasting_memory
+from elastic.sharding.shard_inventory import CommitId
+from elastic.state import TorchState, unsupported_sharding
+from elastic.state.fully_sharded import fsdp2, peer_arena
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
-from elastic.state.fully_sharded.shard_bank import ShardBank
+from elastic.state.fully_sharded.shard_buffers import ShardBuffers
 from elastic.state.handled_state import shards_of
 from elastic.state.state import hold, options_of
 from elastic.torch_backend import sharding_guard
@@ -305,7 +305,7 @@ def test_a_held_commit_stays_as_it_is_while_later_ones_are_made(four):
     assert len(memory) == 3, "one shard more than without checkpoints"
 
 
-def sharded_banks(state: TorchState) -> tuple[ShardBank, ...]:
+def sharded_banks(state: TorchState) -> tuple[ShardBuffers, ...]:
     sharded = shards_of(state)
     assert sharded is not None
     return sharded._banks
@@ -365,35 +365,35 @@ def shards(rows: int) -> dict[str, LiveShard]:
 
 
 def test_a_bank_gives_back_the_rows_that_it_was_given():
-    bank, live = ShardBank(), shards(2)
+    bank, live = ShardBuffers(), shards(2)
     bank.arrange(live, 4, (2, 0))
     bank.copy(live, CommitId(3, 1))
     for name, (_, rows) in bank.own_rows().items():
         assert torch.equal(rows, live[name].local)
-    found = bank.rows(Move(0, 2, Rows(5, 6), 0, 1))
+    found = bank.rows(ReshardingMove(0, 2, Rows(5, 6), 0, 1))
     assert torch.equal(found.view(torch.float32), live["m/weight"].local[1])
     assert len(bank.buffer(0)) == bank.layout.nbytes(0)
 
 
 def test_a_header_says_which_commit_is_whole_until_another_one_begins():
-    bank, live = ShardBank(), shards(2)
+    bank, live = ShardBuffers(), shards(2)
     bank.arrange(live, 4, (2,))
     offset, size = bank.where()
     memory = bank._own
     assert size == len(memory)
-    assert not lasting_memory.is_whole(memory, CommitId(3, 1), 2)
+    assert not peer_arena.is_whole(memory, CommitId(3, 1), 2)
     bank.copy(live, CommitId(3, 1))
-    assert lasting_memory.is_whole(memory, CommitId(3, 1), 2)
+    assert peer_arena.is_whole(memory, CommitId(3, 1), 2)
     for other in ((CommitId(3, 2), 2), (CommitId(2, 1), 2), (CommitId(3, 1), 1)):
-        assert not lasting_memory.is_whole(memory, *other)
+        assert not peer_arena.is_whole(memory, *other)
     bank.arrange(live, 4, (2,))
-    assert not lasting_memory.is_whole(memory, CommitId(3, 1), 2)
+    assert not peer_arena.is_whole(memory, CommitId(3, 1), 2)
     assert bank.where() == (offset, size), "the memory is used again"
 
 
 def test_memory_of_a_bank_stays_when_its_state_is_dropped():
     """Others of the host read it after this process has left."""
-    bank, live = ShardBank(), shards(2)
+    bank, live = ShardBuffers(), shards(2)
     bank.arrange(live, 4, (2,))
     bank.copy(live, CommitId(3, 1))
     mine = arena.mine()
@@ -447,22 +447,22 @@ def test_a_mesh_of_replicas_leaves_parameters_the_same_objects(four, order, shar
 
 def test_the_fewest_shards_are_those_of_the_mesh_unless_they_are_given(four, monkeypatch):
     models = {"model": hybrid()}
-    assert sharding.least_shards(models, None) == 2
-    assert sharding.least_shards(models, 1) == 1
-    assert sharding.least_shards({"model": network()}, None) is None
-    assert sharding.least_shards({"model": network()}, 2) == 2
+    assert unsupported_sharding.least_shards(models, None) == 2
+    assert unsupported_sharding.least_shards(models, 1) == 1
+    assert unsupported_sharding.least_shards({"model": network()}, None) is None
+    assert unsupported_sharding.least_shards({"model": network()}, 2) == 2
     for wrong in (0, -1, True, "two", 2.0):
         with pytest.raises(Invalid):
-            sharding.least_shards(models, wrong)
+            unsupported_sharding.least_shards(models, wrong)
     with pytest.raises(NotElastic) as refused:
-        sharding.least_shards({"one": hybrid(), "other": network()}, 2)
+        unsupported_sharding.least_shards({"one": hybrid(), "other": network()}, 2)
     assert refused.value.kind is Fixed.MODULE
     job = SimpleNamespace(elastic=True, env=SimpleNamespace(workers_min=1))
     monkeypatch.setattr(lifecycle, "active", lambda: job)
-    assert sharding.least_shards(models, 1) == 1
+    assert unsupported_sharding.least_shards(models, 1) == 1
     for given in (None, 2):
         with pytest.raises(Invalid):
-            sharding.least_shards(models, given)
+            unsupported_sharding.least_shards(models, given)
 
 
 def test_workers_of_a_world_compare_copies_and_least_shards_as_given_but_no_checkpoint_does(four):
@@ -499,14 +499,14 @@ def test_least_shards_is_a_value_of_the_script_where_nothing_is_sharded():
 
 def test_groups_of_a_mesh_of_replicas_are_known(four):
     TorchState(model=hybrid())
-    found = sharding.followed_groups()
+    found = unsupported_sharding.followed_groups()
     assert all(found.count(line) for line in [(0, 1), (2, 3), (0, 2), (1, 3)])
 
 
 def test_a_digest_tells_shards_with_other_values():
     found = set()
     for more in (0, 0, 1):
-        bank, live = ShardBank(), shards(2)
+        bank, live = ShardBuffers(), shards(2)
         for each in live.values():
             each.local.fill_(1)
         live["m/bias"].local[1] += more

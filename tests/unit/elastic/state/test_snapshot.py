@@ -132,8 +132,8 @@ class Devices:
         return event  # type: ignore[no-any-return]
 
 
-def under_way(event: torch.cuda.Event) -> pinned.Transit:
-    transit = pinned.Transit()
+def under_way(event: torch.cuda.Event) -> pinned.PinnedCopy:
+    transit = pinned.PinnedCopy()
     transit.events.append((CUDA, event))
     return transit
 
@@ -174,7 +174,7 @@ def test_a_copy_that_hangs_is_given_time_by_its_size(monkeypatch, size, at_most_
     event = Devices(monkeypatch).event(lambda: False)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", create_autospec(torch.cuda.current_stream))
-    transit = pinned.Transit()
+    transit = pinned.PinnedCopy()
     transit.follow(CUDA, size)
     with raises(DeviceLost):
         transit.wait()
@@ -261,10 +261,10 @@ def test_host_memory_that_can_not_be_pinned_is_told(monkeypatch):
 @pytest.mark.parametrize("hangs", [False, True])
 def test_pinned_memory_stays_where_a_device_that_hangs_may_write(monkeypatch, hangs):
     """And nobody waits for that device longer than for a commit."""
-    transit = create_autospec(pinned.Transit, instance=True)
+    transit = create_autospec(pinned.PinnedCopy, instance=True)
     transit.wait.side_effect = DeviceLost("a copy did not complete") if hangs else None
     cudart = MagicMock(["cudaHostUnregister"])
-    monkeypatch.setattr(pinned, "Transit", lambda: transit)
+    monkeypatch.setattr(pinned, "PinnedCopy", lambda: transit)
     monkeypatch.setattr(pinned, "_side", {CUDA: create_autospec(torch.cuda.Stream, instance=True)})
     monkeypatch.setattr(pinned, "_given_up", [])
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())

@@ -13,13 +13,13 @@ from torch import distributed, nn
 import elastic
 from elastic.checkpoints import writing
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Name, decode_share
+from elastic.checkpoints.manifest import CommitName, decode_share
 from elastic.checkpoints.shard_reader import row_specs
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
 from elastic.sharding.division import Division
 from elastic.sharding.rows import rows_of
-from elastic.state import TorchState, sharding
+from elastic.state import TorchState, unsupported_sharding
 from elastic.state.fully_sharded import zero
 from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
 from elastic.state.handled_state import shards_of
@@ -134,9 +134,9 @@ def test_an_optimizer_is_refused_before_an_update_unless_it_is_in_a_state():
 
 def test_a_trainer_that_saves_whole_optimizers_takes_none_in_parts():
     model = network()
-    sharding.check_trainer("Accelerate", [torch.optim.SGD(model.parameters())])
+    unsupported_sharding.check_trainer("Accelerate", [torch.optim.SGD(model.parameters())])
     with pytest.raises(NotElastic) as refused:
-        sharding.check_trainer("Accelerate", [divided(model)])
+        unsupported_sharding.check_trainer("Accelerate", [divided(model)])
     assert refused.value.kind is Fixed.OPTIMIZER
 
 
@@ -381,9 +381,9 @@ def test_entries_read_from_a_checkpoint_are_described_as_those_that_were_committ
     step(model, optimizer)
     state.commit()
     storage, held = Storage(str(tmp_path)), hold(state)
-    writing.write_share(storage, Name(1, 2, 3), held, 0, 1, lambda: None)
+    writing.write_share(storage, CommitName(1, 2, 3), held, 0, 1, lambda: None)
     held.release()
-    share = decode_share(storage.read(f"{Name(1, 2, 3)}/share-0.json"))
+    share = decode_share(storage.read(f"{CommitName(1, 2, 3)}/share-0.json"))
     commits = shards_of(state)
     assert commits is not None
     bank = commits.base()

@@ -6,10 +6,10 @@ import torch
 
 from elastic.collectives.local import LocalCollectives
 from elastic.torch_backend import collective_calls
-from elastic.torch_backend.collective_calls import Begun
+from elastic.torch_backend.collective_calls import CollectiveCall
 
 
-def result(begun: Begun) -> None:
+def result(begun: CollectiveCall) -> None:
     for work in begun.works:
         work.wait()
     for then in begun.thens:

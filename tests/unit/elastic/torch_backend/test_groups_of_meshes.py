@@ -10,7 +10,7 @@ import torch
 
 from elastic.errors import Fixed, NotElastic
 from elastic.runtime import lifecycle
-from elastic.state import sharding
+from elastic.state import unsupported_sharding
 from elastic.torch_backend import following_group
 from elastic.torch_backend.following_group import FollowingGroup
 from elastic.torch_backend.group_names import GroupNames
@@ -34,7 +34,7 @@ def rt(monkeypatch: pytest.MonkeyPatch) -> Any:
         before=names.before,
     )
     monkeypatch.setattr(following_group, "names", names)
-    monkeypatch.setattr(sharding, "_followed_meshes", [mesh])
+    monkeypatch.setattr(unsupported_sharding, "_followed_meshes", [mesh])
     for ask in ("current", "active"):
         monkeypatch.setattr(lifecycle, ask, lambda: found)
     return found

@@ -8,8 +8,8 @@ from torch import distributed
 
 from elastic.collectives.interface import Op
 from elastic.runtime import lifecycle
-from elastic.runtime.worker import Runtime
-from elastic.torch_backend import collective_calls, in_place_of_others
+from elastic.runtime.worker_runtime import WorkerRuntime
+from elastic.torch_backend import backend_override, collective_calls
 from elastic.torch_backend.mirror import MirrorCollectives
 
 
@@ -39,13 +39,13 @@ def test_the_scatter_input_of_rank_0_is_its_own(size):
 @pytest.mark.parametrize("provisional", [True, False])
 def test_objects_of_rank_0_arrive_with_the_state_and_not_before(monkeypatch, provisional):
     """torch's receiver would read a number of bytes from uninitialized memory."""
-    runtime = create_autospec(Runtime, instance=True)
+    runtime = create_autospec(WorkerRuntime, instance=True)
     runtime.provisional = provisional
     monkeypatch.setattr(lifecycle, "active", lambda: runtime)
     theirs = create_autospec(distributed.broadcast_object_list)
-    monkeypatch.setitem(in_place_of_others._theirs, "broadcast_object_list", theirs)
+    monkeypatch.setitem(backend_override._theirs, "broadcast_object_list", theirs)
     objects = ["mine"]
     # torch's own argument names
-    in_place_of_others.broadcast_object_list(object_list=objects, src=0)
+    backend_override.broadcast_object_list(object_list=objects, src=0)
     assert objects == ["mine"]
     assert theirs.called is not provisional

@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d
 
 from elastic.errors import Invalid
 from elastic.rendezvous import environment
-from elastic.torch_backend import in_place_of_others
+from elastic.torch_backend import backend_override
 from elastic.torch_backend.world_store import WorldStore
 from harness.golden import raises
 
@@ -19,12 +19,12 @@ def test_one_that_can_not_follow_the_world_is_refused_where_the_world_changes(mo
     env = replace(environment.read({}), elastic=elastic)
     monkeypatch.setattr(environment, "read", lambda: env)
     theirs = create_autospec(distributed_c10d._new_process_group_helper)
-    monkeypatch.setitem(in_place_of_others._theirs, "_new_process_group_helper", theirs)
+    monkeypatch.setitem(backend_override._theirs, "_new_process_group_helper", theirs)
     asked: Any = (2, 0, [], "mpi", WorldStore(), "second")
     if not elastic:
-        in_place_of_others.new_group(*asked)
+        backend_override.new_group(*asked)
         assert theirs.call_args.args == asked
         return
     with raises(Invalid):
-        in_place_of_others.new_group(*asked)
+        backend_override.new_group(*asked)
     assert not theirs.called

@@ -11,7 +11,7 @@ from torch import distributed, nn
 import elastic
 from elastic.errors import Fixed, NotElastic
 from elastic.exact.shards import Shards
-from elastic.state import TorchState, sharding
+from elastic.state import TorchState, unsupported_sharding
 from elastic.state.fully_sharded import fsdp2
 from elastic.torch_backend import sharding_guard
 
@@ -118,7 +118,7 @@ def partly_tensor_parallel(mesh: Any) -> Any:
 )
 def test_a_state_takes_nothing_that_is_sharded_in_a_way_that_it_cannot_follow(four, made, kind):
     model = made(four)
-    assert sharding.of_module(model) is kind
+    assert unsupported_sharding.of_module(model) is kind
     for values in ({"model": model}, {"net": model}, {"optimizer": sgd(model)}):
         with pytest.raises(NotElastic) as refused:
             TorchState(**values)
@@ -150,9 +150,9 @@ def test_a_fully_sharded_model_is_taken_with_the_versions_of_torch_that_were_tes
 
 def test_parameters_that_every_rank_has_are_not_sharded(four):
     plain = network()
-    assert sharding.of_module(plain) is None
-    assert sharding.of_optimizer(sgd(plain)) is None
-    assert not sharding.any_fully_sharded()
+    assert unsupported_sharding.of_module(plain) is None
+    assert unsupported_sharding.of_optimizer(sgd(plain)) is None
+    assert not unsupported_sharding.any_fully_sharded()
     sharding_guard.check(sgd(plain), 7, 3)
 
 
@@ -177,7 +177,7 @@ def test_a_fully_sharded_module_is_refused_before_training_and_at_its_first_step
     with pytest.raises(NotElastic) as refused:
         sharding_guard.check(optimizer, 2, 4)
     assert refused.value.kind is Fixed.MODULE
-    assert sharding.of_module(model) is Fixed.MODULE
+    assert unsupported_sharding.of_module(model) is Fixed.MODULE
 
 
 def test_parameters_of_fsdp1_are_known_by_its_marks():
@@ -185,7 +185,7 @@ def test_parameters_of_fsdp1_are_known_by_its_marks():
     flat._is_flat_param = True  # type: ignore[attr-defined]
     view._fsdp_flattened = True  # type: ignore[attr-defined]
     for each in (flat, view):
-        assert sharding.of_optimizer(torch.optim.SGD([each], lr=0.1)) is Fixed.MODULE
+        assert unsupported_sharding.of_optimizer(torch.optim.SGD([each], lr=0.1)) is Fixed.MODULE
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero"])

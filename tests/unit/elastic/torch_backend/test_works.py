@@ -10,7 +10,7 @@ import torch
 
 from elastic.collectives.interface import Work
 from elastic.errors import CollectiveFailed
-from elastic.torch_backend.collective_calls import Begun
+from elastic.torch_backend.collective_calls import CollectiveCall
 from elastic.torch_backend.works import ElasticWork, Futures, WorkOwner, late
 from harness.golden import recorded
 
@@ -29,7 +29,7 @@ class Group:
         collective.done.return_value = True
         if fails:
             collective.wait.side_effect = CollectiveFailed("aborted")
-        begun = Begun()
+        begun = CollectiveCall()
         begun.works.append(collective)
         return ElasticWork(self.owner, "all_reduce", begun, [], None, self.futures)
 

@@ -23,7 +23,7 @@ from elastic.driver.commandline.kubernetes.kubernetes_release import (
     ChartRelease,
     NameTaken,
 )
-from elastic.driver.discovery.kubernetes.cluster import connection
+from elastic.driver.discovery.kubernetes.api_client import connection
 from elastic.errors import Invalid
 from harness.golden import raises, recorded
 from harness.refusals import refusal_of

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic import other_packages
+from elastic import conflicting_packages
 from elastic.driver.commandline import cli
 from elastic.driver.commandline.check_build import Build
 from elastic.driver.commandline.setup import host_facts
@@ -163,17 +163,19 @@ def test_import_beside_another_horovod_warns_once(tmp_path, monkeypatch, package
     monkeypatch.delenv("ELASTIC_WORKER", raising=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        other_packages.warn_of_others(package, str(tmp_path))
+        conflicting_packages.warn_of_conflicts(package, str(tmp_path))
     (tmp_path / mark).parent.mkdir(exist_ok=True)
     (tmp_path / mark).write_text("")
     with pytest.warns(RuntimeWarning) as warned:
-        other_packages.warn_of_others(package, str(tmp_path))
+        conflicting_packages.warn_of_conflicts(package, str(tmp_path))
     assert len(warned) == 1
     monkeypatch.setenv("ELASTIC_WORKER", "h:0#1")
-    other_packages.warn_of_others(package, str(tmp_path))
+    conflicting_packages.warn_of_conflicts(package, str(tmp_path))
 
 
 def test_our_package_has_no_marks_of_the_others():
     root = Path(__file__).parents[5]
-    marks = [root / package / mark for package, of in other_packages.MARKS.items() for mark in of]
+    marks = [
+        root / package / mark for package, of in conflicting_packages.MARKS.items() for mark in of
+    ]
     assert len(marks) >= 6 and not [mark for mark in marks if mark.exists()]

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from elastic.checkpoints import finished, manifest
+from elastic.checkpoints import finished_training, manifest
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, Name
+from elastic.checkpoints.manifest import CommitName, Manifest
 from elastic.driver.commandline import cli, flags
 from elastic.driver.commandline.checkpoint_options import finished_before, same_command_of
 from elastic.driver.commandline.setup.finished_job import FINISHED, SameCommand, program_files
 from elastic.protocol import read_paths
 from elastic.protocol.read_paths import ReadPaths
 
-LAST = Name(3, 2, 100)
+LAST = CommitName(3, 2, 100)
 ENVIRON = {"PATH": "/bin", "EPOCHS": "3", "SHLVL": "1"}
 
 
@@ -52,19 +52,19 @@ def started(*more: str, environ: dict[str, str] = ENVIRON) -> SameCommand | None
     return same_command_of(flags.parse([*words, "python", "train.py"]), environ)
 
 
-def commit(name: Name) -> None:
+def commit(name: CommitName) -> None:
     storage = Storage("ck")
     files = {"__0_0.distcp": storage.write(f"{name}/__0_0.distcp", b"bytes")}
     made = Manifest(manifest.FORMAT, name, 1, 0.0, "2", "", {}, {}, [], [], files, [])
     storage.write(f"{name}/{manifest.MANIFEST}", manifest.encoded(made))
 
 
-def returned(name: Name, began_at: float | None = None) -> None:
+def returned(name: CommitName, began_at: float | None = None) -> None:
     """Report the return of both ranks, each of which is this process."""
     began_at = time.time() if began_at is None else began_at
     for rank in range(2):
-        finished.note_read(Storage("ck"), name, rank, began_at)
-    finished.note_returned(Storage("ck"), name, began_at, 2)
+        finished_training.note_read(Storage("ck"), name, rank, began_at)
+    finished_training.note_returned(Storage("ck"), name, began_at, 2)
 
 
 def train(*more: str) -> bool:
@@ -76,7 +76,7 @@ def train(*more: str) -> bool:
     return job.has_finished(LAST.run)
 
 
-def again(*more: str, environ: dict[str, str] = ENVIRON) -> Name | None:
+def again(*more: str, environ: dict[str, str] = ENVIRON) -> CommitName | None:
     words = ["-np", "2", "--checkpoint-dir", "ck", *more]
     options = flags.parse([*words, "python", "train.py"])
     job = same_command_of(options, environ)
@@ -105,9 +105,9 @@ def test_fresh_job_has_finished_for_the_command_without_that_flag():
         lambda folder: (folder / "run/more.yaml").write_text("epochs: 4\n"),
         lambda folder: (folder / "library/layers.py").write_text("layers: 4\n"),
         lambda folder: (folder / "library/layers.py").unlink(),
-        lambda folder: commit(Name(4, 2, 0)),
+        lambda folder: commit(CommitName(4, 2, 0)),
         lambda folder: (folder / f"run/ck/{LAST}/__0_0.distcp").write_bytes(b"less"),
-        lambda folder: (folder / "run/ck" / finished.RETURNED).unlink(),
+        lambda folder: (folder / "run/ck" / finished_training.RETURNED).unlink(),
         lambda folder: (folder / "run/ck" / FINISHED).write_text("{"),
     ],
 )
@@ -151,7 +151,7 @@ def test_changed_data_named_by_the_command_means_not_finished(folder, words):
 
 @pytest.mark.parametrize(("holds", "finished"), [("", True), ("data.bin", False)])
 def test_named_folder_that_gains_a_file_is_for_results_only_if_it_was_empty(
-    folder, holds, finished
+    folder, holds, finished_training
 ):
     (folder / "named").mkdir()
     if holds:
@@ -162,7 +162,7 @@ def test_named_folder_that_gains_a_file_is_for_results_only_if_it_was_empty(
     (folder / "named/more.bin").write_bytes(b"results, or more data")
     commit(LAST)
     returned(LAST)
-    assert job.has_finished(LAST.run) is finished
+    assert job.has_finished(LAST.run) is finished_training
 
 
 def test_other_arguments_flags_environment_or_folders_are_another_job(folder, monkeypatch):
@@ -193,7 +193,7 @@ def test_training_that_did_not_return_has_not_finished():
     assert job is not None
     commit(LAST)
     assert not job.has_finished(LAST.run)
-    returned(Name(2, 2, 100))  # of an earlier run
+    returned(CommitName(2, 2, 100))  # of an earlier run
     assert not job.has_finished(LAST.run)
 
 
@@ -278,7 +278,7 @@ def test_missing_read_list_of_a_rank_leaves_it_unknown(ranks):
     commit(LAST)
     returned(LAST)
     for rank in range(ranks, 2):
-        (Path("ck") / finished.READ.format(rank)).unlink()
+        (Path("ck") / finished_training.READ.format(rank)).unlink()
     assert not job.has_finished(LAST.run)
 
 

@@ -8,7 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from unittest.mock import create_autospec
 
-from elastic.driver.discovery.kubernetes.cluster import ApiServer, ApiTrouble, Refusal, Resource
+from elastic.driver.discovery.kubernetes.api_client import (
+    ApiClient,
+    ApiError,
+    ApiErrorKind,
+    Resource,
+)
 from elastic.driver.discovery.kubernetes.pod_discovery import PodDiscovery
 from elastic.driver.discovery.static import StaticDiscovery
 from elastic.driver.events import HostLeaving, HostStaying, Notice
@@ -17,7 +22,7 @@ from harness.golden import recorded
 from harness.kubernetes_objects import node, pod
 
 A, B = "10.0.0.6", "10.0.0.7"
-FORBIDDEN = ApiTrouble(Refusal.FORBIDDEN, "HTTP 403")
+FORBIDDEN = ApiError(ApiErrorKind.FORBIDDEN, "HTTP 403")
 SPOT = "aws-node-termination-handler/spot-itn"
 
 
@@ -30,7 +35,7 @@ class Stage:
         self.log: list[tuple[str, str]] = []
         self.told: list[Any] = []
         self.now = 100.0
-        self.cluster = create_autospec(ApiServer, instance=True)
+        self.cluster = create_autospec(ApiClient, instance=True)
         self.cluster.namespace = "lab"
         self.refused = refused
         listed = {Resource.PODS: [*pods], Resource.NODES: [node("n1"), node("n2")]}
@@ -185,7 +190,7 @@ def test_outage_of_the_api_server_changes_nothing():
 
     async def play() -> None:
         await stage.until(lambda: stage.lists)
-        stage.cluster.events.side_effect = ApiTrouble(Refusal.UNREACHABLE, "refused")
+        stage.cluster.events.side_effect = ApiError(ApiErrorKind.UNREACHABLE, "refused")
         stage.answers[Resource.PODS].put(None)
         await stage.until(lambda: len(stage.log) == 2)
 

@@ -17,9 +17,9 @@ from elastic.driver.events import (
     StartWorker,
 )
 from elastic.driver.membership.membership import Phase
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from harness.conversation import (
-    Talk,
+    MembershipConversation,
     checked,
     disconnected,
     exited,
@@ -55,7 +55,7 @@ def test_frozen_worker_is_killed_once_and_later_reports_are_ignored():
 
 def test_ready_worker_is_running_whatever_its_agent_reported_last():
     """The worker was continued between two samples of its agent, so its message arrives first."""
-    talk = Talk(np=2)
+    talk = MembershipConversation(np=2)
     talk.tell(hosts(h=2))
     talk.connect("h:0", "h:1")
     talk.ready("h:0", running=False)
@@ -127,7 +127,7 @@ def test_worker_frozen_at_the_end_is_named_since_the_job_waits_for_its_exit():
 
 
 def test_frozen_starting_worker_is_awaited_as_any_starting_worker():
-    talk = Talk(np=3, start_timeout_s=120)
+    talk = MembershipConversation(np=3, start_timeout_s=120)
     talk.tell(hosts(h=3))
     assert not has(KillWorker, talk.tell(frozen("h:2")))
     talk.connect("h:0", "h:1")
@@ -138,7 +138,7 @@ def test_frozen_starting_worker_is_awaited_as_any_starting_worker():
 
 
 def test_frozen_ready_worker_is_killed_before_the_others_train_with_it():
-    talk = Talk(np=3)
+    talk = MembershipConversation(np=3)
     talk.tell(hosts(h=3))
     talk.connect("h:0", "h:1", "h:2")
     talk.ready("h:0", "h:2", running=False)
@@ -171,10 +171,10 @@ def test_frozen_worker_ends_a_static_job_and_is_named():
     assert names(talk.tell(frozen("h:1")), KillWorker) == ["h:1#1"]
     end = the(EndJob, talk.tell(exited("h:1")))
     assert end.reason == because(
-        Why.ENDED,
+        ReasonKind.ENDED,
         who="rank 1 (h:1#1 on h)",
         exit="signal 9 SIGKILL",
-        killed_for=because(Why.FROZEN, how="stopped by a signal"),
+        killed_for=because(ReasonKind.FROZEN, how="stopped by a signal"),
         early=False,
         outside=False,
         wrote="",
@@ -193,9 +193,9 @@ def test_worker_that_survives_sigkill_for_a_second_is_left_behind():
     broken = the(BreakWorld, actions)
     assert broken.members == [worker("h:0"), worker("h:2")]
     assert broken.reason == because(
-        Why.LOST_ALIVE,
+        ReasonKind.LOST_ALIVE,
         worker="h:1#1",
-        killed_for=because(Why.FROZEN, how="its container is paused"),
+        killed_for=because(ReasonKind.FROZEN, how="its container is paused"),
     )
     assert order(the(PublishWorld, talk.ready("h:0", "h:2", commit=(2, 5)))) == ["h:0#1", "h:2#1"]
 
@@ -217,12 +217,12 @@ def test_static_job_does_not_wait_for_the_exit_of_a_frozen_worker():
     talk.tell(frozen("h:1"))
     end = the(EndJob, talk.wait(2))
     assert end.reason == because(
-        Why.LOST_FOR_GOOD,
+        ReasonKind.LOST_FOR_GOOD,
         who="rank 1 (h:1#1 on h)",
         cause=because(
-            Why.LOST_ALIVE,
+            ReasonKind.LOST_ALIVE,
             worker="h:1#1",
-            killed_for=because(Why.FROZEN, how="stopped by a signal"),
+            killed_for=because(ReasonKind.FROZEN, how="stopped by a signal"),
         ),
     )
 
@@ -241,7 +241,7 @@ def test_workers_asked_to_leave_keep_their_time_limit():
 def test_worker_whose_host_acknowledges_nothing_is_killed_at_once():
     talk = running(3)
     actions = talk.tell(disconnected("h:2", silent=True))
-    assert the(KillWorker, actions).reason == because(Why.CUT_OFF)
+    assert the(KillWorker, actions).reason == because(ReasonKind.CUT_OFF)
     assert has(BreakWorld, talk.wait(1.1))  # the kill did not reach it either
 
 
@@ -255,9 +255,9 @@ def test_closed_connection_leaves_a_moment_for_the_exit():
 # ---- lost hosts ---------------------------------------------------------------------------------
 
 
-def spread(**settings) -> Talk:
+def spread(**settings) -> MembershipConversation:
     """Train with two workers on each of two hosts."""
-    talk = Talk(np=4, **settings)
+    talk = MembershipConversation(np=4, **settings)
     talk.tell(hosts(g=2, h=2))
     everybody = ["g:0", "g:1", "h:0", "h:1"]
     talk.connect(*everybody)
@@ -273,7 +273,7 @@ def test_lost_host_loses_its_workers_at_once():
     actions = talk.tell(host_lost("g"))
     broken = the(BreakWorld, actions)
     assert broken.reason == because(
-        Why.LOST_WITH_HOST, host="g", text="its agent was not heard of for 2 s", workers=2
+        ReasonKind.LOST_WITH_HOST, host="g", text="its agent was not heard of for 2 s", workers=2
     )
     assert broken.members == [worker("h:0"), worker("h:1")]
     assert not has(KillWorker, actions)  # the host is unreachable
@@ -318,19 +318,19 @@ def test_last_host_is_awaited_for_a_limited_time():
     assert not has(EndJob, talk.wait(599))
     end = the(EndJob, talk.wait(2))
     assert end.reason == because(
-        Why.ALL_LOST,
+        ReasonKind.ALL_LOST,
         members=4,
         generation=2,
         cause=because(
-            Why.SEVERAL,
+            ReasonKind.SEVERAL,
             causes=[
                 because(
-                    Why.LOST_WITH_HOST,
+                    ReasonKind.LOST_WITH_HOST,
                     host="g",
                     text="its agent was not heard of for 2 s",
                     workers=2,
                 ),
-                because(Why.LOST_HOST, host="h", text="its agent was not heard of for 2 s"),
+                because(ReasonKind.LOST_HOST, host="h", text="its agent was not heard of for 2 s"),
             ],
             more=0,
         ),
@@ -347,10 +347,13 @@ def test_lost_host_ends_a_static_job():
     talk = spread(elastic=False, workers_min=4)
     end = the(EndJob, talk.tell(host_lost("h")))
     assert end.reason == because(
-        Why.LOST_FOR_GOOD,
+        ReasonKind.LOST_FOR_GOOD,
         who="rank 2 (h:0#1 on h)",
         cause=because(
-            Why.LOST_WITH_HOST, host="h", text="its agent was not heard of for 2 s", workers=2
+            ReasonKind.LOST_WITH_HOST,
+            host="h",
+            text="its agent was not heard of for 2 s",
+            workers=2,
         ),
     )
 

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from elastic.driver.events import BreakWorld, EndJob, Event, KillWorker, WorkerProgressed
 from elastic.driver.membership.failure_detection.gpu_hangs import (
     Hang,
-    Witness,
+    RankReport,
     hang_of_all,
     hang_of_one,
     judge,
 )
-from elastic.driver.reasons import Why
+from elastic.driver.reasons import ReasonKind
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import GRADIENTS, Launches, Worker
 from harness.conversation import (
-    Talk,
+    MembershipConversation,
     exited,
     has,
     names,
@@ -46,10 +46,10 @@ def launches(what, size: int = 4, took_s: float = 0.0) -> Launches:
     return Launches(GRADIENTS, size, launched, arrived, done, took_s, what == FAILED)
 
 
-def group(*ranks, for_s: float, took_s: float = 0.0) -> list[Witness]:
+def group(*ranks, for_s: float, took_s: float = 0.0) -> list[RankReport]:
     """Make all ranks report the same state for ``for_s`` seconds."""
     states = [launches(each, len(ranks), took_s) for each in ranks]
-    return [Witness(Worker("h", n), each, 100.0, 100.0 + for_s) for n, each in enumerate(states)]
+    return [RankReport(Worker("h", n), each, 100.0, 100.0 + for_s) for n, each in enumerate(states)]
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_slower_gpu_gets_the_same_time_again_as_the_others_took():
 
 def test_time_limit_starts_when_the_last_of_the_other_ranks_arrives():
     slow, *others = group(HANGS, WAITS, WAITS, WAITS, for_s=12)
-    late = Witness(others[0].worker, others[0].launches, 105.0, 112.0)
+    late = RankReport(others[0].worker, others[0].launches, 105.0, 112.0)
     assert judge([slow, *others], SETTINGS, 0) is not None
     assert judge([slow, late, *others[1:]], SETTINGS, 0) is None
 
 
 def test_outdated_reports_are_ignored():
     slow, *others = group(HANGS, WAITS, WAITS, WAITS, for_s=12)
-    silent = Witness(slow.worker, slow.launches, 100.0, 101.0)
+    silent = RankReport(slow.worker, slow.launches, 100.0, 101.0)
     assert judge([silent, *others], SETTINGS, 0) is None
 
 
@@ -166,7 +166,7 @@ def waits(name: str, generation: int, seconds: int, state: Launches) -> Event:
     return WorkerProgressed(worker(name), generation, 7, GRADIENTS, float(seconds), gpu=[state])
 
 
-def report_repeatedly(talk: Talk, *ranks, for_s: float) -> list:
+def report_repeatedly(talk: MembershipConversation, *ranks, for_s: float) -> list:
     """Report every five seconds that all ranks wait, and return all actions."""
     generation, actions = talk.m.generation, []
     for seconds in range(1, int(for_s) + 2, 5):
@@ -217,8 +217,8 @@ def test_network_hang_breaks_the_world_twice_and_ends_the_job_the_third_time():
     actions += talk.ready(*talk.members, commit=(2, 0))
     assert the(EndJob, actions).code == 1
     reason = the(EndJob, actions).reason
-    assert reason.kind is Why.IN_CIRCLES and reason.facts["worlds"] == 3
-    assert hang_in(reason.facts["cause"]) == (Why.NETWORK_HANGS, 120.093, 7, "gradients", 2)
+    assert reason.kind is ReasonKind.IN_CIRCLES and reason.facts["worlds"] == 3
+    assert hang_in(reason.facts["cause"]) == (ReasonKind.NETWORK_HANGS, 120.093, 7, "gradients", 2)
 
 
 def test_commit_resets_the_count_of_network_hangs():
@@ -242,10 +242,10 @@ def test_reports_of_an_older_world_are_ignored():
 def test_gpu_hang_ends_a_static_job_with_a_reason():
     talk = static(2)
     reason = the(EndJob, report_repeatedly(talk, WAITS, WAITS, for_s=40)).reason
-    assert hang_in(reason) == (Why.NETWORK_HANGS, 30.011, 7, "gradients", 0)
+    assert hang_in(reason) == (ReasonKind.NETWORK_HANGS, 30.011, 7, "gradients", 0)
 
 
-def hang_in(reason: Any) -> tuple[Why, float, int, str, int]:
+def hang_in(reason: Any) -> tuple[ReasonKind, float, int, str, int]:
     """Return kind and facts of a reason, with times in whole milliseconds."""
     facts = reason.facts
     for_s = round(facts["for_s"], 3)

@@ -6,14 +6,24 @@ import pytest
 
 from elastic.driver.events import Action, ProbeWorkers, Report, WorkerLocated, WorkerPaced
 from elastic.driver.membership.failure_detection.idle_world import LEAST_S, LOCATE_S, TIMES
-from elastic.driver.membership.snapshot import restored, taken
+from elastic.driver.membership.snapshot import restore_snapshot, take_snapshot
 from harness import wording
-from harness.conversation import Talk, exited, has, inside, outside, paced, running, the, worker
+from harness.conversation import (
+    MembershipConversation,
+    exited,
+    has,
+    inside,
+    outside,
+    paced,
+    running,
+    the,
+    worker,
+)
 
 REPORTED = [paced("h:0", 2, 0.1), paced("h:1", 2, 0.1)]
 
 
-def trained() -> Talk:
+def trained() -> MembershipConversation:
     talk = running(2, workers_min=1)
     talk.wait(30.0)
     talk.tell(*REPORTED)
@@ -24,7 +34,7 @@ def warnings(actions: list[Action]) -> list[Report]:
     return [a for a in actions if isinstance(a, Report) and a.level == "warning"]
 
 
-def logged_when_located(talk: Talk) -> list[Report]:
+def logged_when_located(talk: MembershipConversation) -> list[Report]:
     """Return the log lines once the ranks' positions are known."""
     asked = talk.wait(LEAST_S)
     assert the(ProbeWorkers, asked).workers == [worker("h:0"), worker("h:1")]
@@ -44,7 +54,7 @@ def test_stopped_ranks_are_named_once_with_their_lines():
 
 def test_idle_world_is_known_after_a_snapshot():
     talk = trained()
-    talk.m = restored(taken(talk.m), talk.m.settings)
+    talk.m = restore_snapshot(take_snapshot(talk.m), talk.m.settings)
     assert len(logged_when_located(talk)) == 1
 
 

@@ -14,10 +14,10 @@ from elastic.driver.membership.failure_detection.root_cause import (
     describe_exit,
     exit_code,
 )
-from elastic.driver.reasons import Why, because, brief, in_words
+from elastic.driver.reasons import ReasonKind, as_sentence, because, brief
 from elastic.protocol.messages import Commit, Worker
 from harness.conversation import (
-    Talk,
+    MembershipConversation,
     all_lost,
     disconnected,
     exited,
@@ -57,7 +57,7 @@ def test_worker_that_calls_sys_exit_is_lost_before_its_interpreter_exits():
     talk = running(3)
     broken = the(BreakWorld, talk.tell(has_quit("h:1", 2)))
     assert broken.members == [worker("h:0"), worker("h:2")]
-    assert broken.reason == because(Why.LOST_EXITED, worker="h:1#1", exit="exit code 0")
+    assert broken.reason == because(ReasonKind.LOST_EXITED, worker="h:1#1", exit="exit code 0")
     assert talk.tell(failed("h:0", 2)) == []
     assert has(PublishWorld, talk.ready("h:0", "h:2", commit=(2, 4)))
     assert names(talk.wait(5)) == [], "its slot is taken for as long as it runs"
@@ -114,7 +114,7 @@ def test_same_exception_from_a_second_worker_ends_the_job():
     talk.tell(raised("h:1", 2, (2, 4), "IndexError: 17 of 10"))
     end = the(EndJob, talk.tell(raised("h:2", 2, (2, 4), "IndexError: 23 of 10")))
     assert end.reason == because(
-        Why.SAME_EXCEPTION,
+        ReasonKind.SAME_EXCEPTION,
         first="h:1#1",
         worker="h:2#1",
         commit="2.4",
@@ -149,7 +149,7 @@ def test_same_exception_before_the_first_commit_counts_as_the_same():
     assert not has(EndJob, talk.tell(other))
     end = the(EndJob, talk.tell(raised("h:1", 3, (3, 0), beginning=True)))
     assert end.reason == because(
-        Why.SAME_EXCEPTION,
+        ReasonKind.SAME_EXCEPTION,
         first="h:0#1",
         worker="h:1#1",
         commit="3.0",
@@ -219,14 +219,14 @@ def test_job_ends_with_the_last_exception_if_every_worker_raised_another():
     talk.tell(raised("h:0", 2, (2, 4), "ValueError: x"))
     end = the(EndJob, talk.tell(raised("h:1", 2, (2, 4), "KeyError: y")))
     assert end.reason == because(
-        Why.ALL_LOST,
+        ReasonKind.ALL_LOST,
         members=2,
         generation=2,
         cause=because(
-            Why.SEVERAL,
+            ReasonKind.SEVERAL,
             causes=[
-                because(Why.LOST_RAISED, worker="h:0#1", summary="ValueError: x"),
-                because(Why.LOST_RAISED, worker="h:1#1", summary="KeyError: y"),
+                because(ReasonKind.LOST_RAISED, worker="h:0#1", summary="ValueError: x"),
+                because(ReasonKind.LOST_RAISED, worker="h:1#1", summary="KeyError: y"),
             ],
             more=0,
         ),
@@ -253,7 +253,7 @@ def test_static_job_fails_with_rank_host_and_exit_code_of_the_failed_worker():
     end = the(EndJob, static(3).tell(exited("h:1", 3, "Traceback\nKeyError: 'x'\n")))
     assert end.code == 3
     assert end.reason == because(
-        Why.ENDED,
+        ReasonKind.ENDED,
         who="rank 1 (h:1#1 on h)",
         exit="exit code 3",
         killed_for=None,
@@ -265,11 +265,11 @@ def test_static_job_fails_with_rank_host_and_exit_code_of_the_failed_worker():
 
 
 def test_static_job_fails_before_its_first_world():
-    talk = Talk(np=2, workers_min=2, elastic=False)
+    talk = MembershipConversation(np=2, workers_min=2, elastic=False)
     talk.tell(hosts(h1=1, h2=1))
     end = the(EndJob, talk.tell(exited("h2:0", 2)))
     assert end.reason == because(
-        Why.ENDED,
+        ReasonKind.ENDED,
         who="rank 1 (h2:0#1 on h2)",
         exit="exit code 2",
         killed_for=None,
@@ -292,12 +292,12 @@ def test_reported_failure_is_the_reason_if_no_other_worker_exits():
     talk.tell(failed("h:0", 1), failed("h:1", 1))
     end = the(EndJob, talk.wait(2.1))
     assert end.reason == because(
-        Why.LOST_PEER, who="rank 0 (h:0#1 on h)", text="connection closed by peer"
+        ReasonKind.LOST_PEER, who="rank 0 (h:0#1 on h)", text="connection closed by peer"
     )
     talk = static(2)
     talk.tell(failed("h:0", 1), failed("h:1", 1), exited("h:0", 1))
     assert the(EndJob, talk.tell(exited("h:1", 1))).reason == because(
-        Why.LOST_PEER, who="rank 0 (h:0#1 on h)", text="connection closed by peer"
+        ReasonKind.LOST_PEER, who="rank 0 (h:0#1 on h)", text="connection closed by peer"
     )
 
 
@@ -307,7 +307,7 @@ def test_ranks_that_called_different_collectives_have_lost_no_peer():
         talk.tell(complaint("h:0", 1, differs=True), complaint("h:1", 1, differs=True))
         talk.tell(exited("h:0", 1))
         end = the(EndJob, talk.tell(exited("h:1", 1)))
-        assert (end.code, end.reason.kind) == (1, Why.CALLS_DIFFER)
+        assert (end.code, end.reason.kind) == (1, ReasonKind.CALLS_DIFFER)
 
 
 def test_suspect_may_exit_slowly():
@@ -318,7 +318,7 @@ def test_suspect_may_exit_slowly():
     talk = static(2, disconnect_s=2)
     talk.tell(failed("h:0", 1))
     assert the(EndJob, talk.wait(11)).reason == because(
-        Why.LOST_PEER, who="rank 0 (h:0#1 on h)", text="connection closed by peer"
+        ReasonKind.LOST_PEER, who="rank 0 (h:0#1 on h)", text="connection closed by peer"
     )
 
 
@@ -328,9 +328,11 @@ def test_worker_that_exited_with_0_too_early_is_blamed():
     talk.tell(stranded("h:0", 1))
     end = the(EndJob, talk.tell(exited("h:0", 1)))
     assert end.reason == because(
-        Why.ENDED_EARLY,
+        ReasonKind.ENDED_EARLY,
         workers="rank 1 (h:1#1 on h)",
-        cause=because(Why.LOST_PEER, who="rank 0 (h:0#1 on h)", text="connection closed by peer"),
+        cause=because(
+            ReasonKind.LOST_PEER, who="rank 0 (h:0#1 on h)", text="connection closed by peer"
+        ),
     )
 
 
@@ -340,7 +342,7 @@ def test_worker_that_raised_is_blamed_even_if_another_exits_first():
     talk.tell(raised("h:0", 1, None, "CollectiveFailed: closed"), exited("h:0", 1))
     end = the(EndJob, talk.tell(exited("h:1", 1)))
     assert end.reason == because(
-        Why.SCRIPT_RAISED,
+        ReasonKind.SCRIPT_RAISED,
         who="rank 1 (h:1#1 on h)",
         summary="ValueError: x",
         trace="Traceback ...\nValueError: x",
@@ -369,14 +371,14 @@ def test_worker_waiting_in_init_for_one_that_exited_is_released():
     talk = static(2)
     talk.tell(ready("h:0", 1, running=False))
     end = the(EndJob, talk.tell(exited("h:1", 0)))
-    assert end.reason == because(Why.OTHERS_EXITED, exited=1, waiting=1)
+    assert end.reason == because(ReasonKind.OTHERS_EXITED, exited=1, waiting=1)
 
 
 def test_worker_that_does_not_call_init_again_is_named():
     talk = static(2, elastic_timeout_s=60)
     talk.tell(ready("h:0", 1, running=False))
     end = the(EndJob, talk.wait(61))
-    assert end.reason == because(Why.NOT_ENTERED, who="rank 1 (h:1#1 on h)", for_s=60)
+    assert end.reason == because(ReasonKind.NOT_ENTERED, who="rank 1 (h:1#1 on h)", for_s=60)
 
 
 def test_worker_whose_connection_is_lost_is_killed_and_named():
@@ -385,10 +387,10 @@ def test_worker_whose_connection_is_lost_is_killed_and_named():
     assert names(talk.wait(2.1), KillWorker) == ["h:1#1"]
     end = the(EndJob, talk.tell(exited("h:1")))
     assert end.reason == because(
-        Why.ENDED,
+        ReasonKind.ENDED,
         who="rank 1 (h:1#1 on h)",
         exit="signal 9 SIGKILL",
-        killed_for=because(Why.CONNECTION_LOST),
+        killed_for=because(ReasonKind.CONNECTION_LOST),
         early=False,
         outside=False,
         wrote="",
@@ -403,9 +405,9 @@ def test_exits_are_described():
 
 
 def test_repeated_reason_is_shortened_to_its_first_words():
-    recorded("messages", brief(because(Why.FROZEN, how="stopped by a signal")))
-    recorded("messages", brief(because(Why.IDLE, for_s=30.0, where="in 'loss'")))
-    whole = because(Why.NO_INIT, within_s=120.0)
+    recorded("messages", brief(because(ReasonKind.FROZEN, how="stopped by a signal")))
+    recorded("messages", brief(because(ReasonKind.IDLE, for_s=30.0, where="in 'loss'")))
+    whole = because(ReasonKind.NO_INIT, within_s=120.0)
     assert brief(whole) == str(whole) == "it did not call init() within 120 s"
 
 
@@ -413,20 +415,20 @@ def test_reported_failure_is_settled_once_all_reporters_are_in_a_new_world():
     """The script has its own retry loop. A worker blamed for its own exception is not excused."""
     first, second = Worker("h", 0, 1), Worker("h", 1, 1)
     search = RootCauseSearch(
-        by=2.0, latest=10.0, verdict=in_words("h:0 lost a peer"), reporters={first}
+        by=2.0, latest=10.0, verdict=as_sentence("h:0 lost a peer"), reporters={first}
     )
     assert search.settled([second, first])
     assert not search.settled([second])
-    search.name_root_cause(second, in_words("h:1 raised ValueError"))
+    search.name_root_cause(second, as_sentence("h:1 raised ValueError"))
     assert not search.settled([second, first])
 
 
 def test_first_worker_that_cannot_begin_ends_the_job_if_none_can():
     """The checkpoint belongs to another script, so all other workers, even restarted ones, would fail as well."""
-    talk = Talk(np=3)
+    talk = MembershipConversation(np=3)
     talk.tell(hosts(h=3))
     talk.join("h:0", "h:1", "h:2")
     text = "this worker's state differs from that of the checkpoint"
     final = WorkerRaised(worker("h:0"), talk.m.generation, None, text, "", final=True)
     end = the(EndJob, talk.tell(final))
-    assert end.code == 1 and end.reason.kind is Why.NO_RESUME and text in str(end.reason)
+    assert end.code == 1 and end.reason.kind is ReasonKind.NO_RESUME and text in str(end.reason)

@@ -32,10 +32,10 @@ from elastic.driver.events import (
 )
 from elastic.driver.membership.membership import Phase
 from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from elastic.protocol.messages import GRADIENTS, SHARDS_COMMIT
 from harness.conversation import (
-    Talk,
+    MembershipConversation,
     checked,
     disconnected,
     exited,
@@ -62,7 +62,7 @@ from harness.conversation import (
 from harness.golden import recorded
 
 
-def waiting(workers: int = 3, missing: str = "h:2", **settings) -> Talk:
+def waiting(workers: int = 3, missing: str = "h:2", **settings) -> MembershipConversation:
     """All but one have waited in the collective 'loss' for a second."""
     talk = running(workers, **settings)
     talk.wait(60)
@@ -317,7 +317,7 @@ def test_waits_in_different_collectives_end_a_static_job():
     talk = static(2)
     talk.tell(inside("h:0", 1), inside("h:1", 1, "accuracy"))
     reason = the(EndJob, talk.wait(31)).reason
-    assert reason.kind is Why.DIFFERENT_COLLECTIVES
+    assert reason.kind is ReasonKind.DIFFERENT_COLLECTIVES
     recorded("reasons", str(reason))
 
 
@@ -327,7 +327,7 @@ def test_sharded_commit_on_some_ranks_only_is_reported():
     for name in talk.members:
         talk.works(name)
     reason = the(BreakWorld, talk.wait(31)).reason
-    assert reason.kind is Why.COMMIT_ON_SOME_RANKS
+    assert reason.kind is ReasonKind.COMMIT_ON_SOME_RANKS
     recorded("reasons", str(reason))
 
 
@@ -377,7 +377,7 @@ def test_stuck_survivor_is_killed_long_before_the_elastic_timeout():
     actions = talk.wait(31)
     recorded("log", said(actions))
     kill = the(KillWorker, actions)
-    assert kill.reason == because(Why.IDLE, for_s=30.5, where="for the next world")
+    assert kill.reason == because(ReasonKind.IDLE, for_s=30.5, where="for the next world")
     assert order(the(PublishWorld, talk.tell(exited("h:3")))) == ["h:1#1", "h:2#1"]
 
 
@@ -421,7 +421,7 @@ def test_worker_that_never_reaches_elastic_run_is_judged():
 # ---- during a planned change --------------------------------------------------------------------
 
 
-def stopping(talk: Talk) -> Talk:
+def stopping(talk: MembershipConversation) -> MembershipConversation:
     """All members were asked to stop at safepoint 4, and the first has."""
     assert has(PrepareChange, talk.tell(leaving("h:0")))
     talk.tell(*(checked(name, 2, 3) for name in talk.members))
@@ -473,7 +473,7 @@ def test_worker_waiting_in_a_collective_for_returned_ones_is_stuck():
     talk.tell(returned("h:0", 2), returned("h:1", 2), inside("h:2", 2, "accuracy"))
     end = the(EndJob, talk.wait(31))
     assert end.code == 1
-    assert end.reason.kind is Why.RETURNED_ALONE
+    assert end.reason.kind is ReasonKind.RETURNED_ALONE
     recorded("reasons", str(end.reason))
 
 
@@ -497,7 +497,7 @@ def test_worker_that_exited_too_early_is_named_when_all_others_wait():
     talk.tell(inside("h:0", 1), inside("h:2", 1))
     assert not has(EndJob, talk.wait(25))
     end = the(EndJob, talk.wait(10))
-    assert end.reason.kind is Why.ENDED_EARLY
+    assert end.reason.kind is ReasonKind.ENDED_EARLY
     recorded("reasons", str(end.reason))
 
 
@@ -508,10 +508,10 @@ def test_stuck_worker_ends_a_static_job_and_is_named():
     assert names(talk.wait(31), KillWorker) == ["h:1#1"]
     end = the(EndJob, talk.tell(exited("h:1")))
     assert end.reason == because(
-        Why.ENDED,
+        ReasonKind.ENDED,
         who="rank 1 (h:1#1 on h)",
         exit="signal 9 SIGKILL",
-        killed_for=because(Why.IDLE, for_s=30.5, where="in 'loss'"),
+        killed_for=because(ReasonKind.IDLE, for_s=30.5, where="in 'loss'"),
         early=False,
         outside=False,
         wrote="",
@@ -681,11 +681,11 @@ def test_third_hang_at_the_same_commit_ends_the_job():
         talk.resume()
     assert talk.m.over and start == 4, "in the first of four there had been commits"
     assert the(EndJob, actions).reason == because(
-        Why.STUCK_AGAIN,
+        ReasonKind.STUCK_AGAIN,
         worlds=3,
         cause=because(
-            Why.LOST_ALIVE,
+            ReasonKind.LOST_ALIVE,
             worker="h:2#4",
-            killed_for=because(Why.IDLE, for_s=30.5, where="in 'loss'"),
+            killed_for=because(ReasonKind.IDLE, for_s=30.5, where="in 'loss'"),
         ),
     )

@@ -12,7 +12,7 @@ from elastic.driver.membership.failure_detection.suspicion import (
     Verdict,
     probe_every_s,
 )
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 from harness.golden import recorded
@@ -99,7 +99,9 @@ def test_idle_worker_is_named_and_condemned_after_30_seconds():
     assert look.probe(0.0) is Next.NAME  # 20 s: the interval doubled
     assert look.probe(0.0) is Next.NOTHING
     assert look.probe(0.0) is Next.CONDEMN  # 30 s
-    assert look.it.reason(look.now, "in 'loss'") == because(Why.IDLE, for_s=30.0, where="in 'loss'")
+    assert look.it.reason(look.now, "in 'loss'") == because(
+        ReasonKind.IDLE, for_s=30.0, where="in 'loss'"
+    )
     assert look.all.next_fence() == 30.5
     assert look.all.to_fence(30.4) == []
     assert look.all.to_fence(30.5) == [look.it]
@@ -125,7 +127,7 @@ def test_busy_worker_is_named_after_a_minute_and_condemned_after_ten():
     assert list(heard) == [60.0, 120.0, 240.0, 480.0]
     recorded("messages", heard[60.0])
     assert look.now == 600.0
-    assert look.it.reason(look.now, "here").kind is Why.BUSY
+    assert look.it.reason(look.now, "here").kind is ReasonKind.BUSY
 
 
 def test_condemned_worker_that_becomes_active_is_not_killed():

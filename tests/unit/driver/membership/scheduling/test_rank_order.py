@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from elastic.driver.membership.roster import WorkerRecord
 from elastic.driver.membership.scheduling.rank_order import arrange, next_place, places, slots
 from elastic.driver.membership.worlds.composition import Composition, compose
-from elastic.driver.reasons import in_words
+from elastic.driver.reasons import as_sentence
 from elastic.protocol.messages import Commit, Place, Worker
 from harness.conversation import worker
 
@@ -57,7 +57,7 @@ def test_slots_are_assigned_host_by_host_in_the_order_of_the_list():
 
 def record(who: Worker, *, leaving: str = "", unlisted: bool = False) -> WorkerRecord:
     made = WorkerRecord(who, 0.0, Place(0, 1, 0, 1, 0, 1), layout="x", running=True)
-    made.leaving = in_words(leaving) if leaving else None
+    made.leaving = as_sentence(leaving) if leaving else None
     made.unlisted = unlisted
     return made
 

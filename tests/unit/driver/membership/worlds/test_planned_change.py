@@ -16,9 +16,9 @@ from elastic.driver.events import (
     StartWorker,
 )
 from elastic.driver.membership.membership import Phase
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from harness.conversation import (
-    Talk,
+    MembershipConversation,
     checked,
     exited,
     failed,
@@ -38,7 +38,7 @@ from harness.conversation import (
 from harness.golden import recorded
 
 
-def joining(workers: int = 2, **settings) -> Talk:
+def joining(workers: int = 2, **settings) -> MembershipConversation:
     """A newcomer waits, and all members have been asked to prepare."""
     talk = running(workers, workers_max=workers + 1, **settings)
     talk.tell(hosts(h=workers + 1))
@@ -101,7 +101,7 @@ def test_missing_answer_cancels_the_change_for_a_while():
     talk = joining(prepare_s=5)
     talk.tell(checked("h:0", 2, 3))
     actions = talk.wait(5.1)
-    assert the(CallOffChange, actions).reason == because(Why.NO_ANSWER, workers="h:1#1")
+    assert the(CallOffChange, actions).reason == because(ReasonKind.NO_ANSWER, workers="h:1#1")
     assert not has(PrepareChange, talk.wait(9))
     assert the(PrepareChange, talk.wait(2)).change == 2
 
@@ -133,7 +133,7 @@ def test_member_that_never_stops_breaks_the_world_and_is_killed():
     talk.tell(ready("h:0", 2, (2, 4)))
     actions = talk.wait(60.1)
     assert the(BreakWorld, actions).reason == because(
-        Why.NOT_STOPPED, workers="h:1#1", check=4, within_s=60
+        ReasonKind.NOT_STOPPED, workers="h:1#1", check=4, within_s=60
     )
     assert names(talk.wait(60.1), KillWorker) == ["h:1#1"]
 
@@ -275,7 +275,7 @@ def test_list_without_hosts_starts_no_worker_and_waits_as_below_the_minimum():
         assert not has(EndJob, talk.tell(*gone))
         if incarnation == 2:
             assert talk.m.worlds.give_up.spent() == because(
-                Why.SLOTS_SPENT, attempts=4, needed=1, wrote=""
+                ReasonKind.SLOTS_SPENT, attempts=4, needed=1, wrote=""
             )
     actions = talk.tell(hosts())
     actions += talk.wait(talk.m.settings.elastic_timeout_s - 60)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import pytest
 
 from elastic.driver import events
-from elastic.driver.membership.snapshot import restored, taken
-from elastic.driver.reasons import Why, because
+from elastic.driver.membership.snapshot import restore_snapshot, take_snapshot
+from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
 from harness.conversation import (
-    Talk,
+    MembershipConversation,
     disconnected,
     exited,
     frozen,
@@ -32,7 +32,7 @@ from harness.conversation import (
 from harness.golden import raises
 
 
-def with_standby(workers: int = 2, **settings) -> Talk:
+def with_standby(workers: int = 2, **settings) -> MembershipConversation:
     """The world trains, and one more worker stands by in the next slot."""
     talk = running(workers, workers_min=1, standbys=1, **settings)
     assert names(talk.tell(hosts(h=workers + 1))) == [f"h:{workers}#1"]
@@ -43,7 +43,7 @@ def with_standby(workers: int = 2, **settings) -> Talk:
 
 
 def test_standby_is_not_started_before_there_is_a_world():
-    talk = Talk(np=2, workers_min=1, standbys=1)
+    talk = MembershipConversation(np=2, workers_min=1, standbys=1)
     assert names(talk.tell(hosts(h=4))) == ["h:0#1", "h:1#1"]
     talk.connect("h:0", "h:1")
     assert names(talk.ready("h:0", "h:1", running=False)) == []
@@ -54,7 +54,7 @@ def test_standby_is_not_started_before_there_is_a_world():
 def test_start_of_a_standby_is_logged_as_such():
     talk = running(2, workers_min=1, standbys=1)
     start = the(events.StartWorker, talk.tell(hosts(h=3)))
-    assert start.reason == because(Why.TO_STAND_BY)
+    assert start.reason == because(ReasonKind.TO_STAND_BY)
 
 
 def test_standby_is_notified_once():
@@ -215,5 +215,5 @@ def test_successor_driver_knows_the_silent_standbys():
     talk.tell(exited("h:1"))
     talk.ready("h:0", commit=(2, 5))
     talk.wait(0.1)
-    talk.m = restored(taken(talk.m), talk.m.settings)
+    talk.m = restore_snapshot(take_snapshot(talk.m), talk.m.settings)
     assert talk.m.worlds.signs.silent == {worker("h:2")}

@@ -24,11 +24,11 @@ from elastic.driver.events import (
     WorkerReconnected,
 )
 from elastic.driver.job.decisions import JobDecisions
-from elastic.driver.membership.snapshot import restored, taken
-from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.membership.snapshot import restore_snapshot, take_snapshot
+from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import Commit
 from harness.conversation import (
-    Talk,
+    MembershipConversation,
     exited,
     failed,
     has,
@@ -45,11 +45,11 @@ from harness.golden import recorded
 TERM = StopRequested("SIGTERM at the driver", 143, 6.0)
 
 
-def three(**settings: object) -> Talk:
+def three(**settings: object) -> MembershipConversation:
     return running(3, workers_min=1, restarts=3, durable=True, **settings)
 
 
-def made(talk: Talk, number: int = 4) -> CheckpointMade:
+def made(talk: MembershipConversation, number: int = 4) -> CheckpointMade:
     return CheckpointMade(Commit(talk.m.generation, number))
 
 
@@ -61,7 +61,7 @@ def test_stop_writes_a_last_checkpoint_first():
     end = the(EndJob, talk.tell(made(talk)))
     assert end.code == 143
     assert end.reason == because(
-        Why.STOPPED, why="SIGTERM at the driver", newest="2.4", made=True, within_s=6.0
+        ReasonKind.STOPPED, why="SIGTERM at the driver", newest="2.4", made=True, within_s=6.0
     )
 
 
@@ -72,26 +72,28 @@ def test_stop_without_a_checkpoint_in_time_ends_and_reports_it():
     end = the(EndJob, talk.wait(0.2))
     assert end.code == 143
     assert end.reason == because(
-        Why.STOPPED, why="SIGTERM at the driver", newest="2.2", made=False, within_s=6.0
+        ReasonKind.STOPPED, why="SIGTERM at the driver", newest="2.2", made=False, within_s=6.0
     )
 
 
 def test_second_request_ends_at_once():
     talk = three()
     talk.tell(TERM)
-    assert the(EndJob, talk.tell(TERM)).reason == in_words("SIGTERM at the driver")
+    assert the(EndJob, talk.tell(TERM)).reason == as_sentence("SIGTERM at the driver")
 
 
 @pytest.mark.parametrize(
     ("talk", "request_"),
     [
         (running(2, workers_min=1), TERM),
-        (Talk(np=2, restarts=3, durable=True), TERM),
+        (MembershipConversation(np=2, restarts=3, durable=True), TERM),
         (running(2, restarts=3, durable=True), StopRequested("Ctrl-C at the driver", 130)),
     ],
     ids=["no checkpoints", "before training", "Ctrl-C"],
 )
-def test_stop_ends_at_once_without_a_checkpoint_to_wait_for(talk: Talk, request_: StopRequested):
+def test_stop_ends_at_once_without_a_checkpoint_to_wait_for(
+    talk: MembershipConversation, request_: StopRequested
+):
     assert the(EndJob, talk.tell(request_)).code == 1
 
 
@@ -204,7 +206,7 @@ def test_notices_do_not_delay_a_stop(events: list, within_s: float):
 def test_successor_driver_asks_again_and_ends_with_the_same_code():
     talk = three()
     talk.tell(TERM)
-    talk.m = restored(taken(talk.m), talk.m.settings)
+    talk.m = restore_snapshot(take_snapshot(talk.m), talk.m.settings)
     talk.tell(DriverRestarted())
     assert has(HastenCheckpoint, talk.tell(WorkerReconnected(worker("h:0"), 2, True)))
     assert the(EndJob, talk.tell(made(talk))).code == 143

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.driver.monitoring.dashboard.http_requests import Guard, PageRefusal
+from elastic.driver.monitoring.dashboard.http_requests import PageRefusal, RequestGuard
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -14,7 +14,7 @@ def answer_to(
 ):
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
-    return Guard(TOKEN, {"localhost", "node7"}).answer("\r\n".join(lines).encode())
+    return RequestGuard(TOKEN, {"localhost", "node7"}).answer("\r\n".join(lines).encode())
 
 
 def test_request_with_the_token_gets_the_events():
@@ -33,7 +33,7 @@ def test_request_without_the_token_is_rejected(given):
 @pytest.mark.parametrize("token", [TOKEN, ""])
 def test_request_without_the_token_is_rejected_beyond_loopback(token):
     head = b"GET /events HTTP/1.1\r\nHost: 127.0.0.1:8080\r\nAuthorization: Bearer "
-    assert isinstance(Guard(token).answer(head), PageRefusal)
+    assert isinstance(RequestGuard(token).answer(head), PageRefusal)
 
 
 @pytest.mark.parametrize(
@@ -97,4 +97,4 @@ def test_method_other_than_get_is_rejected(method):
     ],
 )
 def test_malformed_head_is_rejected(head):
-    assert isinstance(Guard(TOKEN).answer(head), PageRefusal)
+    assert isinstance(RequestGuard(TOKEN).answer(head), PageRefusal)

@@ -11,7 +11,7 @@ from elastic.driver import events
 from elastic.driver.monitoring.dashboard.page_model import LINES, PageModel
 from elastic.driver.monitoring.dashboard.page_state import TAILS, applied
 from elastic.driver.monitoring.dashboard.worker_grid import HELD_UP, STATES
-from elastic.driver.reasons import Why, because, in_words
+from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
 from harness.golden import recorded
@@ -25,7 +25,7 @@ def world(
     *workers: Worker, generation: int = 1, commit: Commit | None = None
 ) -> events.PublishWorld:
     members = [events.Member(worker, PLACE) for worker in workers]
-    return events.PublishWorld(generation, members, STORE, 0, commit, in_words("first world"))
+    return events.PublishWorld(generation, members, STORE, 0, commit, as_sentence("first world"))
 
 
 def model() -> PageModel:
@@ -36,7 +36,7 @@ def training(*workers: Worker) -> PageModel:
     page = model()
     page.note(
         events.HostsChanged({"h": 4}),
-        [events.StartWorker(w, PLACE, in_words("x")) for w in workers],
+        [events.StartWorker(w, PLACE, as_sentence("x")) for w in workers],
         10.0,
     )
     for worker in workers:
@@ -51,7 +51,7 @@ def states(page: PageModel) -> dict[str, str]:
 
 def test_worker_joins_the_world():
     page = model()
-    start = events.StartWorker(A, PLACE, because(Why.FIRST_START))
+    start = events.StartWorker(A, PLACE, because(ReasonKind.FIRST_START))
     page.note(events.HostsChanged({"h": 1}), [start], 10.0)
     assert states(page) == {"h:0": "starting"}
     page.note(events.WorkerConnected(A, 4711), [], 11.0)
@@ -69,7 +69,7 @@ def test_worker_joins_the_world():
 
 def test_lost_worker_is_shown_until_another_takes_its_slot():
     page = training(A, B, C)
-    broken = events.BreakWorld(1, [A, C], in_words("lost h:1#1"))
+    broken = events.BreakWorld(1, [A, C], as_sentence("lost h:1#1"))
     page.note(events.WorkerExited(B, -9), [broken], 20.0)
     assert states(page) == {"h:0": "recovering", "h:1": "lost", "h:2": "recovering"}
     assert "signal 9 SIGKILL" in page.state.tables["workers"]["h:1"]["note"]
@@ -82,7 +82,9 @@ def test_lost_worker_is_shown_until_another_takes_its_slot():
     ]
     again = Worker("h", 1, 2)
     page.note(
-        events.TimePassed(), [events.StartWorker(again, PLACE, in_words("its slot is free"))], 21.0
+        events.TimePassed(),
+        [events.StartWorker(again, PLACE, as_sentence("its slot is free"))],
+        21.0,
     )
     assert states(page)["h:1"] == "starting"
     page.note(events.WorkerExited(B, -9), [], 21.5)  # repeated exit of the previous worker
@@ -117,7 +119,7 @@ def test_waiting_frozen_standby_and_leaving_workers_are_shown_as_such():
     page.note(events.WorkerFrozen(B, "stopped by a signal"), [], 31.0)
     page.note(events.TimePassed(), [events.TellStandby(C)], 31.0)
     assert states(page) == {"h:0": "training", "h:1": "frozen", "h:2": "standby"}
-    page.note(events.WorkerThawed(B), [events.LetGo(B, in_words("SIGTERM"))], 32.0)
+    page.note(events.WorkerThawed(B), [events.LetGo(B, as_sentence("SIGTERM"))], 32.0)
     assert states(page)["h:1"] == "leaving"
     page.note(events.WorkerExited(B, 0), [], 33.0)
     assert states(page)["h:1"] == "done"
@@ -125,7 +127,9 @@ def test_waiting_frozen_standby_and_leaving_workers_are_shown_as_such():
 
 def test_killed_worker_shows_its_reason_and_ignores_later_events():
     page = training(A, B)
-    page.note(events.TimePassed(), [events.KillWorker(B, because(Why.FROZEN, how="stopped"))], 40.0)
+    page.note(
+        events.TimePassed(), [events.KillWorker(B, because(ReasonKind.FROZEN, how="stopped"))], 40.0
+    )
     page.note(events.WorkerConnected(B, 9), [], 40.1)
     page.note(events.WorkerExited(B, -9), [], 40.2)
     row = page.state.tables["workers"]["h:1"]
@@ -137,7 +141,7 @@ def test_unlisted_slot_disappears_with_its_worker():
     page = training(A, B)
     page.patch(19.0)
     state = applied(None, page.full(19.0))
-    page.note(events.HostsChanged({"h": 1}), [events.LetGo(B, in_words("left the list"))], 20.0)
+    page.note(events.HostsChanged({"h": 1}), [events.LetGo(B, as_sentence("left the list"))], 20.0)
     page.note(events.WorkerExited(B, 0), [world(A, generation=2)], 21.0)
     assert states(page) == {"h:0": "training"}
     after = applied(state, page.patch(21.0))
@@ -203,7 +207,7 @@ def test_requested_stacks_are_kept_and_other_lines_are_not():
     page.stderr(A, "an ordinary line", 20.0)
     page.note(
         events.TimePassed(),
-        [events.DumpStacks(A, because(Why.IDLE, for_s=30.0, where="in gradients"))],
+        [events.DumpStacks(A, because(ReasonKind.IDLE, for_s=30.0, where="in gradients"))],
         30.0,
     )
     assert page.expects_stack(A) and not page.expects_stack(B)
@@ -240,7 +244,7 @@ def test_reported_numbers_are_those_of_the_lowest_rank():
 
 def test_goodput_is_absent_before_the_first_world():
     page = model()
-    page.note(events.HostsChanged({"h": 1}), [events.StartWorker(A, PLACE, in_words("x"))], 10.0)
+    page.note(events.HostsChanged({"h": 1}), [events.StartWorker(A, PLACE, as_sentence("x"))], 10.0)
     page.note(events.WorkerConnected(A, 7), [], 15.0)
     assert page.patch(20.0)["set"]["goodput"]["ratio"] is None
     page.note(events.WorkerReady(A, 0, None, STORE), [world(A)], 20.0)
@@ -250,12 +254,12 @@ def test_goodput_is_absent_before_the_first_world():
 def test_recovery_and_end_are_shown():
     page = training(A, B)
     report = events.ReportRecovery(
-        2, "recovery", in_words("lost h:1#1"), 1, 83.0, {"formed": 20.0}, 0
+        2, "recovery", as_sentence("lost h:1#1"), 1, 83.0, {"formed": 20.0}, 0
     )
     page.note(events.TimePassed(), [report], 20.0)
     [row] = page.state.series["recoveries"]
     assert (row["total_ms"], row["phases_ms"], row["why"]) == (83.0, {"formed": 20.0}, "lost h:1#1")
-    page.note(events.TimePassed(), [events.EndJob(1, in_words("too few"))], 21.0)
+    page.note(events.TimePassed(), [events.EndJob(1, as_sentence("too few"))], 21.0)
     page.note(events.WorkerReady(A, 1, None, STORE), [], 22.0)
     assert page.state.values["job"]["phase"] == "ended"
     recorded("page", page.state.values["job"]["ended"])
@@ -263,7 +267,7 @@ def test_recovery_and_end_are_shown():
 
 def test_operator_requests_are_shown():
     page = training(A, B)
-    done, refused = (events.AnswerRequest(1, each, in_words("so")) for each in (True, False))
+    done, refused = (events.AnswerRequest(1, each, as_sentence("so")) for each in (True, False))
     page.note(events.ScaleRequested(1, 3), [done], 20.0)
     page.note(events.ScaleRequested(1, 1), [refused], 21.0)
     page.note(events.DrainRequested(1, "h"), [done], 22.0)

@@ -16,11 +16,11 @@ import pytest
 
 from elastic.driver.events import AnswerRequest, ScaleRequested
 from elastic.driver.monitoring.dashboard import page_server
-from elastic.driver.monitoring.dashboard.http_requests import Guard
+from elastic.driver.monitoring.dashboard.http_requests import RequestGuard
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
 from elastic.driver.monitoring.dashboard.page_state import applied
-from elastic.driver.reasons import in_words
+from elastic.driver.reasons import as_sentence
 from elastic.errors import Invalid
 from harness.golden import recorded
 
@@ -37,7 +37,7 @@ class Served:
         listening = bound("127.0.0.1", 0)
         self.port: int = listening.getsockname()[1]
         self.writers: list[asyncio.StreamWriter] = []  # of the connections that stay open
-        self.server = PageServer(self.model, listening, Guard(token), clock=lambda: 100.0)
+        self.server = PageServer(self.model, listening, RequestGuard(token), clock=lambda: 100.0)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
@@ -135,7 +135,7 @@ async def test_viewer_that_does_not_read_is_disconnected_without_blocking(monkey
         await event(reader)
         page.model.state.values["job"]["command"] = "x" * 1_000_000
         for number in range(40):
-            request = AnswerRequest(1, True, in_words("done"))
+            request = AnswerRequest(1, True, as_sentence("done"))
             page.model.note(ScaleRequested(1, number), [request], 100.0)
             page.server.changed()
             assert (await event(reader))[1]["set"]["job"]["most"] == number

@@ -9,16 +9,16 @@ import pytest
 
 from elastic.driver import events
 from elastic.driver.monitoring.explain.findings import JournalState, findings
+from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.reported_series import ReportedSeries
 from elastic.driver.monitoring.explain.sentences import number
-from elastic.driver.monitoring.explain.story import Story
 from elastic.driver.monitoring.explain.worker_rows import WorkerRows
 from elastic.protocol.messages import Times, Worker
 
 
 def cards(reported: ReportedSeries) -> list[tuple[str, str]]:
-    story = Story()
+    story = JobHistory()
     found = findings(story, JournalState(None))
     text = page(PageJob(story, WorkerRows(), found, reported=reported))
     shown = re.findall(r'<div class="tile"><b[^>]*>(.*?)</b><span>(.*?)</span>', text)
@@ -72,7 +72,7 @@ def test_number_has_four_digits_and_an_exponent_only_if_shorter(value, shown):
 
 
 def test_steps_per_second_have_a_card_without_script_changes():
-    story = Story()
+    story = JobHistory()
     story.adopt([(Worker("h", 0), 0)], 2, 0.0)
     for steps, at in ((100, 10.0), (150, 15.0)):
         spent = events.WorkerSpent(Worker("h", 0), 2, Times(), "training", steps=steps)

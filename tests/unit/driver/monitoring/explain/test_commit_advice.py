@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from elastic.driver import events
-from elastic.driver.monitoring.explain.findings import Advice, JournalState, What, findings
+from elastic.driver.monitoring.explain.findings import Advice, FindingKind, JournalState, findings
+from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.sentences import sentence
-from elastic.driver.monitoring.explain.story import Story
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
 
 ONE, TWO = Worker("h", 0), Worker("h", 1)
 SETTINGS = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
 STORE = Address("h", 1)
-WHY = because(Why.ENTERING)
+WHY = because(ReasonKind.ENTERING)
 
 
 def world(generation: int, commit: int, *workers: Worker) -> events.PublishWorld:
@@ -31,7 +31,7 @@ def advice(commits: int) -> list[dict]:
     """Advice for a running job: 40 s of training with ``commits`` commits, of which both workers lost 10 s at a
     kill.
     """
-    story = Story()
+    story = JobHistory()
     place = Place(0, 2, 0, 2, 0, 1)
     story.note(
         events.TimePassed(), [events.StartWorker(each, place, WHY) for each in (ONE, TWO)], 0.0
@@ -43,14 +43,14 @@ def advice(commits: int) -> list[dict]:
     times = Times(training=30.0)
     story.note(events.WorkerSpent(ONE, 1, times, "training", number), [], 31.0)
     exited = events.WorkerExited(TWO, -9)
-    story.note(exited, [events.BreakWorld(1, [ONE], because(Why.TOLD, text="x"))], 41.0)
+    story.note(exited, [events.BreakWorld(1, [ONE], because(ReasonKind.TOLD, text="x"))], 41.0)
     story.note(
         events.WorkerReady(ONE, 1, number, STORE, running=True), [world(2, commits, ONE)], 41.5
     )
     times = Times(training=30.0, recovering=0.5, lost=10.0)
     story.note(events.WorkerSpent(ONE, 2, times, "training", number), [], 41.5)
     found = findings(story, JournalState(SETTINGS, runs=True))
-    advised = [each for each in found if each.what is What.ADVICE]
+    advised = [each for each in found if each.what is FindingKind.ADVICE]
     assert all(sentence(each) for each in advised)
     return [
         each.facts for each in advised if each.facts["advice"] == Advice.COMMIT_MORE_OFTEN.value

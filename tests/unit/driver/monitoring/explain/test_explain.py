@@ -9,18 +9,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.driver.commandline.afterwards import explain_cli
-from elastic.driver.commandline.afterwards.explain_cli import as_json, as_text
+from elastic.driver.commandline.offline import explain_cli
+from elastic.driver.commandline.offline.explain_cli import as_json, as_text
 from elastic.driver.events import HostsChanged
 from elastic.driver.journal.entries import ABANDONED, TroubleLine, decoded, encoded
 from elastic.driver.journal.file import FileJournal
 from elastic.driver.journal.journal import read
 from elastic.driver.monitoring.explain.causes import Cause, kind_of, last_exception
-from elastic.driver.monitoring.explain.findings import What, findings, root_cause, time_facts
+from elastic.driver.monitoring.explain.findings import FindingKind, findings, root_cause, time_facts
 from elastic.driver.monitoring.explain.journal_file import JournalReading, read_journal
 from elastic.driver.monitoring.explain.sentences import duration, sentence
 from elastic.driver.monitoring.time_spent import STRETCHES
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from harness.golden import raises, recorded, visible
@@ -63,7 +63,9 @@ def test_first_three_lines_name_the_cause(name, tmp_path):
     head = "\n".join(as_text(reading)[:3])
     for each in words:
         assert each.lower() in head.lower()
-    assert any(finding.what is What.ADVICE for finding in findings(reading.story, reading.source))
+    assert any(
+        finding.what is FindingKind.ADVICE for finding in findings(reading.story, reading.source)
+    )
 
 
 def test_rank_that_is_lost_each_time_is_named(tmp_path):
@@ -110,8 +112,10 @@ def test_kept_journals_are_explained(tmp_path):
         first = findings(reading.story, reading.source)[0].what
         assert as_text(reading) and not reading.source.left_out, kept
         if reading.story.end is not None:
-            stopped = first is What.STOPPED
-            assert stopped or first is (What.FAILED if reading.story.code else What.DONE), kept
+            stopped = first is FindingKind.STOPPED
+            assert stopped or first is (
+                FindingKind.FAILED if reading.story.code else FindingKind.DONE
+            ), kept
 
 
 @pytest.mark.parametrize("name", ["host-lost", "stuck"])
@@ -197,7 +201,7 @@ def test_file_journal_reports_an_etcd_outage(tmp_path):
     file = tmp_path / "journal"
     journal = FileJournal.begin(file, Settings(np=1, workers_min=1, workers_max=1, elastic=True))
     journal.record(1.0, HostsChanged({"h": 1}))
-    journal.trouble(2.0, because(Why.STORE_SILENT, store="e:1", text="connection refused"))
+    journal.trouble(2.0, because(ReasonKind.STORE_SILENT, store="e:1", text="connection refused"))
     journal.record(5.0, HostsChanged({}))
     journal.close()
     assert read(file)[1], "who reads entries does not stumble over it"
@@ -213,7 +217,7 @@ def test_etcd_outage_that_ended_is_not_a_cause(tmp_path):
         if isinstance(line, TroubleLine)
     )
     back = TroubleLine(
-        because(Why.STORE_BACK, store="127.0.0.1:24790", silent_s=5.5), silent.at + 5.5
+        because(ReasonKind.STORE_BACK, store="127.0.0.1:24790", silent_s=5.5), silent.at + 5.5
     )
     file.write_bytes(file.read_bytes() + encoded(back))
     text = "\n".join(as_text(read_journal(file)))

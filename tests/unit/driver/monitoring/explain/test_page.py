@@ -11,12 +11,12 @@ from html.parser import HTMLParser
 from elastic.driver import events
 from elastic.driver.journal.entries import decoded_header, encoded, header_of, readable
 from elastic.driver.monitoring.explain.findings import JournalState, findings
+from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.reported_series import POINTS, ReportedSeries
 from elastic.driver.monitoring.explain.run_report import RunReport, write_page
-from elastic.driver.monitoring.explain.story import Story
 from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
-from elastic.driver.reasons import Why, because
+from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Commit, Place, Worker
@@ -37,12 +37,14 @@ def world(generation: int, *workers: Worker) -> events.PublishWorld:
     size = len(workers)
     members = [events.Member(w, Place(i, size, i, size, 0, 1)) for i, w in enumerate(workers)]
     commit = Commit(generation, 0)
-    return events.PublishWorld(generation, members, STORE, size, commit, because(Why.ENTERING))
+    return events.PublishWorld(
+        generation, members, STORE, size, commit, because(ReasonKind.ENTERING)
+    )
 
 
 def first_start(*workers: Worker) -> list[events.StartWorker]:
     place = Place(0, 1, 0, 1, 0, 1)
-    return [events.StartWorker(each, place, because(Why.FIRST_START)) for each in workers]
+    return [events.StartWorker(each, place, because(ReasonKind.FIRST_START)) for each in workers]
 
 
 def evil_job(record_event) -> None:
@@ -54,7 +56,7 @@ def evil_job(record_event) -> None:
         record_event(events.WorkerReady(each, 0, None, STORE, running=True), [], 11.5)
     record_event(events.WorkerReady(two, 0, None, STORE), [world(1, one, two)], 12.0)
     raised = events.WorkerRaised(one, 1, Commit(1, 3), f"ValueError: {EVIL}", f"Traceback\n{EVIL}")
-    record_event(raised, [events.EndJob(1, because(Why.TOLD, text=EVIL))], 20.0)
+    record_event(raised, [events.EndJob(1, because(ReasonKind.TOLD, text=EVIL))], 20.0)
     record_event(events.WorkerExited(one, 1, "", EVIL), [], 21.0)
 
 
@@ -74,7 +76,7 @@ class Elements(HTMLParser):
 
 
 def evil_page() -> str:
-    story, rows, reported = Story(), WorkerRows(), ReportedSeries()
+    story, rows, reported = JobHistory(), WorkerRows(), ReportedSeries()
 
     def record_event(event, actions, now):
         story.note(event, actions, now)
@@ -140,7 +142,7 @@ def test_report_of_a_successor_driver_says_that_it_starts_in_the_middle(tmp_path
 
 
 def test_job_without_known_facts_has_a_page():
-    story = Story()
+    story = JobHistory()
     found = findings(story, JournalState(SETTINGS))
     recorded("explain", visible(page(PageJob(story, WorkerRows(), found))))
 
@@ -198,7 +200,7 @@ def test_recovery_has_rows():
     rows.note(events.HostsChanged({HOST: 2}), first_start(one, two), 0.0)
     rows.note(events.WorkerConnected(one, 1), [world(1, one, two)], 1.0)
     rows.note(events.WorkerExited(two, -9), first_start(again), 2.0)
-    recovered = events.ReportRecovery(2, "recovery", because(Why.ENTERING), 1, 500.0, {}, 0)
+    recovered = events.ReportRecovery(2, "recovery", because(ReasonKind.ENTERING), 1, 500.0, {}, 0)
     rows.note(events.WorkerReady(one, 1, None, STORE), [world(2, one)], 3.0)
     rows.note(events.WorkerConnected(one, 1), [recovered], 3.5)
     table = rows.table(4.0)

@@ -2,14 +2,14 @@
 
 import pytest
 
-from elastic.collectives.shared_memory.allocator import Regions
+from elastic.collectives.shared_memory.allocator import Allocator
 from harness.golden import raises
 
 PAGE = 10
 
 
 def test_regions_lie_one_after_another_in_whole_pages():
-    regions = Regions(100, PAGE)
+    regions = Allocator(100, PAGE)
     assert regions.allocate(1) == 0
     assert regions.allocate(15) == 10
     assert regions.allocate(10) == 30
@@ -18,7 +18,7 @@ def test_regions_lie_one_after_another_in_whole_pages():
 
 
 def test_the_first_gap_that_is_wide_enough_is_lent_again():
-    regions = Regions(100, PAGE)
+    regions = Allocator(100, PAGE)
     for size in (10, 20, 30):
         regions.allocate(size)
     regions.free(0)
@@ -29,7 +29,7 @@ def test_the_first_gap_that_is_wide_enough_is_lent_again():
 
 
 def test_a_gap_joins_those_on_both_sides():
-    regions = Regions(60, PAGE)
+    regions = Allocator(60, PAGE)
     offsets = [regions.allocate(20) for _ in range(3)]
     assert offsets == [0, 20, 40]
     assert regions.allocate(1) is None
@@ -39,7 +39,7 @@ def test_a_gap_joins_those_on_both_sides():
 
 
 def test_it_is_full_when_no_gap_is_wide_enough_and_has_room_again_later():
-    regions = Regions(45, PAGE)  # the last half page is never allocated
+    regions = Allocator(45, PAGE)  # the last half page is never allocated
     assert regions.allocate(41) is None
     assert regions.allocate(20) == 0
     assert regions.allocate(30) is None
@@ -48,18 +48,18 @@ def test_it_is_full_when_no_gap_is_wide_enough_and_has_room_again_later():
 
 
 def test_an_address_identifies_its_region():
-    regions = Regions(100, PAGE)
+    regions = Allocator(100, PAGE)
     regions.allocate(20)
     regions.allocate(10)
     regions.allocate(10)
     regions.free(20)
     asked = (0, 19, 20, 29, 30, 39, 40)
     assert [regions.around(each) for each in asked] == [0, 0, None, None, 30, 30, None]
-    assert Regions(100, PAGE).around(5) is None
+    assert Allocator(100, PAGE).around(5) is None
 
 
 def test_what_was_not_lent_is_not_taken_back():
-    regions = Regions(100, PAGE)
+    regions = Allocator(100, PAGE)
     regions.allocate(20)
     with raises(ValueError):
         regions.free(10)

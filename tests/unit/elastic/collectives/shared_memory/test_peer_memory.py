@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from elastic.collectives.backend_selection import Identity, Shareable
 from elastic.collectives.shared_memory import memfd, peer_memory
-from elastic.collectives.shared_memory.peer_memory import Unreachable, open_peer
-from elastic.collectives.topology import Identity, Shareable
+from elastic.collectives.shared_memory.peer_memory import PeerMemoryUnavailable, open_peer
 from harness.golden import raises, recorded
 from harness.waiting import wait_until
 
@@ -104,7 +104,7 @@ def test_a_release_in_the_middle_of_another_call_waits_for_its_end(me, offered):
 
 
 def refused(owner: Identity, offered: Shareable) -> str:
-    with pytest.raises(Unreachable) as raised:
+    with pytest.raises(PeerMemoryUnavailable) as raised:
         open_peer(owner, offered)
     return str(raised.value)
 
@@ -150,5 +150,5 @@ def test_what_the_system_refuses_is_a_sentence(me, offered, monkeypatch, place, 
 
 def test_without_proc_no_process_can_be_found(monkeypatch, tmp_path):
     monkeypatch.setattr(peer_memory, "_PROC", str(tmp_path))
-    with raises(Unreachable):
+    with raises(PeerMemoryUnavailable):
         peer_memory.myself()

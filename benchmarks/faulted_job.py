@@ -1,0 +1,244 @@
+"""Runs the stepper job under elasticrun, sends signals to its workers and observes its steps, journal and processes.
+
+It also has the options and the table that these benchmarks share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.table import Table
+
+import results_output
+from elastic.chaos.harness.step_lines import Step, read
+
+Found = TypeVar("Found")
+HERE = Path(__file__).parent
+MARGIN_S = 2.0  # of steps, so that all see that the end was decided
+START_S = 120.0  # start of all workers, imports included, on a busy machine
+TAIL = 32768  # bytes at the end of a file of steps: about 900 of them
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A signal to one worker of a full world. Times are CLOCK_MONOTONIC in seconds, as in the journal."""
+
+    victim: Step  # its last observed step
+    at: float
+    resumed_at: float  # the slowest survivor's next step in a new world
+
+    @property
+    def lasted_ms(self) -> float:
+        return (self.resumed_at - self.at) * 1e3
+
+
+class Disturbed:
+    """A running job. Use as a context manager; it leaves no process behind.
+
+    It trains an MLP of this width, by ``script``, optionally with ``way`` ddp, fsdp or zero; or ``example`` names one
+    of `stepped_example`.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        *flags: str,
+        width: int = 128,
+        way: str = "",
+        example: str = "",
+        script: str = "stepper.py",
+    ) -> None:
+        self.workers = workers
+        self.directory = Path(tempfile.mkdtemp(prefix="elastic-bench-"))
+        self.journal = self.directory / "journal.jsonl"
+        path = HERE / ("stepped_example.py" if example else script)
+        program = [sys.executable, str(path), str(self.directory)]
+        if example:
+            program += [example, *(["1000000"] if example == "gpt" else [])]
+        else:
+            program += ["1000000", str(width), *([way] if way else [])]
+        command = [sys.executable, "-m", "elastic.driver.commandline.cli", "-np", str(workers)]
+        command += ["--min-np", "1", "--journal", str(self.journal), *flags]
+        self.log = open(self.directory / "log", "wb")  # noqa: SIM115 -- lives as long as the job
+        self.driver = subprocess.Popen(
+            [*command, *program],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def __enter__(self) -> Disturbed:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the job ends with the benchmark
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.driver.send_signal(signal.SIGTERM)
+        try:
+            self.driver.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.driver.pid, signal.SIGKILL)
+        self.log.close()
+
+    def steps(self, kind: str = "steps") -> list[Step]:
+        """Return all steps so far, by time; ``entries``: all calls of the training function."""
+        found = []
+        for path in self.directory.glob(f"*.{kind}"):
+            found += read(path)[0]
+        return sorted(found, key=lambda s: s.at)
+
+    def replicas(self) -> str:
+        """Compare the weights of all workers of the last world; for a job that has ended."""
+        digests = [path.read_text() for path in self.directory.glob("*.weights")]
+        if len(digests) != self.workers:
+            return f"only {len(digests)} of {self.workers} workers ended normally"
+        return "replicas equal" if len(set(digests)) == 1 else "replicas DIFFER"
+
+    def costs(self) -> list[dict[str, Any]]:
+        """Return the costs of a fully sharded state's commits, by worker."""
+        return [json.loads(path.read_text()) for path in self.directory.glob("*.costs")]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the entries of the journal so far."""
+        if not self.journal.exists():
+            return []
+        lines = self.journal.read_text().splitlines()
+        return [json.loads(line) for line in lines[1:] if line.endswith("}")]
+
+    def actions(self, kind: str) -> list[dict[str, Any]]:
+        return [a for r in self.records() for a in r.get("actions", []) if a["type"] == kind]
+
+    def wait(self, what: str, condition: Callable[[], Found | None], timeout_s: float) -> Found:
+        """Poll a condition; end the benchmark with the job's log if it does not become true."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            found = condition()
+            if found:
+                return found
+            if self.driver.poll() is not None:
+                break
+            time.sleep(0.02)
+        tail = (self.directory / "log").read_text()[-3000:]
+        raise SystemExit(f"no {what} within {timeout_s:g} s; the job's log ends:\n{tail}")
+
+    def strike(self, number: signal.Signals, rng: random.Random) -> Strike:
+        """Send a signal to a random worker of a world that has trained for a while, and wait until all others train
+        without it.
+        """
+        last = self.wait("a full world", lambda: self.full(20), START_S)
+        victim = rng.choice(last)
+        survivors = {s.pid for s in last} - {victim.pid}
+        at = time.monotonic()
+        os.kill(victim.pid, number)
+
+        def resumed() -> dict[int, float] | None:
+            first: dict[int, float] = {}
+            for step in self._recent():
+                if step.generation > victim.generation and step.pid in survivors:
+                    first[step.pid] = min(step.at, first.get(step.pid, step.at))
+            return first if first.keys() == survivors else None
+
+        first = self.wait("the survivors' next step", resumed, 60)
+        return Strike(victim, at, max(first.values()))
+
+    def finish(self) -> int | None:
+        """Let a full world finish, and return the exit code.
+
+        None: workers have finished training, but not exited within a minute; the measurements are valid anyway.
+        """
+        last = self.wait("a full world", lambda: self.full(20), START_S)
+        request = self.directory / "stop.new"
+        request.write_text(str(max(step.step for step in last) + self._steps_of(MARGIN_S)))
+        request.rename(self.directory / "stop")
+        try:
+            return self.driver.wait(60)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def full(self, steps: int) -> list[Step] | None:
+        """Return the last step of each worker once all members of a complete newest world have made ``steps`` in it."""
+        recent = self._recent()
+        newest = max((s.generation for s in recent), default=0)
+        counts: dict[int, list[Step]] = {}
+        for step in recent:
+            if step.generation == newest:
+                counts.setdefault(step.pid, []).append(step)
+        if len(counts) != self.workers or any(len(s) < steps for s in counts.values()):
+            return None
+        return [s[-1] for s in counts.values()]
+
+    def _steps_of(self, seconds: float) -> int:
+        """Estimate how many steps a worker makes in this time, from its last steps."""
+        made = self._recent()
+        last = max(made, key=lambda s: s.at)
+        its = [s.at for s in made if (s.pid, s.generation) == (last.pid, last.generation)]
+        return math.ceil(seconds * (len(its) - 1) / (max(its) - min(its))) + 1
+
+    def _recent(self) -> list[Step]:
+        """Read the ends of all files: enough for the newest world."""
+        found = []
+        for path in self.directory.glob("*.steps"):
+            found += read(path, max(0, path.stat().st_size - TAIL))[0][
+                1:
+            ]  # the first line may be incomplete
+        return found
+
+
+def longest_gap(steps: list[Step], pids: set[int], begin: float, end: float) -> float:
+    """Return the most milliseconds between two steps of one of these workers, from ``begin`` to ``end``."""
+    longest = 0.0
+    for pid in pids:
+        times = [s.at for s in steps if s.pid == pid and begin <= s.at <= end]
+        longest = max([longest, *((b - a) * 1e3 for a, b in itertools.pairwise(times))])
+    return longest
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Return a percentile by the nearest-rank method."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def options_of(doc: str | None) -> argparse.ArgumentParser:
+    """Create a parser with the options of these benchmarks."""
+    parser = results_output.options_of(doc)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--keras",
+        dest="script",
+        action="store_const",
+        const="keras_stepper.py",
+        default="stepper.py",
+        help="a small Keras model under fit, instead of a loop with torch",
+    )
+    return parser
+
+
+def table_of(title: str, counted: str, rows: dict[str, list[float]]) -> Table:
+    """Format milliseconds by measurement. ``counted`` names what each value stands for."""
+    table = results_output.table(title, "", counted, "p50 ms", "p90 ms", "max ms")
+    for name, values in rows.items():
+        table.add_row(
+            name,
+            str(len(values)),
+            f"{statistics.median(values):.0f}",
+            f"{percentile(values, 0.9):.0f}",
+            f"{max(values):.0f}",
+        )
+    return table

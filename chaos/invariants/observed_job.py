@@ -1,0 +1,115 @@
+"""State of a job after some lines of its journal, shared by all invariants. Pure. See `invariants`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+from elastic.chaos.invariants.deadlines import Deadlines
+from elastic.chaos.invariants.sample_history import SampleHistory
+from elastic.driver.events import EndJob, Event
+from elastic.driver.journal.entries import describe
+from elastic.driver.settings import Settings
+from elastic.protocol.messages import Commit, Worker
+
+
+class BrokenInvariant(AssertionError):
+    """A broken invariant: what does not hold, the line of the journal that shows it, and what was expected."""
+
+
+@dataclass(eq=False)
+class LiveWorker:
+    """A live worker, as known from the journal."""
+
+    connected: bool = False
+    first: int = 0  # first generation in which it had a place
+    placed: int = 0  # newest such generation
+    before: int = 0  # the one before that
+    said: int = 0  # newest generation it reported on ...
+    said_at_first: int = 0  # ... on its first connection
+    resumed: int = 0
+    readies: int = 0  # number of its latest Ready
+    reconnected: bool = False  # so it may repeat messages, in another order
+    overtaken_in: int = 0  # newest generation in which messages may be reordered
+    digested: tuple[int, Commit] | None = None  # generation and commit of its newest digest
+    returned: int = 0  # generation in which its function returned
+    finished: bool = False  # and it was notified that all have returned
+    dismissed: bool = False  # no longer a member, for the driver
+    running: bool = False  # inside elastic.run at its last Ready
+    ready: bool = False  # since its last world
+    commit: Commit | None = None  # of its last Ready
+    holds: Commit | None = None  # at least this commit
+    going: str = ""  # why it is in no later world; empty: it may be
+    stranded: bool = False  # its world broke outside elastic.run
+    asked_to_leave: bool = False
+    noticed: bool = False  # its machine announced its end during its life
+    silent: bool = False  # a sign of life was requested, and none has arrived since
+
+
+class ObservedJob:
+    """Workers, worlds and waits, after some lines of a journal."""
+
+    def __init__(self, settings: Settings, samples: int) -> None:
+        self.settings = settings
+        self.now = 0.0
+        self.line = 1  # the first line has the settings
+        self.event: Event | None = None
+        self.workers: dict[Worker, LiveWorker] = {}
+        self.slots: dict[tuple[str, int], Worker] = {}
+        self.incarnations: dict[tuple[str, int], int] = {}  # the last one started in each slot
+        # the last one gone in each slot
+        self.departed: dict[tuple[str, int], tuple[Worker, LiveWorker]] = {}
+        self.ended_well: dict[tuple[str, int], LiveWorker] = {}  # with exit code 0, not requested
+        self.hosts: dict[str, int] = {}
+        self.going_hosts: dict[str, float] = {}  # announced ends of hosts
+        self.drained: set[str] = set()  # hosts that an operator has drained
+        self.workers_max = settings.workers_max  # as last set by an operator
+        self.shrinks = False  # ... and there may still be more
+        self.generation = 0
+        self.members: dict[Worker, int] = {}  # of the present world, with ranks
+        self.base: Commit | None = None  # the commit that the present world began from
+        self.trained = False
+        # The newest commit in the storage, as reported to the driver.
+        self.durable: Commit | None = None
+        self.broken_at: float | None = None
+        self.first_ready_at: float | None = None
+        self.checks: dict[Worker, int] = {}  # answers to the change in progress
+        self.stop_at: int | None = None  # the safepoint at which all members are to stop
+        self.digests: dict[Commit, tuple[int, str]] = {}
+        self.compared = 0
+        self.samples = SampleHistory(samples)
+        self.waits = Deadlines()
+        self.finished = False  # some members have returned and were released
+        self.repeating = False  # the present answer repeats what already holds
+        self.end: EndJob | None = None
+
+    def broken(self, invariant: str, what: str) -> NoReturn:
+        said = f"at {self.now:.3f}, {describe(self.event)}" if self.event else "the last"
+        raise BrokenInvariant(f"{invariant}: {what} (line {self.line}, {said})")
+
+    def must(self, holds: bool, invariant: str, what: str) -> None:
+        if not holds:
+            self.broken(invariant, what)
+
+    def here(self) -> list[tuple[Worker, LiveWorker]]:
+        """Return the members whose processes run."""
+        return [(w, self.workers[w]) for w in self.members if w in self.workers]
+
+    def goes(
+        self, worker: Worker, known: LiveWorker, why: str, *, exit_within: float | None = None
+    ) -> None:
+        """Record that a worker may not be part of a later world."""
+        known.going = known.going or why
+        self.waits.end(("link", worker))
+        if exit_within is not None:
+            what = f"expected {worker}, which {why}, to exit"
+            self.waits.begin(("exit", worker), self.now + exit_within, what)
+
+    def gathers(self) -> None:
+        by = self.now + 2 * self.settings.elastic_timeout_s + self.settings.leave_s
+        self.waits.begin("gathering", by, "expected a new world")
+
+    def awaits_init(self, worker: Worker, known: LiveWorker) -> None:
+        if not known.connected and not known.going:
+            by = self.now + self.settings.start_timeout_s
+            self.waits.begin(("init", worker), by, f"expected {worker} to call init()")

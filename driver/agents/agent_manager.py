@@ -1,0 +1,235 @@
+"""The driver's side of all agents: a launcher and the connections of all workers in one. Decides nothing.
+
+`agent_pool.AgentPool` decides. This module has the server that agents connect to, the starter, the timer, and the
+callbacks of the job's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from elastic.driver.agents import pool_events
+from elastic.driver.agents.agent_pool import AgentPool
+from elastic.driver.agents.messages import (
+    AgentAnswer,
+    AgentId,
+    AgentMessage,
+    Attach,
+    Dump,
+    Probe,
+    Registered,
+    Start,
+    from_agent,
+)
+from elastic.driver.agents.relayed_workers import RelayedWorkers
+from elastic.driver.events import (
+    Event,
+    HostsChanged,
+    Report,
+    TimePassed,
+    WorkerDisconnected,
+    WorkerExited,
+)
+from elastic.driver.launch.starter import Bootstrap, Starter, StartFailed
+from elastic.driver.network.control_server import Callers, ControlServer
+from elastic.driver.sinks import Log, Sink
+from elastic.protocol.messages import Address, Worker
+
+AGENTS: Callers[AgentId] = Callers(
+    "agent", from_agent, AgentAnswer, lambda answer: answer.agent, replaces=True
+)
+CLOSE_S = 15.0  # seconds for agents to kill their workers and report it
+
+ReachUs = Callable[[str], Bootstrap]
+
+
+class AgentManager:
+    """All agents of one job.
+
+    Args:
+        server: server that agents connect to.
+        attach: first message to each agent.
+        sink: receives the workers' output.
+        log: takes a level and a text.
+        starter: starts agents; None if they connect by themselves.
+        reach: returns the configuration by which a new agent on a host finds this driver.
+        folder: working folder of the workers.
+        adopted: workers of the previous driver.
+        environ_of: additional environment of the workers on a host.
+        deposed: whether another driver leads the job. From then on, nothing is sent and nothing is killed.
+    """
+
+    def __init__(
+        self,
+        server: ControlServer[AgentId],
+        *,
+        attach: Attach,
+        sink: Sink,
+        log: Log,
+        starter: Starter | None = None,
+        reach: ReachUs | None = None,
+        folder: str = "",
+        adopted: Iterable[Worker] = (),
+        environ_of: Callable[[str], Mapping[str, str]] | None = None,
+        deposed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.pool = AgentPool(attach, starts_agents=starter is not None, adopted=adopted)
+        self.noticed: Callable[[Event], None] = lambda event: None
+        self.workers = RelayedWorkers(self)
+        self._server = server
+        self._sink = sink
+        self._log = log
+        self._starter = starter
+        self._reach = reach
+        self._folder = folder
+        self._environ_of = environ_of or (lambda host: {})
+        self._leadership_lost = deposed
+        self._heard: Callable[[Worker, Any], None] = lambda worker, message: None
+        self._gone: Callable[[Worker, bool], None] = lambda worker, silent: None
+        self._exited: Callable[[WorkerExited], None] = lambda event: None
+        self._starting: set[asyncio.Task[None]] = set()
+        self._alarm: asyncio.TimerHandle | None = None
+
+    # ---- the connections of workers --------------------------------------------------------------------------------
+
+    async def listen(
+        self,
+        interface: str,
+        port: int,
+        heard: Callable[[Worker, Any], None],
+        gone: Callable[[Worker, bool], None],
+    ) -> Address:
+        """Start to serve agents. Raises OSError."""
+        self._heard, self._gone = heard, gone
+        return await self._server.open(
+            interface,
+            port,
+            heard=self._on_agent_message,
+            gone=lambda agent, silent: self._handle(pool_events.AgentDisconnected(agent, silent)),
+            expected=lambda agent: True,
+            accepted=lambda agent: self._handle(pool_events.AgentConnected(agent)),
+        )
+
+    def order(self, name: str, *messages: AgentMessage) -> bool:
+        """Send messages to the agent of a host. Returns False if none is connected, in which case they are dropped."""
+        agent = None if self._leadership_lost() else self.pool.agent_of(name)
+        return agent is not None and self._server.send(agent, *messages)
+
+    async def hang_up(self) -> None:
+        await self._server.close()
+
+    # ---- the launcher ----------------------------------------------------------------------------------------------
+
+    async def open(
+        self, exited: Callable[[WorkerExited], None], noticed: Callable[[Event], None]
+    ) -> None:
+        """See `Launcher.open`."""
+        self._exited, self.noticed = exited, noticed
+        self._handle(pool_events.DriverReady())
+
+    def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start a worker; see `Launcher.start`. ``env`` takes precedence over the environment of the agent's host."""
+        env = {**env, **self._environ_of(worker.host)}
+        self._handle(pool_events.StartOrdered(Start(worker, list(command), env, self._folder)))
+
+    def kill(self, worker: Worker) -> None:
+        self._handle(pool_events.KillOrdered(worker))
+
+    def probe(self, workers: Sequence[Worker]) -> None:
+        by_host: dict[str, list[Worker]] = {}
+        for worker in workers:
+            by_host.setdefault(worker.host, []).append(worker)
+        for host, local in by_host.items():
+            self.order(host, Probe(local))
+
+    def dump(self, worker: Worker) -> None:
+        self.order(worker.host, Dump(worker))
+
+    def give_up(self, host: str, why: str) -> None:
+        self._handle(pool_events.GiveUpOrdered(host, why))
+
+    def alive(self) -> frozenset[Worker]:
+        return self.pool.alive()
+
+    def listed(self, hosts: Mapping[str, int]) -> None:
+        """Apply a new list from discovery."""
+        self._handle(HostsChanged(dict(hosts)))
+
+    async def close(self) -> None:
+        """Dismiss all agents.
+
+        Waits until they have killed their workers, and have disconnected if they exit, within a limit.
+        """
+        self._handle(pool_events.JobEnded())
+        for task in self._starting:
+            task.cancel()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + CLOSE_S
+        while self.pool.awaits_agents() and loop.time() < deadline and not self._leadership_lost():
+            await asyncio.sleep(0.005)
+        if self._starter is not None:
+            await self._starter.close()
+
+    # ---- events and actions ----------------------------------------------------------------------------------------
+
+    def _on_agent_message(self, agent: AgentId, message: Any) -> None:
+        caller = self._server.peer(agent) if isinstance(message, Registered) else ""
+        self._handle(pool_events.AgentMessageReceived(agent, message, caller))
+
+    def _handle(self, event: pool_events.PoolEvent) -> None:
+        loop = asyncio.get_running_loop()
+        for action in self.pool.handle(event, loop.time()):
+            self._do(action)
+        at = self.pool.next_deadline()
+        if self._alarm is not None and self._alarm.when() != at:
+            self._alarm.cancel()
+            self._alarm = None
+        if self._alarm is None and at is not None:
+            self._alarm = loop.call_at(at, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._handle(TimePassed())
+
+    def _do(self, action: pool_events.PoolAction) -> None:
+        match action:
+            case pool_events.RelayMessage(worker, message):
+                self._heard(worker, message)
+            case pool_events.PostToDriver(WorkerExited() as event):
+                self._exited(event)
+                self._sink.drop(event.worker)
+            case pool_events.PostToDriver(WorkerDisconnected(worker, silent)):
+                self._gone(worker, silent)
+            case pool_events.PostToDriver(event):
+                self.noticed(event)
+            case pool_events.RelayOutput(worker, stream, data):
+                if data:
+                    self._sink.feed(worker, stream, data)
+                else:
+                    self._sink.finish(worker, stream)
+            case pool_events.SendToAgents(agents, messages) if not self._leadership_lost():
+                if len(agents) > 1 and len(messages) == 1:
+                    self._server.broadcast(agents, messages[0])
+                else:
+                    for agent in agents:
+                        self._server.send(agent, *messages)
+            case pool_events.DisconnectAgent(agent):
+                self._server.disconnect(agent)
+            case pool_events.StartAgent(host):
+                task = asyncio.create_task(self._start_agent(host))
+                self._starting.add(task)
+                task.add_done_callback(self._starting.discard)
+            case Report(level, text):
+                self._log(level, text)
+
+    async def _start_agent(self, host: str) -> None:
+        assert self._starter is not None and self._reach is not None
+        bootstrap = self._reach(host)
+        try:
+            await self._starter.start(bootstrap)
+        except StartFailed as error:
+            self._handle(pool_events.AgentNotStarted(host, str(error)))
+        else:
+            self._handle(pool_events.AgentStarted(host, bootstrap.outlives))

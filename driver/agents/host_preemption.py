@@ -1,0 +1,94 @@
+"""The end of an agent's machine, announced by the cloud or by SIGTERM. Acts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from elastic.driver.agents.messages import Attach
+from elastic.driver.events import Notice
+from elastic.driver.launch.environment import without_secrets
+from elastic.driver.preemption.watch import Watch
+from elastic.driver.sinks import Log
+
+# Seconds before its kill at which an agent exits by itself; half of the time if there is less.
+LAST_S = 5.0
+
+
+class HostPreemption:
+    """Tracks the end of one machine.
+
+    Args:
+        host: name of the agent's host.
+        grace_s: seconds from SIGTERM to SIGKILL.
+        changed: called when the notice changes.
+        end: ends the agent, with an exit code and a reason.
+        log: takes a level and a text.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        *,
+        grace_s: float,
+        changed: Callable[[], None],
+        end: Callable[[int, str], None],
+        log: Log,
+    ) -> None:
+        self._host = host
+        self._leave_s = max(grace_s - LAST_S, grace_s / 2)  # from SIGTERM on
+        self._changed = changed
+        self._end = end
+        self._log = log
+        self._watch: Watch | None = None
+        self._watches = ""
+        self._signal_reason = ""  # reason, after SIGTERM
+        self._end_by = 0.0
+
+    def watch(self, attach: Attach) -> None:
+        """Watch the sources of notices that this driver requests."""
+        if self._watch is not None:
+            if self._watches == attach.preemption:
+                return
+            self._watch.close()
+        self._watches = attach.preemption
+        own = {**without_secrets(os.environ), "ELASTIC_HOST": self._host}
+        environ = {**attach.slurm, **own}
+        self._watch = Watch(
+            attach.preemption,
+            changed=lambda notice: self._changed(),
+            log=self._log,
+            environ=environ,
+        )
+        self._watch.begin()
+
+    @property
+    def notice(self) -> Notice | None:
+        """The notice in effect, with the remaining time; None if there is none."""
+        if self._signal_reason:
+            left_s = self._end_by - asyncio.get_running_loop().time()
+            return Notice(self._signal_reason, max(0.0, left_s))
+        return None if self._watch is None else self._watch.notice
+
+    def told(self, signal: str) -> bool:
+        """Handle a signal, which gives the workers time to leave. Returns False if one was handled before."""
+        if self._signal_reason:
+            return False
+        loop = asyncio.get_running_loop()
+        self._signal_reason = f"its agent received {signal}"
+        self._end_by = loop.time() + self._leave_s
+        loop.call_later(self._leave_s, self._end, 0, f"{signal}, {self._leave_s:g} s ago")
+        self._changed()
+        return True
+
+    def all_workers_exited(self) -> None:
+        """Handle the exit of the last worker."""
+        if self._signal_reason:
+            self._end(0, self._signal_reason)
+        elif self._watch is not None:
+            self._watch.released()
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()

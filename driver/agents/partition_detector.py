@@ -1,0 +1,57 @@
+"""Decision whether a silent host is lost, or this driver itself is disconnected. Pure.
+
+A driver that reaches no host cannot tell whether all are lost, or only its own network. The hosts continue training
+meanwhile, and no decision could be sent to them. So if several hosts were reachable and none is, none is given up;
+once one is reachable again, each of the others gets its full time again.
+"""
+
+from __future__ import annotations
+
+
+class PartitionDetector:
+    """Reachability of hosts, by name."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()  # hosts reached, and not lost since
+        self._here: set[str] = set()
+        self._held: set[str] = set()  # hosts that would be lost if any other was reachable
+
+    @property
+    def cut_off(self) -> bool:
+        """True if hosts are not given up because none is reachable."""
+        return bool(self._held)
+
+    def here(self, host: str) -> list[str]:
+        """Record a reachable host. Returns the held hosts, which get another chance."""
+        self._known.add(host)
+        self._here.add(host)
+        released, self._held = self._held - {host}, set()
+        return sorted(released)
+
+    def expected(self, host: str) -> None:
+        """Record a host that the previous driver reached."""
+        self._known.add(host)
+
+    def away(self, host: str) -> None:
+        """Record the end of a host's connection, which may return."""
+        self._here.discard(host)
+
+    def drop(self, host: str) -> None:
+        """Discard a dismissed host: its reachability has no meaning any more."""
+        for hosts in (self._known, self._here, self._held):
+            hosts.discard(host)
+
+    def overdue(self, host: str) -> bool:
+        """Return whether a host that did not return in time is lost."""
+        self._here.discard(host)
+        if host in self._known and not self._here and len(self._known) > 1:
+            self._held.add(host)
+            return False
+        self._known.discard(host)
+        return True
+
+    def give_up(self) -> list[str]:
+        """Return the held hosts, which are lost because the timeout for reaching any expired."""
+        held, self._held = self._held, set()
+        self._known -= held
+        return sorted(held)

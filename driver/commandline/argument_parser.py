@@ -1,0 +1,254 @@
+"""Parsing of command lines: a parser that raises instead of exiting, and types of values.
+
+Flags are defined in `flags`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import field, fields
+from typing import Any, NoReturn
+
+from elastic.errors import Invalid
+
+LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+
+Group = Callable[..., None]
+Declared = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a `Group`
+
+# ---- fields that declare flags; for their arguments see `ArgumentParser.group` ------
+
+
+def flag(
+    names: str,
+    value: str | tuple[str, str],
+    text: str,
+    convert: Callable[[str], Any] = str,
+    *,
+    default: Any = None,
+    **more: Any,
+) -> Any:
+    """Declare a field for a flag with a value; ``default`` applies if it is not given."""
+    return choice(default, ((names, value, convert, text), more))
+
+
+def switch(names: str, text: str, **more: Any) -> Any:
+    """Declare a field that is True if the flag is given."""
+    return choice(False, ((names, None, None, text), more))
+
+
+def choice(default: Any, *each: Declared) -> Any:
+    """Declare a field for several flags, each a `given` with its value."""
+    return field(default=default, metadata={"flags": each})
+
+
+def given(names: str, value: Any, text: str = argparse.SUPPRESS, **more: Any) -> Declared:
+    """Declare a flag that sets this value."""
+    return (names, None, None, text), {"action": "store_const", "const": value, **more}
+
+
+def add_declared(add: Group, kind: Any, *names: str) -> None:
+    """Add the flags that a class of options declares: all, or those of some fields."""
+    known = {each.name: each.metadata.get("flags", ()) for each in fields(kind)}
+    for name in names or kind.__annotations__:
+        for arguments, more in known[name]:
+            add(*arguments, dest=name, **more)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser that raises Invalid where argparse would print its usage and exit."""
+
+    def __init__(self, **rest: Any) -> None:
+        super().__init__(formatter_class=_Help, allow_abbrev=False, add_help=False, **rest)
+        self.actions: list[argparse.Action] = []
+        self.variables: dict[str, str] = {}  # environment variable: flag with the same value
+        self.switches: dict[str, str] = {}  # environment variable: switch that a value of 1 sets
+        # ``section.key`` of the configuration file: flag with the same value or, for a switch, those for true and false
+        self.keys: dict[str, dict[str, str]] = {}
+
+    def group(self, title: str, description: str | None = None) -> Group:
+        """Add a group, and return a function that adds a flag to it: names, value, type, help.
+
+        ``variable`` of the environment and ``keys`` of the configuration file are equivalent to the flag. A key of a
+        switch includes the value that sets it, as in ``timeline.mark_cycles=true``.
+        """
+        group = self.add_argument_group(title, description)
+
+        def add(
+            names: str,
+            value: str | tuple[str, str] | None,
+            convert: Callable[[str], object] | None,
+            text: str,
+            *,
+            variable: str = "",
+            keys: Sequence[str] = (),
+            **rest: Any,
+        ) -> None:
+            if value is not None:
+                rest.update(metavar=value, type=convert)
+            elif "action" not in rest:
+                rest["action"] = "store_true"
+            rest.setdefault("dest", argparse.SUPPRESS)
+            action = group.add_argument(
+                *names.split(), default=argparse.SUPPRESS, help=text, **rest
+            )
+            self.actions.append(action)
+            flag = next(each for each in action.option_strings if each.startswith("--"))
+            if variable:
+                targets = self.switches if action.nargs == 0 else self.variables
+                targets[variable] = flag
+            for key in keys:
+                name, _, when = key.partition("=")
+                self.keys.setdefault(name, {})[when] = flag
+
+        return add
+
+    def with_one(self, arguments: Sequence[str], options: object, wanted: str) -> str:
+        """Parse the arguments and return the one word that is not a flag; flags become attributes of ``options``.
+
+        Raises Invalid with the text ``wanted`` if there is not exactly one.
+        """
+        own, rest = self.split(arguments)
+        words = []
+        while rest:  # flags may also follow the word: it is not the start of a program
+            words.append(rest[0])
+            more, rest = self.split(rest[1:])
+            own = [*own, *more]
+        self.parse_args(own, namespace=options)
+        if len(words) != 1:
+            raise Invalid(wanted)
+        return words[0]
+
+    def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Split into our flags and the program.
+
+        The program starts at the first word that is neither a flag nor a flag's value.
+        """
+        # Unlike argparse.REMAINDER, which first searches the arguments of the user's program for our flags.
+        takes: dict[str, int] = {}
+        for action in self.actions:
+            values = action.nargs if isinstance(action.nargs, int) else 1
+            takes.update(dict.fromkeys(action.option_strings, values))
+        position = 0
+        while position < len(arguments):
+            word = arguments[position]
+            if word == "--":
+                return list(arguments[:position]), list(arguments[position + 1 :])
+            if not word.startswith("-"):
+                break
+            position += 1 + takes.get(word, 0)
+        return list(arguments[:position]), list(arguments[position:])
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments; the error about an unknown flag suggests the most similar one."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown and unknown[0].startswith("-"):
+            flags = [name for action in self.actions for name in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+            raise Invalid(f"unknown flag {unknown[0]}; {hint}")
+        if unknown:
+            raise Invalid(f"unexpected {unknown[0]}; see {self.prog} --help")
+        return found
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        # argparse treats -n as an abbreviation of -np, regardless of `allow_abbrev`. -p22 is -p and its value.
+        found = super()._get_option_tuples(option_string)
+        return [each for each in found if option_string.startswith(each[1])]
+
+    def error(self, message: str) -> NoReturn:
+        raise Invalid(
+            message.removeprefix("argument ").replace("expected one argument", "needs a value")
+        )
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help formatter that shows ``-np, --num-proc N`` instead of the value after each spelling."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=100)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        value = self._format_args(action, str(action.metavar or "")) if action.nargs != 0 else ""
+        return f"{', '.join(action.option_strings)} {value}".strip()
+
+
+class NameList(argparse.Action):
+    """Action of a repeatable flag whose values may each have several names, separated by commas."""
+
+    def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
+        names = [name.strip() for name in values.split(",") if name.strip()]
+        if not names:
+            raise argparse.ArgumentError(
+                self, "names nothing: pass one name, or several, as in a,b"
+            )
+        setattr(options, self.dest, [*(getattr(options, self.dest) or []), *names])
+
+
+class IgnoredFlag(argparse.Action):
+    """Action that records a flag without effect. ``const`` is False for a switch that turns off what is off anyway."""
+
+    def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
+        options.without_meaning[self.dest] = bool(self.const)
+
+
+def whole(smallest: int) -> Callable[[str], int]:
+    """Return an argparse type for integers from ``smallest``."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = smallest - 1
+        if value < smallest:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, {smallest} or more")
+        return value
+
+    return convert
+
+
+def number(text: str) -> float:
+    """Parse a finite number, 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, 0 or more")
+    return value
+
+
+def positive(text: str, what: str = "a number") -> float:
+    """Parse a positive, finite number."""
+    try:
+        value = number(text)
+    except argparse.ArgumentTypeError:
+        value = 0.0
+    if value == 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be {what}, more than 0")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Parse a positive, finite number of seconds."""
+    return positive(text, "a number of seconds")
+
+
+def cores(text: str) -> str:
+    """Parse core numbers separated by commas; returned without spaces."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be the numbers of cores, one for each worker of a host, as in 0,1,2,3"
+        )
+    return ",".join(words)
+
+
+def log_level(text: str) -> str:
+    """Parse one of LOG_LEVELS, in any case."""
+    if text.upper() not in LOG_LEVELS:
+        raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(LOG_LEVELS)}")
+    return text.upper()

@@ -1,0 +1,190 @@
+"""``elasticrun checkpoints``: list, verify, prune and export the checkpoints of a folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from elastic.checkpoints import catalog
+from elastic.checkpoints.catalog import CheckpointEntry
+from elastic.checkpoints.files.storage import Storage
+from elastic.checkpoints.manifest import Manifest, UnreadableCommit
+from elastic.driver.commandline.argument_parser import (
+    ArgumentParser,
+    add_declared,
+    flag,
+    switch,
+    whole,
+)
+from elastic.errors import Invalid
+
+DESCRIPTION = """\
+List the checkpoints of a folder, oldest first, and show which of them are complete.
+
+elasticrun checkpoints export writes one of them as a single file for torch.load."""
+EXPORT = "export"  # first word of the command line
+EXPORT_DESCRIPTION = """\
+Write the newest checkpoint of a folder, or the given commit, as one file with whole tensors. Needs no job."""
+
+
+@dataclass
+class CheckpointsOptions:
+    """Flags as given."""
+
+    verify: bool = switch(
+        "--verify",
+        "Read all files and compare checksums; exit with 1 if one is corrupted or none exists.",
+    )
+    prune: int | None = flag(
+        "--prune",
+        "N",
+        "Remove all but the newest N, and incomplete ones; no job may be writing.",
+        whole(1),
+    )
+
+
+@dataclass
+class ExportOptions:
+    """Flags as given."""
+
+    out: str | None = flag(
+        "--out",
+        "FILE",
+        "File to write; with .safetensors, only the models' tensors (default: name of the commit's folder, and .pt)",
+    )
+    force: bool = switch("--force", "Overwrite FILE if it exists.")
+
+
+def export_parser() -> ArgumentParser:
+    """Return the parser of ``elasticrun checkpoints export``."""
+    made = ArgumentParser(
+        prog="elasticrun checkpoints export",
+        usage="elasticrun checkpoints export [flags] DIR-OR-URL[@COMMIT]",
+        description=EXPORT_DESCRIPTION,
+    )
+    add_declared(made.group("output"), ExportOptions)
+    made.group("general")("-h --help", None, None, "Show this.", action="help")
+    return made
+
+
+def parser() -> ArgumentParser:
+    """Return the parser of ``elasticrun checkpoints``."""
+    made = ArgumentParser(
+        prog="elasticrun checkpoints",
+        usage="elasticrun checkpoints [flags] DIR-OR-URL\n"
+        "       elasticrun checkpoints export [--out FILE] [--force] DIR-OR-URL[@COMMIT]",
+        description=DESCRIPTION,
+    )
+    add_declared(made.group("actions"), CheckpointsOptions)
+    made.group("general")("-h --help", None, None, "Show this help and exit.", action="help")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit code. Raises Invalid."""
+    if arguments and arguments[0] == EXPORT:
+        return _export(arguments[1:])
+    options = CheckpointsOptions()
+    wanted = "pass one folder, as in: elasticrun checkpoints /shared/checkpoints"
+    folder = parser().with_one(arguments, options, wanted)
+    storage = Storage(folder)
+    try:
+        if options.prune is not None:
+            writer = catalog.writing_here(storage)
+            if writer is not None:
+                raise Invalid(
+                    f"{storage.url}: process {writer.pid} of this machine writes checkpoints"
+                    " there, and removes old ones itself (--checkpoint-keep); prune the folder"
+                    " after the job has ended"
+                )
+            for name in catalog.prune(storage, options.prune):
+                print(f"removed {name}")
+        entries = [catalog.entry(storage, name) for name in catalog.names(storage)]
+        if not entries:
+            if not storage.exists():
+                raise Invalid(f"{storage.url} does not exist")
+            print(f"{storage.url} has no checkpoints")
+            return 1 if options.verify else 0
+        damaged = 0
+        for entry in entries:
+            looked_at = _verified(storage, entry) if options.verify else entry
+            damaged += bool(looked_at.trouble) and not looked_at.torn
+            print(_line(looked_at, verified=options.verify))
+        return 1 if damaged else 0
+    except OSError as error:
+        raise Invalid(f"{storage.url} can't be read: {error}") from error
+
+
+def _verified(storage: Storage, entry: CheckpointEntry) -> CheckpointEntry:
+    """Verify a checkpoint.
+
+    One that a running job has removed meanwhile counts as incomplete, not as damaged. Raises OSError.
+    """
+    trouble = "" if entry.manifest is None else catalog.verify(storage, entry.manifest)
+    if not trouble:
+        return entry
+    again = catalog.entry(storage, entry.name)
+    return again if again.torn else replace(entry, manifest=None, trouble=trouble)
+
+
+def _line(entry: CheckpointEntry, *, verified: bool) -> str:
+    found = entry.manifest
+    if found is None:
+        return f"{entry.name}  commit {entry.name.commit}  {entry.trouble}"
+    head = f"{entry.name}  {found}"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.written_at))
+    workers = "1 worker" if found.size == 1 else f"{found.size} workers"
+    state = "verified" if verified else "complete"
+    return f"{head}  {when}  {found.bytes / 1e6:.1f} MB  by {workers}  {state}"
+
+
+def _export(arguments: Sequence[str]) -> int:
+    options = ExportOptions()
+    wanted = (
+        "give one folder, as in: elasticrun checkpoints export /shared/checkpoints, or a commit in it, as in"
+        " /shared/checkpoints@g3c450; a folder called export is listed by: elasticrun checkpoints ./export"
+    )
+    given = export_parser().with_one(arguments, options, wanted)
+    storage, which = Storage(given), ""
+    try:
+        url, at, commit = given.rpartition("@")
+        if at and url and commit and not storage.exists():  # a folder may have an @ in its name
+            storage, which = Storage(url), commit
+        found = catalog.chosen(storage, which) if which else _newest(storage)
+        out = options.out or f"{found.name}.pt"
+        if os.path.lexists(out) and not options.force:
+            raise Invalid(f"{out} exists: give another --out FILE, or --force to overwrite it")
+        from elastic.checkpoints import (
+            exporting,
+        )  # imports torch, which the other commands do not need
+
+        left_out = exporting.export(storage, found, out)
+    except OSError as error:
+        raise Invalid(f"{given} can't be exported: {error}") from error
+    except UnreadableCommit as error:
+        raise Invalid(
+            f"{storage.url}/{found.name} can't be exported: {error}; export another, as DIR@COMMIT (elasticrun"
+            " checkpoints DIR lists them)"
+        ) from error
+    if left_out:
+        names = [f"{each.name}{' but its tensors' * each.but_tensors}" for each in left_out]
+        why = "torch.load would not load them by default"
+        print(f"left out, as {why}: {', '.join(names)}", file=sys.stderr)
+    print(f"{out}: {found} of {storage.url}/{found.name}, {os.path.getsize(out) / 1e6:.1f} MB")
+    return 0
+
+
+def _newest(storage: Storage) -> Manifest:
+    """Return the newest checkpoint that can be exported. Raises Invalid, OSError."""
+    for name in reversed(catalog.names(storage)):
+        found = catalog.entry(storage, name)
+        catalog.refuse_newer(storage, found)
+        if found.manifest is not None:
+            return found.manifest
+        print(f"{storage.url}/{name} is passed over: {found.trouble}", file=sys.stderr)
+    if not storage.exists():
+        raise Invalid(f"{storage.url}: there is no such folder")
+    raise Invalid(f"{storage.url} has no checkpoint that can be exported")

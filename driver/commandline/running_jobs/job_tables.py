@@ -1,0 +1,162 @@
+"""Formatting of a job's state as text lines, in local time; `monitoring.dashboard.page_state` defines the state."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from elastic.driver.monitoring.stalls import ENDS, StallEnd, as_sentence
+from elastic.driver.reasons import counted
+from elastic.protocol.messages import Commit
+
+State = dict[str, Any]
+SHOWN = 64  # limit of workers
+
+
+def status(state: State, *, most: int = SHOWN) -> list[str]:
+    """Return the state of a job, and a row for each worker, up to ``most``."""
+    now, values, rows = state["now"], state["set"], state["rows"]
+    job, workers = values["job"], rows["workers"]
+    lines = [
+        f"job {job['name']}: {job['phase']}, {counted(job['size'], 'worker')} ({_limits(job)}),"
+        f" generation {job['generation']}, for {span(now - (job['began'] or now))}"
+    ]
+    stall = values["stall"]
+    if stall is not None:
+        lines.append(f"  stalled for {span(now - stall['since'])}: {as_sentence(stall)}")
+    if job["ended"] is not None:
+        lines.append(f"  ended with exit code {job['ended'][0]}: {job['ended'][1]}")
+    lines.append(f"  {'; '.join(_progress(state))}")
+    last = [each for each in state["add"]["recoveries"] if each["kind"] == "recovery"][-1:]
+    lines += [
+        f"  last recovery {span(now - each['at'])} ago, in {each['total_ms']:.0f} ms: {each['why']}"
+        for each in last
+    ]
+    for each in state["add"]["stalls"][-1:]:
+        ago = span(now - each["since"] - each["seconds"])
+        how = ENDS[StallEnd(each["end"])]
+        lines.append(
+            f"  last stall {ago} ago, for {span(each['seconds'])}: {as_sentence(each)}; {how}"
+        )
+    for each in values["held_up"] if stall is None else ():
+        lines.append(f"  held up by {_held_up(each, now)}")
+    for host, row in rows["hosts"].items():
+        if row["state"] != "up":
+            lines.append(f"  host {host} is {row['state']}{row['note'] and ': '}{row['note']}")
+    table = [("rank", "worker", "state", "for", "process", "")]
+    shown = sorted(workers.values(), key=_order)[:most]
+    for row in shown:
+        rank = "" if row["rank"] is None else str(row["rank"])
+        worker = f"{row['host']}:{row['slot']}#{row['start']}"
+        pid = str(row["pid"] or "")
+        table.append((rank, worker, row["state"], span(now - row["since"]), pid, row["note"]))
+    lines += columns(table)
+    if len(workers) > len(shown):
+        states = Counter(row["state"] for row in workers.values())
+        summary = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        lines.append(f"... {len(workers)} in total: {summary}")
+    return lines
+
+
+def job_row(
+    name: str, pid: int, began: float, command: Sequence[str], state: State
+) -> dict[str, Any]:
+    """Return the row of one job in a list."""
+    job = state["set"]["job"]
+    row = {name: job[name] for name in ("phase", "size", "least", "most", "generation")}
+    row["stalled"] = state["set"]["stall"] is not None
+    return {"name": name, "pid": pid, "began": began, "command": list(command), **row}
+
+
+def jobs(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
+    """Return a table of jobs."""
+    if not rows:
+        return ["no job of this user runs here"]
+    table = [("job", "driver", "phase", "workers", "for", "command")]
+    for row in rows:
+        workers = f"{row['size']} ({_limits(row)})"
+        began = span(now - row["began"])
+        command = " ".join(row["command"])
+        phase = "stalled" if row["stalled"] else row["phase"]
+        table.append((row["name"], str(row["pid"]), phase, workers, began, command[:60]))
+    return columns(table)
+
+
+def log_line(line: Sequence[Any]) -> str:
+    """Return for example ``12:01:33 [3] text``."""
+    at, level, source, text = line
+    mark = f"{level}: " if level in ("warning", "error") else ""
+    return f"{clock(at)} {f'[{source}] ' if source else ''}{mark}{text}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def span(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def _limits(job: dict[str, Any]) -> str:
+    most = "all slots" if job["most"] >= 2**31 - 1 else job["most"]
+    return f"{job['least']} to {most}"
+
+
+def _order(row: dict[str, Any]) -> tuple[bool, int, str, int]:
+    return row["rank"] is None, row["rank"] or 0, row["host"], row["slot"]
+
+
+def _progress(state: State) -> list[str]:
+    values, now = state["set"], state["now"]
+    parts = []
+    if values["commit"] is not None:
+        commit = values["commit"]
+        ago = span(now - commit["at"])  # workers report the newest commit every few seconds
+        step = "" if commit.get("step") is None else f"step {commit['step']}, "
+        parts.append(
+            f"last commit {_commit(commit)} ({step}{commit['total']} in all), reported {ago} ago"
+        )
+    if values.get("steps") is not None:
+        samples = values.get("samples")
+        samples_text = "" if samples is None else f" ({samples:.4g} samples/s)"
+        parts.append(f"{values['steps']:.4g} steps/s{samples_text}")
+    elif values["rate"] is not None:
+        parts.append(f"{values['rate']:g} commits/s")
+    durable = values["durable"]
+    if durable is not None:
+        parts.append(f"durable {_commit(durable)} {span(now - durable['at'])} ago")
+    goodput = values["goodput"]
+    if goodput is not None and goodput["ratio"] is not None:
+        parts.append(f"goodput {100 * goodput['ratio']:.1f} %")
+    if goodput is not None and goodput["job"]["stalled"]:
+        parts.append(f"stalled {span(goodput['job']['stalled'])} in total")
+    for name, row in state["rows"]["reported"].items():
+        if row["value"] is not None:
+            old = f" {span(now - row['at'])} ago" if values["stall"] is not None else ""
+            parts.append(f"{name} {row['value']:.6g}{old}")
+    return parts or ["no commit yet"]
+
+
+def _held_up(each: dict[str, Any], now: float) -> str:
+    name = f"rank {each['rank']} ({each['worker']})"
+    if "since" in each:
+        return (
+            f"{name}: {counted(each['others'], 'worker')} waiting for {span(now - each['since'])}"
+        )
+    return f"{name}: waits {each['share']:.0%} of its time, the others {each['median']:.0%}"
+
+
+def _commit(commit: dict[str, Any]) -> str:
+    return str(Commit(commit["generation"], commit["number"]))

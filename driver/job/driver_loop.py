@@ -1,0 +1,700 @@
+"""Event loop of one job: passes events to `JobDecisions` and performs its actions. Decides nothing itself.
+
+    mailbox -> decisions.answer(event, now) -> journal, until it is written -> perform each action
+
+Queued events are decided together and written together. Everything that happens arrives in the mailbox as an event: a
+failed start as an exit, a worker's message as the event of the same name, a signal as StopRequested.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elastic.checkpoints.options import RUN
+from elastic.driver import events
+from elastic.driver.discovery.interface import Discovery
+from elastic.driver.job import checkpoint_shares
+from elastic.driver.job.checkpoint_lines import CheckpointLines
+from elastic.driver.job.checkpoint_shares import CheckpointShares
+from elastic.driver.job.decisions import Decider, JobDecisions
+from elastic.driver.journal.journal import Journal
+from elastic.driver.launch.environment import (
+    job_environment,
+    threads_per_worker,
+    without_secrets,
+    worker_environment,
+)
+from elastic.driver.launch.interface import Launcher
+from elastic.driver.membership.torch_versions import Versions
+from elastic.driver.membership.worker_messages import event_of
+from elastic.driver.membership.worlds import layout_diff
+from elastic.driver.monitoring.exit_lines import ExitLines
+from elastic.driver.monitoring.reports import Reports
+from elastic.driver.monitoring.tracing import Tracing
+from elastic.driver.monitoring.world_lines import phases_line, recovery_line, world_line
+from elastic.driver.network.credentials import TlsFiles
+from elastic.driver.processes.exit_ordering import ExitBarrier
+from elastic.driver.reasons import Reason, ReasonKind, because, brief, in_one_line
+from elastic.driver.settings import Settings
+from elastic.driver.sinks import Log
+from elastic.protocol import messages as protocol
+from elastic.protocol.messages import Address, Place, Worker
+from elastic.protocol.report_values import Report as WorkerReport
+
+AT_ONCE = 1000  # maximum number of events decided and written together
+LINE = 79  # columns of a text, after the log's prefix of 21
+WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only after the driver has
+Line = tuple[str, str]  # level and text for the log
+LAST_CHECKPOINT_S = 6.0  # after SIGTERM; `docker stop` sends SIGKILL after 10 s
+# A process manager signals all processes of a job, and a wrapper may forward its SIGTERM: this is one request.
+REPEATED_S = 1.0
+STOP_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+class WorkerConnections(Protocol):
+    """The connections of all workers: a `Server` that workers connect to, or a `AgentManager` of agents."""
+
+    async def open(
+        self,
+        interface: str,
+        port: int = 0,
+        *,
+        heard: Callable[[Worker, Any], None],
+        gone: Callable[[Worker, bool], None],
+        expected: Callable[[Worker], bool],
+    ) -> Address: ...
+
+    def send(self, worker: Worker, message: protocol.Message) -> bool: ...
+    def send_each(self, messages: Iterable[tuple[Worker, protocol.Message]]) -> None: ...
+    def broadcast(self, workers: Iterable[Worker], message: protocol.Message) -> None: ...
+    def connected(self, worker: Worker) -> bool: ...
+    def drain(self, worker: Worker) -> None: ...
+    def disconnect(self, worker: Worker) -> None: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRuntime:
+    """A job, and the addresses at which its workers find the driver and each other.
+
+    ``by_agents``: agents start the workers and add the environment of their hosts. ``environ`` then has only additions
+    to it, and ``advertised``, ``bind`` and ``secret`` are unused.
+    """
+
+    settings: Settings
+    command: Sequence[str]
+    environ: Mapping[str, str]  # inherited by workers
+    by_agents: bool = False
+    secret: str = ""  # hexadecimal
+    tls: TlsFiles | None = None
+    interface: str = "127.0.0.1"  # address on which the control server listens
+    advertised: str = ""  # address that workers connect to, if it differs
+    bind: str = "127.0.0.1"  # address on which a worker listens for its peers
+    port: int = 0
+    gloo_timeout_s: float = 30.0  # for a group to form
+    collective_timeout_s: float = 30.0  # timeout of a collective
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """State taken over from an earlier driver of the job.
+
+    ``clock_offset``: seconds to add to this machine's clock to continue the journal's clock.
+    """
+
+    running: Collection[Worker]
+    places: Mapping[Worker, Place]  # places in the last world
+    generation: int
+    clock_offset: float
+
+
+class Driver:
+    """Driver of one job, from its first worker to its exit code.
+
+    Args:
+        job: the job and its addresses.
+        membership: decides about the job.
+        server: connections of the workers.
+        launcher: starts and kills processes.
+        discovery: source of hosts.
+        journal: record of all events and decisions.
+        log: takes a level and a text.
+        noted: called with every event, its actions and time, like the journal.
+        tracing: collects timelines.
+        past: state of the previous driver, if membership was restored from its journal.
+        listening: awaited with the driver's address before anything else happens.
+        reported: called with each report of a worker, in the event loop's thread.
+        leaves: called at SIGTERM, which then ends this driver and not the job.
+        answered: called with each answer to an operator's request.
+        gone: called once no worker is left, before the last log line of a failed job.
+
+    After ``run``, ``places`` has the members of the last world, and ``results`` the values that workers sent.
+    """
+
+    def __init__(
+        self,
+        job: JobRuntime,
+        *,
+        membership: Decider,
+        server: WorkerConnections,
+        launcher: Launcher,
+        discovery: Discovery,
+        journal: Journal,
+        log: Log,
+        noted: Callable[[events.Event, Sequence[events.Action], float], None] | None = None,
+        tracing: Tracing | None = None,
+        past: Adopted | None = None,
+        listening: Callable[[Address], Awaitable[None]] | None = None,
+        reported: Callable[[WorkerReport], object] | None = None,
+        leaves: Callable[[], None] | None = None,
+        answered: Callable[[events.AnswerRequest], None] = lambda answer: None,
+        gone: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.job = job
+        self.results: dict[Worker, bytes] = {}
+        self._versions = Versions()
+        self._promised: dict[Worker, Place] = {}  # places at their start; until the first world
+        self.generation = past.generation if past else 0
+        self.outcome = ""  # why the job ended
+        self._adopts = past is not None
+        self._offset = past.clock_offset if past else 0.0
+        self._listening = listening
+        self._leaves = leaves
+        self._answered = answered
+        self._gone = gone
+        self._last_line: Line | None = None  # reason of the failure, logged when no worker is left
+        self._decisions = JobDecisions(
+            membership,
+            leave_s=job.settings.leave_s,
+            idle_s=job.settings.idle_s if job.settings.elastic else 0.0,
+            running=past.running if past else (),
+            members=past.places if past else None,
+        )
+        self._server = server
+        self._launcher = launcher
+        self._discovery = discovery
+        self._journal = journal
+        self._log = log
+        self._noted = noted
+        self._checkpoint_run = int(job.settings.env.get(RUN, 0))
+        self._tracing = tracing or Tracing(log)
+        self._reports = Reports(reported, log)
+        self._checkpoints = CheckpointShares()
+        self._slots = 0  # number of listed slots
+        self._held: bool | None = None  # whether a member of the latest world held a commit
+        self._about_checkpoints = CheckpointLines(self._now, self._log)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._mailbox: asyncio.Queue[tuple[float, events.Event]] = asyncio.Queue()
+        self._alarm: asyncio.TimerHandle | None = None
+        self._address = Address("", 0)
+        self._layouts: dict[str, str] = {}  # layout text by digest
+        self._step_input = b""  # last value received
+        self._exit_barrier = ExitBarrier(server, self._post)
+        self._stop_code: int | None = None  # code of the first stop request
+        self._hurried = False  # a second stop request arrived: the journal is not awaited any more
+        # The pending write of the journal, if one is awaited.
+        self._settling: asyncio.Future[None] | None = None
+        self._signalled: int | None = None  # exit code of the last signal
+        self._signalled_at: dict[signal.Signals, float] = {}
+        self._early_stop: tuple[str, int] | None = None  # a stop request before run()
+        self._said_last = ""  # last log line about the world
+        self._exits = ExitLines(log)
+
+    @property
+    def places(self) -> dict[Worker, Place]:
+        """The members of the last world."""
+        return self._decisions.members
+
+    def ordered_results(self) -> list[bytes | None]:
+        """Return the results of the last world's members by rank; None for a member that sent none.
+
+        If no worker called ``init()``, there was no world, and the ranks are those assigned at the start.
+        """
+        places = self.places or self._promised
+        by_rank = sorted(places, key=lambda worker: places[worker].rank)
+        return [self.results.get(worker) for worker in by_rank]
+
+    def last_reports(self) -> dict[int, WorkerReport]:
+        """Return the last report of each member of the last world that has sent any, by rank."""
+        return self._reports.by_rank(self.places)
+
+    def stop(self, reason: str, code: int = 1) -> None:
+        """End the job with this exit code; on the second call, kill everything at once. Thread-safe."""
+        if self._loop is None:
+            self._early_stop = (reason, code)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop, reason, code)
+
+    def tell(self, event: events.Event) -> None:
+        """Handle an operator's request. Must be called in the event loop's thread while the job runs."""
+        self._post(event)
+
+    def dump(self, worker: Worker) -> None:
+        """Request the stacks of a worker on behalf of an operator."""
+        self._launcher.dump(worker)
+
+    async def run(self) -> int:
+        """Run the whole job and return its exit code; no worker is left then.
+
+        Raises:
+            OSError: it cannot listen.
+        """
+        self._loop = asyncio.get_running_loop()
+        if self._early_stop is not None:
+            self._stop(*self._early_stop)
+        with self._signals():
+            await self._run()
+        assert self._decisions.ending is not None
+        heard = self._signalled if self._stop_code is None else self._stop_code
+        if self._decisions.stop_code is None and heard is not None:
+            return heard  # it arrived after the loop's last decision
+        return self._decisions.ending.code
+
+    async def _run(self) -> None:
+        watching: asyncio.Task[None] | None = None
+        try:
+            bound = await self._server.open(
+                self.job.interface,
+                self.job.port,
+                heard=self._on_message,
+                gone=self._connection_closed,
+                expected=self._decisions.running.__contains__,
+            )
+            self._address = Address(self.job.advertised or bound.host, bound.port)
+            self._tracing.serve(self._server.send)
+            self._reports.serve(self._server.send_each)
+            self._log("debug", f"listening on {bound}")
+            if self._adopts:
+                self._post(events.DriverRestarted())
+            await self._launcher.open(self._worker_disconnected, self._post)
+            if self._listening is not None:
+                await self._listening(self._address)
+            watching = asyncio.create_task(self._watch_hosts())
+            while not self._decisions.over:
+                await self._handle(await self._mailbox.get())
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+            if self._alarm is not None:
+                self._alarm.cancel()
+            await self._launcher.close()
+            self._exits.say()
+            self._gone()
+            if self._last_line is not None:
+                self._log(*self._last_line)
+            self._reports.close()
+            await self._server.close()
+            await self._tracing.close()
+            self._journal.close()
+
+    # ---- event sources ---------------------------------------------------------------------------------------------
+
+    async def _watch_hosts(self) -> None:
+        listed = False
+        trouble = "discovery returned no list"
+        try:
+            async for hosts in self._discovery.watch():
+                self._post(events.HostsChanged(dict(hosts)))
+                if listed:
+                    # A hint to scripts that wait for hosts; no worker has to stop.
+                    self._server.broadcast(self.places, protocol.HostsListed())
+                listed = True
+        except Exception as error:
+            # Adapters report errors of their sources themselves: this is a bug in one, and the known hosts remain
+            # valid.
+            trouble = repr(error)
+            self._log("error", f"host discovery ended; the list of hosts stays as it is: {trouble}")
+        if not listed:
+            self._post(
+                events.StopRequested(f"host discovery ended before it found a host: {trouble}")
+            )
+
+    def _on_message(self, worker: Worker, message: Any) -> None:
+        if self._tracing.heard(worker, message) or self._reports.heard(worker, message):
+            return
+        checkpoint_actions = self._checkpoints.handle(worker, message)
+        if checkpoint_actions is not None:
+            self._perform_checkpoint_actions(checkpoint_actions)
+            return
+        match message:
+            case protocol.Layout(digest, text):
+                self._layouts[digest] = text
+            case protocol.StepInput(kind):
+                self._step_input = kind
+            case protocol.SendResult(blob):
+                self.results[worker] = blob
+            case _:
+                self._post(event_of(worker, message))
+
+    def _perform_checkpoint_actions(self, actions: Sequence[checkpoint_shares.Action]) -> None:
+        for action in actions:
+            match action:
+                case checkpoint_shares.SendToRanks(workers, message):
+                    self._server.broadcast(workers, message)
+                case checkpoint_shares.CheckpointCompleted():
+                    self._about_checkpoints.made(action)
+                    self._post(events.CheckpointMade(action.commit))
+                case checkpoint_shares.CheckpointFailed():
+                    self._about_checkpoints.failed(action)
+                case checkpoint_shares.ReplicasDiffer():
+                    self._about_checkpoints.not_equal(action)
+                case checkpoint_shares.ReplicaCorrupted(worker, generation, commit, parts, equal):
+                    self._post(events.WorkerDiffers(worker, generation, commit, parts, equal))
+                case checkpoint_shares.ReplicasCorrupted(generation, commit, damaged, equal):
+                    self._post(events.ReplicasSpoilt(generation, commit, damaged, equal))
+
+    def _connection_closed(self, worker: Worker, silent: bool) -> None:
+        self._tracing.gone(worker)
+        self._post(events.WorkerDisconnected(worker, silent))
+        self._exit_barrier.disconnected(worker)
+
+    def _worker_disconnected(self, event: events.WorkerExited) -> None:
+        """Handle an exit, which must follow everything that the worker has sent."""
+        self._exit_barrier.gone(event)
+
+    def _stop(self, reason: str, code: int) -> None:
+        if self._stop_code is None:
+            self._stop_code = code
+            self._log("info", f"stopping: {reason}")
+        else:
+            self._hurried = True
+            if self._settling is not None:
+                self._settling.cancel()
+        waits = code == STOP_CODES[signal.SIGTERM] and not self._hurried
+        self._post(events.StopRequested(reason, code, LAST_CHECKPOINT_S if waits else 0.0))
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Handle SIGHUP, SIGINT and SIGTERM as requests to stop the job.
+
+        If ``leaves`` is set, all but SIGINT stop only this driver. An ignored SIGHUP stays ignored, as under nohup.
+        Signals are handled in the main thread only.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = self._loop
+        assert loop is not None
+
+        def forward(number: int, _: object) -> None:
+            # May be interrupted by the next signal, so it only forwards: the loop compares.
+            if number == signal.SIGINT or self._leaves is None:
+                self._signalled = STOP_CODES[signal.Signals(number)]
+            loop.call_soon_threadsafe(self._on_signal, signal.Signals(number), self._now())
+
+        before = {number: signal.getsignal(number) for number in STOP_CODES}
+        if before[signal.SIGHUP] == signal.SIG_IGN:
+            del before[signal.SIGHUP]
+        for number in before:
+            signal.signal(number, forward)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                # None: not set from Python, so it cannot be restored.
+                if handler is not None:
+                    signal.signal(number, handler)
+
+    def _on_signal(self, number: signal.Signals, at: float) -> None:
+        last, self._signalled_at[number] = self._signalled_at.get(number), at
+        if number == signal.SIGTERM and last is not None and at - last < REPEATED_S:
+            return
+        if number != signal.SIGINT and self._leaves is not None:
+            self._leaves()
+            return
+        name = "Ctrl-C" if number == signal.SIGINT else number.name
+        self._stop(f"{name} at the driver", STOP_CODES[number])
+
+    def _post(self, event: events.Event) -> None:
+        self._mailbox.put_nowait((self._now(), event))
+
+    # ---- one event -------------------------------------------------------------------------------------------------
+
+    async def _handle(self, first: tuple[float, events.Event]) -> None:
+        """Handle this event and all that are queued behind it, each as of the time of its arrival."""
+        decided: list[tuple[events.Event, list[events.Action]]] = []
+        arrived: tuple[float, events.Event] | None = first
+        while arrived is not None:
+            at, event = arrived
+            decided.append((event, self._decide(event, at)))
+            more = not self._mailbox.empty() and len(decided) < AT_ONCE
+            arrived = self._mailbox.get_nowait() if more else None
+        await self._written(self._journal.settle())
+        for event, actions in decided:
+            self._carry_out(event, actions)
+        if self._mailbox.empty():
+            self._set_alarm()
+            await self._written(self._journal.rest())
+
+    async def _written(self, writing: Coroutine[Any, Any, None]) -> None:
+        """Wait for the journal to be written. An operator's second stop request does not wait for a silent store."""
+        self._settling = asyncio.ensure_future(writing)
+        if self._hurried:
+            self._settling.cancel()
+        try:
+            await self._settling
+        except asyncio.CancelledError:
+            if not self._hurried:
+                raise
+        finally:
+            self._settling = None
+
+    def _carry_out(self, event: events.Event, actions: list[events.Action]) -> None:
+        self._perform(actions)
+        if isinstance(event, events.WorkerConnected):
+            differing = self._versions.heard(event.worker.host, event.torch_version)
+            if differing:
+                self._log("warning", differing)
+        if isinstance(event, events.WorkerExited) and event.worker not in self.results:
+            self._promised.pop(event.worker, None)  # another worker may get its place
+
+    def _decide(self, event: events.Event, now: float) -> list[events.Action]:
+        """Decide the actions. Membership's answer is written to the journal before any action."""
+        try:
+            answer = self._decisions.answer(event, now)
+        except Exception as error:
+            self._journal.record(now, event, error=f"{type(error).__name__}: {error}")
+            reason = because(ReasonKind.DRIVER_BUG, error=repr(error))
+            self._log("error", f"{reason}; the latest events:\n{self._journal.story(last=30)}")
+            return self._decisions.follow(event, [events.EndJob(1, reason)], now)
+        if isinstance(event, events.HostsChanged):
+            self._slots = sum(event.hosts.values())
+        if not self._decisions.raised:
+            self._journal.record(now, event, answer)
+            self._tracing.noted(event, answer)
+            if self._noted is not None:
+                self._noted(event, answer, now)
+        return self._decisions.follow(event, answer, now)
+
+    def _set_alarm(self) -> None:
+        """Post TimePassed at the next deadline."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        deadline = self._decisions.next_deadline()
+        if deadline is not None:
+            assert self._loop is not None
+            self._alarm = self._loop.call_at(
+                deadline - self._offset, self._post, events.TimePassed()
+            )
+
+    def _now(self) -> float:
+        """Return the time on the journal's clock, which continues from one driver to the next."""
+        assert self._loop is not None
+        return self._loop.time() + self._offset
+
+    # ---- actions ---------------------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[events.Action]) -> None:
+        # Starting a process takes milliseconds: messages about worlds are sent first, the log is written last.
+        if not actions:
+            return
+        lines: dict[int, Line | None] = {}
+        for urgent in (True, False):
+            for index, action in enumerate(actions):
+                if isinstance(action, (events.BreakWorld, events.PublishWorld)) is urgent:
+                    lines[index] = self._do(action)
+        given = [action.about for action in actions if isinstance(action, events.Report)]
+        self._log_workers(
+            "starting", [a for a in actions if isinstance(a, events.StartWorker)], given
+        )
+        for index in range(len(actions)):
+            if (line := lines[index]) is not None:
+                self._log(*line)
+        self._log_workers(
+            "killing", [a for a in actions if isinstance(a, events.KillWorker)], given
+        )
+        self._log_workers("releasing", [a for a in actions if isinstance(a, events.LetGo)], given)
+
+    def _do(self, action: events.Action) -> Line | None:
+        """Perform one action. Returns the log line about it, if any."""
+        send, broadcast = self._server.send, self._server.broadcast
+        match action:
+            case events.StartWorker():
+                self._start(action)
+            case events.KillWorker():
+                self._launcher.kill(action.worker)
+            case events.ProbeWorkers(workers):
+                self._launcher.probe(workers)
+                broadcast(workers, protocol.Locate())
+                return ("debug", f"probing {_some(workers)}")
+            case events.TellAwaited(generation, members, rank, line):
+                broadcast(members, protocol.Awaited(generation, rank, line))
+            case events.GiveUpHost(host, reason):
+                self._launcher.give_up(host, str(reason))
+            case events.DumpStacks(worker, reason):
+                self._launcher.dump(worker)
+                return ("info", f"the stacks of {worker} follow: {brief(reason)}")
+            case events.BreakWorld(generation, members, reason):
+                broadcast(members, protocol.Broken(generation, str(reason)))
+                return self._news(f"generation {generation} was interrupted: {reason}")
+            case events.PublishWorld():
+                return self._publish(action)
+            case events.TellWorld(generation, member, store, holders, commit, reason, checkpoint):
+                text, run = str(reason), self._checkpoint_run
+                message = protocol.World(
+                    generation, member.place, store, holders, commit, text, run, checkpoint
+                )
+                send(member.worker, message)
+            case events.WelcomeWorker(worker, place, newcomer, elastic):
+                send(worker, protocol.Welcome(place, newcomer, elastic, self._step_input))
+            case events.PrepareChange(generation, change, members, reason):
+                broadcast(members, protocol.Prepare(generation, change))
+                return self._news(f"planned change of generation {generation}: {reason}")
+            case events.StopMembersAt(generation, change, check, members):
+                broadcast(members, protocol.StopAt(generation, change, check))
+                return ("debug", f"generation {generation} stops at safepoint {check}")
+            case events.CallOffChange(generation, change, members, reason):
+                broadcast(members, protocol.Proceed(generation, change))
+                return self._news(f"generation {generation} continues unchanged: {reason}")
+            case events.LetGo(worker, reason, fenced):
+                send(worker, protocol.Leave(str(reason), fenced))
+            case events.RejectWorker(worker, layout, expected):
+                texts = (self._layouts.get(layout, ""), self._layouts.get(expected, ""))
+                diff = layout_diff.difference(*texts)
+                send(worker, protocol.Rejected(diff))
+                return ("error", f"the state of {worker} differs from the world's:\n{diff}")
+            case events.TellStandby(worker):
+                send(worker, protocol.StandBy())
+                return ("info", f"standby {worker} is ready")
+            case events.FinishWorld(generation, members):
+                broadcast(members, protocol.Finish(generation))
+                return ("debug", f"generation {generation} finished")
+            case events.HastenCheckpoint(generation):
+                broadcast(self.places, protocol.CheckpointSoon(generation))
+            case events.EndJob():
+                return self._end(action)
+            case events.Report(level, text, about):
+                if about is not None and about.kind is ReasonKind.SLOT_GIVEN_UP:
+                    text = in_one_line(about) or text  # the output is already on the screen
+                return None if self._exits.shares(about) else (level, text)
+            case events.AnswerRequest(_, done, reason):
+                self._answered(action)
+                return ("info", f"request {'done' if done else 'refused'}: {reason}")
+            case events.ReportRecovery():
+                self._log("debug", phases_line(action))
+                return ("info", recovery_line(action, held=self._held))
+            case _:
+                raise AssertionError(f"unhandled action {type(action).__name__}")
+        return None
+
+    def _news(self, text: str) -> Line:
+        """A line of the log; a repetition, as after each of thousands of reconnections, gets level debug."""
+        level = "debug" if text == self._said_last else "info"
+        self._said_last = text
+        return (level, text)
+
+    def _start(self, action: events.StartWorker) -> None:
+        settings, job, worker, place = self.job.settings, self.job, action.worker, action.place
+        wait_timeout_s = 2 * settings.elastic_timeout_s + settings.start_timeout_s + WAIT_SLACK_S
+        if job.by_agents:
+            job_env = job_environment(
+                worker, place, settings.elastic, job.collective_timeout_s, wait_timeout_s
+            )
+            env = {**without_secrets(job.environ), **settings.env, **job_env}
+        else:
+            env = worker_environment(
+                job.environ,
+                worker=worker,
+                place=place,
+                driver=self._address,
+                secret=job.secret,
+                bind=job.bind,
+                elastic=settings.elastic,
+                gloo_timeout_s=job.gloo_timeout_s,
+                collective_timeout_s=job.collective_timeout_s,
+                wait_timeout_s=wait_timeout_s,
+                threads=threads_per_worker(len(os.sched_getaffinity(0)), place.local_size),
+                tls=job.tls,
+                extra=settings.env,
+            )
+        if not self.generation:
+            self._promised[action.worker] = action.place
+        self._launcher.start(action.worker, self.job.command, env)
+
+    def _log_workers(
+        self,
+        verb: str,
+        actions: Sequence[events.StartWorker | events.KillWorker | events.LetGo],
+        given: Sequence[Reason | None],
+    ) -> None:
+        """Log actions on several workers for the same reason in one line, unless a report has stated the reason."""
+        by_reason: dict[str, list[Worker]] = {}
+        for action in actions:
+            if action.reason not in given:
+                by_reason.setdefault(str(action.reason), []).append(action.worker)
+        for reason, workers in by_reason.items():
+            number = f"{len(workers)} workers, " if len(workers) > 1 else ""
+            now = f" (generation {self.generation})" if self.generation else ""
+            level = "debug" if self._decisions.ending is not None else "info"
+            self._log(level, f"{verb} {number}{_some(workers)}: {reason}{now}")
+
+    def _publish(self, world: events.PublishWorld) -> Line:
+        reason = str(world.reason)
+        self._server.send_each(
+            (
+                member.worker,
+                protocol.World(
+                    world.generation,
+                    member.place,
+                    world.store,
+                    world.holders,
+                    world.commit,
+                    reason,
+                    self._checkpoint_run,
+                    world.checkpoint,
+                ),
+            )
+            for member in world.members
+        )
+        self.generation = world.generation
+        self._held = world.holders > 0
+        self._checkpoints.world(world.generation, [member.worker for member in world.members])
+        self._reports.keep({*self.places, *self._decisions.running})
+        self._promised.clear()
+        text = world_line(
+            world, before=self._said_last, wanted=self.job.settings.np, slots=self._slots
+        )
+        return ("info", text)
+
+    def _end(self, outcome: events.EndJob) -> Line | None:
+        reason = str(outcome.reason)
+        if outcome.code != 0:
+            self._server.broadcast(self._decisions.running, protocol.End(reason))
+        if self.outcome:
+            return None  # a stop request followed
+        self.outcome = reason
+        self._about_checkpoints.ended()
+        if outcome.code == 0:
+            level = "warning" if outcome.reason.facts.get("failed") else "info"
+            return (level, f"training ended: {reason}")
+        # The worker's output is already on the screen.
+        text = (
+            f"the job ended with exit code {outcome.code}: {in_one_line(outcome.reason) or reason}"
+        )
+        text = text.replace("; ", ";\n") if len(text) > LINE else text
+        if self._decisions.stop_code is not None:
+            return ("info", text)
+        self._last_line = ("error", text)
+        return None
+
+
+def _some(workers: Sequence[Worker]) -> str:
+    return ", ".join(map(str, workers[:8])) + (", ..." if len(workers) > 8 else "")

@@ -1,0 +1,197 @@
+"""Client of a running job for operators: finds its driver, authenticates, and sends requests.
+
+Blocks, with timeouts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import itertools
+import os
+import pwd
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from elastic.driver.job.operator_api import messages
+from elastic.driver.job.operator_api.messages import PURPOSE, OperatorAnswer, Request, Told
+from elastic.driver.job.operator_api.runtime_folder import JobRecord, records
+from elastic.driver.network.hosts import parse_address
+from elastic.driver.network.secret import derived
+from elastic.errors import ElasticError, Invalid
+from elastic.protocol.framing import NONCE_BYTES, FramedConnection
+from elastic.protocol.handshake import ClientHandshake
+from elastic.protocol.messages import Accepted, Challenge, ProtocolError, TurnedAway, encoded
+
+CONNECT_S = 5.0
+ANSWER_S = 20.0
+
+_from_desk: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    Challenge | Accepted | TurnedAway | Told
+)
+
+
+class JobUnreachable(ElasticError):
+    """The driver of a job cannot be reached: it has exited, another one has taken over, or the key is another job's."""
+
+
+@dataclass(frozen=True)
+class JobAddress:
+    """The address and key with which a job is reached."""
+
+    name: str
+    address: str
+    key: bytes = field(repr=False)
+    tls: ssl.SSLContext | None = None
+
+
+def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = None) -> JobAddress:
+    """Find a job that runs on this machine: by name, by journal, by its driver's process, or the only one.
+
+    Raises:
+        Invalid: with a list of the running jobs.
+    """
+    jobs = found = records(environ)
+    which, whose, path, hint = "job of this user", "", "", ""
+    called = [] if journal is not None else [each for each in jobs if each.name == wanted]
+    if called:
+        found = called
+    elif journal is not None or (wanted and os.path.isfile(wanted)):
+        path = os.path.abspath(journal or wanted)
+        found = [record for record in jobs if record.journal == path]
+        which, whose = f"job of this user whose journal is {path}", path
+        hint = f" (if it has ended: elasticrun explain {path})"
+    elif wanted:
+        found = [each for each in jobs if wanted == str(each.pid)]
+        which = f"job {wanted!r} of this user"
+        if wanted.isdecimal():
+            whose, path = f"process {wanted}", f"/proc/{wanted}"
+    if not found:
+        if other := _other_owner(path):
+            raise Invalid(
+                f"{whose} belongs to user {other}, and a job answers only the user that started it: run the"
+                f" command as {other}"
+            )
+        raise Invalid(f"no {which} runs here{hint}; {_others(jobs)}")
+    if len(found) > 1:
+        raise Invalid(f"{len(found)} jobs run here: name one of {_listed(found)}")
+    [record] = found
+    return JobAddress(record.name, record.address, bytes.fromhex(record.key))
+
+
+def _other_owner(path: str) -> str:
+    """Return the owner of a file if it is another user; otherwise ""."""
+    try:
+        uid = os.stat(path).st_uid
+    except OSError:
+        return ""
+    return "" if uid == os.geteuid() else _name_of(uid)
+
+
+def key_of(secret: bytes) -> bytes:
+    """Return the key that authenticates operators of a job."""
+    return derived(secret, PURPOSE)
+
+
+def _others(jobs: Sequence[JobRecord]) -> str:
+    if jobs:
+        return f"running: {_listed(jobs)}"
+    return "for a job that is led from elsewhere, pass --etcd HOST:PORT, --job NAME and --secret-file FILE"
+
+
+def _listed(listed: Sequence[JobRecord]) -> str:
+    return ", ".join(f"{each.name} (process {each.pid})" for each in listed[:8])
+
+
+def _unreachable(job: JobAddress, what: str, error: Exception, within_s: float) -> JobUnreachable:
+    if isinstance(error, TimeoutError):
+        what = f"does not answer within {within_s:g} s"
+    return JobUnreachable(f"the driver of job {job.name} {what}")
+
+
+class JobClient:
+    """One authenticated connection to a driver. Raises JobUnreachable."""
+
+    def __init__(self, job: JobAddress) -> None:
+        self.job = job
+        self._numbers = itertools.count(1)
+        self._wire = FramedConnection(_from_desk)
+        host, port = parse_address(job.address)
+        try:
+            self._socket = socket.create_connection((host, port), CONNECT_S)
+        except OSError as error:
+            raise JobUnreachable(
+                f"the driver of job {job.name} does not answer at {job.address}: {error.strerror or error}"
+            ) from None
+        try:
+            if job.tls is not None:
+                self._socket = job.tls.wrap_socket(self._socket)
+            self._prove()
+        except (OSError, ProtocolError) as error:
+            self.close()
+            raise _unreachable(job, f"refuses: {error}", error, CONNECT_S) from None
+
+    def ask(self, kind: type[Any], *arguments: Any) -> Told:
+        """Send a request of this kind, and return the answer. Raises JobUnreachable."""
+        request: Request = kind(next(self._numbers), *arguments)
+        try:
+            self._socket.sendall(self._wire.frame_of(encoded(request)))
+            deadline = time.monotonic() + ANSWER_S
+            while True:
+                reply = self._next(deadline)
+                if isinstance(reply, Told) and reply.number == request.number:
+                    return reply
+        except (OSError, ProtocolError) as error:
+            raise _unreachable(self.job, f"is gone: {error}", error, ANSWER_S) from None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def __enter__(self) -> JobClient:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _prove(self) -> None:
+        deadline = time.monotonic() + CONNECT_S
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        name = f"{_user()}@{socket.gethostname()}:{secrets.token_hex(4)}"
+        caller = ClientHandshake(self.job.key, "operator", name, nonce)
+        proof = caller.answer(self._next(deadline))
+        self._socket.sendall(self._wire.frame(OperatorAnswer(name, nonce, proof)))
+        caller.accepted(self._next(deadline), self._wire)
+
+    def _next(self, deadline: float) -> Any:
+        while (message := self._wire.next()) is None:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            data = self._socket.recv(1 << 18)
+            if not data:
+                raise ProtocolError("it closed the connection: is this the secret of that job?")
+            self._wire.feed(data)
+        return message
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _name_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:  # a container may have no name for the user
+        return str(uid)
+
+
+__all__ = ["JobAddress", "JobClient", "JobUnreachable", "find_job", "key_of", "messages"]

@@ -1,0 +1,276 @@
+"""Server for operators of a running job: their requests become events for membership. Acts.
+
+It listens on loopback, found by `runtime_folder`, and, if agents connect from other machines, on the address that
+these use. Connections are authenticated and sealed like any control connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from elastic.driver.events import (
+    AnswerRequest,
+    DrainRequested,
+    Event,
+    RemoveRequested,
+    ScaleRequested,
+)
+from elastic.driver.job.operator_api import messages
+from elastic.driver.job.operator_api.messages import OperatorAnswer, Request, Told
+from elastic.driver.job.operator_api.runtime_folder import JobRecord, PublishedRecord, records
+from elastic.driver.journal.entries import readable
+from elastic.driver.monitoring.dashboard.live_page import LivePage
+from elastic.driver.monitoring.dashboard.page_model import STACKS
+from elastic.driver.monitoring.dashboard.page_state import TAILS
+from elastic.driver.monitoring.stacks import training_stack
+from elastic.driver.network.blocking_calls import within
+from elastic.driver.network.control_server import Callers, ControlServer
+from elastic.driver.sinks import Log
+from elastic.errors import Invalid
+from elastic.protocol.messages import Address, Worker
+
+ANSWER_S = 10.0  # seconds for a decision of membership, which takes milliseconds
+STACKS_S = 3.0  # seconds for stacks to be written
+QUIET_S = 0.25  # ... and complete if nothing has followed for this long
+AT_ONCE = 64  # concurrent requests
+STOP_CODE = 143  # as after SIGTERM
+
+OPERATORS: Callers[str] = Callers(
+    "operator", messages.from_operator, OperatorAnswer, lambda answer: answer.name
+)
+
+
+Grow = Callable[[int], Awaitable[str]]
+
+
+async def _no_room(workers: int) -> str:
+    """Used if the hosts are specified elsewhere."""
+    return ""
+
+
+class SteerableDriver(Protocol):
+    """The interface of a driver that operators use."""
+
+    def tell(self, event: Event) -> None: ...
+    def dump(self, worker: Worker) -> None: ...
+    def stop(self, reason: str, code: int = 1) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorAccess:
+    """The name of a job, and the key that authenticates its operators."""
+
+    name: str
+    key: bytes
+    command: Sequence[str]
+    journal: str
+    environ: Mapping[str, str]
+    standby: bool = False  # its driver waits to replace another one, possibly on this machine
+
+
+class OperatorService:
+    """Answers the operators of one driver.
+
+    ``grow`` adds slots on this machine for a number of workers if hosts were not specified; it returns "" or a reason.
+    """
+
+    def __init__(self, job: OperatorAccess, page: LivePage, log: Log) -> None:
+        self.job = job
+        self._page = page
+        self._log = log
+        self._driver: SteerableDriver | None = None
+        self._grow: Grow = _no_room
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[AnswerRequest]] = {}
+        self._servers: list[ControlServer[str]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._record: PublishedRecord | None = None
+
+    def serves(self, driver: SteerableDriver, grow: Grow | None = None) -> None:
+        """Set the driver that answers requests from now on."""
+        self._driver, self._grow = driver, grow or _no_room
+
+    async def open(self) -> None:
+        """Listen on loopback for commands of this user.
+
+        Errors of the folder or port are logged, and the job continues.
+        """
+        try:
+            address = await self.listen("127.0.0.1")
+            record = JobRecord(
+                name=self.job.name,
+                pid=os.getpid(),
+                address=str(address),
+                key=self.job.key.hex(),
+                command=readable(self.job.command),
+                journal=self.job.journal,
+                began=time.time(),
+            )
+            self._record = PublishedRecord(self.job.environ, record)
+            alike = [each for each in records(self.job.environ) if each.name == record.name]
+            others = [each for each in alike if each.address != record.address]
+            for other in [] if self.job.standby else others[:1]:
+                self._log(
+                    "warning",
+                    f"job name {record.name} is already used here by process {other.pid}: select this job by its"
+                    f" process, {record.pid}, or start it with another --job",
+                )
+        except (OSError, Invalid) as error:
+            why = f"commands such as elasticrun status can't find this job: {error}"
+            self._log("warning", why)
+
+    async def listen(self, interface: str, tls: ssl.SSLContext | None = None) -> Address:
+        """Listen on another address. Raises OSError."""
+        server: ControlServer[str] = ControlServer(
+            secret=self.job.key, log=self._log, callers=OPERATORS, tls=tls
+        )
+        self._servers.append(server)
+        return await server.open(
+            interface,
+            heard=lambda requester, message: self._on_request(server, requester, message),
+            gone=lambda requester, silent: None,
+            expected=lambda requester: True,
+        )
+
+    def answered(self, answer: AnswerRequest) -> None:
+        """Handle membership's answer, once it is in the journal."""
+        future = self._answers.pop(answer.request, None)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    async def close(self) -> None:
+        if self._record is not None:
+            self._record.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for server in self._servers:
+            await server.close()
+
+    # ---- one request -----------------------------------------------------------------------------------------------
+
+    def _on_request(self, server: ControlServer[str], requester: str, request: Request) -> None:
+        if len(self._tasks) >= AT_ONCE:
+            server.send(
+                requester, Told(request.number, False, "too many requests at once; try again")
+            )
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(server, requester, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, server: ControlServer[str], requester: str, request: Request) -> None:
+        answer = await self._done(requester, request)
+        server.send(requester, msgspec.structs.replace(answer, number=request.number))
+
+    async def _done(self, requester: str, request: Request) -> Told:
+        match request:
+            case messages.AskStatus():
+                state = self._page.whole()
+                return Told(0, True, data=msgspec.json.encode(state).decode())
+            case messages.AskLogs(worker=name, after=after):
+                return self._logs(name, after)
+        if self._driver is None:
+            return Told(0, False, "the job has not started yet; try again in a moment")
+        match request:
+            case messages.AskScale(workers=workers):
+                if workers < 1:
+                    return Told(
+                        0, False, f"the number of workers must be at least 1, got {workers}"
+                    )
+                if refused := await self._grow(workers):
+                    return Told(0, False, refused)
+                return await self._decided(requester, lambda n: ScaleRequested(n, workers))
+            case messages.AskDrain(host=host, off=off):
+                return await self._decided(requester, lambda n: DrainRequested(n, host, off))
+            case messages.AskRemove(worker=name):
+                gone = self._page.worker_of(name)
+                if gone is None:
+                    return Told(0, False, self._unknown(name))
+                return await self._decided(requester, lambda n: RemoveRequested(n, gone))
+            case messages.AskStacks(worker=name, log=log):
+                return await self._stacks(name, log=log)
+            case messages.AskStop(why=why):
+                self._driver.stop(f"requested by {requester}{why and ': '}{why}", STOP_CODE)
+                return Told(0, True, "the job is stopping; repeat the command to stop it at once")
+        raise AssertionError(f"unknown request {type(request).__name__}")
+
+    async def _decided(self, requester: str, event: Callable[[int], Event]) -> Told:
+        assert self._driver is not None
+        number = next(self._numbers)
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            request = event(number)
+            self._log("debug", f"{requester} asks: {request}")
+            self._driver.tell(request)
+            answer: AnswerRequest | None = None
+            with contextlib.suppress(asyncio.TimeoutError):
+                answer = await within(future, ANSWER_S)
+        finally:
+            self._answers.pop(number, None)
+        if answer is None:
+            return Told(0, False, f"no decision within {ANSWER_S:g} s; see elasticrun status")
+        return Told(0, answer.done, str(answer.reason))
+
+    async def _stacks(self, name: str, *, log: bool) -> Told:
+        assert self._driver is not None
+        model = self._page.model
+        if name:
+            worker = self._page.worker_of(name)
+            if worker is None:
+                return Told(0, False, self._unknown(name))
+            workers = [worker]
+        else:
+            workers = self._page.members()[:STACKS]
+        if not workers:
+            return Told(0, False, "no worker is training")
+        for worker in workers:
+            model.expect_stack(worker, "requested by an operator", time.time(), asked=True)
+            self._driver.dump(worker)
+        deadline, before, quiet_since = time.monotonic() + STACKS_S, "", time.monotonic()
+        while time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+            found = {str(worker): self._page.stack_of(worker) for worker in workers}
+            now = json.dumps(found)
+            if now != before:
+                before, quiet_since = now, time.monotonic()
+            elif all(found.values()) and time.monotonic() - quiet_since >= QUIET_S:
+                break
+        for source, stacks in found.items() if log else ():
+            if stacks:
+                self._log(
+                    "info",
+                    f"stacks of {source}, requested by an operator:\n{training_stack(stacks)}",
+                )
+        silent = [source for source, text in found.items() if not text]
+        more = len(self._page.members()) - len(workers) if not name else 0
+        text = f"of {len(workers) - len(silent)} of {len(workers)} workers"
+        if silent:
+            text += f"; none from {', '.join(silent)}: see the log"
+        if more > 0:
+            text += f"; {more} more ranks: request one of them"
+        return Told(0, len(silent) < len(workers), text, json.dumps(found))
+
+    def _logs(self, worker: str, after: int) -> Told:
+        last, lines = self._page.model.state.since("log", after)
+        if worker:
+            lines = [line for line in lines if line[2] == worker]
+            if not lines and after < 0 and self._page.worker_of(worker) is None:
+                return Told(0, False, self._unknown(worker))
+        return Told(0, True, data=json.dumps([last, lines[-TAILS["log"] :]]))
+
+    def _unknown(self, name: str) -> str:
+        size = len(self._page.members())
+        rank = f"a rank, 0 to {size - 1}, or " if size else ""  # no worker trains yet
+        return f"{name} is not a worker of this job: pass {rank}host:slot"

@@ -1,0 +1,109 @@
+"""Records of the jobs that run on this machine, for commands of the same user, in a private folder.
+
+    $XDG_RUNTIME_DIR/hvd-elastic/PID-PORT.json, or hvd-elastic-UID/ in the folder for temporary files
+
+Each driver writes a file with its address and the operators' key, and keeps it locked while it runs. A folder that
+belongs to another user, or that others can access, is not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from elastic.errors import Invalid
+
+
+class JobRecord(msgspec.Struct, frozen=True):
+    """Contact information of a running job."""
+
+    name: str
+    pid: int  # of its driver
+    address: str  # host:port
+    key: str  # hexadecimal
+    command: list[str] = []
+    journal: str = ""
+    began: float = 0.0  # seconds since 1970
+
+    def __repr__(self) -> str:
+        return f"JobRecord({self.name!r}, pid={self.pid}, address={self.address!r})"
+
+
+class PublishedRecord:
+    """A record that is valid until it is closed or its process exits. Raises Invalid and OSError."""
+
+    def __init__(self, environ: Mapping[str, str], record: JobRecord) -> None:
+        folder = runtime_folder(environ)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        checked_folder(folder)
+        self.path = folder / f"{record.pid}-{record.address.rpartition(':')[2]}.json"
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()  # of an earlier process with the same pid
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(self.path, flags, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        os.write(self._fd, msgspec.json.encode(record))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+        os.close(self._fd)
+
+
+def runtime_folder(environ: Mapping[str, str]) -> Path:
+    """Return the path of the folder, without creating it."""
+    given = environ.get("XDG_RUNTIME_DIR", "")
+    if given and os.path.isdir(given):
+        return Path(given) / "hvd-elastic"
+    return Path(tempfile.gettempdir()) / f"hvd-elastic-{os.geteuid()}"
+
+
+def checked_folder(folder: Path) -> Path:
+    """Return the folder if only this user can access it. Raises Invalid otherwise."""
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise Invalid(
+            f"{folder} must be accessible only to you (mode 0700): remove it, or set XDG_RUNTIME_DIR to a folder of"
+            " yours"
+        )
+    return folder
+
+
+def records(environ: Mapping[str, str]) -> list[JobRecord]:
+    """Return the records of running jobs, oldest first. Removes records of killed drivers. Raises Invalid."""
+    folder = runtime_folder(environ)
+    try:
+        if not folder.exists():
+            return []
+    except PermissionError:  # XDG_RUNTIME_DIR is another user's, for example after su
+        raise Invalid(
+            f"{folder.parent} is not accessible to you: set XDG_RUNTIME_DIR to a folder of yours, or unset it"
+        ) from None
+    found = [_read(path) for path in checked_folder(folder).glob("*.json")]
+    return sorted((each for each in found if each is not None), key=lambda each: each.began)
+
+
+def _read(path: Path) -> JobRecord | None:
+    """Read a record; None if no process keeps it locked."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None  # removed meanwhile
+    with os.fdopen(fd, "rb") as file:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                return msgspec.json.decode(file.read(), type=JobRecord)
+            return None
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None

@@ -1,0 +1,189 @@
+"""Decisions about the end of a job once its outcome is known: waiting, kills and the exit code. Pure.
+
+outcome 0: members continue by themselves without a limit --> all exited --> exit code 0, or 1 if one failed
+    other workers were asked to leave and have ``leave_s``
+    with --strict the code is 1 from the start if scripts failed, so that fewer returned than began
+    members that train again wait for each other: a frozen one is killed after ``idle_s``, and once one has
+    failed the others have ``leave_s``
+otherwise: all workers are notified; after GRACE_S all are killed --> all exited, or DEATH_S passed --> the code
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from elastic.driver import events
+from elastic.driver.membership.membership import describe_exit
+from elastic.driver.reasons import Reason, ReasonKind, because
+from elastic.protocol.messages import Place, Worker
+
+GRACE_S = 1.0  # seconds between the notification that the job is over and the kill
+DEATH_S = 15.0  # seconds for killed processes to exit
+REMIND_S = 30.0  # interval between two log lines about awaited workers
+
+
+class Shutdown:
+    """The phase between outcome and exit.
+
+    Args:
+        outcome: the decision of membership.
+        members: places of the last world's members.
+        alive: all worker processes.
+        leave_s: seconds for workers to leave.
+        idle_s: seconds after which a frozen member that trains again is killed; 0: never.
+        failed: members whose training function raised or called sys.exit.
+        now: on the caller's clock.
+    """
+
+    def __init__(
+        self,
+        outcome: events.EndJob,
+        *,
+        members: Mapping[Worker, Place],
+        alive: Collection[Worker],
+        leave_s: float,
+        idle_s: float = 0.0,
+        failed: Mapping[Worker, Reason] | None = None,
+        now: float,
+    ) -> None:
+        lacking = outcome.code == 0 and bool(outcome.reason.facts.get("strict"))
+        self.code = 1 if lacking else outcome.code
+        self.begun: list[events.Action] = []
+        if lacking:
+            short = because(ReasonKind.FEWER_RETURNED)
+            self.begun.append(events.Report("error", str(short), short))
+        self._failed = {} if failed is None else failed
+        self._leave_s = leave_s
+        self._idle_s = idle_s
+        self._again = False
+        self._frozen: dict[Worker, tuple[float, str]] = {}  # frozen workers: since when, and how
+        self._members = dict(members)
+        self._alive = set(alive)
+        self._remind_at: float | None = None
+        self._kill_at: float | None = None
+        self._give_up_at: float | None = None
+        if outcome.code == 0:
+            self._remind_at = now + REMIND_S
+            self._kill_at = now + leave_s
+        else:
+            self._kill_at = now + GRACE_S
+
+    @property
+    def over(self) -> bool:
+        return not self._alive
+
+    def next_deadline(self) -> float | None:
+        """Return when to call ``overdue``."""
+        if self.over:
+            return None
+        times = [self._remind_at, self._kill_at, self._give_up_at]
+        times += [since + self._idle_s for since, _ in self._frozen.values() if self._fences]
+        return min((at for at in times if at is not None), default=None)
+
+    @property
+    def _fences(self) -> bool:
+        return self._again and self.code == 0 and self._idle_s > 0
+
+    def heard(self, event: events.Event, now: float) -> list[events.Action]:
+        """Handle an event about a worker."""
+        match event:
+            case events.WorkerExited():
+                return self._exited(event, now)
+            case events.WorkerSpent(worker, doing="training" | "data" | "committing") if (
+                worker in self._members and not self._again
+            ):
+                self._again = True
+                failed_before = self.code != 0 and self._remind_at is not None
+                if failed_before:
+                    self._fail(now)
+            case events.WorkerFrozen(worker, how) if (
+                worker in self._members and worker in self._alive
+            ):
+                self._frozen.setdefault(worker, (now, how))
+            case events.WorkerThawed(worker):
+                self._frozen.pop(worker, None)
+            case _:
+                pass
+        return []
+
+    def _exited(self, event: events.WorkerExited, now: float) -> list[events.Action]:
+        self._alive.discard(event.worker)
+        self._frozen.pop(event.worker, None)
+        place = self._members.get(event.worker)
+        if self.code != 0 or event.code == 0 or place is None:
+            return []
+        self._fail(now)
+        name = f"rank {place.rank} ({event.worker} on {event.worker.host})"
+        why = because(
+            ReasonKind.FAILED_AFTER_TRAINING,
+            who=name,
+            exit=event.reason or describe_exit(event.code),
+        )
+        if (cause := self._failed.get(event.worker)) is not None:
+            why = because(ReasonKind.FAILED_IN_TRAINING, cause=cause)
+        return [events.Report("error", str(why), why)]
+
+    def _fail(self, now: float) -> None:
+        self.code = 1
+        if self._again:  # the others may wait for it in a collective
+            self._remind_at, self._kill_at = None, now + self._leave_s
+
+    def lost(self, workers: Collection[Worker], now: float) -> list[events.Action]:
+        """Handle workers whose host is lost, so that their exit is not observed."""
+        members = sorted(self._alive & self._members.keys() & set(workers), key=self._rank)
+        self._alive -= set(workers)
+        if self.code != 0 or not members:
+            return []
+        self._fail(now)
+        named = ", ".join(f"rank {self._rank(w)} ({w})" for w in members)
+        text = "after training had succeeded: its exit code is unknown, so the job fails with exit code 1"
+        return [events.Report("error", f"{named} was lost with its host {text}")]
+
+    def stopped(self, code: int, now: float) -> None:
+        """Handle a stop request: the job does not succeed any more, and remaining workers are killed after GRACE_S."""
+        self.code = code
+        self._remind_at = None
+        if self._give_up_at is None:
+            self._kill_at = now + GRACE_S
+
+    def hurried(self, now: float) -> list[events.Action]:
+        """Handle a second stop request: kill all workers now."""
+        self._remind_at = None
+        self._kill_at = now
+        return self.overdue(now)
+
+    def overdue(self, now: float) -> list[events.Action]:
+        """Return the actions that are due."""
+        actions: list[events.Action] = []
+        for worker, (since, how) in sorted(self._frozen.items()) if self._fences else ():
+            if now >= since + self._idle_s:
+                del self._frozen[worker]
+                actions.append(events.KillWorker(worker, because(ReasonKind.FROZEN, how=how)))
+        if self._remind_at is not None and now >= self._remind_at:
+            self._remind_at = now + REMIND_S
+            awaited = sorted(self._alive & self._members.keys(), key=self._rank)
+            if awaited:
+                named = ", ".join(f"rank {self._rank(w)} ({w})" for w in awaited[:8])
+                more = f" and {len(awaited) - 8} more" if len(awaited) > 8 else ""
+                text = (
+                    f"training ended; waiting for {named}{more} to exit: code after it still runs"
+                )
+                actions.append(events.Report("info", text))
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            ending = self._remind_at is None
+            if ending:
+                self._give_up_at = now + DEATH_S
+            reason = because(ReasonKind.JOB_OVER if ending else ReasonKind.NOT_LEFT)
+            to_kill = self._alive if ending else self._alive - self._members.keys()
+            actions += [events.KillWorker(worker, reason) for worker in sorted(to_kill)]
+        if self._give_up_at is not None and now >= self._give_up_at:
+            left = ", ".join(str(worker) for worker in sorted(self._alive))
+            actions.append(
+                events.Report("error", f"{left} could not be killed; exiting without them")
+            )
+            self._alive.clear()
+        return actions
+
+    def _rank(self, worker: Worker) -> int:
+        return self._members[worker].rank

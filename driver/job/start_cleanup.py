@@ -1,0 +1,64 @@
+"""Files created by the checks of a start, which are removed if the start is refused. Acts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from elastic.checkpoints import catalog
+from elastic.checkpoints.files.storage import Storage
+
+
+class StartCleanup:
+    """The files of one start. ``remove`` removes them in reverse order; safe to repeat."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def remove(self) -> None:
+        while self._undo:
+            with contextlib.suppress(OSError):  # at worst an empty file or folder remains
+                self._undo.pop()()
+
+    @contextlib.contextmanager
+    def removed_on_error(self) -> Iterator[None]:
+        """Remove the files if an exception is raised in this context."""
+        try:
+            yield
+        except BaseException:
+            self.remove()
+            raise
+
+    def folder(self, path: str) -> None:
+        """Register a folder that is about to be created, with its parents. Only empty ones are removed."""
+        made = Path(os.path.abspath(path))
+        for folder in reversed([made, *made.parents]):
+            if not folder.exists():
+                self._undo.append(folder.rmdir)
+
+    def file(self, path: str) -> None:
+        """Register a file that is about to be created.
+
+        A journal with more than its header belongs to a started job, and is kept.
+        """
+        if not os.path.exists(path):
+            self._undo.append(lambda: _remove_unused(Path(path)))
+
+    def run(self, storage: Storage, number: int) -> None:
+        """Register a claimed run. A run that has a checkpoint keeps its mark."""
+
+        def give_back() -> None:
+            if all(name.run != number for name in catalog.names(storage)):
+                catalog.give_back_run(storage, number)
+
+        self._undo.append(give_back)
+
+
+def _remove_unused(path: Path) -> None:
+    with open(path, "rb") as file:
+        file.readline()
+        used = bool(file.readline())
+    if not used:
+        path.unlink()

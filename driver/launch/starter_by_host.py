@@ -1,0 +1,36 @@
+"""Chooses a starter by host: a child process for this machine, another starter for all others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from elastic.driver.launch.starter import Bootstrap, Starter
+
+
+class StarterByHost:
+    """Starter that delegates to ``here`` for this machine's names and to ``there`` for all other hosts.
+
+    Args:
+        elsewhere: returns None for a name of this machine, else the reason why it is none. It may resolve names, and
+            is thus called in a thread; it must have a timeout of its own.
+    """
+
+    def __init__(
+        self, elsewhere: Callable[[str], str | None], *, here: Starter, there: Starter
+    ) -> None:
+        self._elsewhere = elsewhere
+        self._here = here
+        self._there = there
+        # A separate pool, so that a name server that hangs does not block other users of threads.
+        self._lookups = ThreadPoolExecutor(32, thread_name_prefix="host lookup")
+
+    async def start(self, bootstrap: Bootstrap) -> None:
+        loop = asyncio.get_running_loop()
+        reason = await loop.run_in_executor(self._lookups, self._elsewhere, bootstrap.host)
+        await (self._here if reason is None else self._there).start(bootstrap)
+
+    async def close(self) -> None:
+        self._lookups.shutdown(wait=False, cancel_futures=True)
+        await asyncio.gather(self._here.close(), self._there.close())

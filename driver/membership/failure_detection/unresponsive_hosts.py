@@ -1,0 +1,77 @@
+"""Detection of hosts that do not respond although workers wait for them. Pure; `stuck` determines which wait for which.
+
+    others wait --half of silence_s--> asked --no answer for the other half, in two checks--> silent: given up
+|
+                                         +--all have answered: asked again after silence_s, as long as others wait
+
+A host's kernel acknowledges packets whether its processes run or not, so it cannot distinguish a stopped agent (a
+paused machine, one that swaps) from a busy one. Nothing is lost as long as no worker waits for it. Once all others wait
+only for workers on hosts that do not answer, the wait could last forever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+# Answers may have arrived without being read yet, so the last check follows their deadline by this time.
+READ_S = 0.05
+LATE_S = 0.5  # a check this late means that the driver itself was paused and has missed answers
+
+
+@dataclass
+class UnresponsiveHosts:
+    """The silence of hosts during one wait. Times are seconds on the caller's clock."""
+
+    silence_s: float
+    look_at: float | None = None  # None: no worker waits
+    _unanswered: set[str] = field(default_factory=set)
+    _asked_at: float | None = None
+    _last_look: bool = False  # answers were due at the previous check
+
+    def begin(self, since: float, now: float) -> None:
+        """Start: others have been waiting since ``since``."""
+        self.look_at = max(since + self.silence_s / 2, now)
+
+    def end(self) -> None:
+        """End: no worker waits any more."""
+        if self.look_at is not None:
+            self.look_at = self._asked_at = None
+            self._last_look = False
+            self._unanswered.clear()
+
+    def answered(self, host: str) -> bool:
+        """Record an answer of the host. Returns whether one was requested."""
+        if host not in self._unanswered:
+            return False
+        self._unanswered.remove(host)
+        return True
+
+    def for_s(self, now: float) -> float:
+        """Return how long ago the hosts were asked."""
+        return now - (now if self._asked_at is None else self._asked_at)
+
+    def silent(self, now: float) -> frozenset[str]:
+        """Return the hosts that have not answered in time."""
+        assert self.look_at is not None
+        if self._asked_at is None or now > self.look_at + LATE_S:
+            self._asked_at, self.look_at = None, now
+            return frozenset()
+        if self._unanswered and not self._last_look:
+            self._last_look, self.look_at = True, now + READ_S
+            return frozenset()
+        found = frozenset(self._unanswered)
+        self.look_at = max(self._asked_at + self.silence_s, now + READ_S)
+        self._asked_at = None
+        self._last_look = False
+        self._unanswered.clear()
+        return found
+
+    def ask(self, hosts: Iterable[str], now: float) -> bool:
+        """Return whether it is time to ask these hosts, and record the request."""
+        if self._asked_at is not None or self.look_at is None or now < self.look_at:
+            return False
+        self._unanswered = set(hosts)
+        self._asked_at, self._last_look = now, False
+        self.look_at = now + max(READ_S, self.silence_s / 2 - READ_S)
+        return True

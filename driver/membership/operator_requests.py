@@ -1,0 +1,136 @@
+"""Decisions about operator requests: scale the job, drain a host, remove a worker. Deterministic.
+
+No progress is lost: workers leave at a check that all members have agreed on. Each request is answered with its
+effect, or with the reason for refusing it.
+
+    scale    set the size of the largest world; surplus members leave, highest ranks first
+    drain    start no workers on the host; its workers leave if enough others stay, as after a preemption notice
+    remove   the worker leaves, and its slot stays empty unless there are too few workers, as after SIGTERM
+"""
+
+from __future__ import annotations
+
+from elastic.driver.events import (
+    AnswerRequest,
+    DrainRequested,
+    Event,
+    RemoveRequested,
+    ScaleRequested,
+)
+from elastic.driver.membership.part import Part
+from elastic.driver.membership.roster import WorkerRecord, WorkerStage
+from elastic.driver.reasons import Fact, Reason, ReasonKind, because
+from elastic.driver.settings import UNBOUNDED
+
+NAMED = 4  # drained hosts named in an answer
+
+
+class OperatorRequests(Part):
+    """Handles operator requests. Stateless: the requested size is stored in the staff, drained hosts in the slots."""
+
+    def handle(self, event: Event) -> bool:
+        """Handle a request; return whether the event was one."""
+        match event:
+            case ScaleRequested(request, workers):
+                self._answer(request, *self._scale(workers))
+            case DrainRequested(request, host, off):
+                self._answer(request, *(self._refill(host) if off else self._drain(host)))
+            case RemoveRequested(request):
+                self._answer(request, *self._remove(event))
+            case _:
+                return False
+        return True
+
+    def _answer(self, request: int, done: bool, reason: Reason) -> None:
+        self.actions.add(AnswerRequest(request, done, reason))
+
+    # ---- scale -----------------------------------------------------------------------------------------------------
+
+    def _scale(self, workers: int) -> tuple[bool, Reason]:
+        least, before = self.settings.workers_min, self.staff.workers_max
+        if not self.settings.elastic:
+            return False, because(ReasonKind.FIXED_SIZE)
+        if workers < least:
+            return False, because(ReasonKind.BELOW_LEAST, workers=workers, least=least)
+        self.staff.asked = workers
+        for record in self.roster.in_plans():
+            if record.leaving is not None and record.leaving.kind is ReasonKind.SCALED_DOWN:
+                record.leaving = None  # some of those that have not left yet may stay
+        leave = self._thin_out(workers)
+        slots = self.staff.slots.open(self.actions.now)
+        had = None if before == UNBOUNDED else before
+        drained = self.staff.slots.drained_hosts if slots < workers else []
+        kept_out: dict[str, Fact] = {}
+        if drained:
+            kept_out = {"drained": ", ".join(drained[:NAMED]), "more": len(drained[NAMED:])}
+        return True, because(
+            ReasonKind.SCALED, workers=workers, before=had, slots=slots, leave=leave, **kept_out
+        )
+
+    def _thin_out(self, workers: int) -> int:
+        """Ask surplus workers to leave, and return their number."""
+        surplus = self._surplus(workers)
+        for record in surplus:
+            why = because(ReasonKind.SCALED_DOWN, workers=workers)
+            self.staff.ask_to_leave(record, why, self.worlds.world.places)
+        return len(surplus)
+
+    def _surplus(self, workers: int) -> list[WorkerRecord]:
+        """Return the surplus workers: the last ranks of the members, and the most recently started of the others."""
+        staying = [record for record in self.roster.in_plans() if record.leaving is None]
+        places = self.worlds.world.places
+        members = [record for record in staying if record.worker in places]
+        members.sort(key=lambda record: places[record.worker].rank)
+        others = [record for record in staying if record.worker not in places]
+        others.sort(key=lambda record: (record.stage is WorkerStage.STARTING, record.started_at))
+        kept = min(len(members), workers)
+        return [*members[kept:], *others[workers + self.settings.standbys - kept :]]
+
+    # ---- drain and remove ------------------------------------------------------------------------------------------
+
+    def _drain(self, host: str) -> tuple[bool, Reason]:
+        refused = self._no_host(host)
+        if refused is not None:
+            return False, refused
+        self.staff.slots.drain(host)
+        why = because(ReasonKind.DRAINED, host=host)
+        here = [each for each in self.roster.hosts.get(host, {}).values() if each.in_plans]
+        for record in here:
+            if record.leaving is None:
+                record.noticed = True
+                self.staff.ask_to_leave(record, why, self.worlds.world.places)
+        enough = self.roster.staying() >= self.settings.workers_min
+        least = None if enough else self.settings.workers_min
+        return True, because(ReasonKind.DRAINS, host=host, workers=len(here), least=least)
+
+    def _refill(self, host: str) -> tuple[bool, Reason]:
+        refused = self._no_host(host)
+        if refused is not None:
+            return False, refused
+        self.staff.slots.refill(host)
+        for record in self.roster.hosts.get(host, {}).values():
+            leaving = record.leaving
+            if record.in_plans and leaving is not None and leaving.kind is ReasonKind.DRAINED:
+                record.leaving, record.noticed = None, False
+        self._thin_out(self.staff.workers_max)  # it may have been reduced meanwhile
+        return True, because(ReasonKind.DRAINS_NO_MORE, host=host)
+
+    def _no_host(self, host: str) -> Reason | None:
+        hosts = self.staff.slots.hosts
+        if not self.settings.elastic:
+            return because(ReasonKind.FIXED_SIZE)
+        if host in hosts or self.roster.hosts.get(host):
+            return None
+        more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
+        return because(ReasonKind.NO_SUCH_HOST, host=host, hosts=", ".join(hosts[:8]) + more)
+
+    def _remove(self, event: RemoveRequested) -> tuple[bool, Reason]:
+        worker, record = str(event.worker), self.roster.get(event.worker)
+        if not self.settings.elastic:
+            return False, because(ReasonKind.FIXED_SIZE)
+        if record is None or not record.in_plans:
+            return False, because(ReasonKind.NO_SUCH_WORKER, worker=worker)
+        if record.hurried:
+            return False, because(ReasonKind.LEAVES_ALREADY, worker=worker, leaving=record.leaving)
+        self.staff.leave(record, because(ReasonKind.REMOVED), self.worlds.world.places)
+        return True, because(ReasonKind.REMOVES, worker=worker)

@@ -1,0 +1,269 @@
+"""Decisions about machines that will be reclaimed. Deterministic.
+
+    announced --> its workers leave at the next check if enough others stay; no worker is started there
+              --> HURRY_S before the end they leave regardless of how few stay
+    withdrawn --> workers that have not left yet stay
+
+If all members run on such machines, no worker could continue: they keep training, and a checkpoint is requested at
+once and again shortly before the end. If the driver's own machine is reclaimed, and with it all workers, the job ends
+once that checkpoint is durable; rerunning the command resumes from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from elastic.driver.events import (
+    CheckpointMade,
+    Event,
+    HastenCheckpoint,
+    HostLeaving,
+    HostReported,
+    HostStaying,
+    Notice,
+)
+from elastic.driver.membership.part import Part
+from elastic.driver.membership.worlds.worlds import Phase, Worlds
+from elastic.driver.reasons import Reason, ReasonKind, because
+from elastic.protocol.messages import Commit
+
+HURRY_S = 10.0  # seconds before the end
+LAST_CHECKPOINT_S = 20.0  # seconds before the end
+# Minimum interval between the first and the last checkpoint; if less time remains, only one is made.
+APART_S = 1.0
+# Seconds before the end at which the job ends, with or without a checkpoint, if the driver's machine is reclaimed.
+LAST_S = 3.0
+# A host may be used again this long after the end: it is another machine by then, or it was a false alarm.
+GONE_S = 60.0
+UNKNOWN_S = 600.0  # assumed time until the end if the notice does not state it
+STOPPED = 143  # exit code, as after SIGTERM; a batch system may requeue the job
+
+
+@dataclass
+class Departure:
+    """The announced end of one machine. ``by``: time on the caller's clock; None if unknown."""
+
+    text: str
+    by: float | None
+    alone: bool
+
+    def before(self, seconds: float, since: float) -> float | None:
+        """Return the time ``seconds`` before the end, or halfway to it if less than twice that remains at ``since``."""
+        return None if self.by is None else self.by - min(seconds, max(0.0, self.by - since) / 2)
+
+
+class Notices(Part):
+    """Tracks the machines that will be reclaimed, and decides what their workers do."""
+
+    def __init__(self, worlds: Worlds) -> None:
+        super().__init__(worlds)
+        self.announced: dict[str, Departure] = {}
+        self._hurry_at: dict[str, float] = {}
+        # Used if all machines are reclaimed: when to request checkpoints, and whether the last one was requested.
+        self._ask_at: list[float] = []
+        self._all_go = False
+        self._last_asked = False
+        self._asked_in: int | None = None  # generation that was asked; None once answered
+        self._earlier = False  # the next answer belongs to the request before the last one
+        self._last_by: float | None = None  # the end for which the last one is scheduled
+        self._newest: Commit | None = None  # newest durable commit
+        self._end_at: float | None = None
+        self._looked_at: tuple[int, int, int] | None = None  # at the last check
+
+    def handle(self, event: Event) -> bool:
+        """Handle a notice about a machine; return whether it was one."""
+        match event:
+            case HostLeaving(host, notice, alone):
+                self._leaves(host, notice, alone=alone)
+            case HostStaying(host):
+                self._stays(host)
+            case _:
+                return False
+        return True
+
+    def reported(self, event: HostReported) -> None:
+        """Apply the state that the agent reports, which replaces earlier notices."""
+        if event.notice is not None:
+            self._leaves(event.host, event.notice, alone=False)
+        else:
+            self._stays(event.host)
+
+    def listed(self, hosts: dict[str, int]) -> None:
+        """Handle a new list from discovery: a host that left it returns as another machine."""
+        for host in self.announced.keys() - hosts.keys():
+            self._clear(host)
+            for record in self.roster.hosts.get(host, {}).values():
+                if record.noticed:
+                    record.unlisted, record.noticed = True, False
+
+    def checkpoint_made(self, event: CheckpointMade) -> None:
+        """Record the newest commit that survives the loss of all machines."""
+        self._newest = max(self._newest or event.commit, event.commit)
+        if self._earlier:
+            self._earlier = False
+            return
+        self._asked_in = None
+        if self._last_asked and self._end_at is not None:
+            self._end()
+
+    # ---- one machine -----------------------------------------------------------------------------------------------
+
+    def _leaves(self, host: str, notice: Notice, *, alone: bool) -> None:
+        now = self.actions.now
+        by = None if notice.within_s is None else now + max(0.0, notice.within_s)
+        known = self.announced.get(host)
+        if known is None:
+            left = "" if by is None else f" in {max(0.0, by - now):.0f} s"
+            then = (
+                "its workers leave"
+                if self.settings.elastic and not alone
+                else "the job ends with it"
+            )
+            self.actions.log("warning", f"{host} will be reclaimed{left} ({notice.text}): {then}")
+        elif known.by is not None and (by is None or by > known.by):
+            by = known.by  # of two notices the earlier end counts
+        departure = self.announced[host] = Departure(notice.text, by, alone)
+        self._looked_at = None
+        if alone:
+            self._end_at = departure.before(LAST_S, now)
+        if alone or not self.settings.elastic:
+            return  # no other worker could continue, so it trains until then
+        self.staff.slots.close(host, (now + UNKNOWN_S if by is None else by) + GONE_S)
+        hurry_at = departure.before(HURRY_S, now)
+        if hurry_at is not None:
+            self._hurry_at[host] = hurry_at
+        for record in [*self.roster.hosts.get(host, {}).values()]:
+            # If every process of a machine received SIGTERM, its agent's notice states the remaining time.
+            leaving = record.leaving
+            asked = leaving is not None and leaving.kind is ReasonKind.TOLD
+            if record.in_plans and (asked or leaving is None):
+                record.noticed = True
+                self.staff.ask_to_leave(record, self._why(host), self.worlds.world.places)
+
+    def _stays(self, host: str) -> None:
+        if host not in self.announced:
+            return
+        self.actions.log(
+            "info", f"{host} will not be reclaimed after all ({self.announced[host].text})"
+        )
+        why = self._why(host)
+        self._clear(host)
+        self.staff.slots.reopen(host)
+        for record in self.roster.hosts.get(host, {}).values():
+            leaving = record.leaving
+            drained = (
+                leaving is not None and leaving.kind is ReasonKind.DRAINED
+            )  # also by an operator
+            if record.in_plans and not drained and (record.noticed or leaving == why):
+                record.leaving, record.noticed = None, False
+
+    def _clear(self, host: str) -> None:
+        self._looked_at = None
+        if self.announced.pop(host).alone:
+            self._end_at = None
+        self._hurry_at.pop(host, None)
+
+    def _why(self, host: str) -> Reason:
+        return because(ReasonKind.HOST_LEAVES, host=host, notice=self.announced[host].text)
+
+    # ---- all machines ----------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Check after every event whether all machines will be reclaimed."""
+        # Checking all members after every event would take too long if nothing has changed.
+        basis = (self.worlds.generation, self.roster.shifts, self.staff.slots.version)
+        if basis != self._looked_at:
+            self._looked_at = basis
+            self._look_at_all()
+        self._ask()
+
+    def _look_at_all(self) -> None:
+        members = self.worlds.live() if self.announced else []
+        going = [self.announced.get(record.worker.host) for record in members]
+        # A job of a fixed size ends with its first machine.
+        elastic = self.settings.elastic
+        gone = bool(going) and None not in going if elastic else any(going)
+        all_leave = gone and self.worlds.world.running
+        if all_leave:
+            ends = [each.by for each in going if each is not None]
+            known = [by for by in ends if by is not None]
+            last = (max if elastic else min)(known) if len(known) == len(ends) else None
+            if not self._all_go:
+                self._all_leave(last)
+            elif last != self._last_by and self.settings.restarts is not None:
+                self._schedule(last)
+        if not all_leave:
+            self._ask_at, self._last_asked, self._asked_in = [], False, None
+            self._earlier = False
+        elif self._asked_in not in (None, self.worlds.generation):
+            self._ask_at.insert(0, self.actions.now)  # the generation that was asked is over
+            self._asked_in, self._earlier = None, False
+        self._all_go = self.worlds.all_go = all_leave
+
+    def _all_leave(self, last: float | None) -> None:
+        if self.settings.restarts is None:
+            text = "all machines of this job will be reclaimed, and its commits are in memory only"
+            self.actions.log("error", f"{text}; with --checkpoint-dir it could be resumed")
+            return
+        which = "all machines" if self.settings.elastic else "a machine"
+        text = f"{which} of this job will be reclaimed: it keeps training, and writes a checkpoint first"
+        self.actions.log("warning", text)
+        self._ask_at = [self.actions.now]
+        self._schedule(last)
+
+    def _schedule(self, last: float | None) -> None:
+        """Schedule the last checkpoint before the end at ``last``; None if the end is unknown.
+
+        An earlier end reschedules it.
+        """
+        now, self._last_by = self.actions.now, last
+        self._ask_at = [at for at in self._ask_at if at <= now]
+        if last is None:
+            return
+        at = last - LAST_CHECKPOINT_S
+        if at > now + APART_S:
+            self._ask_at.append(at)
+            self._last_asked = False
+        elif not self._ask_at and not self._last_asked:
+            self._ask_at.append(now)
+
+    def _end(self) -> None:
+        notice = "; ".join(each.text for each in self.announced.values() if each.alone)
+        newest = None if self._newest is None else self._newest.dotted
+        durable = self.settings.restarts is not None
+        self.worlds.end(
+            STOPPED,
+            because(ReasonKind.MACHINE_LEAVES, notice=notice, newest=newest, durable=durable),
+        )
+
+    # ---- time ------------------------------------------------------------------------------------------------------
+
+    def deadlines(self) -> Iterator[float]:
+        """Yield the times of the next checks."""
+        yield from self._hurry_at.values()
+        if self._ask_at and self.worlds.phase is Phase.TRAINING:
+            yield self._ask_at[0]
+        if self._end_at is not None:
+            yield self._end_at
+
+    def overdue(self) -> None:
+        """Handle machines that have little time left."""
+        for host in [host for host, at in self._hurry_at.items() if self.actions.expired(at)]:
+            del self._hurry_at[host]
+            for record in self.roster.hosts.get(host, {}).values():
+                if record.noticed:
+                    record.unlisted = record.noticed = False
+        if self.actions.expired(self._end_at):
+            self._end()
+
+    def _ask(self) -> None:
+        """Request a due checkpoint if all machines will be reclaimed."""
+        if not self._ask_at or self.worlds.phase is not Phase.TRAINING:
+            return
+        if self.actions.expired(self._ask_at[0]):
+            del self._ask_at[0]
+            self._last_asked = not self._ask_at
+            self._earlier = self._asked_in == self.worlds.generation
+            self._asked_in = self.worlds.generation
+            self.actions.add(HastenCheckpoint(self.worlds.generation, self.worlds.members[0]))

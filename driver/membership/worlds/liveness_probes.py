@@ -1,0 +1,42 @@
+"""Selection of the standbys for the next world: those that answer a probe when a gathering begins. Pure.
+
+A standby may wait for hours, and its agent checks four times a second whether it can run. If one that was stopped a
+moment ago were included, the new world would wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from elastic.protocol.messages import Worker
+
+ANSWER_S = 0.05  # seconds after all others are ready
+
+
+@dataclass
+class LivenessProbes:
+    """Liveness probes of one job. Times are seconds on the caller's clock."""
+
+    # probed in this gathering, without an answer yet
+    asked: set[Worker] = field(default_factory=set)
+    silent: set[Worker] = field(default_factory=set)  # did not answer in time, and has not since
+    by: float | None = None  # not None iff all others are ready and an answer is awaited
+
+    def ask(self, standbys: Sequence[Worker]) -> None:
+        """Probe the standbys when a gathering begins."""
+        self.asked, self.by = set(standbys), None
+
+    def heard(self, worker: Worker) -> None:
+        """Record an answer, possibly late, or the exit of a process."""
+        self.asked.discard(worker)
+        self.silent.discard(worker)
+
+    def awaited(self, now: float) -> bool:
+        """Return whether to wait for an answer once all others are ready. Standbys that are late become silent."""
+        if self.by is None and self.asked:
+            self.by = now + ANSWER_S
+        if self.by is not None and (now >= self.by or not self.asked):
+            self.silent |= self.asked
+            self.asked, self.by = set(), None
+        return self.by is not None

@@ -1,0 +1,36 @@
+"""Timer that fires once no event has occurred for a moment, to combine related log lines. Acts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+QUIET_S = 1.0
+MOST_S = 5.0  # maximum delay after the first event, however many follow
+
+
+class DebounceTimer:
+    """Calls ``then`` in the event loop's thread, QUIET_S after the last `touch`."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self._handle: asyncio.TimerHandle | None = None
+        self._latest = 0.0
+
+    def touch(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if self._handle is None:
+            self._latest = now + MOST_S
+        else:
+            self._handle.cancel()
+        self._handle = loop.call_at(min(now + QUIET_S, self._latest), self._fire)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _fire(self) -> None:
+        self._handle = None
+        self._then()

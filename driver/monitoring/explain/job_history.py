@@ -1,0 +1,373 @@
+"""The course of a job, from the events and decisions in its journal: losses, their causes, and recoveries. Pure.
+
+Each entry is passed once, in order, with its time; the retained data are bounded.
+
+A story is a list of incidents. An incident begins with the first sign of trouble: an exit, an exception, a fence, a
+lost host, or a world that breaks. It ends when all members of the next world have completed their first collective,
+when that world breaks too, or with the job. Workers lost in between belong to it; the first of them is considered its
+cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from elastic.driver import events
+from elastic.driver.monitoring.explain.causes import (
+    FOLLOWS,
+    Cause,
+    Death,
+    of_exit,
+    of_fence,
+    of_raised,
+)
+from elastic.driver.monitoring.explain.reported_series import Series
+from elastic.driver.monitoring.step_rate import StepRate
+from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.reasons import Reason, ReasonKind
+from elastic.protocol.messages import Commit, Worker
+
+INCIDENTS = 5000  # maximum stored; later ones are only counted
+REQUESTS = 24  # operator requests stored; later ones are dropped
+SILENCES = 24  # outages of etcd stored; later ones are only counted
+TRACES = 20  # distinct tracebacks stored
+TRACE = 20_000  # characters of a traceback
+
+
+@dataclass
+class Incident:
+    """One incident.
+
+    Times are on the journal's clock. ``size``: of the world before; ``size_after``: of the next one.
+    """
+
+    at: float
+    deaths: list[Death] = field(default_factory=list)
+    broke: Reason | None = None
+    size: int = 0
+    size_after: int | None = None
+    newest: Commit | None = None  # newest known commit when it began
+    commit: Commit | None = None  # commit from which training resumed
+    from_checkpoint: bool = False
+    recovered_ms: float | None = None  # from the cause to the first collective of all members
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    copied_bytes: int = 0
+    ended: bool = False  # the incident ended the job
+
+    @property
+    def spoilt(self) -> bool:
+        """True if damaged memory of one worker corrupted the commits of all."""
+        return self.broke is not None and self.broke.kind is ReasonKind.SPOILT
+
+    @property
+    def first(self) -> Death | None:
+        """The first worker lost that was not lost because of another."""
+        own = [death for death in self.deaths if death.cause not in FOLLOWS]
+        return min(own or self.deaths, key=lambda death: death.at, default=None)
+
+
+@dataclass
+class StoreOutage:
+    """An outage of etcd since ``at``. ``back_at``: its end; None if not known to have ended."""
+
+    at: float
+    reason: Reason
+    back_at: float | None = None
+
+
+@dataclass
+class Planned:
+    """Planned changes of the world, joins and leaves, which cost no step."""
+
+    count: int = 0
+    longest_ms: float = 0.0
+
+
+class JobHistory:
+    """The course of one job. ``spent`` has the same numbers as the summary that elasticrun prints at the end."""
+
+    def __init__(self) -> None:
+        self.spent = TimeSpent()
+        self.step_rate = StepRate(self.spent.stalls)
+        self.began: float | None = None
+        self.last = 0.0
+        self.incidents: list[Incident] = []
+        self.more_incidents = 0
+        self.planned = Planned()
+        # When the first world in elastic.run began, or that of a job of a fixed size.
+        self.trained_at: float | None = None
+        self.end: events.EndJob | None = None
+        self.end_at = 0.0
+        self.after: Death | None = None  # a process that failed after training had succeeded
+        # Its training function raised once the others had returned, so that it did not fail after training.
+        self.after_raised = False
+        self.stop: str | None = None  # reason of a stop request
+        # Operator requests, and whether they were carried out.
+        self.requests: list[tuple[float, events.Event, bool]] = []
+        self.largest = 0
+        self.started = 0  # processes
+        self.hosts: set[str] = set()
+        self.checkpoints = 0
+        self.drivers = 1
+        self.torn_driver: str = ""  # a bug of the driver, as raised
+        self.store_away: StoreOutage | None = None
+        self.silences: list[StoreOutage] = []
+        self.more_silences = 0
+        self.members: dict[Worker, int] = {}  # ranks in the current world
+        self.generation = 0
+        self.newest: Commit | None = None
+        self.durable: Commit | None = None  # commit of the newest checkpoint
+        self.commits = Series(0)  # number of commits, as far as reported
+        self._ranks: dict[Worker, int] = {}  # last rank of each worker
+        self._connected: set[Worker] = set()
+        self._dead: set[Worker] = set()  # workers whose loss is recorded
+        self._going: set[Worker] = set()  # workers asked to leave
+        self._open: Incident | None = None
+        self._traces: set[str] = set()
+        self._running = False  # the current world is in elastic.run
+
+    # ---- updates ---------------------------------------------------------------------------------------------------
+
+    def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
+        """Record an event and its actions."""
+        if self.began is None:
+            self.began = now
+        self.last = now
+        self.spent.note(event, actions, now)
+        fenced = {each.worker for each in actions if isinstance(each, events.KillWorker)}
+        self._happened(event, now, fenced)
+        for action in actions:
+            self._decided(action, now)
+            if isinstance(action, events.AnswerRequest) and len(self.requests) < REQUESTS:
+                self.requests.append((now, event, action.done))
+
+    def adopt(self, members: Iterable[tuple[Worker, int]], generation: int, now: float) -> None:
+        """Begin in the middle of a job, in this world."""
+        self.began = self.last = now
+        self.members = dict(members)
+        self.spent.stalls.adopt(self.members.items(), generation)
+        self._ranks.update(self.members)
+        self._connected.update(self.members)
+        self.hosts.update(worker.host for worker in self.members)
+        self.generation, self.largest = generation, len(self.members)
+        self.trained_at, self._running = now, True
+
+    def trouble(self, reason: Reason, now: float) -> None:
+        """Record trouble outside the job, as an outage of etcd."""
+        if reason.kind is ReasonKind.STORE_SILENT:
+            self.store_away = StoreOutage(now, reason)
+            if len(self.silences) < SILENCES:
+                self.silences.append(self.store_away)
+            else:
+                self.more_silences += 1
+        elif reason.kind is ReasonKind.STORE_BACK and self.store_away is not None:
+            self.store_away.back_at = now
+            self.store_away = None
+
+    def bug(self, error: str) -> None:
+        """Record an exception of the driver while it handled an event."""
+        self.torn_driver = error
+
+    def go_on(self, now: float) -> None:
+        """Advance the time of a job that still runs."""
+        if self.began is not None and self.end is None and now > self.last:
+            self.last = now
+            self.spent.go_on(now)
+
+    # ---- queries ---------------------------------------------------------------------------------------------------
+
+    @property
+    def code(self) -> int | None:
+        """The job's exit code; None if it has not ended."""
+        if self.end is None:
+            return None
+        failed = self.after is not None or self.end.reason.facts.get("strict")
+        return self.end.code or (1 if failed else 0)
+
+    @property
+    def last_incident(self) -> Incident | None:
+        """The incident in which the job ended or is now; otherwise the last one."""
+        return self._open or (self.incidents[-1] if self.incidents else None)
+
+    def losses(self) -> list[Death]:
+        """Return all losses in order."""
+        return [death for incident in self.incidents for death in incident.deaths]
+
+    def in_trouble(self) -> bool:
+        """Return whether the last incident is in progress."""
+        return self._open is not None
+
+    # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _happened(self, event: events.Event, now: float, fenced: set[Worker]) -> None:
+        match event:
+            case events.WorkerConnected(worker):
+                self._connected.add(worker)
+            case events.WorkerReady(_, running=running, commit=commit):
+                self._knows(commit)
+                self._running = self._running or running
+            case events.WorkerPaced(commit=commit):
+                self._knows(commit)
+            case events.WorkerDigested(commit=commit):
+                self._knows(commit)
+            case events.WorkerSpent(worker, commit=commit):
+                self._knows(commit)
+                if self.members.get(worker) == 0:
+                    self.step_rate.told(worker, event.steps, event.batch, now)
+            case events.WorkerRaised(commit=commit):
+                self._knows(commit)
+                self._lost(of_raised(event, now, self._ranks.get(event.worker)), now)
+            case events.WorkerQuit(worker, _, code, call) if code:
+                rank, facts = self._ranks.get(worker), {"call": call} if call else {}
+                self._lost(Death(worker, now, Cause.EXIT_CODE, rank, code, facts=facts), now)
+            case events.WorkerExited(worker):
+                self._exited(event, now)
+            case events.HostLost(host, reason):
+                for worker in [each for each in self.members if each.host == host]:
+                    rank, facts = self.members[worker], {"host": host}
+                    death = Death(worker, now, Cause.HOST_LOST, rank, what=reason, facts=facts)
+                    self._lost(death, now)
+                    self._failed_after(death)
+            case events.HostReported(host, alive, ordered) if ordered is not None:
+                for worker in [each for each in self.members if each.host == host]:
+                    if worker in ordered and worker not in alive and worker not in fenced:
+                        rank = self.members[worker]
+                        self._lost(Death(worker, now, Cause.SIGNAL, rank, trace=""), now)
+            case events.StopRequested(reason):
+                self.stop = reason
+            case events.CheckpointMade(commit):
+                self._knows(commit)
+                self.checkpoints += 1
+                self.durable = max(self.durable or commit, commit)
+            case events.DriverRestarted():
+                self.drivers += 1
+            case _:
+                pass
+
+    def _exited(self, event: events.WorkerExited, now: float) -> None:
+        worker = event.worker
+        if worker in self._dead:
+            self._complete(event)
+            own = [each for each in self.losses() if each.worker == worker]
+            if event.code and own:
+                self._failed_after(own[-1])
+                self.after_raised |= self.after is not None and self.after.worker == worker
+        elif worker not in self._going:
+            rank, connected = self._ranks.get(worker), worker in self._connected
+            death = of_exit(event, now, rank, connected=connected)
+            if death is not None:
+                self._lost(death, now)
+                self._failed_after(death)
+        self._connected.discard(worker)
+
+    def _complete(self, event: events.WorkerExited) -> None:
+        """Add the exit code to a loss that was recorded before."""
+        if self._open is None:
+            return
+        for index, death in enumerate(self._open.deaths):
+            if death.worker == event.worker and death.code is None:
+                self._open.deaths[index] = replace(death, code=event.code)
+
+    def _decided(self, action: events.Action, now: float) -> None:
+        match action:
+            case events.StartWorker(worker):
+                self.started += 1
+                self.hosts.add(worker.host)
+            case events.KillWorker(worker, reason):
+                death = of_fence(worker, reason, now, self._ranks.get(worker))
+                if death is not None:
+                    self._lost(death, now)
+                else:
+                    self._going.add(worker)
+            case events.LetGo(worker, _, fenced):
+                if not fenced:
+                    self._going.add(worker)
+            case events.RejectWorker(worker):
+                self._lost(Death(worker, now, Cause.STATE_MISMATCH, self._ranks.get(worker)), now)
+            case events.BreakWorld(_, _, reason):
+                incident = self._incident(now)
+                incident.broke = incident.broke or reason
+            case events.WelcomeWorker(elastic=False):
+                self._running = True  # a script of a fixed size trains in its first world
+            case events.PublishWorld():
+                self._published(action, now)
+            case events.ReportRecovery(total_ms=total_ms):
+                if self._open is not None:
+                    self._open.recovered_ms, self._open.phases_ms = total_ms, action.phases_ms
+                    self._open.copied_bytes = action.copied_bytes
+                    if action.from_checkpoint and not self._open.from_checkpoint:
+                        self._open.from_checkpoint, self._open.commit = True, self.durable
+                    self._open = None
+                elif self._trains_since_before(action):
+                    self.planned.count += 1
+                    self.planned.longest_ms = max(self.planned.longest_ms, total_ms)
+            case events.EndJob():
+                if self.end is None:
+                    self.end, self.end_at = action, now
+                    if self._open is not None:
+                        self._open.ended = True
+            case _:
+                pass
+
+    def _trains_since_before(self, action: events.ReportRecovery) -> bool:
+        return action.reason.kind not in (
+            ReasonKind.ENTERING,
+            ReasonKind.FIRST_WORLD,
+            ReasonKind.INIT_AGAIN,
+        )
+
+    def _published(self, world: events.PublishWorld, now: float) -> None:
+        self.generation = world.generation
+        self.members = {member.worker: member.place.rank for member in world.members}
+        self._ranks.update(self.members)
+        self.largest = max(self.largest, len(world.members))
+        if self._running and self.trained_at is None:
+            self.trained_at = now
+        if self._open is not None:
+            self._open.size_after = len(world.members)
+            self._open.from_checkpoint = not world.holders and self._open.newest is not None
+            self._open.commit = self.durable if self._open.from_checkpoint else world.commit
+        self._dead &= self._connected  # the others exited long ago
+
+    def _knows(self, commit: Commit | None) -> None:
+        before = self.newest
+        if commit is None or (before is not None and commit <= before):
+            return
+        self.newest = commit
+        known = before is not None and before.generation == commit.generation
+        more = commit.number - (before.number if known and before is not None else 0)
+        if more:  # commit 0 of a generation is the newest of the previous one
+            self.commits.add(self.last, (self.commits.last if self.commits.count else 0.0) + more)
+
+    def _lost(self, death: Death, now: float) -> None:
+        if self.end is not None or death.worker in self._dead:
+            return
+        self._dead.add(death.worker)
+        if death.worker in self.members:
+            death = replace(death, size=len(self.members))
+        trace = death.trace[-TRACE:]
+        if trace in self._traces or len(self._traces) >= TRACES:
+            death = replace(death, trace="")
+        elif trace:
+            self._traces.add(trace)
+        aside = self._open is None and bool(self.members) and death.worker not in self.members
+        self._incident(now).deaths.append(death)
+        if aside:  # no worker trains with it or waits for it
+            self._open = None
+
+    def _failed_after(self, death: Death) -> None:
+        """Record a member whose process failed after training succeeded, which fails the job; see `Ending`."""
+        succeeded = self.end is not None and self.end.code == 0 and self.stop is None
+        runs = death.worker in self.members and death.worker in self._connected
+        if succeeded and runs and self.after is None:
+            self.after = replace(death, size=len(self.members), trace=death.trace[-TRACE:])
+
+    def _incident(self, now: float) -> Incident:
+        if self._open is None or self._open.size_after is not None:
+            self._open = Incident(now, size=len(self.members), newest=self.newest)
+            if len(self.incidents) < INCIDENTS:
+                self.incidents.append(self._open)
+            else:
+                self.more_incidents += 1
+        return self._open

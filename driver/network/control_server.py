@@ -1,0 +1,326 @@
+"""Server of control connections: handshake, and sealed frames in and out. Decides nothing.
+
+    connected --Challenge-->   waiting for an Answer: HANDSHAKE_LIMIT bytes, HANDSHAKE_S seconds, TLS included
+    Answer    --Accepted-->    open: each message goes to ``heard``
+              --TurnedAway-->  closed: the caller knows the secret, but does not belong here
+    closed, broken, or an invalid message: ``gone``, once
+
+Each host's kernel acknowledges a small packet every second, whatever its processes do. If nothing is acknowledged for
+``lease_s``, the connection ends with a timeout, and ``gone`` is called with ``silent``.
+
+The callers are workers or agents: `Callers` describes their identification. The caller proves ``proof(secret, role,
+challenge.nonce, answer.nonce, name)``, the control_server ``proof(secret, "driver", answer.nonce, challenge.nonce,
+name)``. A caller sends nothing between its Answer and Accepted.
+
+The number of unauthenticated connections is limited by `elastic.protocol.pending_handshakes`: the newest replaces the
+oldest, and at most ACCEPTED_AT_ONCE are accepted before authenticated ones are served again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import resource
+import socket
+import ssl
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from elastic.driver.network.connection import HANDSHAKE_S, TLS_HANDSHAKE_LIMIT, Connection
+from elastic.driver.settings import Settings
+from elastic.driver.sinks import Log
+from elastic.protocol.framing import NONCE_BYTES, proof
+from elastic.protocol.messages import (
+    HANDSHAKE_LIMIT,
+    VERSION,
+    Accepted,
+    Address,
+    Answer,
+    Hello,
+    ProtocolError,
+    TurnedAway,
+    Worker,
+    encoded,
+    from_worker,
+)
+from elastic.protocol.pending_handshakes import PendingHandshakes, count_limit
+
+WAITING_LIMIT = 4096  # connections queued by the kernel
+ACCEPTED_AT_ONCE = 64
+REFUSALS_S = 5.0  # interval between two log lines about refused connections
+CLOSE_S = 1.0
+SECOND = (
+    "has a connection already: this process is a child of that worker. Call init() in the worker only, not in its"
+    " children; a spawned DataLoader worker imports the script again, so keep init() out of module level, under"
+    " if __name__ == '__main__'"
+)
+
+
+Who = TypeVar("Who", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Callers(Generic[Who]):
+    """The kind of callers of a server, and how they identify themselves."""
+
+    role: str  # role in their proof
+    decoder: msgspec.msgpack.Decoder[Any]  # decoder of their messages
+    answer: type[Any]  # their answer to the challenge; has ``nonce``, ``proof`` and ``version``
+    who: Callable[[Any], Who]  # identity in an answer
+    # A new connection replaces an open one, whose other end may have lost it unnoticed.
+    replaces: bool = False
+    # A refused caller that knows the secret receives the reason, a TurnedAway.
+    told_why: bool = False
+
+
+WORKERS: Callers[Worker] = Callers(
+    "worker", from_worker, Answer, lambda answer: answer.worker, told_why=True
+)
+
+
+class ControlServer(Generic[Who]):
+    """Server for one kind of callers.
+
+    Args:
+        secret: that of the job; messages of callers that cannot prove knowledge of it are ignored.
+        log: takes a level and a text.
+        callers: kind of callers.
+        lease_s: liveness timeout.
+        tls: context; without it, nothing is encrypted, but nothing can be forged either.
+    """
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        log: Log,
+        callers: Callers[Who],
+        lease_s: float = Settings.lease_s,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.secret = secret
+        self.lease_s = lease_s
+        self.callers = callers
+        self._tls = tls
+        self._log = log
+        self._heard: Callable[[Who, Any], None] = lambda who, message: None
+        self._gone: Callable[[Who, bool], None] = lambda who, silent: None
+        self._expected: Callable[[Who], bool] = lambda who: False
+        self._accepted: Callable[[Who], None] = lambda who: None
+        self._listening: socket.socket | None = None
+        self._server: asyncio.Server | None = None
+        self._connections: dict[Who, Connection[Who]] = {}
+        bytes_each = HANDSHAKE_LIMIT if tls is None else TLS_HANDSHAKE_LIMIT
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._strangers: PendingHandshakes[Connection[Who]] = PendingHandshakes(
+            HANDSHAKE_S, count_limit(bytes_each, descriptors)
+        )
+        self._refused = 0  # since the last log line about them
+        self._refused_at = float("-inf")
+
+    def bind(self, interface: str, port: int = 0) -> Address:
+        """Bind an address before `open` listens on it, so that it can be announced. Raises OSError."""
+        if self._listening is None:
+            self._listening = _bound(interface, port)
+        bound: tuple[str, int] = self._listening.getsockname()[:2]
+        return Address(bound[0], bound[1])
+
+    async def open(
+        self,
+        interface: str,
+        port: int = 0,
+        *,
+        heard: Callable[[Who, Any], None],
+        gone: Callable[[Who, bool], None],
+        expected: Callable[[Who], bool],
+        accepted: Callable[[Who], None] = lambda who: None,
+    ) -> Address:
+        """Listen on one address and return it.
+
+        Args:
+            interface: address.
+            port: 0 lets the system choose.
+            heard: called with each message of a caller.
+            gone: called once when a caller's connection ends, with whether it was silent.
+            expected: returns whether a caller may connect.
+            accepted: called with each authenticated caller.
+
+        All are called in the event loop's thread. Raises OSError.
+        """
+        self._heard, self._gone, self._expected = heard, gone, expected
+        self._accepted = accepted
+        loop = asyncio.get_running_loop()
+        self.bind(interface, port)
+        assert self._listening is not None
+        listening = self._listening
+        self._server = await loop.create_server(
+            lambda: Connection(self, loop), sock=listening, backlog=ACCEPTED_AT_ONCE
+        )
+        # asyncio has one number for this and for the connections accepted at once
+        listening.listen(WAITING_LIMIT)
+        return self.bind(interface, port)
+
+    def send(self, peer: Who, *messages: msgspec.Struct) -> bool:
+        """Send messages without blocking, in one chunk.
+
+        Returns False if not connected, in which case they are dropped.
+        """
+        connection = self._connections.get(peer)
+        return connection is not None and connection.write(*map(encoded, messages))
+
+    def send_each(self, messages: Iterable[tuple[Who, msgspec.Struct]]) -> None:
+        """Send each caller its message."""
+        for peer, message in messages:
+            self.send(peer, message)
+
+    def broadcast(self, peers: Iterable[Who], message: msgspec.Struct) -> None:
+        """Send the same message to all of these that are connected; encoded once."""
+        body = encoded(message)
+        for peer in peers:
+            connection = self._connections.get(peer)
+            if connection is not None:
+                connection.write(body)
+
+    def connected(self, peer: Who) -> bool:
+        return peer in self._connections
+
+    def peer(self, worker: Who) -> str:
+        """Return the numeric address of a caller; empty if not connected."""
+        connection = self._connections.get(worker)
+        return "" if connection is None else connection.peer.rpartition(":")[0].strip("[]")
+
+    def drain(self, peer: Who) -> None:
+        """Read now what a connection holds, since a process may have sent messages just before its exit."""
+        connection = self._connections.get(peer)
+        if connection is not None:
+            connection.drain()
+
+    def disconnect(self, peer: Who) -> None:
+        """Drop the connection; ``gone`` is called before this returns."""
+        connection = self._connections.get(peer)
+        if connection is not None:
+            connection.abort()
+
+    async def close(self) -> None:
+        """Stop listening, send buffered data within CLOSE_S, drop all connections. ``gone`` is not called."""
+        self._gone = lambda who, silent: None
+        if self._server is not None:
+            self._server.close()
+        for connection in self._strangers.all():
+            connection.abort()
+        # A worker that does not read must not block the exit.
+        deadline = asyncio.get_running_loop().time() + CLOSE_S
+        for connection in list(self._connections.values()):
+            while connection.backlog and asyncio.get_running_loop().time() < deadline:
+                await asyncio.sleep(0.002)
+            connection.abort()
+        await asyncio.sleep(0)  # transports close their sockets in the loop's next turn
+
+    # ---- called by connections
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        return self._tls
+
+    @property
+    def decoder(self) -> msgspec.msgpack.Decoder[Any]:
+        return self.callers.decoder
+
+    def opened(self, connection: Connection[Who]) -> None:
+        oldest = self._strangers.add(connection, asyncio.get_running_loop().time())
+        if oldest is not None:
+            oldest.give_way()
+
+    def authenticate(self, connection: Connection[Who], nonce: bytes, answer: Any) -> Who:
+        """Return the caller that answered the challenge. Raises ProtocolError with the reason to refuse."""
+        callers = self.callers
+        if not isinstance(answer, callers.answer):
+            raise ProtocolError(f"{type(answer).__name__} arrived before the Answer")
+        if answer.version != VERSION:
+            raise ProtocolError(
+                f"it uses version {answer.version} of the protocol, the driver {VERSION}: install the same release"
+                " everywhere"
+            )
+        peer = callers.who(answer)
+        expected = proof(self.secret, callers.role, nonce, answer.nonce, str(peer))
+        # The nonce's length is fixed, so that the text of the proof is unambiguous.
+        if len(answer.nonce) != NONCE_BYTES or not hmac.compare_digest(answer.proof, expected):
+            raise ProtocolError(f"it claims to be {peer}, but does not know the job's secret")
+        if not self._expected(peer):
+            raise self._turned_away(
+                connection, nonce, answer, f"{peer} is not {_a(callers.role)} of this job"
+            )
+        self.drain(peer)  # an earlier connection may have ended unnoticed
+        before = self._connections.get(peer)
+        if before is not None:
+            if not callers.replaces:
+                raise self._turned_away(connection, nonce, answer, f"{peer} {SECOND}")
+            before.abandon()
+        self._strangers.remove(connection)
+        self._connections[peer] = connection
+        own = proof(self.secret, "driver", answer.nonce, nonce, str(peer))
+        connection.accept(encoded(Accepted(own)), answer.nonce)
+        self._accepted(peer)
+        return peer
+
+    def _turned_away(
+        self, connection: Connection[Who], nonce: bytes, answer: Any, reason: str
+    ) -> ProtocolError:
+        if self.callers.told_why:
+            own = proof(self.secret, "turned away", answer.nonce, nonce, reason)
+            connection.write(encoded(TurnedAway(reason, own)))
+        return ProtocolError(reason)
+
+    def hear(self, peer: Who, message: Any) -> None:
+        if isinstance(message, self.callers.answer):
+            raise ProtocolError("a second Answer")
+        if isinstance(message, Hello) and message.worker != peer:
+            raise ProtocolError(f"it claims to be {message.worker}")
+        self._heard(peer, message)
+
+    def lost(
+        self, connection: Connection[Who], peer: Who | None, trouble: str, silent: bool
+    ) -> None:
+        """Handle the end of a connection; ``trouble`` is set if it was closed for a reason."""
+        if peer is None:
+            self._strangers.remove(connection)
+            if trouble:
+                self._refuse(connection.peer, trouble)
+            return
+        if trouble:
+            self._log("warning", f"closed the connection of {peer}: {trouble}")
+        if self._connections.get(peer) is connection:
+            del self._connections[peer]
+            self._gone(peer, silent)
+
+    def _refuse(self, peer: str, trouble: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._refused_at < REFUSALS_S:
+            self._refused += 1
+            return
+        more = f" ({self._refused} others were rejected before)" if self._refused else ""
+        self._refused_at, self._refused = now, 0
+        self._log("warning", f"rejected a connection from {peer}: {trouble}{more}")
+
+
+def _a(role: str) -> str:
+    return f"an {role}" if role[0] in "aeiou" else f"a {role}"
+
+
+def _bound(interface: str, port: int) -> socket.socket:
+    family, kind, number, _, address = socket.getaddrinfo(
+        interface, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, number)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock

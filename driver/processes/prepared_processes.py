@@ -1,0 +1,234 @@
+"""Preloaded processes: they have imported what the next workers need, so that a worker starts without imports.
+
+A process is started some time after the workers, with their interpreter and environment, if the host has enough
+memory. It becomes a worker when it receives a command; until then it has one pipe and no thread of ours. Nothing is
+forked. See `prepared_process`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.driver.processes import orphan_reaper
+from elastic.driver.sinks import Log
+
+PROGRAM = "import sys; sys.path[:1] = sys.argv[1:2]; from elastic.driver.processes.prepared_process import main; main()"
+PREPARED = "ELASTIC_PREPARED"  # in /proc/PID/environ of a process that is not a worker yet
+PADDING = "ELASTIC_PREPARED_ROOM"
+AUTO, OFF = "auto", "off"
+MOST = 64  # maximum number of processes
+# A process with torch imported uses 0.3 GB (measured with torch 2.13 CPU); a host with less than this available needs
+# its memory for training.
+AVAILABLE_BYTES_MIN = 2 << 30
+QUIET_S = 3.0  # seconds after the last start: starting workers need the processors themselves
+# Bytes for the worker's command line and its additional variables.
+ROOM = "." * 4096
+# Variables that identify a worker: read by init() and scripts, but not by imports.
+OWN = ("HOROVOD_", "ELASTIC_", "TORCHELASTIC_")
+PLACES = {
+    f"{prefix}{name}"
+    for name in ("RANK", "WORLD_SIZE")
+    for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")
+}
+
+DEATH_S = 1.0  # seconds from SIGKILL to the exit; the driver blocks meanwhile
+
+# Arguments: command, environment, folder, and descriptors to keep open; raises like `spawning.spawn`.
+Spawn = Callable[
+    [Sequence[str], Mapping[str, str], "str | None", Sequence[int]], "subprocess.Popen[bytes]"
+]
+Plain = tuple[str, bool, list[str]]  # interpreter, whether unbuffered, and what it runs
+
+
+def plain(command: Sequence[str]) -> Plain | None:
+    """Parse ``python [-u] SCRIPT.py ...`` or ``python [-u] -m MODULE ...``; None for other commands."""
+    words = [*command]
+    program = os.path.basename(words[0]) if words else ""
+    if not program.startswith("python"):
+        return None
+    interpreter, words = words[0], words[1:]
+    unbuffered = words[:1] == ["-u"]
+    words = words[unbuffered:]
+    is_module = len(words) > 1 and words[0] == "-m"
+    if not is_module and not (words and words[0].endswith(".py")):
+        return None
+    return interpreter, unbuffered, words
+
+
+def shared(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that imports may have read."""
+    return {
+        name: text
+        for name, text in environ.items()
+        if not name.startswith(OWN) and name not in PLACES
+    }
+
+
+@dataclass
+class _Kept:
+    """A waiting process, and the workers that it can become."""
+
+    process: subprocess.Popen[bytes]
+    told: int  # our end of its pipe
+    what: int  # a file in memory
+    plain: Plain
+    environ: dict[str, str]
+
+
+def read(wanted: str) -> tuple[list[str], int]:
+    """Parse for example ``auto,transformers,2``: the modules, and the number of processes (default: 1).
+
+    The number is 0 for an empty text or ``off``. Raises ValueError.
+    """
+    words = [word.strip() for word in wanted.split(",") if word.strip()]
+    if words in ([], [OFF]):
+        return [], 0
+    if OFF in words:
+        raise ValueError(f"{OFF} excludes modules and numbers: pass one or the other")
+    names = [word for word in words if not word.isdecimal()]
+    for name in names:
+        if not all(map(str.isidentifier, name.split("."))):
+            raise ValueError(
+                f"{name} is not a module name: pass names, or auto, and a number for more than one process"
+            )
+    counts = [int(word) for word in words if word.isdecimal()]
+    if counts and (len(counts) > 1 or not 1 <= counts[0] <= MOST):
+        raise ValueError(f"{', '.join(map(str, counts))} processes: pass one number, 1 to {MOST}")
+    return names, counts[0] if counts else 1
+
+
+class PreparedProcesses:
+    """Preloaded processes of one host.
+
+    Args:
+        modules: see `read` and `prepared_process`; empty: none.
+        spawn: starts a process in the same way as a worker.
+        gone: called with the pid of a process that was not needed and exited.
+        available: returns the available memory of the host or container, in bytes.
+        log: takes a level and a text.
+    """
+
+    def __init__(
+        self,
+        modules: str,
+        *,
+        spawn: Spawn,
+        gone: Callable[[int], None],
+        available: Callable[[], int],
+        log: Log,
+    ) -> None:
+        self.modules = modules
+        self._available = available
+        self._spawn = spawn
+        self._gone = gone
+        self._log = log
+        self._kept: list[_Kept] = []  # oldest first
+        self._next: asyncio.TimerHandle | None = None
+        self._said: set[str] = set()
+
+    def take(
+        self, command: Sequence[str], environ: Mapping[str, str], folder: str | None
+    ) -> subprocess.Popen[bytes] | None:
+        """Return the process that becomes this worker; None if it has to be started. A replacement is scheduled."""
+        if not self.modules:
+            return None
+        wanted = plain(command)
+        self._later(command, environ, folder)
+        if not self._kept:
+            return None
+        kept = self._kept.pop(0)
+        why = self._unfit(kept, wanted, environ)
+        if why:
+            if why not in self._said:
+                self._said.add(why)
+                self._log("info", f"a worker did not use the preloaded process: {why}")
+            self._end(kept)
+            return None
+        with open(kept.what, "wb") as file:
+            assert wanted is not None
+            file.write(json.dumps([[*command], wanted[2], dict(environ), folder]).encode())
+        os.write(kept.told, b"!")
+        os.close(kept.told)
+        return kept.process
+
+    def _unfit(self, kept: _Kept, wanted: Plain | None, environ: Mapping[str, str]) -> str:
+        if wanted is None or wanted[:2] != kept.plain[:2]:
+            return "it runs another program"
+        now = shared(environ)
+        if now != kept.environ:
+            odd = {n for n in now.keys() | kept.environ.keys() if now.get(n) != kept.environ.get(n)}
+            return f"its environment differs in {', '.join(sorted(odd)[:4])}"
+        return "" if kept.process.poll() is None else "that has ended"
+
+    def _later(
+        self, command: Sequence[str], environ: Mapping[str, str], folder: str | None
+    ) -> None:
+        if self._next is not None:
+            self._next.cancel()
+        loop = asyncio.get_running_loop()
+        self._next = loop.call_later(QUIET_S, self._prepare, [*command], dict(environ), folder)
+
+    def _prepare(self, command: list[str], environ: dict[str, str], folder: str | None) -> None:
+        self._next = None
+        found = plain(command)
+        modules, count = read(self.modules)
+        if found is None or len(self._kept) >= count:
+            return
+        if (available := self._available()) < AVAILABLE_BYTES_MIN:
+            self._log(
+                "debug",
+                f"no process is preloaded: {available / 1000000000.0:.1f} GB of memory are available, but"
+                f" {AVAILABLE_BYTES_MIN / 1000000000.0:.1f} GB are needed",
+            )
+            return
+        interpreter, unbuffered, words = found
+        here = os.path.abspath(folder or os.curdir)
+        module = words[0] == "-m"
+        script = f"-m {words[1]}" if module else os.path.join(here, words[0])
+        first = here if module else os.path.dirname(os.path.realpath(script))
+        reader, writer = os.pipe()
+        what = os.memfd_create("told")
+        program = [interpreter, *["-u"][: int(unbuffered)], "-c", PROGRAM]
+        arguments = [first, str(reader), str(what), ",".join(modules), script, ROOM]
+        try:
+            marked = {**environ, PREPARED: "1", PADDING: ROOM}
+            process = self._spawn([*program, *arguments], marked, folder, (reader, what))
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            self._log("debug", f"no process is preloaded: {error}")
+            os.close(writer)
+            os.close(what)
+        else:
+            self._kept.append(_Kept(process, writer, what, found, shared(environ)))
+            if len(self._kept) < count:
+                self._later(command, environ, folder)
+        finally:
+            os.close(reader)
+
+    def _end(self, kept: _Kept) -> None:
+        os.close(kept.told)
+        os.close(kept.what)
+        for pipe in (kept.process.stdout, kept.process.stderr):
+            if pipe is not None:
+                pipe.close()
+        if kept.process.returncode is None:
+            orphan_reaper.kill_group(kept.process.pid)
+            try:
+                kept.process.wait(DEATH_S)
+            except subprocess.TimeoutExpired:
+                self._log(
+                    "warning", f"the preloaded process {kept.process.pid} could not be killed"
+                )
+                return
+        self._gone(kept.process.pid)
+
+    def close(self) -> None:
+        """End the waiting processes."""
+        if self._next is not None:
+            self._next.cancel()
+        while self._kept:
+            self._end(self._kept.pop())

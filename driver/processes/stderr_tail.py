@@ -1,0 +1,165 @@
+"""The end of workers' stderr and the exceptions that ended them; decides which tracebacks are shown. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from elastic.driver.monitoring.stacks import TRAINING
+from elastic.driver.sinks import Stream
+from elastic.protocol.messages import Worker
+from elastic.protocol.uncaught.sending import TrainingThread, Uncaught
+
+TAIL_LIMIT = 20 * 1024  # bytes
+LINE_LIMIT = 1024 * 1024  # bytes of an exception, as JSON
+THREADS = (b"Thread", b"Current thread")  # beginning of a thread's stack
+KNOWN_LIMIT = 256  # exceptions of one job that are not shown again
+NAMED = 16  # ranges of ranks in a line
+
+
+class DiagnosticLines:
+    """Assembles lines from chunks."""
+
+    def __init__(self) -> None:
+        self._partial: dict[Worker, bytearray] = {}
+        self._training: dict[Worker, bytes] = {}  # as named in its stacks
+
+    def add(self, worker: Worker, data: bytes) -> list[Uncaught | bytes]:
+        """Return complete exceptions, and lines of stacks without line ends. The training thread is marked."""
+        rest = self._partial.setdefault(worker, bytearray())
+        rest += data
+        *lines, left = bytes(rest).split(b"\n")
+        rest[:] = left[-LINE_LIMIT:]
+        found: list[Uncaught | bytes] = []
+        for line in lines:
+            match _decoded(line):
+                case TrainingThread(thread):
+                    self._training[worker] = b" 0x%016x" % thread
+                case Uncaught() as uncaught:
+                    found.append(uncaught)
+                case bytes():
+                    found.append(self._named(worker, line))
+        return found
+
+    def _named(self, worker: Worker, line: bytes) -> bytes:
+        before, name, rest = line.partition(self._training.get(worker, b"\n"))
+        return TRAINING.encode() + name + rest if before in THREADS else line
+
+    def drop(self, worker: Worker) -> None:
+        self._partial.pop(worker, None)
+        self._training.pop(worker, None)
+
+
+_messages: msgspec.json.Decoder[Uncaught | TrainingThread] = msgspec.json.Decoder(
+    Uncaught | TrainingThread
+)
+
+
+def _decoded(line: bytes) -> Uncaught | TrainingThread | bytes:
+    if not line.startswith(b"{"):
+        return line
+    try:
+        return _messages.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return line
+
+
+class StderrTails:
+    """The end of each worker's stderr, with exceptions that it has not printed itself."""
+
+    def __init__(self) -> None:
+        self._tails: dict[Worker, bytearray] = {}
+        self._diagnostics = DiagnosticLines()
+
+    def add(self, worker: Worker, stream: Stream, data: bytes) -> None:
+        if stream == "stderr":
+            self._append(worker, data)
+        elif stream == "diagnostics":
+            for each in self._diagnostics.add(worker, data):
+                if isinstance(each, Uncaught):
+                    self._append(worker, each.whole.encode())
+
+    def _append(self, worker: Worker, data: bytes) -> None:
+        tail = self._tails.setdefault(worker, bytearray())
+        tail += data
+        del tail[:-TAIL_LIMIT]
+
+    def of(self, worker: Worker) -> str:
+        return bytes(self._tails.get(worker, b"")).decode(errors="replace")
+
+    def drop(self, worker: Worker) -> None:
+        self._tails.pop(worker, None)
+        self._diagnostics.drop(worker)
+
+
+class TracebackLedger:
+    """Shows each exception once, and counts the other workers with the same exception or only a lost peer.
+
+    ``verbose``: show every frame, and exceptions about lost peers.
+    """
+
+    def __init__(self, *, verbose: bool = False) -> None:
+        self.shown = 0  # number of tracebacks shown
+        self.stopped = False  # an operator stopped the job, so that all lose their peers
+        self._verbose = verbose
+        self._known: dict[str, str] = {}  # summary by digest; oldest first
+        self._more: dict[str, list[str]] = {}  # by digest: names of workers to report
+        self._lost: dict[tuple[str, str], list[str]] = {}  # by summary and script line
+
+    def add(self, name: str, uncaught: Uncaught) -> str:
+        """Return the text to show now, if any. ``name``: the worker's rank, or ``host:slot``."""
+        if uncaught.peer and self.stopped:
+            return ""
+        if uncaught.peer and not self._verbose:
+            self._lost.setdefault((uncaught.summary, uncaught.line), []).append(name)
+            return ""
+        if uncaught.digest in self._known:
+            self._more.setdefault(uncaught.digest, []).append(name)
+            return ""
+        self._known[uncaught.digest] = uncaught.summary
+        if len(self._known) > KNOWN_LIMIT:
+            del self._known[next(iter(self._known))]
+        self.shown += 1
+        return uncaught.whole if self._verbose else uncaught.folded
+
+    def rest(self) -> list[str]:
+        """Return the pending lines, once.
+
+        One for each exception shown before that other workers had too, and one for all lost peers.
+        """
+        lines = []
+        for digest, names in self._more.items():
+            summary = self._known.get(digest, "")
+            lines.append(f"the same exception on {_counted(names)}: {summary}")
+        if self._lost:
+            names = [name for some in self._lost.values() for name in some]
+            summary, line = next(iter(self._lost))
+            at = f", the first at {line}" if line else ""
+            why = "" if self.shown else f": {summary}"
+            text = f"{_counted(names, more='')} ended because a collective failed{at}{why}"
+            lines.append(text)
+        self._more, self._lost = {}, {}
+        return lines
+
+
+def _counted(names: Sequence[str], more: str = "more ") -> str:
+    """Return for example ``15 more workers (ranks 0, 2-15)``."""
+    noun = "worker" if len(names) == 1 else "workers"
+    return f"{len(names)} {more}{noun} ({_named(names)})"
+
+
+def _named(names: Sequence[str]) -> str:
+    ranks = sorted({int(name) for name in names if name.isdecimal()})
+    others = sorted({name for name in names if not name.isdecimal()})
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    if words:
+        words[0] = f"{'rank' if len(ranks) == 1 else 'ranks'} {words[0]}"
+    words += others
+    return ", ".join(words[:NAMED]) + (", ..." if len(words) > NAMED else "")

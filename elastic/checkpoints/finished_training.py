@@ -1,0 +1,186 @@
+"""Record of a finished training: its last commit, its code, and the paths that it read. Acts, without torch.
+
+Rank 0 writes the file `RETURNED` once the training function has returned on all ranks and its last commit is durable.
+Each rank writes the paths that it has read. Only the driver knows whether the job succeeded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping
+
+import msgspec
+import psutil
+
+from elastic.checkpoints.files.storage import Storage
+from elastic.checkpoints.manifest import CommitName
+from elastic.protocol import read_paths
+
+RETURNED = "returned.json"
+READ = "read-{}.json"  # by rank
+LARGE = (
+    1 << 20
+)  # bytes; larger files are identified by size and modification time instead of content
+BLOCK = 1 << 20  # bytes read at once
+# Error of a process's start time, since it is relative to the boot time, which the kernel gives in whole seconds.
+START_ERROR_S = 1.0
+
+
+class TrainingReturned(msgspec.Struct, frozen=True):
+    """Written by rank 0. ``modules``: signatures of the modules that rank 0 imported, by path; see `signature`."""
+
+    commit: CommitName
+    modules: dict[str, str]
+    ranks: int
+
+
+class PathsRead(msgspec.Struct, frozen=True):
+    """Paths that one rank has read, with their signatures. ``unseen``: why it may have read other paths as well."""
+
+    commit: CommitName
+    paths: dict[str, str]
+    unseen: list[str]
+
+
+def note_returned(storage: Storage, commit: CommitName, began_at: float, ranks: int) -> None:
+    """Record that the training function has returned.
+
+    Nothing is recorded if a module file has changed since this process started, since the code that ran is then
+    unknown.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    modules = imported(began_at)
+    if modules is not None:
+        told = TrainingReturned(commit, modules, ranks)
+        storage.write(RETURNED, msgspec.json.encode(told))
+
+
+def note_read(storage: Storage, commit: CommitName, rank: int, began_at: float) -> None:
+    """Record the paths that this process has read so far.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    storage.write(READ.format(rank), msgspec.json.encode(paths_read(commit, began_at)))
+
+
+def paths_read(commit: CommitName, began_at: float) -> PathsRead:
+    """Return the paths read so far. A path that changed since the process started is listed in ``unseen``."""
+    observed = read_paths.observed()
+    if observed is None:
+        return PathsRead(commit, {}, ["not observed"])
+    unseen = {*observed.unseen, *read_paths.compiled()}
+    found: dict[str, str] = {}
+    for path in sorted({*observed.files, *observed.folders}):
+        if _is_installed(os.path.realpath(path)):
+            continue
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_mtime >= began_at:
+                unseen.add(f"{path} has changed")
+        found[path] = signature(path, by_time=is_large(path))
+    return PathsRead(commit, found, sorted(unseen))
+
+
+def _is_installed(path: str) -> bool:
+    """Whether the path belongs to an installed package or to the kernel, and so changes only with these."""
+    paths = sysconfig.get_paths()
+    folders = (paths["stdlib"], paths["platstdlib"], "/proc", "/sys", "/dev")
+    if any(f"{path}{os.sep}".startswith(f"{os.path.realpath(each)}{os.sep}") for each in folders):
+        return True
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep))
+
+
+def read_by_all(storage: Storage, commit: CommitName, ranks: int) -> dict[str, str] | None:
+    """Return the signatures of all paths that the ranks read; None if a rank may have read other paths.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    found: dict[str, str] = {}
+    for rank in range(ranks):
+        try:
+            told = msgspec.json.decode(storage.read(READ.format(rank)), type=PathsRead)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None
+        if told.unseen or told.commit != commit:
+            return None
+        if any(found.get(path, each) != each for path, each in told.paths.items()):
+            return None
+        found |= told.paths
+    return found
+
+
+def process_began_at() -> float:
+    """Lower bound of this process's start time, in seconds since 1970, comparable with file times."""
+    return psutil.Process().create_time() - START_ERROR_S
+
+
+def read_returned(storage: Storage) -> TrainingReturned | None:
+    """Return the record, or None if there is none or it is not readable.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
+        return msgspec.json.decode(storage.read(RETURNED), type=TrainingReturned)
+    return None
+
+
+def imported(began_at: float) -> dict[str, str] | None:
+    """Return the signatures of all module files of this process; by size and time for installed modules.
+
+    Returns None if a file has changed since ``began_at``, in seconds since 1970.
+    """
+    installed = tuple(f"{os.path.realpath(p)}{os.sep}" for p in {sys.prefix, sys.base_prefix})
+    found: dict[str, str] = {}
+    for module in [*sys.modules.values()]:
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str):
+            path = os.path.abspath(file)
+            with contextlib.suppress(OSError):
+                if os.stat(path).st_mtime >= began_at:
+                    return None
+            by_time = os.path.realpath(path).startswith(installed)
+            found[path] = signature(path, by_time=by_time)
+    return found
+
+
+def unchanged(files: Mapping[str, str]) -> bool:
+    """Whether all files still have these signatures."""
+    return all(
+        signature(path, by_time=before.startswith("time:")) == before
+        for path, before in files.items()
+    )
+
+
+def is_large(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.getsize(path) > LARGE
+    return False
+
+
+def signature(path: str, *, by_time: bool = False) -> str:
+    """Return a hash of a file's content, or its size and modification time if ``by_time``; of a folder's listing.
+
+    The signature is empty if the path cannot be read.
+    """
+    try:
+        if os.path.isdir(path):
+            listing = repr(sorted(os.listdir(path))).encode(errors="surrogateescape")
+            return f"listing:{hashlib.sha256(listing).hexdigest()}"
+        if by_time:
+            found = os.stat(path)
+            return f"time:{found.st_size}:{found.st_mtime_ns}"
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+        return f"sha256:{digest.hexdigest()}"
+    except OSError:
+        return ""

@@ -1,0 +1,164 @@
+"""Choice of how the ranks of a CPU group communicate: shared memory, Gloo or both. Pure: no clock, network or memory.
+
+Every rank has the same rows and therefore computes the same plan. Processes on one host can share memory: they have the
+same boot of one kernel, the same PID namespace, so that a process is found by its ID, and the same network, so that a
+network failure separates all of them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+MAX_LOCAL_RANKS = 64  # maximum number of ranks per host in a native group
+
+
+class Host(msgspec.Struct, frozen=True, array_like=True):
+    """Environment in which processes can find each other. The numbers are inodes of namespaces."""
+
+    boot: str
+    processes: int
+    network: int
+
+
+class Identity(msgspec.Struct, frozen=True, array_like=True):
+    """One process, distinguished from any other with the same ID."""
+
+    host: Host
+    pid: int
+    started: int  # clock ticks after the boot
+    user: int
+
+
+class Shareable(msgspec.Struct, frozen=True, array_like=True):
+    """Memory that a process offers: its descriptor there, and the properties to verify."""
+
+    fd: int
+    inode: int
+    bytes: int
+
+
+class RankInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Information that one rank publishes before the decision.
+
+    ``control`` is a control block for the group of its host, used if this rank is the first there. ``staging`` is the
+    offset of the rank's staging in its arena. ``cores`` is a mask of the cores it may run on, lowest first.
+    """
+
+    native: bool  # not turned off
+    identity: Identity | None = None
+    arena: Shareable | None = None
+    control: Shareable | None = None
+    staging: int = 0
+    cores: bytes = b""
+    why_not: str = ""  # why any of these is missing, and what to do
+
+
+class Backend(enum.Enum):
+    SHARED = enum.auto()  # all ranks are on one host
+    HIERARCHY = enum.auto()  # several hosts, with several ranks on some
+    GLOO = enum.auto()
+
+
+@dataclass(frozen=True)
+class BackendSelection:
+    """Result of the choice.
+
+    Args:
+        backend: the backend.
+        hosts: the ranks of each host, ascending; hosts are in the order of their first ranks.
+        why: why ranks on one machine do not share memory; empty if all is as expected.
+    """
+
+    backend: Backend
+    hosts: tuple[tuple[int, ...], ...]
+    why: str = ""
+
+    def local_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of this rank's host, including itself."""
+        return next(ranks for ranks in self.hosts if rank in ranks)
+
+
+def plan(rows: Sequence[RankInfo]) -> BackendSelection:
+    """Return the plan of a group whose rank r published ``rows[r]``."""
+    hosts = _hosts(rows)
+    if all(len(ranks) == 1 for ranks in hosts):
+        return BackendSelection(Backend.GLOO, hosts, _unknown(rows) or _apart(rows))
+    if not any(row.native for row in rows):
+        return BackendSelection(Backend.GLOO, hosts)
+    why = _objection(rows, hosts)
+    if why:
+        return BackendSelection(Backend.GLOO, hosts, why)
+    return BackendSelection(
+        Backend.SHARED if len(hosts) == 1 else Backend.HIERARCHY, hosts, _apart(rows)
+    )
+
+
+def cores(rows: Sequence[RankInfo], ranks: Sequence[int]) -> int:
+    """Return the number of cores that these ranks have together."""
+    together = 0
+    for rank in ranks:
+        together |= int.from_bytes(rows[rank].cores, "little")
+    return together.bit_count()
+
+
+def _hosts(rows: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
+    found: dict[Host | int, list[int]] = {}
+    for rank, row in enumerate(rows):
+        found.setdefault(rank if row.identity is None else row.identity.host, []).append(rank)
+    return tuple(tuple(ranks) for ranks in found.values())
+
+
+def _unknown(rows: Sequence[RankInfo]) -> str:
+    """Return a warning if a rank does not know its host, since it may share one that was meant to be used."""
+    for rank, row in enumerate(rows):
+        if row.native and row.identity is None:
+            return f"rank {rank}: {row.why_not}"
+    return ""
+
+
+def _apart(rows: Sequence[RankInfo]) -> str:
+    """Return a warning if ranks run on one machine but different hosts, such as containers; empty otherwise."""
+    first: dict[str, tuple[int, Host]] = {}
+    for rank, row in enumerate(rows):
+        if row.native and row.identity is not None:
+            host = row.identity.host
+            other, there = first.setdefault(host.boot, (rank, host))
+            if host != there:
+                kind = "PID" if host.processes != there.processes else "network"
+                return (
+                    f"ranks {other} and {rank} run on one machine in different {kind} namespaces, as in two"
+                    " containers: run them in one"
+                )
+    return ""
+
+
+def _objection(rows: Sequence[RankInfo], hosts: Sequence[Sequence[int]]) -> str:
+    """Return the first reason against sharing memory. A rank that is alone on its host need not be able to share."""
+    for rank, row in enumerate(rows):
+        if not row.native:
+            return f"rank {rank} has ELASTIC_NATIVE=0: set the same on all ranks"
+    for ranks in hosts:
+        if len(ranks) > 1:
+            for rank in ranks:
+                why = _unable(rows, rank, ranks[0])
+                if why:
+                    return why
+            if len(ranks) > MAX_LOCAL_RANKS:
+                return f"{len(ranks)} ranks run on one host, more than the {MAX_LOCAL_RANKS} that can share memory"
+    return ""
+
+
+def _unable(rows: Sequence[RankInfo], rank: int, first: int) -> str:
+    row, other = rows[rank], rows[first]
+    if row.arena is None or row.control is None:
+        return f"rank {rank}: {row.why_not}"
+    if row.identity is not None and other.identity is not None:
+        mine, theirs = row.identity.user, other.identity.user
+        if mine != theirs:
+            who = f"rank {rank} runs as user {mine}, rank {first} as user {theirs}"
+            return f"{who}: run the ranks of a host as one user"
+    return ""

@@ -1,0 +1,37 @@
+"""Detection of other packages that install into our folders: elastic (elastic constants) and horovod."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+# Files and folders of theirs that this package does not have.
+MARKS = {
+    "elastic": ("elastic.py", "_version.py", "cli"),
+    "horovod": ("_keras", "common/basics.py", "spark/__init__.py"),
+}
+
+
+def warn_of_conflicts(package: str, folder: str) -> None:
+    """Issue a RuntimeWarning if the package's folder has files of another package. Done by the driver, not by
+    workers.
+    """
+    if "ELASTIC_WORKER" in os.environ:
+        return
+    for mark in MARKS[package]:
+        if os.path.exists(f"{folder}/{mark}"):
+            warnings.warn(
+                f"{folder} holds files of another package named {package} ({mark}) that overwrite those of hvd-elastic;"
+                f" {remedy(package)}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def remedy(package: str) -> str:
+    """Return instructions to fix it."""
+    return (
+        "use an environment for each, or run: pip uninstall"
+        f" {package}; pip install --force-reinstall --no-deps hvd-elastic"
+    )

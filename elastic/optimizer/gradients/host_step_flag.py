@@ -1,0 +1,38 @@
+"""Copy of a step's flag (see `elastic.optimizer.plan_agreement`) from the reduced bucket to the host."""
+
+from __future__ import annotations
+
+import torch
+
+from elastic.collectives.interface import Op
+from elastic.optimizer.plan_agreement import StepFlag, read_mark
+from elastic.state.snapshots.pinned import PinnedCopy
+
+
+class HostStepFlag:
+    """One element of a bucket.
+
+    On a GPU, it is copied while later buckets are awaited, which costs no additional wait.
+    """
+
+    def __init__(self, mark: torch.Tensor) -> None:
+        self._mark = self._seen = mark
+        self._copy = PinnedCopy() if mark.is_cuda else None
+        if self._copy is not None:
+            self._seen = torch.empty_like(mark, device="cpu", pin_memory=True)
+
+    def fetch(self) -> None:
+        """Start the copy after a successful reduction."""
+        if self._copy is not None:
+            self._seen.copy_(self._mark, non_blocking=True)
+            self._copy.follow(self._mark.device, self._mark.nbytes)
+
+    def read(self, op: Op) -> StepFlag:
+        """Return the flag; requires `fetch`.
+
+        Raises:
+            DeviceLost: the copy did not complete.
+        """
+        if self._copy is not None:
+            self._copy.wait()
+        return read_mark(op, float(self._seen))

@@ -1,0 +1,56 @@
+"""Unauthenticated connections of a listener: how many are kept, and for how long. Pure.
+
+Any number may connect; the oldest is dropped for the newest. A legitimate peer authenticates quickly, and the oldest
+has had the most time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+COUNT_LIMIT = 4096  # for one listener
+BYTES_LIMIT = 128 * 1024 * 1024  # total that all of them may send
+
+Caller = TypeVar("Caller", bound=Hashable)
+
+
+def count_limit(bytes_each: int, descriptors: int, extra: int = 0) -> int:
+    """Return how many connections to keep, if each may send ``bytes_each`` bytes before it authenticates.
+
+    At most a quarter of ``descriptors``, the process's limit (negative: unlimited), since most are for authenticated
+    peers. ``extra``: how many of these may connect at once.
+    """
+    most = min(COUNT_LIMIT, BYTES_LIMIT // bytes_each)
+    return (most if descriptors < 0 else max(16, min(most, descriptors // 4))) + extra
+
+
+class PendingHandshakes(Generic[Caller]):
+    """Unauthenticated connections of one listener, in order of arrival."""
+
+    def __init__(self, patience_s: float, limit: int) -> None:
+        self._patience_s = patience_s
+        self._limit = limit
+        self._since: dict[Caller, float] = {}
+
+    def __contains__(self, caller: Caller) -> bool:
+        return caller in self._since
+
+    def add(self, caller: Caller, now: float) -> Caller | None:
+        """Add a connection. Return the one that has to be closed for it, which is no longer kept."""
+        oldest = next(iter(self._since)) if len(self._since) >= self._limit else None
+        if oldest is not None:
+            del self._since[oldest]
+        self._since[caller] = now
+        return oldest
+
+    def remove(self, caller: Caller) -> None:
+        """Remove a connection that has authenticated or is gone."""
+        self._since.pop(caller, None)
+
+    def all(self) -> list[Caller]:
+        return list(self._since)
+
+    def late(self, now: float) -> list[Caller]:
+        """Return the connections that have timed out."""
+        return [each for each, since in self._since.items() if now - since > self._patience_s]

@@ -1,0 +1,80 @@
+"""The caller's side of persistent workers: sends calls to all of them and collects the results. Imports Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from elastic.ray.call_results import REGROUP, CallFailure, cause, failure_in, opened
+from elastic.ray.driver_client import DriverClient
+
+GRACE_S = 2.0  # after a call has failed on one rank, for the other ranks to end it
+RELEASED_S = 30.0  # ... and after they were told to regroup
+
+
+class CallClient:
+    """Calls to the workers of one executor. Not thread-safe."""
+
+    def __init__(self, follower: DriverClient, size: int) -> None:
+        self._follower = follower
+        self._size = size
+        # References of earlier calls that may still be running.
+        self._handed_out: list[list[Any]] = []
+
+    def values(self, word: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Return the values by rank. Raises a worker's exception, `RaisedOnWorker`, or JobFailed if a worker is lost.
+
+        If one rank has failed, the others may be waiting for it in a collective. They are released, so that the error
+        is raised soon and the next call finds all of them.
+        """
+        refs = self._begin(word, ranks)
+        answers: dict[Any, bytes] = {}
+        failures: list[CallFailure] = []
+        left, regrouped, by = refs, False, None
+        while left:
+            within_s = None if by is None else max(0.0, by - time.monotonic())
+            done, left = self._follower.some(left, within_s)
+            for ref in done:
+                answers[ref] = self._follower.ask(ref)
+                failure = failure_in(answers[ref])
+                failures += [] if failure is None else [failure]
+            if failures and by is None:
+                by = time.monotonic() + GRACE_S
+            elif by is not None and not done:
+                if regrouped:
+                    break  # a rank is still computing; its next call waits for that
+                self._regroup()
+                regrouped, by = True, time.monotonic() + RELEASED_S
+        self._follower.drain()
+        if failures:
+            raise cause(failures).exception()
+        return [opened(answers[ref]) for ref in refs]
+
+    def references(self, word: bytes) -> list[Any]:
+        """Return Ray references to the values, by rank."""
+        refs = self._begin(word)
+        self._handed_out.append(refs)
+        open_one = ray.remote(num_cpus=0, max_retries=0)(opened)
+        return [open_one.remote(ref) for ref in refs]
+
+    def _begin(self, word: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
+        self._free_earlier()
+        actor = self._follower.actor
+        return [actor.call.remote(rank, word) for rank in ranks or range(self._size)]
+
+    def _free_earlier(self) -> None:
+        """Release ranks blocked in earlier calls, whose references were handed out, because another rank failed."""
+        handed_out, self._handed_out = self._handed_out, []
+        for refs in handed_out:
+            done, left = ray.wait(refs, num_returns=len(refs), timeout=0)
+            if left and any(failure_in(self._follower.ask(ref)) for ref in done):
+                self._regroup()
+            elif left:
+                self._handed_out.append(refs)
+
+    def _regroup(self) -> None:
+        for rank in range(self._size):
+            self._follower.actor.call.remote(rank, REGROUP)

@@ -1,0 +1,143 @@
+"""Requests to persistent workers, and their answers: pickled at one end, opened only at the other.
+
+A worker answers every request, in order. `REGROUP` takes effect at once, whatever the worker is doing: it gives up its
+world, so that collectives which other ranks never join raise, and then forms a new world with the others.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from elastic.errors import CollectiveFailed, ElasticError, Invalid, JobFailed, PeerLost
+
+MAKE = "make"  # (class, args, kwargs): the instance is stored
+RUN = "run"  # (function, args, kwargs)
+EXECUTE = "execute"  # (function,): called with the instance if there is one
+REGROUP = b"regroup"  # these two are not pickled
+END = b"end"
+
+FRAME_LIMIT = 1 << 30  # bytes of a request or an answer
+
+# First byte of an answer, which gives its kind without unpickling the value.
+_VALUE, _FAILURE, _LOST = b"+", b"!", b"?"
+
+
+class RaisedOnWorker(ElasticError, RuntimeError):
+    """A call failed on a worker with an exception that can't be raised here; the message has the worker's traceback."""
+
+
+class WorkerTraceback(ElasticError):
+    """Cause of an exception from a worker: its traceback there."""
+
+    def __str__(self) -> str:
+        return "\n\n" + "".join(map(str, self.args))
+
+
+@dataclass(frozen=True)
+class CallFailure:
+    """Failure of a call on a worker. ``error`` is the pickled exception, if it can be raised elsewhere.
+
+    ``secondary``: a collective failed there or the job ended, most likely because of a failure on another worker.
+    """
+
+    rank: int
+    summary: str
+    traceback: str
+    error: bytes | None
+    secondary: bool
+
+    def exception(self) -> Exception:
+        """Return the exception to raise: if possible the same one, with the worker's traceback as its cause."""
+        error: object = None
+        if self.error is not None:
+            try:
+                error = pickle.loads(self.error)
+            except Exception:  # its class may exist only on the worker
+                error = None
+        trace = self.traceback.rstrip()
+        if not isinstance(error, Exception):
+            return RaisedOnWorker(f"rank {self.rank} ended with {self.summary}\n\n{trace}")
+        error.__cause__ = WorkerTraceback(f"on rank {self.rank}:\n{trace}\n")
+        return error
+
+
+def call(kind: str, *parts: Any) -> bytes:
+    """Pickle a request to a worker. Raises Invalid if it is too large, and errors of pickling."""
+    word: bytes = cloudpickle.dumps((kind, parts))
+    if len(word) > FRAME_LIMIT:
+        raise Invalid(
+            f"the function and its arguments have {len(word)} bytes, but the limit is {FRAME_LIMIT}: let the"
+            " function load its data itself"
+        )
+    return word
+
+
+def answered(value: Any) -> bytes:
+    """Pickle the answer of a successful call. Raises Invalid if it is too large, and errors of pickling."""
+    answer: bytes = _VALUE + cloudpickle.dumps(value)
+    if len(answer) > FRAME_LIMIT:
+        raise Invalid(
+            f"the value has {len(answer)} bytes, but the limit is {FRAME_LIMIT}: let the function write it to a"
+            " file"
+        )
+    return answer
+
+
+def failed(error: BaseException, rank: int) -> bytes:
+    """Pickle the failure of a call. Never raises."""
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    try:
+        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+    except Exception:  # its __str__ is broken
+        summary = type(error).__name__
+    secondary = isinstance(error, CollectiveFailed | JobFailed | PeerLost)
+    return _FAILURE + pickle.dumps(
+        CallFailure(rank, summary, "".join(lines), _pickled(error), secondary)
+    )
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """Pickle ordinary exceptions only: ``sys.exit`` on a worker must not end the caller."""
+    if not isinstance(error, Exception):
+        return None
+    try:
+        blob: bytes = cloudpickle.dumps(error)
+        pickle.loads(blob)  # an exception with custom arguments may not unpickle
+    except Exception:
+        return None
+    return blob
+
+
+def lost(why: str) -> bytes:
+    """Return the answer for a worker that has ended."""
+    return _LOST + why.encode()
+
+
+def opened(answer: bytes) -> Any:
+    """Return the value. Raises the call's exception, `RaisedOnWorker`, or JobFailed if the worker has ended."""
+    failure = failure_in(answer)
+    if failure is not None:
+        raise failure.exception()
+    return pickle.loads(memoryview(answer)[1:])
+
+
+def failure_in(answer: bytes) -> CallFailure | None:
+    """Return the failure, or None, without unpickling a value. Raises JobFailed if the worker has ended."""
+    if answer[:1] == _VALUE:
+        return None
+    if answer[:1] == _LOST:
+        raise JobFailed(answer[1:].decode())
+    failure = pickle.loads(memoryview(answer)[1:])
+    assert isinstance(failure, CallFailure)
+    return failure
+
+
+def cause(failures: Iterable[CallFailure]) -> CallFailure:
+    """Return the failure that explains the others of one call."""
+    return min(failures, key=lambda failure: (failure.secondary, failure.rank))

@@ -1,0 +1,107 @@
+"""Output and reports of a driver for its followers, in order, dropping the oldest beyond a limit.
+
+They come from several threads; followers fetch them in the event loop, each from its own position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import uuid
+from collections import deque
+from typing import Any, NamedTuple
+
+LIMIT_BYTES = 8 << 20  # of what is stored
+AT_ONCE_BYTES = 1 << 20
+
+
+class JobUpdate(NamedTuple):
+    """``kind`` is stdout or stderr, with bytes as ``value``; or report, with a `Report`."""
+
+    kind: str
+    value: Any
+
+
+class UpdateBatch(NamedTuple):
+    """A batch of items. Pass ``next`` and ``source`` to the next request. ``lost``: number of dropped bytes."""
+
+    source: str  # another one after a restart of the driver, whose items start again
+    next: int  # in bytes since the start
+    items: list[JobUpdate]
+    lost: int
+
+
+class JobUpdates:
+    """Buffer of output and reports. Create it in the event loop."""
+
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self.source = uuid.uuid4().hex
+        self._loop = asyncio.get_running_loop()
+        self._limit = limit_bytes
+        self._lock = threading.Lock()
+        # Each with its end, in bytes since the start.
+        self._items: deque[tuple[JobUpdate, int]] = deque()
+        self._first = 0  # start of the oldest item
+        self._end = 0
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._closed = False
+
+    def out(self, data: bytes) -> None:
+        self.put(JobUpdate("stdout", data), len(data))
+
+    def err(self, data: bytes) -> None:
+        self.put(JobUpdate("stderr", data), len(data))
+
+    def put(self, item: JobUpdate, size: int) -> None:
+        """Add an item of ``size`` bytes, unless it is empty. Thread-safe."""
+        if size == 0:
+            return
+        with self._lock:
+            self._end += size
+            self._items.append((item, self._end))
+            while self._end - self._first > self._limit and len(self._items) > 1:
+                _, self._first = self._items.popleft()
+        self._wake()
+
+    def close(self) -> None:
+        """Release waiting followers: nothing more follows."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._wake_all)
+
+    def _wake_all(self) -> None:
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def after(self, source: str, begin: int, wait_s: float) -> UpdateBatch:
+        """Return the items after ``begin``, waiting at most ``wait_s`` seconds for the first."""
+        if source != self.source:
+            begin = 0
+        batch = self._since(begin)
+        if batch.items or self._closed:
+            return batch
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.add(future)
+        try:
+            if not self._since(begin).items:
+                await asyncio.wait({future}, timeout=wait_s)
+        finally:
+            self._waiting.discard(future)
+        return self._since(begin)
+
+    def _since(self, begin: int) -> UpdateBatch:
+        with self._lock:
+            start = at = max(begin, self._first)
+            items: list[JobUpdate] = []
+            for item, end in self._items:
+                if items and end - start > AT_ONCE_BYTES:
+                    break
+                if end > start:
+                    items.append(item)
+                    at = end
+            return UpdateBatch(self.source, at, items, lost=start - begin)

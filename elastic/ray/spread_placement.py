@@ -1,0 +1,30 @@
+"""Placement group for workers on an exact number of nodes: one bundle per node, with room for its workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ray.util
+
+from elastic.errors import Invalid
+from elastic.ray.arguments import WorkerRequest
+
+
+def spread(wanted: WorkerRequest) -> WorkerRequest:
+    """Reserve the group, which may wait for other jobs; `give_back` removes it. Raises Invalid."""
+    assert wanted.hosts is not None
+    each = wanted.np // wanted.hosts
+    bundle = {name: amount * each for name, amount in wanted.resources.items()}
+    if bundle.get("GPU", 1.0) % 1 and each > 1:
+        raise Invalid(
+            f"{each} workers on each host with {wanted.gpus:g} GPU each need {bundle['GPU']:g}, of which Ray"
+            " grants only whole ones: pass a share that adds up"
+        )
+    group: Any = ray.util.placement_group([bundle] * wanted.hosts, strategy="STRICT_SPREAD")
+    return replace(wanted, placement_group=group, per_bundle=each)
+
+
+def give_back(wanted: WorkerRequest) -> None:
+    remove: Any = ray.util.remove_placement_group  # without types
+    remove(wanted.placement_group)

@@ -1,0 +1,195 @@
+"""The worker's runtime, composed of its parts. `recovery` makes the decisions.
+
+`Session` holds the machine, its lock and the connection to the driver. `LinkThread` handles the driver's messages.
+`DriverWorlds` and `FixedWorlds` bring this worker into a world. `Training` serves `elastic.run`, `CommitLog` commits,
+and `GuardedGroups` collectives. Operations needed in every step are methods of `WorkerRuntime`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic.collectives.interface import Collectives
+from elastic.monitoring.reporting import Reporting
+from elastic.monitoring.tracing import TraceSession, TracingThroughDriver, TracingToFile
+from elastic.negotiation.engine import Engine
+from elastic.protocol import messages
+from elastic.protocol.messages import Place
+from elastic.rendezvous.environment import Environment
+from elastic.rendezvous.kept_variables import KeptVariables
+from elastic.runtime.commit_log import CommitLog
+from elastic.runtime.failures.guarded_groups import Guard, GuardedGroups
+from elastic.runtime.link import Link
+from elastic.runtime.link_thread import LinkThread
+from elastic.runtime.progress import ProgressCounter
+from elastic.runtime.session import Session
+from elastic.runtime.training import Training
+from elastic.runtime.worlds import DriverWorlds, FixedWorlds
+
+if TYPE_CHECKING:
+    from elastic.collectives.interface import Messenger
+
+
+class WorkerRuntime:
+    """Runtime of the process. ``place``, ``generation`` and ``activity`` may be read from any thread."""
+
+    def __init__(self, env: Environment, link: Link | None, session: Session | None = None) -> None:
+        """Create the runtime.
+
+        Args:
+            env: settings of this worker.
+            link: connection to the driver, or None without one.
+            session: a session over the same link, for workers that end their worlds in another way.
+        """
+        self.env = env
+        self.elastic = env.elastic
+        self.alone = link is None  # no driver: a world of one, or a static world without recovery
+        self.activity = 0  # incremented by everything that may change tensors
+        self._link = link
+        progress = ProgressCounter()
+        self.session = session = Session(env, link) if session is None else session
+        self.tracing: TraceSession = (
+            TracingToFile(env)
+            if link is None
+            else TracingThroughDriver(env, session.send, link.poke)
+        )
+        self.reporting = None if link is None else Reporting(session.send)
+        self.worlds = DriverWorlds(session)
+        self.fixed_worlds = FixedWorlds(session)
+        self.link_thread = LinkThread(session, self.worlds, progress, self.tracing, self.reporting)
+        self.training = Training(session, progress)
+        self.commits = CommitLog(session, progress)
+        self._groups = GuardedGroups(session, progress)
+        self.account = session.account
+        self.kept_variables = KeptVariables()
+        self.first_not_finite: Any = None  # see Context
+
+    # ---- place of this worker ------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> Place:
+        return self.session.recovery.place
+
+    @property
+    def generation(self) -> int:
+        return self.session.recovery.generation
+
+    @property
+    def world(self) -> messages.World | None:
+        return self.session.recovery.world
+
+    @property
+    def broken(self) -> bool:
+        """Whether the present generation is over. Thread-safe."""
+        return self.session.broken
+
+    @property
+    def provisional(self) -> bool:
+        """Whether this worker has not joined a world yet, so that its collectives act as in a world of one."""
+        return self.session.recovery.provisional
+
+    # ---- collectives ---------------------------------------------------------------------------------------------
+
+    def group(
+        self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None = None
+    ) -> Collectives:
+        """Return the group for a purpose, created at its first use. Collective among ``ranks`` (all, by default).
+
+        Raises:
+            PeerLost: the group cannot be created, because a rank is lost or does not arrive within the timeout.
+        """
+        return self._groups.group(purpose, device, ranks)
+
+    def messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> Messenger:
+        """Like `group`, for point-to-point messages. Not for a group of one rank."""
+        return self._groups.messages(purpose, ranks)
+
+    def expect_messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> None:
+        """Prepare for the first message of this world, and return at once.
+
+        When another rank sends or receives it, this rank is connected as well, whatever its training thread is doing.
+        """
+        self._groups.expect_messages(purpose, ranks)
+
+    def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None = None) -> bool:
+        """Return whether other ranks are creating this group and wait for this one.
+
+        Asks rank 0, so do not call it in every step.
+        """
+        return self._groups.wanted(purpose, device_type, ranks)
+
+    def alone_group(self) -> Collectives:
+        """Return a group of this rank only."""
+        return self._groups.alone_group()
+
+    def engine(self) -> Engine:
+        """Return the engine for collectives called by name. Call it under `guard`.
+
+        Raises:
+            CollectiveFailed: the generation has ended.
+        """
+        return self._groups.engine()
+
+    def settle(self) -> None:
+        """Wait for collectives for which only streams of the GPU wait. Call it before values are kept.
+
+        Raises:
+            PeerLost: a rank was lost, and results of these collectives may be invalid.
+        """
+        self._groups.settle()
+
+    def guard(self, name: str) -> Guard:
+        """Context for collectives in the training thread: turns CollectiveFailed into PeerLost and notifies the driver.
+
+        ``name`` is the name that the log uses for waits in the block.
+        """
+        self.activity += 1
+        return Guard(self._groups, name)
+
+    def mark_broken(self, generation: int, reason: str) -> None:
+        """Report a failed collective of this generation: abort the others and notify the driver.
+
+        Thread-safe; never raises.
+        """
+        self.session.mark_broken(generation, reason)
+
+    # ---- from init() to the end ----------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Introduce this process to the driver and wait for the answer.
+
+        Raises:
+            DriverLost: the driver did not answer.
+        """
+        assert self._link is not None
+        self.link_thread.connect(self._link)
+
+    def first_world(self) -> None:
+        """Wait for the first world, unless one is training already; then the place remains provisional."""
+        self.worlds.first()
+
+    def pause(self) -> None:
+        """Handle ``shutdown()``. Groups are kept until the next world or the exit, because a peer may still use one."""
+        self.session.pause()
+
+    def close(self) -> None:
+        """Handle the exit of the process, during which user code may still run for some time.
+
+        The link and sockets are closed by the end of the process. If they were closed earlier, peers would report a
+        failure whose cause, the exit code of this worker, is not known yet, and a worker without a link counts as lost.
+        """
+        self.tracing.close()
+        self.session.send(self.link_thread.time_spent())
+        if self.reporting is not None:
+            self.reporting.close()
+        if not self.elastic and not self.broken:
+            self.session.groups.leave()
+        self.session.groups.close()
+
+    def close_in_forked_child(self) -> None:
+        """Close the parent's sockets in a forked child (a DataLoader worker)."""
+        if self._link is not None:
+            self._link.close_in_forked_child()
+        self.session.groups.close_in_forked_child()

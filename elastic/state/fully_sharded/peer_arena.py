@@ -1,0 +1,112 @@
+"""Memory of a bank that outlives its process as long as another process on the host maps it. Acts.
+
+The memory is part of the arena, which the other ranks of the host map. A header states which commit is complete in it.
+The other ranks can therefore check the contents after the process was killed, at whatever point that was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from elastic.collectives.backend_selection import Identity, Shareable
+from elastic.collectives.shared_memory import arena, peer_memory
+from elastic.sharding.shard_inventory import CommitId
+
+HEADER = 64  # bytes: 8 int64
+_WHOLE = 0x7E1A5710C0331701  # first int64 of the header, followed by generation, number, shard; 0: incomplete
+
+
+# By bank. A process that leaves, or whose script raises, drops its state before it exits. The arena would then reuse
+# unreferenced memory that other processes on the host still need.
+_kept: dict[int, torch.Tensor] = {}
+
+
+@dataclass(frozen=True)
+class ArenaOffer:
+    """Handle with which other processes on the host map a process's arena."""
+
+    owner: Identity
+    memory: Shareable
+
+
+def offer() -> ArenaOffer | None:
+    """Return the handle of this process's arena; None if the system does not permit mapping it or ELASTIC_NATIVE=0."""
+    mine = arena.mine()
+    if mine is None:
+        return None
+    try:
+        return ArenaOffer(peer_memory.myself(), Shareable(mine.fd, mine.inode, mine.bytes))
+    except peer_memory.PeerMemoryUnavailable:
+        return None
+
+
+def allocate(size: int, bank: int) -> torch.Tensor:
+    """Allocate the memory of a bank, in the arena if one exists.
+
+    Memory in the arena is kept until this bank allocates again or the process exits.
+
+    Args:
+        size: in bytes.
+        bank: a number that is unique among the banks of this process.
+
+    Returns:
+        A uint8 tensor [size].
+    """
+    _kept.pop(bank, None)
+    mine = arena.mine()
+    found = None if mine is None else mine.tensor(size, torch.uint8)
+    if found is None:
+        return torch.zeros(size, dtype=torch.uint8, device="cpu")
+    _kept[bank] = found
+    return found
+
+
+def keep(buffer: torch.Tensor, bank: int) -> torch.Tensor:
+    """Keep memory from `allocate` until the bank allocates again, and return it."""
+    if offset_of(buffer) >= 0:
+        _kept[bank] = buffer
+    return buffer
+
+
+def offset_of(buffer: torch.Tensor) -> int:
+    """Return the offset of the buffer in the arena in bytes; -1 if it is not part of the arena."""
+    mine = arena.mine()
+    found = None if mine is None else mine.offset_of(buffer.data_ptr(), buffer.nbytes)
+    return -1 if found is None else found
+
+
+def mark(buffer: torch.Tensor, commit: CommitId | None, shard: int) -> None:
+    """Write the header: which shard of which commit is complete. None marks the contents as incomplete."""
+    header = buffer[:HEADER].view(torch.int64)
+    header[0] = 0
+    if commit is not None:
+        header[1], header[2], header[3] = commit.generation, commit.number, shard
+        header[0] = _WHOLE
+
+
+def is_whole(buffer: torch.Tensor, commit: CommitId, shard: int) -> bool:
+    """Whether the header states that this shard of this commit is complete."""
+    return buffer[:HEADER].view(torch.int64)[:4].tolist() == [_WHOLE, *commit, shard]
+
+
+class PeerArena:
+    """Mapping of the arena of another process on this host. It is released when the object is garbage-collected.
+
+    Raises:
+        PeerMemoryUnavailable: the arena cannot be mapped.
+    """
+
+    def __init__(self, offered: ArenaOffer) -> None:
+        mapping = peer_memory.open_peer(offered.owner, offered.memory, keep=True)
+        self.bytes = mapping.bytes
+        self._address = mapping.address
+        weakref.finalize(self, mapping.release).atexit = False
+
+    def view(self, offset: int, size: int) -> torch.Tensor:
+        """Return a uint8 tensor [size] that is valid while this object exists."""
+        memory = (ctypes.c_char * size).from_address(self._address + offset)
+        return torch.frombuffer(memory, dtype=torch.uint8)

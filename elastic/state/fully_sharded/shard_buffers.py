@@ -1,0 +1,201 @@
+"""Host memory of one bank: this rank's shard, copies of other ranks' shards, and the replicated values. Acts."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elastic.collectives.shared_memory.host_copy import HostCopy
+from elastic.sharding.resharding import ReshardingMove
+from elastic.sharding.rows import ShardLayout
+from elastic.sharding.shard_inventory import CommitId
+from elastic.state.fully_sharded import peer_arena
+from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
+from elastic.state.fully_sharded.peer_arena import PeerArena
+from elastic.state.snapshots import digest
+from elastic.state.snapshots.snapshot import Snapshot
+
+_numbers = itertools.count()
+
+
+def as_layout(specs: dict[str, RowSpec], shards: int) -> ShardLayout:
+    return ShardLayout(tuple(spec.tensor(name) for name, spec in specs.items()), shards)
+
+
+class ShardBuffers:
+    """Memory of one commit. Buffers are allocated once and again only if their sizes change.
+
+    Args:
+        spares: memory formerly held for checkpoints, shared by all banks of the process.
+    """
+
+    def __init__(self, spares: list[torch.Tensor] | None = None) -> None:
+        self._number = next(_numbers)
+        self._spares = [] if spares is None else spares
+        self.snapshots: dict[str, Snapshot] = {}  # of the replicated tensors, by part
+        self.values: Any = None
+        self.specs: dict[str, RowSpec] = {}
+        self.layout = ShardLayout((), 1)
+        self.offsets: dict[int, list[int]] = {}  # by shard
+        # By shard, its complete copies in the banks of other processes on this host, with their headers. Replicas of a
+        # shard give several.
+        self.peers: dict[int, list[tuple[PeerArena, torch.Tensor]]] = {}
+        self._own = torch.empty(
+            0, dtype=torch.uint8, device="cpu"
+        )  # this rank's shard, after a header
+        self._held_shard: torch.Tensor | None = (
+            None  # what `_own` was, while a checkpoint is written of it
+        )
+        self._buffers: dict[int, torch.Tensor] = {}  # uint8, by shard
+        self._shard = 0  # this rank's
+        self._views: list[torch.Tensor] = []
+        self._viewed: tuple[Any, ...] = ()
+        self._host = HostCopy([], [])
+
+    def arrange(self, shards: dict[str, LiveShard], count: int, held: Sequence[int]) -> None:
+        """Prepare the bank for a commit of these tensors, divided into ``count`` shards.
+
+        Args:
+            shards: this rank's rows of each tensor, by name.
+            count: number of shards.
+            held: the shards to keep in this bank, this rank's first.
+        """
+        specs = {name: each.spec for name, each in shards.items()}
+        if specs != self.specs or count != self.layout.shards:
+            self.specs, self.layout = specs, as_layout(specs, count)
+        self.peers = {}
+        self.offsets = {shard: self.layout.offsets(shard) for shard in held}
+        own, *held = held
+        size = peer_arena.HEADER + self.offsets[own][-1]
+        if len(self._own) != size or self._own is self._held_shard:
+            self._own = self._memory(size)
+        peer_arena.mark(self._own, None, own)
+        self._shard = own
+        free = [buffer for shard, buffer in self._buffers.items() if shard not in held]
+        kept = {shard: each for shard, each in self._buffers.items() if shard in held}
+        self._buffers = {}
+        for shard in held:
+            size = self.offsets[shard][-1]
+            buffer = kept.get(shard)
+            if buffer is None or len(buffer) != size:
+                fit = next((n for n, each in enumerate(free) if len(each) == size), None)
+                buffer = (
+                    torch.empty(size, dtype=torch.uint8, device="cpu")
+                    if fit is None
+                    else free.pop(fit)
+                )
+            self._buffers[shard] = buffer
+
+    def learn(self, specs: dict[str, RowSpec]) -> None:
+        """Extend the layout to all tensors of the commit, including those of which this rank has no rows."""
+        if list(specs) != list(self.specs):
+            self.specs, self.layout = specs, as_layout(specs, self.layout.shards)
+            self.offsets = {shard: self.layout.offsets(shard) for shard in self.offsets}
+
+    def copy(self, shards: dict[str, LiveShard], commit: CommitId) -> int:
+        """Copy this rank's shard into the bank and mark it complete.
+
+        Blocks until the copy is done. Return its bytes.
+        """
+        shard = self._shard
+        tensors = [each.local.detach() for each in shards.values() if each.local.numel()]
+        buffer = self.buffer(shard)
+        viewed = (buffer.data_ptr(), len(buffer), [(t.shape, t.dtype, t.device) for t in tensors])
+        if viewed != self._viewed:
+            self._views = [
+                buffer[begin : begin + each.local.nbytes]
+                .view(each.local.dtype)
+                .view(each.local.shape)
+                for each, begin in zip(shards.values(), self.offsets[shard], strict=False)
+                if each.local.numel()
+            ]
+            self._viewed = viewed
+            self._host = HostCopy(tensors, self._views)
+        with torch.no_grad():
+            if all(each.device.type == "cpu" for each in tensors):
+                if tensors:
+                    self._host.run(tensors, [each.data_ptr() for each in tensors])
+            else:
+                torch._foreach_copy_(self._views, tensors)
+        peer_arena.mark(self._own, commit, shard)
+        return sum(each.nbytes for each in tensors)
+
+    def digest(self) -> int:
+        """Digest of 63 bits of the values of this rank's shard."""
+        return digest.digest((str(number), view) for number, view in enumerate(self._views))
+
+    def hold(self) -> Callable[[], None]:
+        """Keep this rank's shard unchanged while later commits are copied to other memory.
+
+        Returns:
+            A function that releases the shard; it can be called from any thread.
+        """
+        assert self._held_shard is None, "the shard is held already"
+        self._held_shard = self._own
+        return self._release_shard
+
+    def _release_shard(self) -> None:
+        held, self._held_shard = self._held_shard, None
+        if held is not None and held is not self._own:
+            self._spares.append(held)
+
+    def _memory(self, size: int) -> torch.Tensor:
+        with contextlib.suppress(IndexError):
+            while True:
+                spare = self._spares.pop()
+                if len(spare) == size:
+                    return peer_arena.keep(spare, self._number)
+        return peer_arena.allocate(size, self._number)
+
+    def own_rows(self) -> dict[str, tuple[RowSpec, torch.Tensor]]:
+        """Return the spec and this rank's rows of each tensor, by name."""
+        found, views = {}, iter(self._views)
+        shard = self._shard
+        for tensor, (name, spec) in zip(self.layout.tensors, self.specs.items(), strict=True):
+            some = len(self.layout.rows(tensor, shard)) * tensor.row_bytes
+            found[name] = spec, next(views) if some else spec.local(0, torch.device("cpu"))
+        return found
+
+    @property
+    def shard(self) -> int:
+        """Index of this rank's shard."""
+        return self._shard
+
+    def where(self) -> tuple[int, int]:
+        """Return the arena offset of this rank's shard with its header (-1: not in the arena) and its size in bytes."""
+        return peer_arena.offset_of(self._own), len(self._own)
+
+    def map_peer(self, shard: int, arena: PeerArena, offset: int, size: int) -> None:
+        """Record where another process on this host holds this shard of the commit."""
+        self.peers.setdefault(shard, []).append((arena, arena.view(offset, size)))
+
+    def lasting(self, commit: CommitId) -> list[int]:
+        """Return the shards of the commit that are complete in memory of other processes on this host.
+
+        A process may have been killed since; its memory remains mapped.
+        """
+        self.peers = {
+            shard: [each for each in there if peer_arena.is_whole(each[1], commit, shard)]
+            for shard, there in self.peers.items()
+        }
+        return [shard for shard, there in self.peers.items() if there]
+
+    def buffer(self, shard: int) -> torch.Tensor:
+        """Return all bytes of a shard as a uint8 tensor, from this bank or another process's bank on this host."""
+        if shard == self._shard:
+            return self._own[peer_arena.HEADER :]
+        held = self._buffers.get(shard)
+        return self.peers[shard][0][1][peer_arena.HEADER :] if held is None else held
+
+    def rows(self, move: ReshardingMove) -> torch.Tensor:
+        """Return the rows of a move, from a shard that this bank holds, as a uint8 tensor."""
+        tensor = self.layout.tensors[move.tensor]
+        first = self.layout.rows(tensor, move.shard).begin
+        if move.shard not in self.offsets:
+            self.offsets[move.shard] = self.layout.offsets(move.shard)
+        begin = self.offsets[move.shard][move.tensor] + (move.rows.begin - first) * tensor.row_bytes
+        return self.buffer(move.shard)[begin : begin + len(move.rows) * tensor.row_bytes]

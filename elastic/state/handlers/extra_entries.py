@@ -1,0 +1,113 @@
+"""Entries of a module's own ``state_dict()`` beside the registered tensors: quantized weights, counters, vocabularies.
+
+torch lets a class override ``state_dict`` and ``load_state_dict``, or the two methods beneath that save and load one
+module, or add hooks. What such a module adds is committed, restored and sent as Python values, and given back through
+the module's own loading. A module that added nothing when the model was taken over is not asked again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elastic.errors import StateMismatch
+
+Module = torch.nn.Module
+Entries = dict[str, dict[str, Any]]  # by the path of a module, then by key
+EXTRA = "_extra_state"  # torch's key for what get_extra_state() returns
+
+
+class ExtraEntries:
+    """The entries that modules of ``model`` add to its state dict."""
+
+    def __init__(self, model: Module) -> None:
+        self._askable: dict[str, Module] = {}
+        for path, module in model.named_modules():
+            if not _has_extra_entries(module) or self._inside(path):
+                continue
+            self._askable[path] = module
+            if not _added(module):
+                del self._askable[path]
+
+    def _inside(self, path: str) -> bool:
+        """An outer module's state dict holds those of the modules within."""
+        return any(
+            not above or path.startswith(f"{above}.")
+            for above, module in self._askable.items()
+            if _whole(module)
+        )
+
+    def present(self) -> Entries:
+        """As they are now; values may share memory with the module's."""
+        return {path: _added(module) for path, module in self._askable.items()}
+
+    def load(self, entries: Entries) -> None:
+        """Gives them back, beside the module's present tensors. Raises StateMismatch."""
+        for path, added in entries.items():
+            module = self._askable.get(path)
+            if module is None:
+                raise StateMismatch(
+                    f"the commit holds {', '.join(added)} of the module {path or 'itself'},"
+                    " whose state_dict() here has no such entry: all workers need the same model"
+                )
+            with torch.no_grad():
+                _load(module, _entries(module) | added)
+
+
+def _has_extra_entries(module: Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    return _whole(module) or type(module)._save_to_state_dict is not Module._save_to_state_dict
+
+
+def _whole(module: Module) -> bool:
+    """Whether what it adds is seen only in the state dict of it and all within it."""
+    return type(module).state_dict is not Module.state_dict or bool(module._state_dict_hooks)
+
+
+def _entries(module: Module) -> dict[str, Any]:
+    if _whole(module):
+        return dict(module.state_dict())
+    found: dict[str, Any] = {}
+    module._save_to_state_dict(found, "", keep_vars=False)
+    return found
+
+
+def _added(module: Module) -> dict[str, Any]:
+    registered = {
+        name: tensor
+        for tensors in (
+            module.named_parameters(remove_duplicate=False),
+            module.named_buffers(remove_duplicate=False),
+        )
+        for name, tensor in tensors
+    }
+    places = {each for tensor in registered.values() if (each := _place(tensor))}
+    return {
+        key: value
+        for key, value in _entries(module).items()
+        if key not in registered
+        and key.rpartition(".")[2] != EXTRA
+        and not (isinstance(value, torch.Tensor) and _place(value) in places)
+    }
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where its memory is; 0 if it has none of its own."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_mkldnn:
+        return 0
+    return tensor.data_ptr()
+
+
+def _load(module: Module, entries: dict[str, Any]) -> None:
+    if not _whole(module):
+        errors: list[str] = []
+        version = {"version": module._version}
+        module._load_from_state_dict(entries, "", version, False, [], [], errors)
+        if errors:
+            raise StateMismatch("; ".join(errors))
+    elif type(module).load_state_dict is Module.load_state_dict:
+        module.load_state_dict(entries, strict=False)
+    else:
+        module.load_state_dict(entries)

@@ -1,0 +1,134 @@
+"""Where a model's tensors are: by name, and again at the next commit without looking for them.
+
+Finding them means walking through all modules and making their names. A commit after every step can't afford that, so
+`StateStructure` keeps the way, and looks each time whether it is still the right one: the same modules, holding tensors
+under the same keys, shared in the same way. It refers to modules only: a tensor that is replaced is found in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+
+@dataclass
+class ModelTensors:
+    """A model's tensors by name. Shared modules and parameters appear once, under their first name."""
+
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent
+    transient: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent=False
+    absent: list[str] = field(default_factory=list)  # registered as None
+    persistent: list[str] = field(default_factory=list)  # names of buffers, None or not
+    aliases: dict[str, str] = field(default_factory=dict)  # tied parameters
+    owners: dict[str, tuple[torch.nn.Module, str]] = field(default_factory=dict)
+    extra: dict[str, torch.nn.Module] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.parameters.items()
+        yield from self.buffers.items()
+        yield from self.transient.items()
+
+
+def tensors_and_structure(model: torch.nn.Module) -> ModelTensors:
+    found = ModelTensors()
+    first: dict[int, str] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = prefix + key
+            if id(parameter) in first:
+                found.aliases[name] = first[id(parameter)]
+                continue
+            first[id(parameter)] = name
+            found.parameters[name] = parameter
+        unsaved = _unsaved(module)
+        for key, buffer in module._buffers.items():
+            name = prefix + key
+            found.owners[name] = module, key
+            if key not in unsaved:
+                found.persistent.append(name)
+            if buffer is None:
+                found.absent.append(name)
+            else:
+                (found.transient if key in unsaved else found.buffers)[name] = buffer
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            found.extra[path] = module
+    return found
+
+
+_registries_of = attrgetter("_modules", "_parameters", "_buffers")
+
+
+def plain(tensor: torch.Tensor) -> bool:
+    """Whether it is so many bytes at regular strides; a sparse or quantized one is copied as an object."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_mkldnn
+
+
+class StateStructure:
+    """A model without its tensors: `tensors` fetches those of the moment, or says that the model was rebuilt."""
+
+    def __init__(self, model: torch.nn.Module, anatomy: ModelTensors) -> None:
+        self.extra = anatomy.extra
+        named = dict(model.named_modules())
+        self.modules = list(named.values())
+        self._paths = list(named)
+        self._with_buffers = [module for module in self.modules if module._buffers]
+        # A module that says for itself what belongs to it, as scripted ones do, is asked each time.
+        self._lasting = all(
+            type(module).named_modules is torch.nn.Module.named_modules for module in self.modules
+        ) and all(
+            type(registry) is dict for module in self.modules for registry in _registries_of(module)
+        )
+        self._traits: list[Any] = []
+        self._places: list[tuple[str, int]] = []
+        if self._lasting:
+            self._traits, registered = self._look()
+            place = {id(value): number for number, value in enumerate(registered)}
+            self._places = [(name, place[id(tensor)]) for name, tensor in anatomy.tensors()]
+
+    def tensors(self) -> dict[str, torch.Tensor] | None:
+        """All tensors of the model by name, as `ModelTensors.tensors`. None: dissect it again."""
+        if not self._lasting:
+            return None
+        traits, registered = self._look()
+        if traits != self._traits:
+            return None
+        return {name: registered[number] for name, number in self._places}
+
+    def evaluating(self) -> tuple[str, ...]:
+        """Paths of the modules that are not in training mode."""
+        return tuple(
+            path
+            for path, module in zip(self._paths, self.modules, strict=True)
+            if not getattr(module, "training", True)  # frozen scripted ones have no mode
+        )
+
+    def _look(self) -> tuple[list[Any], list[Any]]:
+        """The objects that must be unchanged for the names to be valid, and all that is registered.
+
+        A tensor that is no longer there may have left its number (`id`) to a new one. That does no harm: whatever has
+        these numbers in this order has these names. Modules are kept, and so are theirs.
+        """
+        registries = list(chain.from_iterable(map(_registries_of, self.modules)))
+        registered = list(chain.from_iterable(map(dict.values, registries)))
+        traits = [
+            list(map(len, registries)),
+            list(chain.from_iterable(registries)),
+            list(map(id, registered)),
+            list(map(type, self.modules)),
+            [frozenset(_unsaved(module)) for module in self._with_buffers],
+        ]
+        return traits, registered
+
+
+def _unsaved(module: torch.nn.Module) -> Any:
+    """Keys of buffers registered with ``persistent=False``."""
+    return getattr(module, "_non_persistent_buffers_set", ())

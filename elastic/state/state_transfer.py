@@ -1,0 +1,391 @@
+"""Brings a whole state from one rank to the others of a group: one header, then the bytes of its tensors.
+
+Only broadcasts, in an order that follows from the header alone, so every rank makes the same calls whatever it thinks
+of the content: a receiver that can't use the state still drains it and raises afterwards, and disturbs nobody. Large
+tensors go straight from live tensor to live tensor; small ones travel packed together. What lies on root's GPU travels
+between GPUs, if every rank has one of its own to receive it on, and else through host memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from elastic.collectives import own_gpu
+from elastic.collectives.interface import Collectives, Op, Work
+from elastic.errors import Interrupted, Invalid, StateMismatch
+from elastic.failpoints import failpoint
+from elastic.state.handlers.python_values import dumps, loads
+from elastic.state.handlers.tensor_spec import Destination, TensorSpec
+from elastic.state.snapshots import change_detection, preallocated_memory
+from elastic.state.snapshots.snapshot import as_bytes
+
+PACK = 4 << 20  # bytes; tensors up to a quarter of it are packed into chunks of this size
+# Bytes; larger tensors go in pieces, because not every backend counts beyond 2**31.
+PIECE = 64 << 20
+WINDOW = 4  # broadcasts under way at once
+ALIGNMENT = 16  # bytes; so that a packed tensor of any dtype can be viewed in place
+DIFFERENCES = 5  # lines of a layout named in an error
+
+Key = tuple[str, str]  # part, tensor
+
+
+GroupOn = Callable[[torch.device], Collectives]
+# What goes over which group, from where.
+Road = tuple[Collectives, torch.device, dict[Key, TensorSpec]]
+
+CPU = torch.device("cpu")
+
+
+class TransferData(Protocol):
+    """The data to exchange: see `elastic.state.handlers.part.Part`."""
+
+    value: Any
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]: ...
+
+    def destinations(
+        self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
+    ) -> dict[str, torch.Tensor | Destination]: ...
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None: ...
+
+
+def transfer(
+    group: Collectives,
+    root: int,
+    parts: Mapping[str, TransferData],
+    values: dict[str, Any],
+    layout: str,
+    group_on: GroupOn | None = None,
+) -> tuple[int, dict[str, Any]]:
+    """Root sends, the others take over. Returns bytes copied, and root's ``values``.
+
+    ``group``: of tensors on the CPU. ``group_on``: makes the group of the same ranks on a GPU, called on all of them.
+
+    Raises StateMismatch, at a receiver only and after everything was received, if its layout differs or it can't read
+    the values; CollectiveFailed from the group; Invalid at root if a value can't be pickled.
+    """
+    if group.size == 1:
+        return 0, values
+    if group.rank == root:
+        return _send(group, root, parts, values, layout, group_on), values
+    return _receive(group, root, parts, layout, group_on)
+
+
+def _send(
+    group: Collectives,
+    root: int,
+    parts: Mapping[str, TransferData],
+    values: dict[str, Any],
+    layout: str,
+    group_on: GroupOn | None,
+) -> int:
+    structures: dict[str, Any] = {}
+    tensors: dict[Key, torch.Tensor | Destination] = {}
+    specs: dict[Key, TensorSpec] = {}
+    for name, part in parts.items():
+        structures[name], mine = part.pack()
+        for key, tensor in mine.items():
+            tensors[name, key] = tensor
+            specs[name, key] = TensorSpec.of(tensor)
+    content = _pickled(values, structures, _referred(parts))
+    header = pickle.dumps((layout, specs, content), protocol=pickle.HIGHEST_PROTOCOL)
+    length = torch.tensor([len(header)], dtype=torch.int64, device="cpu")
+    group.broadcast(length, root).wait()
+    group.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8), root).wait()
+    failpoint("state-copy")
+    moved, _ = _travel(_roads(group, specs, tensors, group_on), root, tensors)
+    return len(header) + moved
+
+
+def _receive(
+    group: Collectives,
+    root: int,
+    parts: Mapping[str, TransferData],
+    layout: str,
+    group_on: GroupOn | None,
+) -> tuple[int, dict[str, Any]]:
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
+    group.broadcast(length, root).wait()
+    header = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+    group.broadcast(header, root).wait()
+    theirs, specs, content = pickle.loads(header.numpy().tobytes())
+    try:
+        if theirs != layout:
+            raise StateMismatch(f"{difference(theirs, layout)}; start it with the same script")
+        values, structures = _unpickled(content, _referred(parts))
+        where = _destinations(parts, structures, specs)
+    except Interrupted:
+        raise
+    except Exception:
+        # The others count on this rank: it takes what they send, and only then gives up.
+        nowhere: dict[Key, torch.Tensor | Destination] = dict.fromkeys(specs, Destination.NOWHERE)
+        _travel(_roads(group, specs, nowhere, None), root, nowhere)
+        raise
+    # What the broadcasts write leaves no trace in the tensors' versions.
+    change_detection.notice()
+    failpoint("state-copy")
+    moved, fresh = _travel(_roads(group, specs, where, group_on), root, where)
+    with torch.no_grad():
+        for name, part in parts.items():
+            mine = {key: tensor for (of, key), tensor in fresh.items() if of == name}
+            part.place(structures[name], mine, None, restoring=False)
+    return len(header) + moved, values
+
+
+def _referred(parts: Mapping[str, TransferData]) -> dict[str, object]:
+    return {name: part.value for name, part in parts.items()}
+
+
+def _pickled(values: dict[str, Any], structures: Any, referred: dict[str, object]) -> bytes:
+    try:
+        return dumps((values, structures), "the state", referred)
+    except Exception:
+        for name, value in values.items():  # which one was it?
+            dumps(value, f"state.{name}", referred)
+        raise
+
+
+def _unpickled(content: bytes, referred: dict[str, object]) -> tuple[dict[str, Any], Any]:
+    try:
+        values, structures = loads(content, referred)
+    except Exception as error:
+        raise StateMismatch(
+            f"this worker can't read the world's Python values ({type(error).__name__}: {error});"
+            " do all workers run the same script?"
+        ) from error
+    return values, structures
+
+
+def _destinations(
+    parts: Mapping[str, TransferData], structures: Any, specs: dict[Key, TensorSpec]
+) -> dict[Key, torch.Tensor | Destination]:
+    if parts.keys() != structures.keys():
+        raise StateMismatch(
+            f"the world's state handles {sorted(structures)}, this worker's {sorted(parts)};"
+            " do all workers run the same script?"
+        )
+    where: dict[Key, torch.Tensor | Destination] = {}
+    for name, part in parts.items():
+        mine = {key: spec for (of, key), spec in specs.items() if of == name}
+        placed = part.destinations(structures[name], mine, restoring=False)
+        where.update({(name, key): place for key, place in placed.items()})
+    return where
+
+
+def difference(theirs: str, ours: str, they: str = "the world") -> str:
+    """Says what differs between two layouts."""
+    there, here = theirs.splitlines(), ours.splitlines()
+    only_there = [line for line in there if line not in set(here)][:DIFFERENCES]
+    only_here = [line for line in here if line not in set(there)][:DIFFERENCES]
+    said = []
+    if only_here:
+        said.append(f"this worker has {'; '.join(only_here)}")
+    if only_there:
+        said.append(f"{they} has {'; '.join(only_there)}")
+    what = ", ".join(said) or "the same tensors are in another order"
+    return f"this worker's state differs from that of {they}: {what}"
+
+
+# ---- tensors -------------------------------------------------------------------------------------
+
+
+def _roads(
+    group: Collectives,
+    specs: dict[Key, TensorSpec],
+    where: dict[Key, torch.Tensor | Destination],
+    group_on: GroupOn | None,
+) -> list[Road]:
+    """How the tensors travel: the same on every rank, because the ranks agree on it. Raises CollectiveFailed."""
+    on_gpu = {key: spec for key, spec in specs.items() if spec.device_type == "cuda"}
+    if not on_gpu:
+        return [(group, CPU, specs)]
+    device = None if group_on is None else _gpu(where)
+    gpus = torch.zeros(group.size, dtype=torch.int64, device="cpu")
+    gpus[group.rank] = 0 if device is None else _number_of(device, group.rank)
+    group.allreduce(gpus, Op.SUM).wait()
+    # NCCL needs a GPU for each rank.
+    if group_on is None or device is None or 0 in gpus or len(gpus.unique()) < group.size:
+        return [(group, CPU, specs)]
+    on_cpu = {key: spec for key, spec in specs.items() if key not in on_gpu}
+    return [(group, CPU, on_cpu), (group_on(device), device, on_gpu)]
+
+
+def _number_of(device: torch.device, rank: int) -> int:
+    """The same for the same GPU in all processes, as far as it can be known. Never 0."""
+    uuid = own_gpu.uuid(device).encode() or b"%d" % rank
+    return int.from_bytes(hashlib.blake2b(uuid, digest_size=7).digest(), "big") + 1
+
+
+def _gpu(where: dict[Key, torch.Tensor | Destination]) -> torch.device | None:
+    """This rank's; None if it has none, or tensors on several."""
+    if not torch.cuda.is_available():
+        return None
+    tensors = [each for each in where.values() if isinstance(each, torch.Tensor)]
+    devices = {each.device for each in tensors if each.is_cuda} or {own_gpu.device()}
+    if len(devices) > 1:
+        return None
+    device = devices.pop()
+    try:
+        own_gpu.meet(device)
+    except Invalid:  # its collectives were on another GPU
+        return None
+    return device
+
+
+def _travel(
+    roads: list[Road], root: int, where: dict[Key, torch.Tensor | Destination]
+) -> tuple[int, dict[Key, torch.Tensor]]:
+    """Root's ``where`` holds what it sends. Returns bytes moved, and the tensors allocated here."""
+    moved = 0
+    fresh: dict[Key, torch.Tensor] = {}
+    for group, device, specs in roads:
+        fresh.update(_exchange(group, device, root, specs, where))
+        moved += sum(spec.nbytes for spec in specs.values())
+    return moved, fresh
+
+
+def _exchange(
+    group: Collectives,
+    device: torch.device,
+    root: int,
+    specs: dict[Key, TensorSpec],
+    where: dict[Key, torch.Tensor | Destination],
+) -> dict[Key, torch.Tensor]:
+    """Exchange the tensors of one group. Returns the tensors allocated here."""
+    sending = group.rank == root
+    fresh: dict[Key, torch.Tensor] = {}
+    under_way: deque[tuple[Work, Callable[[], None]]] = deque()
+
+    def submit(block: torch.Tensor, arrived: Callable[[], None]) -> None:
+        under_way.append((group.broadcast(block, root), arrived))
+        if len(under_way) >= WINDOW:
+            finish_one()
+
+    def finish_one() -> None:
+        work, arrived = under_way.popleft()
+        work.wait()
+        if not sending:
+            arrived()
+
+    for keys in _packs(specs):
+        if len(keys) == 1:
+            key = keys[0]
+            block, arrived = _block(specs[key], where[key], device, fresh, key, sending)
+            for start in range(0, len(block), PIECE):
+                last = start + PIECE >= len(block)
+                submit(block[start : start + PIECE], arrived if last else _nothing)
+        else:
+            submit(*_packed(keys, specs, where, device, fresh, sending))
+    while under_way:
+        finish_one()
+    return fresh
+
+
+def _nothing() -> None:
+    pass
+
+
+def _packs(specs: dict[Key, TensorSpec]) -> Iterator[list[Key]]:
+    """Which tensors travel together: a function of the specs, so that all ranks agree."""
+    pack: list[Key] = []
+    filled = 0
+    for key, spec in specs.items():
+        if spec.nbytes * 4 > PACK:
+            yield [key]
+        elif spec.nbytes:
+            if filled + _aligned(spec) > PACK:
+                yield pack
+                pack, filled = [], 0
+            pack.append(key)
+            filled += _aligned(spec)
+    if pack:
+        yield pack
+
+
+def _aligned(spec: TensorSpec) -> int:
+    return -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _block(
+    spec: TensorSpec,
+    where: torch.Tensor | Destination,
+    device: torch.device,
+    fresh: dict[Key, torch.Tensor],
+    key: Key,
+    sending: bool,
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """The bytes to broadcast for one tensor, and what to do when they have arrived."""
+    if isinstance(where, torch.Tensor) and _direct(where, device):
+        return as_bytes(where), _nothing
+    if sending:
+        assert isinstance(where, torch.Tensor)
+        return as_bytes(where.to(device)), _nothing
+    new = where is Destination.NEW and device.type == "cpu"
+    staged = torch.empty(spec.shape, dtype=spec.dtype, device="meta" if new else device)
+    if new:
+        staged = preallocated_memory.empty_like(staged)
+    return as_bytes(staged), lambda: _deliver(staged, where, fresh, key)
+
+
+def _packed(
+    keys: list[Key],
+    specs: dict[Key, TensorSpec],
+    where: dict[Key, torch.Tensor | Destination],
+    device: torch.device,
+    fresh: dict[Key, torch.Tensor],
+    sending: bool,
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """The same for many small tensors, one after another in one block."""
+    block = torch.zeros(sum(_aligned(specs[key]) for key in keys), dtype=torch.uint8, device=device)
+    views: list[tuple[Key, torch.Tensor]] = []
+    start = 0
+    for key in keys:
+        spec = specs[key]
+        views.append((key, block[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)))
+        start += _aligned(spec)
+    if sending:
+        for key, view in views:
+            source = where[key]
+            assert isinstance(source, torch.Tensor)
+            view.copy_(source)
+
+    def arrived() -> None:
+        for key, view in views:
+            # Cloned, where it stays: a small tensor must not keep its whole block alive.
+            _deliver(
+                view.clone() if where[key] is Destination.NEW else view, where[key], fresh, key
+            )
+
+    return block, arrived
+
+
+def _deliver(
+    tensor: torch.Tensor,
+    where: torch.Tensor | Destination,
+    fresh: dict[Key, torch.Tensor],
+    key: Key,
+) -> None:
+    if isinstance(where, torch.Tensor):
+        with torch.no_grad():
+            where.copy_(tensor)
+    elif where is Destination.NEW:
+        fresh[key] = tensor
+
+
+def _direct(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a broadcast can read or write the tensor's own memory."""
+    return (
+        tensor.device == device
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )

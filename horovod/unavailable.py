@@ -1,0 +1,114 @@
+"""Errors of imports that are not provided, or not without another package."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+# Series of releases with which the tests were run.
+TESTED = {"tensorflow": ("2.21",), "keras": ("3.15",), "tf_keras": ("2.21",), "mxnet": ("1.9",)}
+
+
+_LAUNCHER = "this is part of Horovod's launcher; start jobs with horovodrun or horovod.run"
+_NATIVE = "no extension is compiled; its functions are those of horovod.torch, horovod.tensorflow or horovod.mxnet"
+_PRIVATE = (
+    "this is private to Horovod; use what horovod.tensorflow, horovod.keras or horovod.ray exports"
+)
+# Modules of Horovod 0.28.1 without a counterpart, and what to use instead. Their submodules are refused, too.
+INTERNALS = {
+    **dict.fromkeys(
+        [
+            *("runner.driver", "runner.gloo_run", "runner.http", "runner.js_run", "runner.mpi_run"),
+            *("runner.run_task", "runner.task", "runner.task_fn", "runner.util"),
+            *("runner.common.service.driver_service", "runner.common.service.task_service"),
+            *("runner.common.util.address", "runner.common.util.codec"),
+            *("runner.common.util.config_parser", "runner.common.util.host_hash"),
+            *("runner.common.util.hosts", "runner.common.util.network"),
+            *("runner.common.util.safe_shell_exec", "runner.common.util.settings"),
+            *("runner.common.util.tiny_shell_exec", "runner.elastic.constants"),
+            *("runner.elastic.driver", "runner.elastic.registration"),
+            *("runner.elastic.rendezvous", "runner.elastic.settings"),
+        ],
+        _LAUNCHER,
+    ),
+    **dict.fromkeys(
+        [
+            *("common.basics", "mxnet.mpi_lib", "tensorflow.mpi_lib"),
+            *("torch.mpi_lib", "torch.mpi_lib_v2"),
+        ],
+        _NATIVE,
+    ),
+    **dict.fromkeys(
+        [
+            *("_keras", "ray.adapter", "ray.driver_service"),
+            *("tensorflow.gradient_aggregation_eager", "tensorflow.util"),
+        ],
+        _PRIVATE,
+    ),
+}
+
+
+def refuse(front_end: str, instead: str) -> ImportError:
+    """Return the error for a missing front end: an ImportError, as scripts that try several front ends expect."""
+    return ImportError(
+        f"horovod.{front_end} is not provided by hvd-elastic, which trains models of PyTorch, TensorFlow,"
+        f" Keras and MXNet; {instead}",
+        name=f"horovod.{front_end}",
+    )
+
+
+class UnavailableModules(MetaPathFinder, Loader):
+    """Finds the modules of INTERNALS, and refuses to load them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, rest = fullname.partition(".")
+        known = package == "horovod" and rest in INTERNALS
+        return ModuleSpec(fullname, self) if known else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Raise ImportError."""
+        name = spec.name.partition(".")[2]
+        raise refuse(name, INTERNALS[name])
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Never called: `create_module` raises."""
+
+
+def refuse_internals() -> None:
+    """Add a finder that refuses INTERNALS with advice. Other finders are asked first."""
+    if not any(isinstance(finder, UnavailableModules) for finder in sys.meta_path):
+        sys.meta_path.append(UnavailableModules())
+
+
+def need_keras(front_end: str) -> None:
+    """Import the Keras that this process uses; otherwise as `need`."""
+    from elastic.rendezvous import environment
+
+    need("tf_keras" if environment.legacy_keras() else "keras", front_end)
+
+
+def need(package: str, front_end: str) -> None:
+    """Import a framework. Raises ImportError that names the extra to install; warns about an untested release."""
+    try:
+        module = importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != package:
+            raise
+        what = "tf-keras" if package == "tf_keras" else f"'hvd-elastic[{package}]'"
+        raise ImportError(
+            f"{front_end} needs {package}, which is not installed; run: pip install {what}",
+            name=package,
+        ) from error
+    version = str(module.__version__)
+    if not any(version.startswith(f"{series}.") for series in TESTED[package]):
+        warnings.warn(
+            f"{front_end} was tested with {package} {', '.join(TESTED[package])}, and not with {version}",
+            stacklevel=3,
+        )

@@ -1,0 +1,104 @@
+"""Exceptions of workers: the first of a kind is shown once, the others are counted."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from elastic.driver.monitoring.stacks import TRAINING
+from elastic.driver.processes.stderr_tail import DiagnosticLines, StderrTails, TracebackLedger
+from elastic.protocol.messages import Worker
+from elastic.protocol.uncaught.sending import TrainingThread, Uncaught
+from harness.golden import recorded
+
+A, B = Worker("h", 0), Worker("h", 1)
+BAD = Uncaught("d1", "ValueError: bad", "folded\n", "whole\n", "train.py:3")
+OTHER = msgspec.structs.replace(BAD, digest="d2", summary="KeyError: 'x'")
+LOST = Uncaught("d3", "PeerLost: h:0", "folded\n", "whole\n", "train.py:9", peer=True)
+
+
+def encoded(uncaught: Uncaught) -> bytes:
+    return msgspec.json.encode(uncaught) + b"\n"
+
+
+def test_first_of_many_exceptions_is_shown_and_the_others_share_a_line():
+    ledger = TracebackLedger()
+    assert ledger.add("3", BAD) == "folded\n"
+    assert [ledger.add(str(rank), BAD) for rank in (0, 1, 2, 5, 7, 8)] == [""] * 6
+    [line] = ledger.rest()
+    assert "6 more" in line and "0-2, 5, 7, 8" in line and BAD.summary in line
+    assert ledger.rest() == [], "said once"
+    assert ledger.add("9", OTHER) == "folded\n", "another exception"
+
+
+def test_workers_that_lost_a_peer_share_a_line():
+    ledger = TracebackLedger()
+    assert [ledger.add(str(rank), LOST) for rank in (0, 2, 3)] == ["", "", ""]
+    assert ledger.add("1", BAD) == "folded\n"
+    [line] = ledger.rest()
+    assert "0, 2, 3" in line and LOST.line in line and LOST.summary not in line
+    assert ledger.add("0", LOST) == ""
+    assert ledger.shown == 1
+
+
+def test_stopped_job_does_not_report_lost_peers():
+    ledger = TracebackLedger()
+    ledger.stopped = True
+    assert ledger.add("0", LOST) == "" and ledger.rest() == []
+    assert ledger.add("1", BAD) == "folded\n"
+
+
+def test_lost_peers_are_reported_without_another_exception():
+    ledger = TracebackLedger()
+    ledger.add("0", LOST)
+    assert LOST.summary in ledger.rest()[0]
+
+
+def test_verbose_shows_whole_tracebacks_including_lost_peers():
+    ledger = TracebackLedger(verbose=True)
+    assert [ledger.add("0", BAD), ledger.add("1", LOST), ledger.add("2", BAD)] == [
+        "whole\n",
+        "whole\n",
+        "",
+    ]
+
+
+def test_workers_without_a_rank_are_named_by_their_slots():
+    ledger = TracebackLedger()
+    for name in ("0", "h:2", "h:1"):
+        ledger.add(name, BAD)
+    assert "h:1, h:2" in ledger.rest()[0]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 1000])
+def test_record_that_arrives_in_pieces_is_reassembled(cut):
+    lines, data = DiagnosticLines(), b"a line of stacks\n" + encoded(BAD) + encoded(OTHER)
+    found = [each for at in range(0, len(data), cut) for each in lines.add(A, data[at : at + cut])]
+    assert found == [b"a line of stacks", BAD, OTHER]
+
+
+def test_training_thread_is_named_in_the_stacks_of_its_worker():
+    lines = DiagnosticLines()
+    training = msgspec.json.encode(TrainingThread(0x7F0A)) + b"\n"
+    headers = [
+        b"%s 0x%016x (most recent call first):" % each
+        for each in [(b"Thread", 0x7F0B), (b"Thread", 0x7F0A), (b"Current thread", 0x7F0A)]
+    ]
+    found: list = lines.add(A, training + b"\n".join(headers) + b"\n")
+    assert [line.partition(b" 0x")[0] for line in found] == [b"Thread"] + [TRAINING.encode()] * 2
+    assert lines.add(B, headers[1] + b"\n") == [headers[1]]
+
+
+def test_invalid_record_is_an_ordinary_line():
+    assert DiagnosticLines().add(A, b'{"digest": 3}\n{\n') == [b'{"digest": 3}', b"{"]
+
+
+def test_last_output_of_a_worker_contains_its_exception_in_order():
+    tails = StderrTails()
+    tails.add(A, "stderr", b"first\n")
+    tails.add(A, "diagnostics", encoded(BAD))
+    tails.add(A, "stdout", b"not this\n")
+    tails.add(B, "stderr", b"other\n")
+    recorded("messages", tails.of(A))
+    tails.drop(A)
+    assert tails.of(A) == ""
