@@ -16,17 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from elastic.protocol.messages import Commit
 
-# Incremented if older versions cannot read the format. Format 1 had no checksums of manifests; 1 and 2 had a SHA-256 of
-# each file. Format 4 is written if tensors are stored by rows, else format 3.
-FORMAT = 4
-FORMAT_WITHOUT_ROWS = 3
+FORMAT = 1  # incremented if older releases cannot read the format
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 PICKLED = "python.pkl"
@@ -54,15 +50,11 @@ def parse(folder: str) -> CommitName | None:
     return None if found is None else CommitName(*map(int, found.groups()))
 
 
-class StoredFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Size and checksum of a file.
-
-    ``blocks``: checksum of `files.checked` in hexadecimal; older formats have ``sha256``.
-    """
+class StoredFile(msgspec.Struct, frozen=True):
+    """Size and checksum of a file. ``blocks``: checksum of `files.checked` in hexadecimal."""
 
     bytes: int
-    blocks: str = ""
-    sha256: str = ""
+    blocks: str
 
 
 class StoredRows(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -241,16 +233,10 @@ def _check_format(content: bytes, what: str) -> None:
         raise NewerFormat(
             f"it was written by a newer version (format {version}, this one reads up to {FORMAT})"
         )
-    if version >= 2:
-        last = _CHECKSUM.search(content)
-        body = content[: last.start()] + b"}" if last else content
-        if last is None or hashlib.sha256(body).hexdigest().encode() != last[1]:
-            raise UnreadableCommit(f"its {what} is damaged: its checksum differs")
-
-
-def format_of(tensors: Sequence[StoredTensor]) -> int:
-    """Return the oldest format that can represent the tensors."""
-    return FORMAT if any(each.rows is not None for each in tensors) else FORMAT_WITHOUT_ROWS
+    last = _CHECKSUM.search(content)
+    body = content[: last.start()] + b"}" if last else content
+    if last is None or hashlib.sha256(body).hexdigest().encode() != last[1]:
+        raise UnreadableCommit(f"its {what} is damaged: its checksum differs")
 
 
 def missing(manifest: Manifest, sizes: dict[str, int]) -> str:

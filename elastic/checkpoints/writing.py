@@ -71,7 +71,7 @@ def write_share(
         files[file] = out.stored()
     generators = None if held.random is None else to_plain(held.random)
     odd = sorted(not_finite(held)) if held.is_sharded else []
-    share = Share(manifest.format_of(tensors), rank, size, files, tensors, generators, odd)
+    share = Share(manifest.FORMAT, rank, size, files, tensors, generators, odd)
     failpoint("durable-share")
     storage.write(f"{name}/share-{rank}.json", manifest.encoded(share))
 
@@ -169,7 +169,7 @@ def seal(
         content = dumps(pickled, "the state", held.referred())
         files[manifest.PICKLED] = storage.write(f"{name}/{manifest.PICKLED}", content)
     whole = Manifest(
-        format=manifest.format_of(tensors),
+        format=manifest.FORMAT,
         name=name,
         size=size,
         written_at=time.time(),

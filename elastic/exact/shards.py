@@ -432,10 +432,7 @@ class Shards:
         self.abandon()
         self.gradients = {}
         self.step, self.inexact_since = saved["step"], saved["inexact_since"]
-        if "generators" in saved:
-            generators.set_state(saved["generators"])
-        else:  # a checkpoint of an older version
-            self._between_steps()
+        generators.set_state(saved["generators"])
 
 
 def _begin_to_draw(seed: int, step: int, shard: int) -> None:

@@ -1,7 +1,7 @@
 """Files of a checkpoint that are counted and checksummed while they are written.
 
 The checksum of a file is the SHA-256 of the CRC-32s of its 4 MiB blocks. It detects damage and is computed at memory
-speed. Older formats used a SHA-256 of all bytes.
+speed.
 
 On a local disk, files are written past the page cache in a single pass, which leaves the processor time and memory of a
 copy there to training. Without the C++ library, or on a file system without O_DIRECT, files are written through the
@@ -67,12 +67,12 @@ class Check:
     """Check that the bytes of a file, given in order, are those that were written."""
 
     def __init__(self, stored: StoredFile) -> None:
-        self._wanted = stored.blocks or stored.sha256
-        self._found: Any = BlockSums() if stored.blocks else hashlib.sha256()
+        self._wanted = stored.blocks
+        self._found = BlockSums()
         self.update = self._found.update
 
     def passed(self) -> bool:
-        return bool(self._found.hexdigest() == self._wanted)
+        return self._found.hexdigest() == self._wanted
 
 
 class CheckedFile:

@@ -185,18 +185,16 @@ class ModelStateHandler(Part):
         for path, state in structure["extra"].items():
             if path in anatomy.extra:
                 anatomy.extra[path].set_extra_state(state)
-        if "own" in structure:  # not in checkpoints of older versions
-            self._own_entries.load(structure["own"].tensors)
+        self._own_entries.load(structure["own"].tensors)
         frozen = {*structure["frozen"]}
         for name in structure["names"]["parameters"]:
             live = anatomy.parameters.get(name)
             if live is not None and live.requires_grad == (name in frozen):
                 live.requires_grad_(name not in frozen)
-        if "evaluating" in structure:  # not in checkpoints of older versions
-            evaluating = {*structure["evaluating"]}
-            for path, module in self.model.named_modules():
-                if getattr(module, "training", None) == (path in evaluating):
-                    module.training = path not in evaluating
+        evaluating = {*structure["evaluating"]}
+        for path, module in self.model.named_modules():
+            if getattr(module, "training", None) == (path in evaluating):
+                module.training = path not in evaluating
         for parameter in anatomy.parameters.values():
             parameter.grad = None
 
@@ -246,9 +244,8 @@ def described(structure: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any
     found |= {alias: here[name] for alias, name in names["aliases"].items() if name in here}
     for path, extra in structure["extra"].items():
         found[f"{path}.{EXTRA}" if path else EXTRA] = extra
-    if "own" in structure:
-        for path, added in structure["own"].tensors.items():
-            found |= {f"{path}.{key}" if path else key: value for key, value in added.items()}
+    for path, added in structure["own"].tensors.items():
+        found |= {f"{path}.{key}" if path else key: value for key, value in added.items()}
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from elastic.checkpoints import catalog, loading, manifest, row_ranges, writing
+from elastic.checkpoints import catalog, loading, row_ranges, writing
 from elastic.checkpoints.files import row_file
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import CommitName, Manifest, UnreadableCommit
@@ -63,7 +63,7 @@ def test_rows_of_any_number_of_ranks_are_read_by_any_other(
     monkeypatch.setattr(row_ranges, "PIECE", 50)  # a row, or some
     storage, state = Storage(str(tmp_path)), trained(2)
     found = written_by(storage, state, NAME, writers)
-    assert found.format == manifest.FORMAT and found.sharded
+    assert found.sharded
     assert catalog.verify(storage, found) == ""
     whole, right = read_by(storage, found, readers), parameters(state)
     assert whole.keys() == right.keys()
@@ -79,17 +79,6 @@ def test_replicated_tensors_and_values_are_loaded_as_of_any_state(tmp_path: Any)
     assert torch.equal(other.model[1].running_mean, state.model[1].running_mean)
     assert (other.step, other.best) == (state.step, state.best)
     assert torch.equal(other.model[0].weight, weight), "rows are read by `read_rows`"
-
-
-def test_a_state_that_is_not_sharded_is_written_in_the_format_that_older_versions_read(
-    tmp_path: Any,
-):
-    from elastic.state.state import hold
-
-    storage, state = Storage(str(tmp_path)), trained(2)
-    held = hold(state)
-    writing.write_share(storage, NAME, held, 0, 1, lambda: None)
-    assert writing.seal(storage, NAME, held, 1, lambda: None).format == manifest.FORMAT_WITHOUT_ROWS
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
