@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Most of the installed modules are never imported; the others are compiled at their first import.
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt
 
-.PHONY: help install needs golden journals check-prose check-types check-worker-tests check-other-tests native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels bench bench-ray mxnet soak matrix hosts clean
+.PHONY: help install needs golden journals check-prose check-types check-worker-tests check-other-tests native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels release bench bench-ray mxnet soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "make docs      build the site of docs/ into out/site; a broken link is an error"
 	@echo "make wheel     build a wheel into dist/, with the C++ library if there is a compiler"
 	@echo "make wheels    build manylinux wheels for x86-64 and aarch64 into dist/: a download of 100 MB"
+	@echo "make release   build and check sdist and wheel in dist/release, and train with the wheel"
 	@echo "make bench     run all benchmarks, with a table each"
 	@echo "make bench-ray compare the loss of a Ray node with Ray Train; 50 kills: 15 minutes"
 	@echo "make soak      train under random faults for MINUTES=20, and check for leaks: docs/soak.md"
@@ -248,6 +249,21 @@ wheels: $(STAMP)
 	    $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel-$$arch . && \
 	  PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --plat auto --wheel-dir dist build/wheel-$$arch/*.whl || exit 1; done
 	@ls dist/*manylinux*.whl
+
+# What is uploaded: the wheel is built from the sdist, so that no file is missing there. Then README's first script runs
+# where nothing but the wheel and its dependencies is installed.
+RELEASE := build/release
+release: $(STAMP)
+	rm -rf dist/release $(RELEASE)
+	@$(PIP_INSTALL) build twine
+	$(BIN)/python -m build --no-isolation --outdir dist/release .
+	$(BIN)/python -m twine check --strict dist/release/*
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt dist/release/*.whl
+	awk '/^```python/ { inside = 1; next } /^```/ && inside { exit } inside' README.md > $(RELEASE)/train.py
+	cd $(RELEASE) && PATH="$$PWD/bin:$$PATH" PYTHONPATH= bin/elasticrun -np 2 --min-np 1 python train.py
+	@$(RELEASE)/bin/elasticrun --version
+	@ls dist/release
 
 bench: $(READY)
 	@for name in allreduce step memory hierarchy elasticity commit commit_every_step recovery join notice reinit negotiation timeline \
