@@ -13,7 +13,7 @@ import horovod.keras
 hvd: Any = horovod.keras
 
 
-class Batches(keras.utils.PyDataset):
+class Batches(keras.utils.PyDataset):  # type: ignore[misc]
     def __len__(self):
         return 50
 

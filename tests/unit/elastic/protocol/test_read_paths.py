@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
         ("open('result.txt', 'ab')", set(), set()),
         ("import sys; sys.path.insert(0, '.'); import module", set(), set()),
         (
-            "from elastic.checkpoints import finished; finished.signature('data/a.csv')",
+            "from elastic.checkpoints import finished_training as finished; finished.signature('data/a.csv')",
             set(),
             set(),
         ),

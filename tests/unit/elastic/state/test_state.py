@@ -35,6 +35,9 @@ class FakeRuntime:
         self.commits.committed.side_effect = lambda: self.said.append("committed")
         self.commits.check.side_effect = self._check
 
+    def settle(self) -> None:
+        self.said.append("settle")
+
     def _check(self) -> None:
         self.said.append("check")
         if self.change is not None:
@@ -135,7 +138,7 @@ def test_commit_saves_first_and_looks_at_changes_after(rt):
     rt.change = WorldChanging("planned")
     with pytest.raises(WorldChanging):
         state.commit()
-    assert rt.said == ["committed", "check"]
+    assert rt.said == ["settle", "committed", "settle", "check"]
     assert rt.account.part == "training" and rt.account.times(rt.account._since).committing > 0
     state.batch = 2
     state.restore()
@@ -147,7 +150,7 @@ def test_check_host_updates_saves_nothing(rt):
     state.batch = 1
     state.on_hosts_updated(17.0, 2)
     state.check_host_updates()
-    assert rt.said == ["check"]
+    assert rt.said == ["settle", "check"]
     assert state._last_updated_timestamp == 17.0
     assert state._host_messages.empty()
     state.restore()

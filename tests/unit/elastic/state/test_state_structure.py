@@ -173,7 +173,7 @@ def test_a_model_that_stays_is_not_dissected_again(monkeypatch):
         raise AssertionError("looked for again")
 
     monkeypatch.setattr(state_structure, "tensors_and_structure", refuse)
-    monkeypatch.setattr("elastic.state.handlers.model_state.dissect", refuse)
+    monkeypatch.setattr("elastic.state.handlers.model_state.tensors_and_structure", refuse)
     monkeypatch.setattr(optimizer_state, "entries_of", refuse)
     optimizer.step()
     state.commit()
