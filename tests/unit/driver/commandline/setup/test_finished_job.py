@@ -151,7 +151,7 @@ def test_changed_data_named_by_the_command_means_not_finished(folder, words):
 
 @pytest.mark.parametrize(("holds", "finished"), [("", True), ("data.bin", False)])
 def test_named_folder_that_gains_a_file_is_for_results_only_if_it_was_empty(
-    folder, holds, finished_training
+    folder, holds, finished
 ):
     (folder / "named").mkdir()
     if holds:
@@ -162,7 +162,7 @@ def test_named_folder_that_gains_a_file_is_for_results_only_if_it_was_empty(
     (folder / "named/more.bin").write_bytes(b"results, or more data")
     commit(LAST)
     returned(LAST)
-    assert job.has_finished(LAST.run) is finished_training
+    assert job.has_finished(LAST.run) is finished
 
 
 def test_other_arguments_flags_environment_or_folders_are_another_job(folder, monkeypatch):
