@@ -27,6 +27,10 @@ class LivenessProbes:
         """Probe the standbys when a gathering begins."""
         self.asked, self.by = set(standbys), None
 
+    def wait_for_others(self) -> None:
+        """Record that other workers are awaited again: the time for an answer has not begun."""
+        self.by = None
+
     def heard(self, worker: Worker) -> None:
         """Record an answer, possibly late, or the exit of a process."""
         self.asked.discard(worker)

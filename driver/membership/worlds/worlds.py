@@ -144,9 +144,8 @@ class Worlds:
         awaited = self.staff.starting()
         if self.members and not self.gathering.anew:
             awaited = self.gathering.awaited(self.roster)
-        if next(awaited, None) is not None:
-            return
-        if self.gathering.whole and self.staff.some_return():
+        if next(awaited, None) is not None or (self.gathering.whole and self.staff.some_return()):
+            self.signs.wait_for_others()
             return
         if self.signs.awaited(self.now):
             return

@@ -12,6 +12,7 @@ from elastic.driver.membership.snapshot import restore_snapshot, take_snapshot
 from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
+from elastic.protocol.messages import Commit
 from harness.conversation import (
     MembershipConversation,
     disconnected,
@@ -217,3 +218,12 @@ def test_successor_driver_knows_the_silent_standbys():
     talk.wait(0.1)
     talk.m = restore_snapshot(take_snapshot(talk.m), talk.m.settings)
     assert talk.m.worlds.signs.silent == {worker("h:2")}
+
+
+def test_probe_of_a_standby_has_no_deadline_while_a_replacement_starts():
+    """The standby is stopped. All members are killed, and a slot is free once the first of them has exited."""
+    talk = with_standby(2, restarts=1)
+    talk.stopped.add("h:2#1")
+    talk.tell(events.ReplicasSpoilt(2, Commit(2, 5), [worker("h:1")]))
+    assert names(talk.tell(exited("h:0"))) == ["h:0#2"]
+    assert not has(events.PublishWorld, talk.wait(1.0))
