@@ -155,7 +155,8 @@ def test_each_backend(job, backend):
 @pytest.mark.skipif(importlib.util.find_spec("tf_keras") is None, reason="needs tf-keras")
 def test_legacy_keras(job):
     script = Path(__file__).with_name("in_legacy_keras.py")
-    running = job("-np 2", ["python", script], env={**ENV, "TF_USE_LEGACY_KERAS": "1"})
+    env = {**ENV, "TF_USE_LEGACY_KERAS": "1", "PYTHONPATH": str(script.parents[1])}
+    running = job("-np 2", ["python", script], env=env)
     running.succeed(PATIENCE_S)
     passed = {m[1] for line in running.lines if (m := re.search(r"passed (test_\w+)", line))}
     assert passed == set(behaviours.of("in_legacy_keras"))
