@@ -41,7 +41,7 @@ def test_many_seeds(first: int):
 @pytest.mark.parametrize(
     ("where", "name", "bug"),
     [
-        (simulated_shards, "BankCycle", planted_shards.WritesOverTheBase),
+        (simulated_shards, "DoubleBuffer", planted_shards.WritesOverTheBase),
         (shard_inventory, "newest_whole", planted_shards.takes_stale_shards),
         (placement, "place_copies", planted_shards.copies_on_the_owners_host),
         (simulated_shards, "sender", planted_shards.sends_from_a_rank_of_another_shard),

@@ -181,7 +181,7 @@ def test_memory_of_another_user_is_not_accessible(offering):
         "owner, offer = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=tuple[Identity, Shareable])\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "try: neighbours.open_peer(owner, offer)\n"
-        "except neighbours.Unreachable as error: print(type(error.__cause__).__name__)\n"
+        "except neighbours.PeerMemoryUnavailable as error: print(type(error.__cause__).__name__)\n"
     )
     told = msgspec.msgpack.encode((offering.owner, offering.offer)).hex()
     asked = subprocess.run(

@@ -297,8 +297,8 @@ def test_drivers_own_lines_are_written():
 def test_no_file_gets_the_descriptor_of_a_closed_standard_stream():
     """Otherwise output for stderr would be written to the file."""
     script = (
-        "import os, sys; from elastic.driver.processes.console import stand_in_for_closed;"
-        "stand_in_for_closed(); opened = os.open('/dev/null', os.O_RDONLY);"
+        "import os, sys; from elastic.driver.processes.console import replace_closed_streams;"
+        "replace_closed_streams(); opened = os.open('/dev/null', os.O_RDONLY);"
         "sys.stderr.write('lost'); sys.stderr.flush(); print(opened, os.get_inheritable(2))"
     )
     command = ["/bin/sh", "-c", 'exec "$0" -c "$1" <&- 2>&-', sys.executable, script]
