@@ -112,7 +112,7 @@ def impossible(cell: Cell) -> str:
     """Return why a cell is not possible; empty if it is."""
     victim, fault, phase = cell.victim, cell.fault, cell.phase
     if victim == AGENT:
-        return "the agent of this machine is part of the driver's process: see driver"
+        return "the agent of this machine runs in the driver's process; see `driver`"
     if victim == DRIVER:
         return _impossible_for_driver(fault)
     if phase == COPY and victim in (MIDDLE, LAST, ALL_BUT_ONE):

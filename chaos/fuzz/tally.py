@@ -44,7 +44,7 @@ def memory() -> int:
 def table(tallies: list[Tally]) -> Table:
     shown = Table(box=box.SIMPLE_HEAD)
     shown.add_column("what was fed")
-    shown.add_column("how it was spoilt")
+    shown.add_column("how it was corrupted")
     for name in ("tried", "taken", "refused"):
         shown.add_column(name, justify="right")
     for tally in tallies:

@@ -38,7 +38,7 @@ def join(parts: Sequence[Path], into: Path) -> None:
             machine = Membership(each.settings)
         if later is not None:
             if later.start is None:
-                raise Invalid(f"{parts[number + 1]} does not go on from another journal")
+                raise Invalid(f"{parts[number + 1]} does not continue another journal")
             entries = entries[: _shared(machine, entries, later.start, parts[number + 1])]
         lines += [encoded(entry) for entry in entries]
     into.write_bytes(b"".join(lines))

@@ -55,7 +55,7 @@ class ScenarioMeasurement:
         if mark.failed is not None and seen.failed > mark.failed:
             found.append(f"{seen.failed} steps failed, allowed are {mark.failed}")
         if mark.adopted_ms is not None and self.adopted_ms is None:
-            found.append("no other driver went on with the job")
+            found.append("no other driver took over the job")
         elif mark.adopted_ms is not None and (self.adopted_ms or 0.0) > mark.adopted_ms:
             found.append(f"adoption took {self.adopted_ms:.0f} ms")
         if mark.interrupted is not None and seen.interrupted is not mark.interrupted:

@@ -250,7 +250,7 @@ def check_flips(plan: Plan, settings: Settings) -> None:
             " workers"
         )
     if SPOILS_FILE in plan.kinds() and not Storage(settings.env[DIR]).local:
-        raise Invalid(f"{SPOILS_FILE} needs a local folder: give --checkpoint-dir one")
+        raise Invalid(f"{SPOILS_FILE} needs a local folder: pass one with --checkpoint-dir")
     if RULES in os.environ:
         raise Invalid(f"{RULES} is set, but flipping bits needs it: unset it")
 

@@ -159,7 +159,7 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
     elif noticed:
         outcome.outcome = f"noticed by {noticed[0][1].value}; it continued afterwards"
     elif each.kind == "slow":
-        outcome.outcome = "training went on, slower"
+        outcome.outcome = "training continued, slower"
     else:
         outcome.outcome = "the other workers waited, and it continued afterwards"
     return outcome

@@ -137,7 +137,7 @@ class Invariants:
         if at < before:
             self.job.broken("TIME", f"the line before was at {before:.3f}")
         if self._resumed_at:
-            what = f"the driver that goes on from line {self._resumed_at} does not say so first"
+            what = f"the driver that resumes from line {self._resumed_at} does not record it first"
             self.job.must(isinstance(event, DriverRestarted), "ONE DRIVER", what)
             self._resumed_at = 0
         self.job.repeating = isinstance(event, REPEATS)
@@ -156,7 +156,7 @@ class Invariants:
     def raised(self, error: str) -> None:
         """Report that handling the last event raised an exception."""
         self.job.broken(
-            "THE END", f"the driver raised {error}, expected it to go on or to end the job"
+            "THE END", f"the driver raised {error}, expected it to continue or to end the job"
         )
 
     def finish(self, *, ended: bool = True) -> None:
@@ -340,8 +340,8 @@ def check_journal(path: Path, *, samples: int = 0, ended: bool = True) -> Summar
     found = recording(path)
     if found.start is not None:
         raise Invalid(
-            f"{str(path)!r} begins in the middle of a job, so that it can be replayed, but not be checked;"
-            " give the journal of its first driver"
+            f"{str(path)!r} begins in the middle of a job, so it can be replayed but not checked;"
+            " pass the journal of its first driver"
         )
     invariants = Invariants(found.settings, samples=samples)
     invariants.begun(found.header.writer)

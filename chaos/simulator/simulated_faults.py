@@ -185,7 +185,7 @@ def spoil_all(sim: SimulatedJob) -> None:
     if not committed:
         return
     process = sim.clock.random.choice(committed)
-    sim.note(f"a bit flips in the memory of {process.worker}, and has spoilt all")
+    sim.note(f"a bit flip in the memory of {process.worker} corrupted all replicas")
     commit = process.recovery.newest
     spoilt = ReplicasSpoilt(generation, commit, [process.worker], 2)
     driver.hear(spoilt)

@@ -182,9 +182,7 @@ class NameList(argparse.Action):
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
         names = [name.strip() for name in values.split(",") if name.strip()]
         if not names:
-            raise argparse.ArgumentError(
-                self, "names nothing: pass one name, or several, as in a,b"
-            )
+            raise argparse.ArgumentError(self, "contains no name: pass one, or several, as in a,b")
         setattr(options, self.dest, [*(getattr(options, self.dest) or []), *names])
 
 

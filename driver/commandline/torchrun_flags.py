@@ -113,7 +113,7 @@ class TorchrunFlags:
     nproc_per_node: str | None = flag(
         "--nproc-per-node --nproc_per_node",
         "N",
-        "Workers per host: a number, or one per core (cpu), GPU (gpu), or GPU else core (auto).",
+        "Workers per host: a number, cpu (one per core), gpu (one per GPU) or auto (one per GPU, else per core).",
         _per_host,
     )
     nnodes: tuple[int, int] | None = flag(

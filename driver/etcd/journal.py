@@ -91,7 +91,7 @@ class EtcdArchive:
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> EtcdJournal:
         if self._next is None:
-            raise RuntimeError("the store was not read before")
+            raise RuntimeError("read the store first")
         journal = EtcdJournal(self._leader, self._folder, header, header.writer, policy)
         await journal.replace([*self._obsolete, *self._counting], self._next)
         return journal
@@ -100,7 +100,7 @@ class EtcdArchive:
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> EtcdJournal:
         if self._next is None:
-            raise RuntimeError("the store was not read before")
+            raise RuntimeError("read the store first")
         journal = EtcdJournal(
             self._leader, self._folder, past.header, writer, policy, entries=past.replayed
         )

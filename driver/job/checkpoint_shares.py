@@ -4,7 +4,7 @@
     ShareWritten from all     --> SealCheckpoint to rank 0 --> CheckpointWritten --> CheckpointDone to all
     ShareDropped from one     --> DropCheckpoint to all
     replicas that differ      --> DropCheckpoint to all, ReplicaCorrupted or ReplicasDiffer
-    NotFinite from all        --> Spoilt, if they differed before
+    NotFinite from all        --> ReplicasCorrupted, if they differed before
 
 The state is that of one world: checkpoints not completed in it are dropped. It does not have to survive the driver,
 since ranks repeat unanswered messages until the next driver receives them.

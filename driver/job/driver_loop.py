@@ -596,7 +596,7 @@ class Driver:
         return None
 
     def _news(self, text: str) -> Line:
-        """A line of the log; a repetition, as after each of thousands of reconnections, gets level debug."""
+        """Log a line; repetitions, as after each of thousands of reconnections, are logged at level debug."""
         level = "debug" if text == self._said_last else "info"
         self._said_last = text
         return (level, text)

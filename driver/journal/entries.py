@@ -72,7 +72,7 @@ class Header(msgspec.Struct, frozen=True):
         """
         if self.journal == ABANDONED:
             raise Invalid(
-                "its driver could not write it completely, as on a full disk, so it can't be resumed: start a new"
+                "its driver could not write all of it (is the disk full?), so it can't be resumed: start a new"
                 " job with --fresh"
             )
         if self.journal != FORMAT:

@@ -35,7 +35,7 @@ class RecordJournal(Journal, Generic[R]):
         """Wait until all recorded entries are in the store.
 
         Raises:
-            Deposed: another driver leads, so the entries must not be acted upon.
+            LeadershipLost: another driver leads, so the entries must not be acted upon.
         """
         async with self._settling:
             while self.waiting:

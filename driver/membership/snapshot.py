@@ -259,7 +259,7 @@ class _Taking:
 
     def _of_settings(self, value: Any) -> list[int]:
         if value is not self._settings:
-            raise SnapshotError("a snapshot can't hold two settings")
+            raise SnapshotError("a snapshot can't contain two Settings objects")
         return self._add(value, [self._number(Settings.__name__)])
 
     # Mutable objects may have any position, and may form cycles.
@@ -341,7 +341,7 @@ class _Making:
         if kind == _METHOD:
             name, owner = values
             if (type(owner), name) not in METHODS:
-                raise ValueError(f"{name} is not a method that is kept")
+                raise ValueError(f"method {name} can't be part of a snapshot")
             return getattr(owner, name)
         return kind(values) if kind in (tuple, frozenset) else kind(*values)
 

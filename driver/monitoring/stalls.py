@@ -259,7 +259,7 @@ class Stalls:
         return found
 
     def undecided_since(self, now: float) -> float:
-        """Return the time before which no stall can begin that is not known yet."""
+        """Return the time before which all stalls are known."""
         if self.current(now) is not None:
             return now
         return min([now, *(wait.since for wait in self._waits.values())])

@@ -54,7 +54,7 @@ def parse_line(line: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
     host, slots = parse_host(match["host"], default_slots=default_slots, slots_min=slots_min)
     if match["slots"] is not None:
         if match["host"] not in (host, f"[{host}]"):
-            raise Invalid("it gives the slots twice; write host:slots or host slots=N")
+            raise Invalid("the slots are specified twice; write host:slots or host slots=N")
         slots = _slots(text, match["slots"], slots_min)
     return host, slots
 

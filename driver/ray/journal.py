@@ -13,7 +13,7 @@ The store has no transactions, so a deposed driver is made harmless when reading
 - A turn is taken by creating a key that must not exist yet, so that each driver has its own turn, in order, and no two
   drivers ever write the same key. Only then the new driver reads the store.
 - After writing a record, a driver checks whether the turn is still its own and the next is not taken. If so, the next
-  driver has read the record or will read it, and it may be acted upon. If not, it must not be: Deposed.
+  driver has read the record or will read it, and it may be acted upon. If not, LeadershipLost is raised.
 - Valid records are found from the end: from the last turn with a record back to a beginning. A record that was written
   too late is harmless, and nothing before a beginning is needed, so any driver may remove both.
 

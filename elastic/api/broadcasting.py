@@ -23,7 +23,7 @@ from elastic.negotiation.submission import is_root
 from elastic.pickling import Pickler
 
 _CPU = torch.device("cpu")
-_CHUNK_BYTES = 64 << 20  # what is packed into one broadcast; larger tensors travel alone
+_CHUNK_BYTES = 64 << 20  # bytes packed into one broadcast; larger tensors are sent alone
 
 Parameters = (
     Mapping[str, torch.Tensor | None]

@@ -1,4 +1,4 @@
-"""The Keras of this process: Keras 3, or the legacy one, where TensorFlow was told to use that for ``tf.keras``."""
+"""Keras version of this process: Keras 3, or legacy Keras if TensorFlow is configured to use it for ``tf.keras``."""
 
 from typing import TYPE_CHECKING
 

@@ -266,7 +266,7 @@ def sparse_allreduce_async(
         )
     entries = tensor.detach().coalesce()
     if not isinstance(name, str):
-        raise TypeError(f"the name of a sparse allreduce is a string, not {name!r}")
+        raise TypeError(f"the name of a sparse allreduce must be a string, not {name!r}")
     indices = allgather_async(entries.indices().t(), f"{name}.indices", process_set)
     values = allgather_async(entries.values(), f"{name}.values", process_set)
 

@@ -2,10 +2,10 @@
 
 In training each rank computes the mean and variance of its own batch, and one small allreduce makes those of the whole:
 per channel sums and sums of squares in float64, and the number of values. Backward adds up two more sums per channel.
-Sums and not lists of statistics, so that ranks may bring batches of different sizes, empty ones too, and a rank that
-has joined counts as one without values. From Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
+Sums instead of per-rank statistics allow batches of different sizes, including empty ones; a rank that has joined
+contributes no values. From Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
 
-Nothing here talks to other processes but through `elastic.api.ops`. Runs on any device, by operations of torch alone.
+Communicates only through `elastic.api.ops`. Uses only torch operations, so it runs on any device.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class SyncBatchNorm(_BatchNorm):
     other way round; ``process_set`` says which ranks share their statistics. Float16 and bfloat16 inputs are normalized
     in float32.
 
-    In training mode all ranks must call it, and its backward, equally often and in the same order: a rank that doesn't
-    come keeps the others waiting. Gradients follow Horovod's convention that a rank's loss is its share of an average.
+    In training mode all ranks must call it, and its backward, equally often and in the same order; otherwise the others
+    wait for the missing rank. Gradients follow Horovod's convention that a rank's loss is its share of an average.
     The input's gradient is that of all ranks' losses added up, because through the statistics each input changes every
     output. The gradients of weight and bias are those of this rank's loss alone, for `DistributedOptimizer` to average
     like all others. With ``op=Average`` the parameters of the whole model then get the gradient of the average loss.
@@ -133,8 +133,8 @@ class _Normalized(torch.autograd.Function):
         return of_input, of_weight, of_bias, None, None
 
 
-# Talking to other ranks can't be compiled: torch.compile makes a break here, and compiles what comes before and after.
-# The decorator of the same meaning in torch.compiler would import the compiler now, and for everybody.
+# Communication cannot be compiled: torch.compile inserts a graph break here. The equivalent decorator of torch.compiler
+# would import the compiler in every process.
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _normalized(*arguments: Any) -> tuple[torch.Tensor, ...]:
     outputs: tuple[torch.Tensor, ...] = _Normalized.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -169,8 +169,8 @@ def _statistics(
 
 def _total(direction: str, sums: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
     """All ranks' sums added up, as a new tensor."""
-    # One name for all layers of a width: they come one after another, in the same order on every rank, and a name that
-    # keeps its shape is negotiated once. The n-th layer made here need not be the n-th one made on another rank.
+    # All layers of one width share a name: they run in the same order on every rank, and a name with a constant shape
+    # is negotiated only once. Names cannot be numbered by creation, whose order may differ between ranks.
     name = f"sync_batch_norm.{direction}.{sums.shape[1]}"
     return ops.allreduce(sums, name=name, op=ops.Sum, process_set=process_set)
 

@@ -208,7 +208,7 @@ class NcclCollectives:
         if scale == 1.0 and divisor == self.size:
             options.reduceOp = c10d.ReduceOp.AVG  # type: ignore[assignment]
         elif tensor.dtype is torch.bfloat16:
-            # As a premultiplied sum it could be 0: torch passes a float32 where NCCL reads a bfloat16
+            # A premultiplied sum could be 0, because torch passes the factor as float32 and NCCL reads a bfloat16
             # (pytorch/pytorch#190745).
             then = functools.partial(dtypes_and_ops.rescale_, result, scale, divisor)
         elif scale != divisor:

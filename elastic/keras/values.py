@@ -99,8 +99,8 @@ def _apply(
     """
     if reshapes is not None and tensors.is_traced(value):
         raise Invalid(
-            f"{reshapes} in a step that JAX compiles: its result has a shape that is known only when it runs;"
-            " call it outside of the step"
+            f"{reshapes} can't run in a step that JAX compiles: its result's shape is known only at run time;"
+            " call it outside the step"
         )
 
     if tensors.backend() == "tensorflow":

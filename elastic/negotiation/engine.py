@@ -5,7 +5,7 @@ created by its first such collective.
 
 The waiting thread drives: inside `Pending.wait` it sends what was submitted, receives decisions and starts what they
 contain, so that a blocking call needs no thread switch. While no thread waits, the engine's own thread drives, one
-cycle time after the first submission: what is submitted meanwhile travels in one message and one buffer. One thread
+cycle time after the first submission: submissions until then share one message and one buffer. One thread
 drives at a time, and decisions are carried out in the same order on every rank.
 """
 
@@ -258,7 +258,7 @@ class Engine:
                     raise
 
     def _wait_to_grow(self) -> None:
-        """Wait one cycle, and longer while tensors keep arriving, so that they travel together."""
+        """Wait one cycle, and longer while tensors keep arriving, to batch them."""
         if self._env.cycle_s > 0:
             before = -1
             for _ in range(_MOST_CYCLES):

@@ -1,4 +1,4 @@
-"""Start collectives that all ranks have agreed on: pack what travels together, add zeros for ranks that joined.
+"""Start collectives that all ranks have agreed on: pack fused tensors, add zeros for ranks that joined.
 
 `coordinator` and `fusion` decide which run and in what order; `reductions` and `exchanges` compute the results.
 """

@@ -1,6 +1,6 @@
 """Decide which reductions share a buffer. Pure: responses in, batches out; the same on every rank.
 
-Small tensors that became ready together travel together, because each message costs more than its bytes. Large ones are
+Small tensors that become ready together are fused, because messages cost more than their bytes. Large ones are
 sent on their own, from and to their own memory: copying them into a buffer and back would cost more than it saves.
 """
 

@@ -31,9 +31,9 @@ class ClientHandshake:
         return proof(self._secret, self._role, self._theirs, self.nonce, self._who)
 
     def accepted(self, reply: Any, wire: FramedConnection) -> None:
-        """Check the driver's answer to our proof, and seal the wire.
+        """Check the driver's answer to this side's proof, and start to authenticate frames.
 
-        Raises ProtocolError unless the driver knows the secret and accepts us; with its reason if it gives one.
+        Raises ProtocolError, with the driver's reason if any, unless the driver knows the secret and accepts this peer.
         """
         if isinstance(reply, TurnedAway) and self._is_its(reply.proof, "turned away", reply.reason):
             raise ProtocolError(reply.reason)

@@ -204,7 +204,7 @@ class Executor:
             raise Invalid("this executor was already started: shut it down first")
         if executable_cls is not None and self._wanted.elastic:
             raise Invalid(
-                "an elastic executor has new workers for each run: create the object in the function"
+                "an elastic executor starts new workers for each run: create the object inside the function"
             )
         self._env |= dict(extra_env_vars or {})
         driver_client, environ = self._prepared()

@@ -226,7 +226,7 @@ _SENTENCES = {
     ),
     Kind.AVERAGE_NOT_IN_STATE: (
         "{name}, an average of the weights, is not in the state: a failure does not restore it, and workers that join"
-        " start it anew; pass it: TorchState(average=average, ...)"
+        " start with a new one; pass it: TorchState(average=average, ...)"
     ),
     Kind.LOADER_NOT_IN_STATE: (
         "{loader} is not in the state: after a failure samples are trained on again or skipped; pass it:"

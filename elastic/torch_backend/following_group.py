@@ -219,7 +219,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         if not self.fits(rt.place.size):
             raise NotElastic(
                 f"a process group of ranks {list(self.ranks or range(self._of))} was made in an earlier world, of"
-                f" {self._of} workers: make it anew with new_group() at the beginning of the function under"
+                f" {self._of} workers: create it with new_group() at the beginning of the function under"
                 " elastic.run",
                 Fixed.PROCESS_GROUP,
             )
@@ -250,9 +250,9 @@ def follow(rt: WorkerRuntime, *, first: bool) -> None:
     others = [*(Counter(names.before) - Counter(unsupported_sharding.followed_groups()))]
     if others and not first:
         raise NotElastic(
-            f"a process group of ranks {list(others[0])} was made before elastic.run, and the world has changed:"
-            " ranks have moved, and such a group cannot follow them; make it with new_group() or init_device_mesh() at"
-            " the beginning of the function under elastic.run, which every world calls anew",
+            f"a process group of ranks {list(others[0])} was created before elastic.run, and the world has changed:"
+            " ranks were reassigned, and the group cannot follow; create it with new_group() or init_device_mesh() at"
+            " the beginning of the function under elastic.run, which is called again in every world",
             Fixed.PROCESS_GROUP,
         )
     known: Any = torchs_groups

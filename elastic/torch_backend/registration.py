@@ -60,6 +60,6 @@ def _check(rank: int, size: int) -> None:
     place = lifecycle.place()
     if (rank, size) != (place.rank, place.size):
         raise Invalid(
-            f"init_process_group was given rank {rank} of {size}, and this worker is rank {place.rank} of"
-            f" {place.size}; leave rank and world_size out, they are known"
+            f"init_process_group got rank {rank} of {size}, but this worker is rank {place.rank} of"
+            f" {place.size}: omit rank and world_size"
         )

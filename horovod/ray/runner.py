@@ -193,7 +193,7 @@ def _check_kind(
         )
     if min_workers is not None and num_hosts is not None:
         raise Invalid(
-            "Both `min_workers` and `num_hosts` provided. An elastic job takes the hosts that come; leave num_hosts out"
+            "Both `min_workers` and `num_hosts` provided. An elastic job uses all available hosts; omit num_hosts"
         )
     if num_workers is not None and num_hosts is not None:
         raise Invalid(

@@ -66,7 +66,7 @@ def export_parser() -> ArgumentParser:
         description=EXPORT_DESCRIPTION,
     )
     add_declared(made.group("output"), ExportOptions)
-    made.group("general")("-h --help", None, None, "Show this.", action="help")
+    made.group("general")("-h --help", None, None, "Show this help and exit.", action="help")
     return made
 
 

@@ -89,7 +89,7 @@ def _library(host: HostFacts) -> Check:
         return Check("library", Level.WARN, "not tried: torch is missing", "install torch first")
     if not host.build.shared:
         return Check("library", Level.OK, "workers of a host reduce in shared memory")
-    do = "elasticrun docs install; without it tensors travel over Gloo, slower"
+    do = "elasticrun docs install; without it tensors are sent over Gloo, which is slower"
     return Check("library", Level.WARN, host.build.shared, do)
 
 
@@ -97,7 +97,7 @@ def _gpus(host: HostFacts) -> Check:
     build, gpus = host.build, counted(host.build.gpus, "GPU")
     if host.driver_gpus > build.gpus:
         found = f"torch sees {build.gpus} of {counted(host.driver_gpus, 'GPU')}"
-        do = "install torch's CUDA build for this driver, and look at CUDA_VISIBLE_DEVICES"
+        do = "install torch's CUDA build for this driver, and check CUDA_VISIBLE_DEVICES"
         return Check("GPUs, NCCL", Level.WARN, found, do)
     if not build.gpus:
         return Check("GPUs, NCCL", Level.OK, "no GPU; training on CPUs")

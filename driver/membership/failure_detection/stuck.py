@@ -443,7 +443,9 @@ class Stuck(Part):
         groups = {(s.inside, s.entered) for s in inside}
         copying = any(s.inside == COPY for s in inside)
         if len(groups) > 1 and copying:
-            self.actions.log("warning", f"{text} for {limit_s:g} s: is there that much to copy?")
+            self.actions.log(
+                "warning", f"{text} for {limit_s:g} s; either the copy is very large or it hangs"
+            )
         elif len(groups) > 1:
             called = {s.inside for s in inside}
             committing = SHARDS_COMMIT in called and len(called) > 1
@@ -462,7 +464,7 @@ class Stuck(Part):
                 self.worlds.end(1, because(ReasonKind.SAME_CALLS, cause=wrong))
             self.worlds.break_up(wrong)
         else:
-            why = "no rank is missing: is the network between them down, or is there that much to send?"
+            why = "no rank is missing: the network between them may be down, or the transfer very large"
             if any(s.inside == GRADIENTS for s in inside):
                 why += " Or do they step different optimizers?"
             self.actions.log("warning", f"{text} for {limit_s:g} s; {why}")

@@ -62,7 +62,7 @@ class ReportedSeries:
                 self._number(rank, name, float(value), at)
 
     def shown(self) -> dict[str, Series]:
-        """Return the series to show. Reported steps are counted instead."""
+        """Return the series to plot. Omits the step counters, from which repeated steps are counted."""
         counted = (STEP, STEPS) if self.steps else ()
         return {name: each for name, each in self.series.items() if name not in counted}
 

@@ -184,7 +184,7 @@ class AsyncCall:
             if dtype is None:
                 kind = tf.as_dtype(lib.TF_InputDatatype(self._context, number)).name
                 raise UnsupportedType(
-                    f"a tensor of {kind} can't travel; cast it to a type of numbers that torch has too"
+                    f"a tensor of {kind} can't be sent; cast it to a numeric type that torch also has"
                 )
             tensor = _at()
             with lib.status() as status:

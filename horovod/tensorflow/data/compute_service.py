@@ -150,8 +150,8 @@ def _read(path: Path) -> TfDataServiceConfig:
             fault = f"may be written by others (mode {mode:04o})" if others else ""
     if fault:
         raise Invalid(
-            f"{path} {fault}, who could feed this training: start the compute job as the user who trains, with a"
-            " file in a folder of this user"
+            f"{path} {fault}, so others could supply the training data: start the compute job as this user, with a"
+            " file in a folder that only this user can write"
         )
     try:
         found = msgspec.json.decode(text, type=dict[str, Any])
