@@ -163,8 +163,8 @@ def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
     """
     if found.newer:
         raise Invalid(
-            f"{storage.url}/{found.name} can't be taken: {found.trouble}; nothing was changed there: start the version"
-            " that has written it, or begin anew with --fresh, which leaves it alone"
+            f"{storage.url}/{found.name} can't be taken: {found.trouble}; nothing was changed there: run the version"
+            " that wrote it, or start over with --fresh, which leaves it alone"
         )
 
 

@@ -38,12 +38,12 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
         TorchState.save,
     ):
         raise Invalid(
-            f"--checkpoint-dir: a {type(state).__name__} saves itself in a way of its own, which can't be written to a"
+            f"--checkpoint-dir: a {type(state).__name__} overrides save(), so it can't be written to a"
             " checkpoint; use TorchState or ObjectState, or train without --checkpoint-dir"
         )
     if rt.alone and rt.place.size > 1:
         raise Invalid(
-            "--checkpoint-dir needs elasticrun where there are several workers; under other launchers leave"
+            "--checkpoint-dir with several workers requires elasticrun; under other launchers leave"
             f" {options.DIR} unset"
         )
     storage = Storage(found.url)
@@ -202,9 +202,9 @@ def _load(found: CheckpointOptions, state: ObjectState) -> list[Any]:
     storage = Storage(found.url)
     begin = resuming.load_newest(storage, found, state)
     if begin is None:
-        text = f"{storage.url} has no checkpoint to go on from: training begins anew"
+        text = f"{storage.url} has no checkpoint to resume from: training starts from the beginning"
         print(f"elastic: {text}", file=sys.stderr, flush=True)
         return []
     url, manifest = begin
-    print(f"elastic: goes on from {manifest} in {url}/{manifest.name}", file=sys.stderr, flush=True)
+    print(f"elastic: resuming from {manifest} in {url}/{manifest.name}", file=sys.stderr, flush=True)
     return manifest.generators

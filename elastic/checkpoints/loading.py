@@ -23,7 +23,7 @@ from elastic.state.snapshots import change_detection
 from elastic.state.state import ObjectState, names_of, parts_of, take_random, take_values
 
 COMPUTE_AS_BEFORE = (
-    "let workers compute as before (OMP_NUM_THREADS, processor, versions), or give --allow-inexact"
+    "let workers compute as before (OMP_NUM_THREADS, processor, versions), or pass --allow-inexact"
 )
 
 
@@ -45,20 +45,20 @@ def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
         differ = {*there.splitlines()} ^ {*here.splitlines()}
         computed = all(".arithmetic." in line for line in differ)
         raise StateMismatch(
-            f"{state_transfer.difference(there, here, 'the checkpoint')}; {where} is left as it is:"
-            f" {COMPUTE_AS_BEFORE if computed else 'start the script that has written it'}, or begin anew with"
+            f"{state_transfer.difference(there, here, 'the checkpoint')}; {where} was not changed:"
+            f" {COMPUTE_AS_BEFORE if computed else 'run the script that wrote it'}, or start over with"
             " --fresh or with another --checkpoint-dir"
         )
     values, structures = _python(storage, found, {name: part.value for name, part in parts.items()})
     if parts.keys() != structures.keys():
         raise StateMismatch(
-            f"{where} has {sorted(structures)}, and this state {sorted(parts)}: start the script that has written it"
+            f"{where} has {sorted(structures)}, and this state {sorted(parts)}: run the script that wrote it"
         )
     missing = sorted({name for name in names_of(state) if name not in values})
     if missing:
         raise StateMismatch(
-            f"{where} has no value of the state called {', '.join(missing)}: start the script that has written it, or"
-            " begin anew with --fresh"
+            f"{where} has no value of the state called {', '.join(missing)}: run the script that wrote it, or"
+            " start over with --fresh"
         )
     change_detection.notice()
     with torch.no_grad():

@@ -79,7 +79,7 @@ def proposal(
     if troubles:
         raise Invalid(
             f"no checkpoint in {storage.url} can be read ({'; '.join(troubles[:3])}); nothing was changed there. Bring"
-            " one back, or begin anew with --fresh"
+            " one back, or start over with --fresh"
         )
     if options.start is None:
         return None

@@ -100,8 +100,8 @@ class ShardReader:
         )
         if found is None:
             lost = self._met is not None and self._met.whole is None
-            end = "" if lost else ": training begins anew"
-            _say(f"{storage.url} has no checkpoint to go on from{end}")
+            end = "" if lost else ": training starts from the beginning"
+            _say(f"{storage.url} has no checkpoint to resume from{end}")
         return found is not None
 
     def _load(self) -> Chosen | None:
@@ -124,7 +124,7 @@ class ShardReader:
         chosen = resuming.patiently(storage, load)
         if chosen is not None:
             lost = "" if self._met is None or not self._met.lost else f": {self._met.loss()}"
-            what = "goes back to" if lost else "goes on from"
+            what = "falling back to" if lost else "resuming from"
             _say(f"{what} {chosen.manifest} in {chosen.url}/{chosen.manifest.name}{lost}")
         return chosen
 

@@ -390,8 +390,8 @@ class CheckpointWriter:
         new = sorted(found - (self._odd or set()))
         if new:
             raise _Corrupted(
-                f"{', '.join(new[:NAMED])}{' ...' if len(new) > NAMED else ''} became infinite or NaN: nothing is"
-                " written until that is over, and what was written before stays"
+                f"{', '.join(new[:NAMED])}{' ...' if len(new) > NAMED else ''} became infinite or NaN: no"
+                " checkpoint is written until all parameters are finite again; earlier checkpoints are kept"
             )
 
     def _seal(self, attempt: _Attempt) -> None:
@@ -486,7 +486,7 @@ class CheckpointWriter:
         error = None if outcome is None else outcome.exception()
         self._say(
             f"commit {attempt.name.commit} can't be written to {self._storage.url} yet ({error});"
-            " training goes on, and it is tried again until it succeeds"
+            " training continues, and the write is retried until it succeeds"
         )
 
     def _say(self, text: str) -> None:

@@ -203,7 +203,7 @@ def _share(storage: Storage, name: CommitName, rank: int, size: int) -> Share:
         share = manifest.decode_share(storage.read(file))
     except FileNotFoundError:
         raise UnreadableCommit(
-            f"{file} is not there, although rank {rank} has written it: is {storage.url} one folder that all hosts"
+            f"{file} is missing, although rank {rank} reported it written: is {storage.url} one folder that all hosts"
             " share?"
         ) from None
     if (share.rank, share.size) != (rank, size):

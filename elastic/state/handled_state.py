@@ -395,7 +395,7 @@ class HandledState(_OfThisProcess, ObjectState):
             name, handler = next(iter(foreign.items()))
             raise Invalid(
                 f"state.{name} is kept by {type(handler).__name__}, which does not say what it consists of, so it can't"
-                " be part of a checkpoint: let the handler be a Part, or train without --checkpoint-dir"
+                " be part of a checkpoint: make the handler a Part, or train without --checkpoint-dir"
             )
         held = {name: HeldPart.of(part) for name, part in self._parts().items()}
         saved = None if self._random is None else self._random.saved

@@ -33,7 +33,7 @@ ANSWERS_AGAIN_ABOUT_PODS = "answers again about pods"
 ASKING_NAME_SERVER = "using the name server instead"
 BECAME_INFINITE_OR_NAN = "became infinite or NaN"
 BEGINS_AT_STEP = r"begins at step (\d+)"
-BEGIN_ANEW_FRESH = "begin anew with --fresh"
+START_OVER_FRESH = "start over with --fresh"
 BELONGS_ANOTHER_USER = "belongs to another user"
 BUG_DRIVER = "a bug in the driver"
 CALLBACK_REPORTS_RAISED_KEYERROR = "the callback for reports raised KeyError: 'no such column'"
@@ -58,7 +58,7 @@ DRIVER_DOES_NOT_LEAD = "this driver is not the leader of .*it exits, and leaves 
 DRIVER_PROCESS_NUMBER_WRITES = "the driver with process ID %s writes the journal"
 EACH_BIT_UNDISTURBED_RUN = "each bit is that of the undisturbed run"
 ELASTICRUN_NP_PYTHON_SCRIPT = "elasticrun -np 2 python script.py"
-ELASTIC_GOES_FROM = "elastic: goes on from "
+ELASTIC_RESUMING_FROM = "elastic: resuming from "
 ELASTIC_MODEL_WEIGHT_FLOAT = (
     r"^elastic \|   model.0.weight: float32 \[9, 6\] here, float32 \[8, 6\] in the world"
 )

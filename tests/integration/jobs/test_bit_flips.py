@@ -127,7 +127,7 @@ class FlippedJob:
 
     def goes_on_from_the_newest(self, output: int) -> None:
         """Restart all. ``output``: of the job so far."""
-        begins = "elastic: goes on from "
+        begins = "elastic: resuming from "
         self.job.until(lambda: begins in self.job.output[output:], "a beginning", 60)
         made = [Commit(*event["commit"]) for event in self.job.events("CheckpointMade")]
         newest = max(commit for commit in made if commit.generation <= self.over)

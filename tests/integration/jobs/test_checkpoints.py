@@ -44,7 +44,7 @@ def test_all_workers_are_killed_and_training_resumes_from_the_newest_checkpoint(
     for each in workers(training):
         os.kill(each.pid, signal.SIGKILL)
     training.wait_for(wording.TRAINING_GOES_FROM_NEWEST)
-    training.wait_for(wording.ELASTIC_GOES_FROM)
+    training.wait_for(wording.ELASTIC_RESUMING_FROM)
     (folder / "enough").touch()
     assert training.wait(60) == 0
     first, second = begun(training.output)
@@ -215,7 +215,7 @@ def a_checkpoint_of_another_script_ends_the_job_with_one_sentence(job, folder):
     other = job(f"{FLAGS} {folder}", TRAINING, env={"WIDTH": "40"})
     assert other.wait(60) == 1
     assert wording.TRAINING_CANT_GO_FROM in other.output
-    assert wording.BEGIN_ANEW_FRESH in other.output
+    assert wording.START_OVER_FRESH in other.output
     assert "Traceback" not in other.output and wording.SLOT_MAY_RETURN not in other.output
     assert {path: path.read_bytes() for path in folder.rglob("*.distcp")} == files
     assert {*folder.glob("run-*")} == runs, "it has written nothing"
