@@ -1,7 +1,8 @@
-"""Decides into how many shards a world divides a state, and how many ranks hold each: hybrid sharding (HSDP). Pure.
+"""Number of shards and of replicas in a world with hybrid sharding (HSDP). Pure.
 
-Ranks lie in a mesh of replicas by shards, row by row: each row holds the whole state once, each column one shard. A
-mesh of one row is that of a state in which each rank has a shard of its own. ``order`` is the rank at each place.
+Ranks form a mesh of replicas by shards, in row-major order: each row holds the complete state, each column one shard.
+Without replicas, the mesh has a single row and each rank has its own shard. ``order`` is the rank at each mesh
+position.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from elastic.errors import Invalid
 
 
 class MeshShape(NamedTuple):
-    """``device_mesh * shards`` is the number of ranks."""
+    """Shape of a mesh; the product of its fields is the number of ranks."""
 
     replicas: int
     shards: int
 
 
 def mesh_shape(size: int, least: int) -> MeshShape:
-    """The most replicas of at least ``least`` shards that use all ranks. A prime number of ranks is one replica, unless
-    ``least`` is 1. Raises Invalid where there are fewer ranks.
+    """Return the shape with the most replicas that uses all ranks and has at least ``least`` shards.
+
+    A prime number of ranks gives a single replica, unless ``least`` is 1.
+
+    Raises:
+        Invalid: there are fewer than ``least`` ranks.
     """
     for shards in range(max(1, least), size + 1):
         if size % shards == 0:
@@ -32,12 +37,13 @@ def mesh_shape(size: int, least: int) -> MeshShape:
 
 
 def columns(order: Sequence[int], shards: int) -> list[tuple[int, ...]]:
-    """By shard, the ranks that hold it: one of each replica."""
+    """Return the ranks that hold each shard, one per replica."""
     return [tuple(order[shard::shards]) for shard in range(shards)]
 
 
 def sender(column: Sequence[int], shard: int) -> int:
-    """The rank of a column that sends the shard to those that keep a copy. Shards have senders in different rows, so
-    that no host sends everything.
+    """Return the rank of a column that sends the shard to the ranks that keep a copy.
+
+    Senders of different shards are in different rows, so that no single host sends everything.
     """
     return column[shard % len(column)]

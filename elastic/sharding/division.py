@@ -1,4 +1,4 @@
-"""The shards of one world and the ranks that have them. Pure."""
+"""Assignment of shards to the ranks of one world. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from elastic.sharding.rows import owners
 
 @dataclass(frozen=True)
 class Division:
-    """How a world divides a state into shards.
+    """Division of a state into shards in one world.
 
     Args:
-        order: the rank at each place of a mesh of replicas by shards.
+        order: the rank at each position of the mesh of replicas by shards.
         rank: this rank.
         shards: number of shards.
         replicated: whether the mesh has a dimension of replicas, even of size 1.
-        unchanged: whether the world before had all ranks in this same order, which is ascending.
+        unchanged: whether the previous world had the same ranks in the same, ascending order.
     """
 
     order: tuple[int, ...]
@@ -28,7 +28,7 @@ class Division:
 
     @classmethod
     def among(cls, order: Sequence[int], rank: int) -> Division:
-        """Each rank has a shard of its own. ``order``: the rank of each shard."""
+        """Return a division in which each rank has its own shard. ``order``: the rank of each shard."""
         return cls(tuple(order), rank, len(order))
 
     @property

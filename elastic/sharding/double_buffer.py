@@ -1,9 +1,9 @@
-"""Decides which of a rank's two banks is written, and which shards in them are whole. Pure.
+"""State of the two banks that a rank alternates between for commits. Pure.
 
     begin --> WRITING --copied--> OWN --mirrored--> MIRRORED --sealed--> the base of the next commit
 
-A commit is sealed once all ranks have it copied and mirrored. The bank of the newest sealed commit, the base, is not
-written until another is sealed: whenever a rank is lost, all the others have that one at least.
+A commit is sealed once all ranks have copied and mirrored it. The bank of the newest sealed commit, the base, is not
+overwritten until another commit is sealed. Whenever a rank is lost, all other ranks therefore have at least the base.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from elastic.sharding.shard_inventory import CommitId, HeldShard, Inventory
 class BufferState(enum.IntEnum):
     """What of a bank is whole."""
 
-    WRITING = 0  # nothing
+    WRITING = 0  # nothing is complete
     OWN = 1  # this rank's shard
-    MIRRORED = 2  # the copies of other ranks' shards too
+    MIRRORED = 2  # also the copies of other ranks' shards
 
 
 @dataclass
 class BufferRecord:
-    """What is in one bank. ``shard`` is this rank's; ``copies`` are those of which it keeps a copy."""
+    """Contents of one bank. ``shard`` is this rank's shard; ``copies`` are the other shards that it keeps a copy of."""
 
     commit: CommitId
     shards: int
@@ -45,14 +45,14 @@ class BufferRecord:
 
 @dataclass
 class DoubleBuffer:
-    """Of one rank. ``base``: the bank that must not be written, None as long as nothing is sealed."""
+    """The two banks of one rank. ``base``: the bank that must not be written; None until a commit is sealed."""
 
     banks: list[BufferRecord | None] = field(default_factory=lambda: [None, None])
     base: int | None = None
     writing: int | None = None
 
     def begin(self, record: BufferRecord) -> int:
-        """A commit begins. Returns the bank that it is written to."""
+        """Begin a commit. Return the bank to write it to."""
         bank = self._free()
         self.banks[bank] = record
         self.writing = bank
@@ -62,24 +62,24 @@ class DoubleBuffer:
         return 0 if self.base is None else 1 - self.base
 
     def copied(self) -> None:
-        """This rank's shard is in the bank."""
+        """Record that this rank's shard is in the bank."""
         self.written().state = BufferState.OWN
 
     def mirrored(self) -> None:
-        """The copies of other ranks' shards are in the bank."""
+        """Record that the copies of other ranks' shards are in the bank."""
         self.written().state = BufferState.MIRRORED
 
     def sealed(self) -> None:
-        """All ranks have copied and mirrored: the other bank is free."""
+        """Record that all ranks have copied and mirrored the commit, which frees the other bank."""
         assert self.written().state is BufferState.MIRRORED, "sealed before it is mirrored"
         self.base, self.writing = self.writing, None
 
     def inventory(self) -> Inventory:
-        """What this rank can give to others."""
+        """Return the shards that this rank can send to other ranks."""
         return tuple(each for bank in self.banks if bank is not None for each in bank.held())
 
     def adopt(self, commit: CommitId) -> int | None:
-        """All go back to this commit. Returns the bank that has a shard of it, which is the base from here on."""
+        """Restore this commit. Return the bank that has a shard of it, which becomes the base; None if none has."""
         self.writing = None
         self.base = next(
             (n for n, b in enumerate(self.banks) if b and b.commit == commit and b.held()), None
@@ -87,11 +87,11 @@ class DoubleBuffer:
         return self.base
 
     def forget(self) -> None:
-        """Nothing in the banks counts any more."""
+        """Discard the contents of both banks."""
         self.banks, self.base, self.writing = [None, None], None, None
 
     def written(self) -> BufferRecord:
-        """Of the commit that was begun."""
+        """Return the record of the commit in progress."""
         assert self.writing is not None, "no commit was begun"
         record = self.banks[self.writing]
         assert record is not None

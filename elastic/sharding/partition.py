@@ -1,6 +1,6 @@
-"""Which shard has each parameter where parameters are divided whole, as torch's ZeroRedundancyOptimizer does. Pure.
+"""Assignment of whole parameters to shards, as in torch's ZeroRedundancyOptimizer. Pure.
 
-In each group, the largest parameter first, a parameter goes to the shard with the fewest elements so far.
+In each group, parameters are assigned in descending order of size, each to the shard with the fewest elements so far.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from elastic.sharding.rows import Rows, ShardedTensor
 
 @dataclass(frozen=True)
 class Partition:
-    """``groups``: the elements of each parameter, group by group."""
+    """Assignment of parameters to shards. ``groups``: the number of elements of each parameter, by group."""
 
     groups: tuple[tuple[int, ...], ...]
     _known: dict[int, tuple[int, ...]] = field(
@@ -21,7 +21,7 @@ class Partition:
     )
 
     def owners(self, shards: int) -> tuple[int, ...]:
-        """The shard of each parameter, numbered across the groups."""
+        """Return the shard of each parameter, numbered across the groups."""
         found = self._known.get(shards)
         if found is None:
             found = self._known[shards] = _divided(self.groups, shards)
@@ -43,7 +43,7 @@ def _divided(groups: Sequence[Sequence[int]], shards: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionedTensor(ShardedTensor):
-    """A tensor of which one shard has all rows: that of the parameter ``number``."""
+    """A tensor whose rows are all in one shard: the shard of the parameter ``number``."""
 
     partition: Partition
     number: int

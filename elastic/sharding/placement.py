@@ -1,13 +1,13 @@
-"""Decides which ranks keep a copy of each shard's commit besides its owner. Pure.
+"""Placement of the copies of each shard's commit on ranks other than its owner. Pure.
 
-A copy goes to a host that has none of this shard yet, if there is one: then as many hosts as there are copies can be
-lost at once, adjacent or not. Among such ranks the one with the fewest copies is taken, so that all keep the same
-number where hosts have the same number of ranks.
+A copy is placed on a host that has no copy of the shard yet, if one exists. As many hosts as there are copies can then
+be lost at once, adjacent or not. Among the eligible ranks, the one with the fewest copies is chosen. If all hosts have
+the same number of ranks, all ranks keep the same number of copies.
 
-The memory of a rank may outlive it, because other processes of its host map it. Then the loss of a rank loses nothing,
-and copies only go to other hosts.
+The memory of a rank can outlive its process if other processes on the host map it. The loss of such a rank loses no
+data, so its copies are placed only on other hosts.
 
-Where several ranks own a shard, as replicas, each counts as a copy: a shard that enough of them hold has no other copy.
+If several ranks own a shard, as replicas, each counts as a copy. A shard with enough replicas has no further copies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Collection, Hashable, Sequence
 
 from elastic.sharding.device_mesh import columns
 
-Placement = tuple[tuple[int, ...], ...]  # by shard, the ranks that keep a copy
+Placement = tuple[tuple[int, ...], ...]  # ranks that keep a copy, by shard
 
 
 def place_copies(
@@ -26,14 +26,14 @@ def place_copies(
     lasting: Sequence[bool] = (),
     shards: int | None = None,
 ) -> Placement:
-    """Deterministic: every rank computes the same.
+    """Return the ranks that keep a copy of each shard. Deterministic, so all ranks compute the same placement.
 
     Args:
-        order: the rank at each place of a mesh of replicas by shards.
+        order: the rank at each position of the mesh of replicas by shards.
         hosts: the host of each rank.
-        copies: of each shard besides the owner's; as many as there are other ranks, at most.
-        lasting: whether the memory of each rank outlives it. Default: of none.
-        shards: of the mesh. Default: each rank owns a shard of its own.
+        copies: number of copies of each shard in addition to the owner's, limited to the number of other ranks.
+        lasting: whether the memory of each rank outlives its process. Default: False for all ranks.
+        shards: number of shards of the mesh. Default: each rank has its own shard.
     """
     size = len(hosts)
     held_by = columns(order, shards or len(order))
@@ -63,10 +63,12 @@ def place_copies(
 
 
 def lasting(machines: Sequence[Hashable], reached: Sequence[Collection[int]]) -> list[bool]:
-    """Whether the memory of each rank outlives it: there are other ranks on its machine, and all of them map it.
+    """Return, for each rank, whether its memory outlives its process.
+
+    This requires other ranks on the same machine, all of which map the memory.
 
     Args:
-        machines: of each rank; None if it offers no memory.
+        machines: the machine of each rank; None if the rank offers no memory.
         reached: the ranks whose memory each rank maps.
     """
     found = []
@@ -78,5 +80,5 @@ def lasting(machines: Sequence[Hashable], reached: Sequence[Collection[int]]) ->
 
 
 def copied_to(placement: Placement, rank: int) -> list[int]:
-    """The shards of which a rank keeps a copy."""
+    """Return the shards that a rank keeps a copy of."""
     return [shard for shard, ranks in enumerate(placement) if rank in ranks]

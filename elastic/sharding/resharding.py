@@ -1,7 +1,7 @@
-"""Plans how shards of a commit become those of another world with the fewest bytes. Pure; the same on every rank.
+"""Plan for redistributing the shards of a commit in another world with few bytes sent. Pure; equal on all ranks.
 
-Rows that a rank holds already, as an owner or as a copy, don't travel. The others come from a rank of the same host, if
-one has them, and else from the one that sends least so far.
+Rows that a rank already holds, as an owner or as a copy, are not sent. All other rows are sent by a rank on the same
+host that holds them, if one exists, and otherwise by the rank that has the least to send so far.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic.sharding.shard_inventory import WholeCommit
 
 
 class ReshardingMove(NamedTuple):
-    """Rows of one tensor: from a shard of the commit that ``source`` holds to ``target``. The same rank: no travel."""
+    """Rows of one tensor, moved from a shard held by ``source`` to ``target``. Nothing is sent if both are equal."""
 
     tensor: int  # its index in the layout
     shard: int  # of the commit
@@ -26,10 +26,10 @@ class ReshardingMove(NamedTuple):
 
 
 def order_of_shards(whole: WholeCommit, tensors: Sequence[ShardedTensor], size: int) -> list[int]:
-    """The rank of each shard in a world of this size.
+    """Return the rank of each shard in a world of this size.
 
-    Where the number of shards stays, each rank keeps the shard that it owns, or else has a copy of, and whoever holds
-    none takes one that is left: only that one travels. Where it changes, ranks keep their order.
+    If the number of shards is unchanged, each rank keeps the shard that it owns or has a copy of. Ranks without a shard
+    take the remaining ones; only those are sent. If the number changes, ranks keep their order.
     """
     if whole.shards != size:
         return list(range(size))
@@ -50,10 +50,10 @@ def order_of_replicas(
     shards: int,
     copies: int,
 ) -> list[int]:
-    """The rank at each place of a mesh of replicas by ``shards``, in a world with these hosts of its ranks.
+    """Return the rank at each position of a mesh of replicas by ``shards``.
 
-    Of a few orders, the one taken has the replicas of each shard on the most hosts, up to 1 + ``copies``, since every
-    commit sends what is missing there; among these, the one that moves the fewest bytes, and ranks that are in order.
+    Several candidate orders are compared. Preferred are, in this order: replicas of each shard on more hosts, up to
+    1 + ``copies``, since every commit has to send the missing copies; fewer bytes to move; ranks in ascending order.
     """
     size = len(hosts)
     wanted = _bytes_in_common(whole, tensors, shards)
@@ -78,7 +78,7 @@ def order_of_replicas(
 def _bytes_in_common(
     whole: WholeCommit, tensors: Sequence[ShardedTensor], shards: int
 ) -> list[Counter[int]]:
-    """By shard of the commit, the bytes that it has in common with new ones."""
+    """Return, by shard of the commit, the number of bytes that it has in common with each new shard."""
     found: list[Counter[int]] = [Counter() for _ in range(whole.shards)]
     for tensor in tensors:
         for new in range(shards):
@@ -92,8 +92,9 @@ def _bytes_in_common(
 def _assign(
     has: Sequence[Sequence[int]], hosts: Sequence[str], shards: int, distinct: int
 ) -> list[int]:
-    """Each rank to a shard of which it has much, the largest first. The first ``distinct`` ranks of a shard are on
-    hosts of their own, as far as possible.
+    """Assign each rank a shard of which it already holds many bytes, in descending order of bytes held.
+
+    The first ``distinct`` ranks of a shard are on different hosts if possible.
     """
     size = len(hosts)
     found: list[list[int]] = [[] for _ in range(shards)]
@@ -121,15 +122,15 @@ def plan_moves(
     limit: int,
     shards: int | None = None,
 ) -> list[ReshardingMove]:
-    """Every row of every new shard once, for each rank that is to hold it.
+    """Return moves that contain every row of every new shard exactly once for each rank that will hold it.
 
     Args:
-        whole: the commit, and which rank holds which of its shards.
-        tensors: of its layout.
-        order: the rank at each place of the new mesh of replicas by shards.
-        hosts: of each rank.
-        limit: bytes of a move, or one row.
-        shards: of the new mesh. Default: each rank has a shard of its own.
+        whole: the commit and the ranks that hold its shards.
+        tensors: the tensors of its layout.
+        order: the rank at each position of the new mesh of replicas by shards.
+        hosts: the host of each rank.
+        limit: maximum bytes of a move; a move of a single row may be larger.
+        shards: number of shards of the new mesh. Default: each rank has its own shard.
     """
     shards = shards or len(order)
     shard_of = owners(order, shards)
@@ -159,7 +160,7 @@ def _source(holders: Sequence[int], target: int, hosts: Sequence[str], sends: Co
 def rounds(
     moves: Sequence[ReshardingMove], layout: ShardLayout, limit: int
 ) -> Iterator[list[ReshardingMove]]:
-    """Those that travel, in order, so that no more than ``limit`` bytes are under way at once, or one move."""
+    """Yield the moves between different ranks in order, in rounds of at most ``limit`` bytes or a single move."""
     found: list[ReshardingMove] = []
     size = 0
     for move in moves:
@@ -180,5 +181,5 @@ def move_bytes(move: ReshardingMove, layout: ShardLayout) -> int:
 
 
 def travelling(moves: Sequence[ReshardingMove], layout: ShardLayout) -> int:
-    """Bytes that go from one rank to another."""
+    """Return the number of bytes sent between ranks."""
     return sum(move_bytes(move, layout) for move in moves if move.source != move.target)

@@ -1,11 +1,11 @@
-"""Decides which commit all ranks go back to: the newest of which every shard is held by some rank. Pure.
+"""Choice of the commit that all ranks restore: the newest one of which every shard is held by some rank. Pure.
 
-A commit's shards may be held by different ranks, as owners or as copies. A commit that was sealed on one rank is
-mirrored on all of them. One that is not was never sealed: it may be whole all the same, but with fewer copies than were
-asked for, so that it is only taken where no other is whole.
+The shards of a commit may be held by different ranks, as owners or as copies. A commit that was sealed on one rank is
+mirrored on all ranks. A commit that is not mirrored everywhere was never sealed. It may be complete but with fewer
+copies than requested, so it is chosen only if no mirrored commit is complete.
 
-What a training begins with may differ between replicas of a shard: those of generation 0 have one holder each, from
-which the others receive it.
+The initial state (generation 0) may differ between the replicas of a shard. Each of its shards therefore has a single
+holder, which sends it to the other ranks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from typing import NamedTuple
 
 
 class CommitId(NamedTuple):
-    """Ordered by age. ``number`` counts the commits of one generation, on all ranks alike."""
+    """Identifier of a commit; later commits compare greater. ``number`` counts the commits of one generation."""
 
     generation: int
     number: int
 
 
 class HeldShard(NamedTuple):
-    """A whole shard of one commit that a rank has in memory. ``hosts``: where each shard was, its owner's first.
-    ``mirrored``: the rank has all copies of other shards, too, that it is to keep.
+    """Complete shard of one commit in the memory of a rank.
+
+    Attributes:
+        hosts: the hosts that held each shard, its owner's first.
+        mirrored: whether the rank also has all copies of other shards that it has to keep.
     """
 
     commit: CommitId
@@ -40,7 +43,7 @@ Inventory = tuple[HeldShard, ...]  # of one rank
 
 @dataclass(frozen=True)
 class WholeCommit:
-    """``holders``: the ranks that have each shard. ``owners``: the rank that trained it, if it is still there."""
+    """Complete commit. ``holders``: the ranks that have each shard. ``owners``: the rank that trained it, if present."""
 
     commit: CommitId
     shards: int
@@ -48,13 +51,13 @@ class WholeCommit:
     owners: tuple[int | None, ...]
 
     def ranks(self) -> list[int]:
-        """That hold at least one shard, and with it what is replicated."""
+        """Return the ranks that hold at least one shard and therefore also the replicated values."""
         return sorted({rank for ranks in self.holders for rank in ranks})
 
 
 @dataclass(frozen=True)
 class LostShard:
-    """A shard of the newest commit that no rank holds. ``hosts``: where it was."""
+    """Shard of the newest commit that no rank holds. ``hosts``: the hosts that held it."""
 
     commit: CommitId
     shard: int
@@ -63,7 +66,7 @@ class LostShard:
 
 
 def newest_whole(inventories: Sequence[Inventory]) -> WholeCommit | None:
-    """``inventories``: what each rank holds. None: of no commit all shards are held."""
+    """Return the newest complete commit, or None. ``inventories``: the shards that each rank holds."""
     commits = _commits(inventories)
     mirrored = [commit for commit in commits if _mirrored(inventories, commit)]
     for commit in (*mirrored, *commits):
@@ -81,7 +84,7 @@ def newest_whole(inventories: Sequence[Inventory]) -> WholeCommit | None:
 
 
 def lost_shards(inventories: Sequence[Inventory]) -> list[LostShard]:
-    """Of the newest commit, where `newest_whole` finds none."""
+    """Return the missing shards of the newest commit if `newest_whole` finds none."""
     for commit in _commits(inventories):
         held = [each for inventory in inventories for each in inventory if each.commit == commit]
         hosts = max((each.hosts for each in held), key=len)
@@ -94,7 +97,7 @@ def lost_shards(inventories: Sequence[Inventory]) -> list[LostShard]:
 
 
 def _mirrored(inventories: Sequence[Inventory], commit: CommitId) -> bool:
-    """On all ranks that are left of those that have made it."""
+    """Whether the commit is mirrored on all remaining ranks that have made it."""
     return all(each.mirrored for held in inventories for each in held if each.commit == commit)
 
 
