@@ -43,7 +43,7 @@ Inventory = tuple[HeldShard, ...]  # of one rank
 
 @dataclass(frozen=True)
 class WholeCommit:
-    """Complete commit. ``holders``: the ranks that have each shard. ``owners``: the rank that trained it, if present."""
+    """Complete commit. ``holders``: the ranks that have each shard. ``owners``: the rank that trained it, if alive."""
 
     commit: CommitId
     shards: int

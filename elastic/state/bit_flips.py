@@ -1,4 +1,4 @@
-"""Changes one bit of a state's memory, as a fault of the memory or the processor would: for `elastic.failpoints`."""
+"""Simulated hardware faults for `elastic.failpoints`: flip one bit in the memory of a state."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ Found = Iterator[tuple[str, torch.Tensor]]
 
 
 def offer(state: State) -> None:
-    """From here on the action ``flip`` finds the memory of this state."""
+    """Make the memory of this state available to the action ``flip``."""
     if isinstance(state, ObjectState):
         for kind, find in FINDERS.items():
             actions.flippers[kind] = functools.partial(flip, state, find)
 
 
 def flip(state: ObjectState, find: Callable[[ObjectState], Found], seed: int) -> str:
-    """One bit of one of the tensors, each byte of them as likely as any. Returns which; empty: there are none.
+    """Flip one bit in one of the tensors; all bytes are equally likely.
 
-    No trace of it is left in the tensor's version.
+    The version counter of the tensor does not change.
+
+    Returns:
+        A description of the bit, or an empty string if there are no tensors.
     """
     drawn = random.Random(seed)
     tensors = {name: tensor for name, tensor in find(state) if tensor.nbytes}

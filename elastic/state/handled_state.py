@@ -1,5 +1,6 @@
-"""A state of values of which some are handled: models, optimizers, samplers. Each is a part (see `part`); this keeps
-them in step. `TorchState` and Keras's states say which they take.
+"""State with values that have handlers, such as models, optimizers and samplers. Each of these is a part (see `part`).
+
+All parts are committed, restored and sent together. `TorchState` and the Keras states define which values they accept.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _SHARDED = FullyShardedHandler | ShardedOptimizerHandler | ZeroOptimizerHandler
 
 
 class _OfThisProcess:
-    """Raises NotPicklable, a TypeError, where it is pickled or copied."""
+    """Base of objects that are bound to this process: pickling or copying them raises NotPicklable, a TypeError."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotPicklable(
@@ -51,13 +52,13 @@ class _OfThisProcess:
 
 
 class HandledState(_OfThisProcess, ObjectState):
-    """Values of which some are handled by a `Part` or a handler of the script's own: `registry` says which."""
+    """Values, some of which are handled by a `Part` or a handler of the script; see `registry`."""
 
     def __init__(
         self, values: dict[str, Any], rng: Any = False, copies: Any = 1, least_shards: Any = None
     ) -> None:
         values = dict(values)
-        if not isinstance(rng, bool):  # a script's own value of that name
+        if not isinstance(rng, bool):  # a value of the script with that name
             values["rng"] = rng
         refuse_method_names(values)
         self._handlers: dict[str, StateHandler] = {}
@@ -72,7 +73,7 @@ class HandledState(_OfThisProcess, ObjectState):
         self._notify_shards()
         self._check_shards()
         self._random = RandomState() if rng is True else None
-        self._begun = 0  # saves; tells a digest that a save came in between
+        self._begun = 0  # number of saves begun; shows a digest that a save began meanwhile
         self._introduce()
         self._sharded = self._commits_of_shards(copies, least_shards)
         if self._sharded is None and copies != 1:
@@ -86,7 +87,7 @@ class HandledState(_OfThisProcess, ObjectState):
             self.save()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):  # ours; a commit sets several
+        if name.startswith("_"):  # fast path: a commit sets several internal attributes
             object.__setattr__(self, name, value)
             return
         handlers: dict[str, StateHandler] = self.__dict__.get("_handlers", {})
@@ -99,7 +100,7 @@ class HandledState(_OfThisProcess, ObjectState):
         super().__setattr__(name, value)
 
     def _handle(self, name: str, value: Any) -> None:
-        """A name gets another value: which may be of a kind that is handled differently."""
+        """Assign another value to a name; it may need a different handler than the previous one."""
         present = self._handlers.get(name)
         if isinstance(present, _SHARDED) or unsupported_sharding.of_value(value) is not None:
             raise unsupported_sharding.refuse_late(name)
@@ -123,7 +124,11 @@ class HandledState(_OfThisProcess, ObjectState):
         self._introduce()
 
     def _check_shards(self) -> None:
-        """All that follows shards is in one state with them. Raises Invalid."""
+        """Check that everything that depends on shards is in the same state as they are.
+
+        Raises:
+            Invalid: something is missing from the state.
+        """
         shards = self._shards()
         values = {name: each.value for name, each in self._handlers.items()}
         shard_checks.check_schedules(values)
@@ -152,7 +157,12 @@ class HandledState(_OfThisProcess, ObjectState):
         shard_checks.check_optimizers(values)
 
     def _commits_of_shards(self, copies: Any, least: Any) -> ShardedCommits | None:
-        """If a model is fully sharded, or an optimizer is. Raises NotElastic, Invalid."""
+        """Return the commits of shards if a model or an optimizer is sharded, else None.
+
+        Raises:
+            NotElastic: the combination of models and optimizers is not supported.
+            Invalid: an argument is invalid.
+        """
         models = self._of_kind(FullyShardedHandler)
         divided = self._of_kind(DividedOptimizerHandler)
         partitioned: list[ZeroOptimizerHandler | DividedOptimizerHandler]
@@ -178,15 +188,15 @@ class HandledState(_OfThisProcess, ObjectState):
                 f"state.{reduced[0].name}, a DistributedOptimizer," if reduced else "elastic.Shards"
             )
             raise Invalid(
-                f"{what} reduces gradients that fully_shard or DistributedDataParallel has reduced: give fully sharded"
-                " models to a plain optimizer, and use ZeroRedundancyOptimizer without Shards"
+                f"{what} reduces gradients that fully_shard or DistributedDataParallel has already reduced: train fully"
+                " sharded models with a plain optimizer, and use ZeroRedundancyOptimizer without Shards"
             )
         if foreign := self._foreign_handlers():
             name, handler = next(iter(foreign.items()))
             raise Invalid(
-                f"state.{name} is kept by {type(handler).__name__}, which brings itself to other workers, and state."
-                f"{[*models, *partitioned][0].name} is sharded, so that all go back to a commit together: let the"
-                " handler be a Part"
+                f"state.{name} is handled by {type(handler).__name__}, which synchronizes workers by itself, but state."
+                f"{[*models, *partitioned][0].name} is sharded, so all ranks must restore the same commit: make the"
+                " handler a Part"
             )
         shards = unsupported_sharding.least_shards(
             {each.name: each.model for each in models}, least
@@ -219,14 +229,14 @@ class HandledState(_OfThisProcess, ObjectState):
                 shard_checks.check_trained(part.name, part.value, self._referred())
 
     def _notify_shards(self) -> None:
-        """Buffers of models that are trained in shards follow one rule, and so do gradient scalers."""
+        """Register the models' buffers and the gradient scalers with the shards, which keep them equal on all ranks."""
         for shards in self._shards():
             for value in self._referred():
                 if isinstance(value, torch.nn.Module | torch.amp.GradScaler):
                     shards.watch(value)
 
     def _introduce(self) -> None:
-        """Tells loaders what their batches train."""
+        """Tell each loader which parameters its batches train."""
         stepped = bool(self._of_kind(OptimizerStateHandler))
         for loader in self._of_kind(LoaderStateHandler):
             loader.attach(self._trained_parameters, stepped=stepped)
@@ -244,7 +254,7 @@ class HandledState(_OfThisProcess, ObjectState):
         return [each for each in self._handlers.values() if isinstance(each, kind)]
 
     def _parts(self) -> dict[str, Part]:
-        """The values that travel in one transfer."""
+        """Return the values that are sent in one transfer."""
         return {
             name: handler
             for name, handler in self._handlers.items()
@@ -259,7 +269,7 @@ class HandledState(_OfThisProcess, ObjectState):
         return []
 
     def _foreign_handlers(self) -> dict[str, StateHandler]:
-        """Handlers with a ``sync`` of their own."""
+        """Return the handlers that implement ``sync`` themselves."""
         parts = self._parts()
         return {name: each for name, each in self._handlers.items() if name not in parts}
 
@@ -275,8 +285,13 @@ class HandledState(_OfThisProcess, ObjectState):
     # ---- commits ---------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Copies what may have changed since the last save. Raises Invalid, DeviceLost."""
-        # First what is likely to fail: then the last commit is still whole.
+        """Copy everything that may have changed since the last save.
+
+        Raises:
+            Invalid: a value can't be copied.
+            DeviceLost: the accelerator failed.
+        """
+        # Start with what is likely to fail: the last commit is then still complete.
         handled = {name: each.value for name, each in self._handlers.items()}
         shard_checks.check_schedules(handled)
         shard_checks.check_optimizers(handled)
@@ -320,7 +335,10 @@ class HandledState(_OfThisProcess, ObjectState):
             self._random.adopt(saved)
 
     def _restore_shards(self, sharded: ShardedCommits) -> None:
-        """In an elastic job only gives the pass up: the ranks of the next world choose a commit in `bring_shards`."""
+        """Abandon the present pass and, outside elastic jobs, restore this rank's shard.
+
+        In an elastic job, the ranks of the next world choose the commit to restore in `bring_shards`.
+        """
         sharded.abandon_pass()
         rt = lifecycle.active()
         bank = sharded.base()
@@ -354,13 +372,17 @@ class HandledState(_OfThisProcess, ObjectState):
             with rt.guard(COPY):
                 copied = self.transfer(group_on(torch.device("cpu")), 0, group_on=group_on)
             if rank in lacking:
-                self.reset()  # samplers divide what is left among the ranks of this world
+                self.reset()  # samplers divide the remaining samples among the ranks of this world
         copied += sharded.follow(rt, choice)
         self.save()
         return copied
 
     def restore(self) -> None:
-        """Goes back to the last commit; after a torn save only gradients are cleared. Raises DeviceLost."""
+        """Restore the last commit. After an incomplete save, only gradients are cleared.
+
+        Raises:
+            DeviceLost: the accelerator failed.
+        """
         if self._sharded is not None:
             self._restore_shards(self._sharded)
             return
@@ -380,10 +402,10 @@ class HandledState(_OfThisProcess, ObjectState):
             self._random.restore()
 
     def reset(self) -> None:
-        """The world has changed: samplers and loaders deal out anew what is left."""
+        """Handle a change of the world: samplers and loaders redistribute the remaining samples."""
         loaders = self._of_kind(LoaderStateHandler)
         if any([loader.deals_again() for loader in loaders]):
-            # Some of what the next step was to have comes again, perhaps to other ranks.
+            # Samples of the interrupted step are distributed again, possibly to other ranks.
             for optimizer in self._of_kind(OptimizerStateHandler):
                 optimizer.abandon_step()
         for part in self._of_ours():
@@ -394,7 +416,7 @@ class HandledState(_OfThisProcess, ObjectState):
         if foreign:
             name, handler = next(iter(foreign.items()))
             raise Invalid(
-                f"state.{name} is kept by {type(handler).__name__}, which does not say what it consists of, so it can't"
+                f"state.{name} is handled by {type(handler).__name__}, which does not expose its contents, so it can't"
                 " be part of a checkpoint: make the handler a Part, or train without --checkpoint-dir"
             )
         held = {name: HeldPart.of(part) for name, part in self._parts().items()}
@@ -421,12 +443,16 @@ class HandledState(_OfThisProcess, ObjectState):
         return [part.value for part in self._parts().values()]
 
     def sync(self) -> None:
-        """Makes everything equal to rank 0's present state, everywhere, and commits it. Raises StateMismatch."""
+        """Make everything equal to rank 0's present state on all ranks, and commit it.
+
+        Raises:
+            StateMismatch: the layouts of the states differ.
+        """
         for handler in self._foreign_handlers().values():
             handler.sync()
         super().sync()
         for part in self._parts().values():
-            part.reset()  # rank 0 too deals out what is left, as the others did when they took it over
+            part.reset()  # other ranks did this when they received the state; rank 0 has to do the same
 
     def transfer(
         self,
@@ -436,10 +462,19 @@ class HandledState(_OfThisProcess, ObjectState):
         expected_equal: bool = False,
         group_on: GroupOn | None = None,
     ) -> int:
-        """Rank ``root`` sends its live state, the others receive it in place. Returns bytes copied. Does not save.
+        """Send the live state of rank ``root`` to the other ranks, which receive it in place. Does not save.
 
-        ``expected_equal``: the receiver holds the same commit, so a parameter that differs from it is named in a
-        warning. Raises StateMismatch, after everything was received, at a receiver whose layout or schedules differ.
+        Args:
+            group: CPU group of the ranks.
+            root: the sending rank.
+            expected_equal: the receiver holds the same commit; log a warning that names parameters that differ.
+            group_on: creates a group of the same ranks on a GPU.
+
+        Returns:
+            The number of bytes copied.
+
+        Raises:
+            StateMismatch: the layout or a schedule of this receiver differs. Raised after everything was received.
         """
         moved, values = state_transfer.transfer(
             group, root, self._parts(), self._values(), self.layout(), group_on
@@ -461,7 +496,10 @@ class HandledState(_OfThisProcess, ObjectState):
         return moved
 
     def digest(self) -> int:
-        """63-bit digest of the committed parameters. 0 if there are none, or if a save began meanwhile: ask again."""
+        """Return a 63-bit digest of the committed parameters.
+
+        The digest is 0 if there are no parameters, or if a save began meanwhile; then call this again.
+        """
         return self._digest(
             (f"{name}.{key}", tensor)
             for name, part in self._parts().items()
@@ -469,7 +507,7 @@ class HandledState(_OfThisProcess, ObjectState):
         )
 
     def digest_buffers(self) -> int:
-        """The same of the committed persistent buffers."""
+        """Return the digest of the committed persistent buffers; see `digest`."""
         return self._digest(
             (f"{name}.{key}", tensor)
             for name, part in self._parts().items()
@@ -477,7 +515,10 @@ class HandledState(_OfThisProcess, ObjectState):
         )
 
     def digest_tensors(self) -> dict[str, int]:
-        """By ``model.0.weight``, ``optimizer.0.weight.exp_avg``. Empty as `digest` is 0."""
+        """Return digests by tensor name, such as ``model.0.weight`` or ``optimizer.0.weight.exp_avg``.
+
+        The result is empty under the conditions in which `digest` is 0.
+        """
         if not self.valid():
             return {}
         begun = self._begun
@@ -512,5 +553,5 @@ class HandledState(_OfThisProcess, ObjectState):
 
 
 def shards_of(state: State) -> ShardedCommits | None:
-    """What keeps the shards of a state; None: it is not sharded."""
+    """Return the commits of a state's shards, or None if it is not sharded."""
     return state._sharded if isinstance(state, HandledState) else None

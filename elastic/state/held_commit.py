@@ -1,4 +1,4 @@
-"""A commit that is held still while the next ones are made: what a checkpoint is written from."""
+"""Commit that is kept unchanged while later commits are made, so that a checkpoint can be written from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.state.snapshots.snapshot import Snapshot, SnapshotBuffers
 
 @dataclass(frozen=True)
 class HeldRows:
-    """This rank's rows of a sharded tensor, from row ``begin`` on. ``whole``: a meta tensor like the whole one.
+    """This rank's rows of a sharded tensor, from row ``begin`` on. ``whole``: the complete tensor on the meta device.
 
     ``plain``, ``sizes`` and ``on_host``: see `live_shards.RowSpec`.
     """
@@ -29,9 +29,9 @@ class HeldRows:
 
 @dataclass
 class HeldPart:
-    """The committed structure and tensors of one part of a state. Tensors are on the CPU, and nobody writes to them.
+    """Committed structure and tensors of one part of a state. Tensors are on the CPU and must not be modified.
 
-    ``sharded``: the tensors of which each rank holds some rows; ``tensors`` are all others.
+    ``sharded``: tensors of which each rank holds some rows; ``tensors``: all other tensors.
     """
 
     part: Part
@@ -50,15 +50,17 @@ class HeldPart:
         return cls(part, snapshot, bank, structure, own, bank.buffers())
 
     def described(self) -> Any:
-        """As the value's ``state_dict()``, of the commit; of sharded tensors without content."""
+        """Return the commit in the form of the value's ``state_dict()``; sharded tensors are on the meta device."""
         whole = {key: each.whole for key, each in self.sharded.items()}
         return self.part.described(self.structure, self.own, self.tensors | whole)
 
 
 @dataclass
 class HeldCommit:
-    """One commit. ``random``: the states of this rank's generators, if they are part of the state. ``release_shard``:
-    this rank's rows may be overwritten.
+    """One commit.
+
+    ``random``: the states of this rank's generators, if they are part of the state. ``release_shard``: allows this
+    rank's rows to be overwritten.
     """
 
     layout: str
@@ -73,17 +75,21 @@ class HeldCommit:
         return self.release_shard is not None
 
     def complete(self) -> None:
-        """Waits for copies from a GPU. Raises DeviceLost."""
+        """Wait for copies from a GPU.
+
+        Raises:
+            DeviceLost: the copies did not complete.
+        """
         for part in self.parts.values():
             if part.bank.transit is not None:
                 part.bank.transit.wait()
 
     def referred(self) -> dict[str, object]:
-        """Objects that values may point to without owning them, by name."""
+        """Return objects that values may refer to without owning them, by name."""
         return {name: each.part.value for name, each in self.parts.items()}
 
     def release(self) -> None:
-        """The copies may be overwritten. From any thread."""
+        """Allow the copies to be overwritten. Thread-safe."""
         for part in self.parts.values():
             part.snapshot.release()
         if self.release_shard is not None:

@@ -1,4 +1,4 @@
-"""Preparation of a joining worker before it reports ready, so that the others do not wait in its first world. Acts."""
+"""Preparation of a joining worker before it reports ready, so that other ranks need not wait for it. Acts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from elastic.state.state import ObjectState, State, parts_of
 
 
 def prepare(state: State, *, native: bool, step_input: bytes = b"") -> None:
-    """Loads what makes groups: where ``native``, the C++ library, and NCCL where the state is on a GPU. Touches the
-    memory of what it will be sent, of its copies, and of its gradients; see `preallocated_memory`. Builds the first
-    step, where ``step_input`` says of what a batch consists and the framework can.
+    """Load libraries, allocate memory and build the first step in advance.
 
-    To be followed by `preallocated_memory.leave` once the state has been saved.
+    Memory is allocated for the state to receive, its copies and the gradients; see `preallocated_memory`. Call
+    `preallocated_memory.leave` once the state has been saved.
+
+    Args:
+        state: the state of the training.
+        native: whether to load the C++ library and, if the state is on a GPU, NCCL.
+        step_input: description of a batch, to build the first step with if the framework supports it.
     """
     group_factory.prepare(native)
     if not isinstance(state, ObjectState):
@@ -27,7 +31,7 @@ def prepare(state: State, *, native: bool, step_input: bytes = b"") -> None:
             group_factory.prepare_gpu(gpus.pop())
     for part in parts:
         part.build_step(step_input)
-    # What is sent is copied at once, as the commit from which this worker goes on.
+    # Twice, because what is received is copied at once as this worker's first commit.
     preallocated_memory.make(2 * sum(part.bytes_to_come() for part in parts))
     gradients = sum(part.bytes_of_gradients() for part in parts)
     mine = arena.mine() if gradients else None

@@ -1,3 +1,3 @@
-"""Where `ElasticSampler` is imported from by scripts; it stands with what else deals samples."""
+"""Public import location of `ElasticSampler`."""
 
 from elastic.data.sampler import ElasticSampler as ElasticSampler

@@ -1,4 +1,4 @@
-"""What a state with shards has to have, so that a commit is all that a run needs to go on exactly."""
+"""Checks that a state with shards contains everything that is needed to resume a run exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from elastic.exact.shards import Shards
 
 
 def check_trained(name: str, optimizer: Any, values: Iterable[object]) -> None:
-    """What ``state.name`` trains in shards is in the state, with the buffers beside it. Raises Invalid."""
+    """Check that the models that ``state.name`` trains in shards are in the state.
+
+    Raises:
+        Invalid: a trained parameter is in no model of the state.
+    """
     models = [value for value in values if isinstance(value, torch.nn.Module)]
     known = {id(each) for model in models for each in model.parameters()}
     for group in optimizer.param_groups:
@@ -21,30 +25,38 @@ def check_trained(name: str, optimizer: Any, values: Iterable[object]) -> None:
             if id(parameter) not in known:
                 raise Invalid(
                     f"state.{name} trains {_named(optimizer, parameter)}, which is in no model of the state: a commit"
-                    " would have neither its weights nor its model's buffers, as running statistics; add the model, as"
-                    " in TorchState(model=model, ...)"
+                    " would have neither its weights nor its model's buffers, such as running statistics; add the"
+                    " model, as in TorchState(model=model, ...)"
                 )
 
 
 def check_optimizers(values: Mapping[str, Any]) -> None:
-    """Whoever joins goes on with the same moments. Raises Invalid."""
+    """Check that joining workers receive all optimizer entries (moments).
+
+    Raises:
+        Invalid: an optimizer is not in the state.
+    """
     known = set(map(id, values.values()))
     for name, shards in values.items():
         if not isinstance(shards, Shards) or not shards.exact:
             continue
         if any(id(each) not in known for each in shards.optimizers):
-            gc.collect()  # one that is gone must not count until the collector comes
+            gc.collect()  # an unreachable optimizer must not count
         for each in shards.optimizers:
             if id(each) not in known:
                 raise Invalid(
-                    f"an optimizer, {type(each).__name__}, is in no state, and its gradients are added up over"
-                    f" state.{name}: a worker that joins would begin with other moments; add it, as in TorchState(...,"
+                    f"an optimizer, {type(each).__name__}, is in no state, but its gradients are summed over"
+                    f" state.{name}: a joining worker would start with other moments; add it, as in TorchState(...,"
                     " optimizer=optimizer, shards=shards)"
                 )
 
 
 def check_schedules(values: Mapping[str, Any]) -> None:
-    """Whoever joins goes on in the middle of a schedule. Raises Invalid."""
+    """Check that joining workers resume learning rate schedules at the present step.
+
+    Raises:
+        Invalid: a scheduler is not in the state.
+    """
     if not any(isinstance(value, Shards) and value.exact for value in values.values()):
         return
     followed = {id(getattr(value, "optimizer", None)) for value in values.values()}
@@ -52,12 +64,12 @@ def check_schedules(values: Mapping[str, Any]) -> None:
         step = getattr(value, "step", None)
         if getattr(step, "_wrapped_by_lr_sched", False) and id(value) not in followed:
             raise Invalid(
-                f"a scheduler sets the learning rate of state.{name} and is in no state, so a worker that joins would"
-                " begin its schedule anew; add it, as in TorchState(..., scheduler=scheduler)"
+                f"a scheduler sets the learning rate of state.{name} and is in no state, so a joining worker would"
+                " restart its schedule; add it, as in TorchState(..., scheduler=scheduler)"
             )
 
 
 def _named(optimizer: Any, parameter: torch.Tensor) -> str:
-    """As a wrapped optimizer was told; any other knows no names."""
+    """Return the parameter's name if the optimizer is wrapped and knows it, else a description."""
     ask = getattr(optimizer, "parameter_name", None)
     return str(ask(parameter)) if ask else f"a parameter of shape {list(parameter.shape)}"

@@ -1,9 +1,9 @@
-"""Brings a whole state from one rank to the others of a group: one header, then the bytes of its tensors.
+"""Transfer of a complete state from one rank to the other ranks of a group: a header, then the bytes of the tensors.
 
-Only broadcasts, in an order that follows from the header alone, so every rank makes the same calls whatever it thinks
-of the content: a receiver that can't use the state still drains it and raises afterwards, and disturbs nobody. Large
-tensors go straight from live tensor to live tensor; small ones travel packed together. What lies on root's GPU travels
-between GPUs, if every rank has one of its own to receive it on, and else through host memory.
+Only broadcasts are used, in an order that depends only on the header, so all ranks make the same calls. A receiver that
+cannot use the state still receives all of it and raises afterwards, which does not disturb other ranks. Large tensors
+are sent directly from live tensor to live tensor; small ones are packed together. Tensors on root's GPU are sent
+between GPUs if every rank has its own GPU, and otherwise through host memory.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots import change_detection, preallocated_memory
 from elastic.state.snapshots.snapshot import as_bytes
 
-PACK = 4 << 20  # bytes; tensors up to a quarter of it are packed into chunks of this size
-# Bytes; larger tensors go in pieces, because not every backend counts beyond 2**31.
+PACK = 4 << 20  # bytes; tensors up to a quarter of this size are packed into chunks of it
+# In bytes. Larger tensors are sent in pieces, because not all backends support counts beyond 2**31.
 PIECE = 64 << 20
-WINDOW = 4  # broadcasts under way at once
-ALIGNMENT = 16  # bytes; so that a packed tensor of any dtype can be viewed in place
-DIFFERENCES = 5  # lines of a layout named in an error
+WINDOW = 4  # broadcasts in flight at once
+ALIGNMENT = 16  # bytes; allows a packed tensor of any dtype to be viewed in place
+DIFFERENCES = 5  # layout lines to show in an error
 
 Key = tuple[str, str]  # part, tensor
 
 
 GroupOn = Callable[[torch.device], Collectives]
-# What goes over which group, from where.
+# A group, the device it sends from and receives on, and the tensors to send over it.
 Road = tuple[Collectives, torch.device, dict[Key, TensorSpec]]
 
 CPU = torch.device("cpu")
@@ -66,12 +66,24 @@ def transfer(
     layout: str,
     group_on: GroupOn | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Root sends, the others take over. Returns bytes copied, and root's ``values``.
+    """Send the state of rank ``root`` to all other ranks of the group. Collective.
 
-    ``group``: of tensors on the CPU. ``group_on``: makes the group of the same ranks on a GPU, called on all of them.
+    Args:
+        group: the group for tensors on the CPU.
+        root: the sending rank.
+        parts: the parts of the state, by name.
+        values: the Python values of the state; used on root only.
+        layout: the lines that must be equal on all ranks.
+        group_on: creates the group of the same ranks on a GPU; called on all of them.
 
-    Raises StateMismatch, at a receiver only and after everything was received, if its layout differs or it can't read
-    the values; CollectiveFailed from the group; Invalid at root if a value can't be pickled.
+    Returns:
+        The number of bytes copied, and root's ``values``.
+
+    Raises:
+        StateMismatch: the layout of this receiver differs, or it can't read the values. Raised after everything was
+            received.
+        CollectiveFailed: a rank was lost.
+        Invalid: a value can't be pickled, at root.
     """
     if group.size == 1:
         return 0, values
@@ -126,11 +138,11 @@ def _receive(
     except Interrupted:
         raise
     except Exception:
-        # The others count on this rank: it takes what they send, and only then gives up.
+        # The other ranks depend on this rank's broadcasts, so receive everything before raising.
         nowhere: dict[Key, torch.Tensor | Destination] = dict.fromkeys(specs, Destination.NOWHERE)
         _travel(_roads(group, specs, nowhere, None), root, nowhere)
         raise
-    # What the broadcasts write leaves no trace in the tensors' versions.
+    # The broadcasts do not change the versions of the tensors that they write.
     change_detection.notice()
     failpoint("state-copy")
     moved, fresh = _travel(_roads(group, specs, where, group_on), root, where)
@@ -149,7 +161,7 @@ def _pickled(values: dict[str, Any], structures: Any, referred: dict[str, object
     try:
         return dumps((values, structures), "the state", referred)
     except Exception:
-        for name, value in values.items():  # which one was it?
+        for name, value in values.items():  # raises an error that names the value
             dumps(value, f"state.{name}", referred)
         raise
 
@@ -182,7 +194,7 @@ def _destinations(
 
 
 def difference(theirs: str, ours: str, they: str = "the world") -> str:
-    """Says what differs between two layouts."""
+    """Describe the differences between two layouts."""
     there, here = theirs.splitlines(), ours.splitlines()
     only_there = [line for line in there if line not in set(here)][:DIFFERENCES]
     only_here = [line for line in here if line not in set(there)][:DIFFERENCES]
@@ -204,7 +216,11 @@ def _roads(
     where: dict[Key, torch.Tensor | Destination],
     group_on: GroupOn | None,
 ) -> list[Road]:
-    """How the tensors travel: the same on every rank, because the ranks agree on it. Raises CollectiveFailed."""
+    """Return the groups to send the tensors over, which all ranks agree on. Collective.
+
+    Raises:
+        CollectiveFailed: a rank was lost.
+    """
     on_gpu = {key: spec for key, spec in specs.items() if spec.device_type == "cuda"}
     if not on_gpu:
         return [(group, CPU, specs)]
@@ -212,7 +228,7 @@ def _roads(
     gpus = torch.zeros(group.size, dtype=torch.int64, device="cpu")
     gpus[group.rank] = 0 if device is None else _number_of(device, group.rank)
     group.allreduce(gpus, Op.SUM).wait()
-    # NCCL needs a GPU for each rank.
+    # NCCL requires a separate GPU for each rank.
     if group_on is None or device is None or 0 in gpus or len(gpus.unique()) < group.size:
         return [(group, CPU, specs)]
     on_cpu = {key: spec for key, spec in specs.items() if key not in on_gpu}
@@ -220,13 +236,13 @@ def _roads(
 
 
 def _number_of(device: torch.device, rank: int) -> int:
-    """The same for the same GPU in all processes, as far as it can be known. Never 0."""
+    """Return a number that identifies the GPU across processes as far as possible. Never 0."""
     uuid = own_gpu.uuid(device).encode() or b"%d" % rank
     return int.from_bytes(hashlib.blake2b(uuid, digest_size=7).digest(), "big") + 1
 
 
 def _gpu(where: dict[Key, torch.Tensor | Destination]) -> torch.device | None:
-    """This rank's; None if it has none, or tensors on several."""
+    """Return this rank's GPU; None if its tensors are on no GPU or on several."""
     if not torch.cuda.is_available():
         return None
     tensors = [each for each in where.values() if isinstance(each, torch.Tensor)]
@@ -236,7 +252,7 @@ def _gpu(where: dict[Key, torch.Tensor | Destination]) -> torch.device | None:
     device = devices.pop()
     try:
         own_gpu.meet(device)
-    except Invalid:  # its collectives were on another GPU
+    except Invalid:  # this rank's collectives were on another GPU
         return None
     return device
 
@@ -244,7 +260,7 @@ def _gpu(where: dict[Key, torch.Tensor | Destination]) -> torch.device | None:
 def _travel(
     roads: list[Road], root: int, where: dict[Key, torch.Tensor | Destination]
 ) -> tuple[int, dict[Key, torch.Tensor]]:
-    """Root's ``where`` holds what it sends. Returns bytes moved, and the tensors allocated here."""
+    """Broadcast all tensors; on root, ``where`` has the tensors to send. Return bytes sent and allocated tensors."""
     moved = 0
     fresh: dict[Key, torch.Tensor] = {}
     for group, device, specs in roads:
@@ -260,7 +276,7 @@ def _exchange(
     specs: dict[Key, TensorSpec],
     where: dict[Key, torch.Tensor | Destination],
 ) -> dict[Key, torch.Tensor]:
-    """Exchange the tensors of one group. Returns the tensors allocated here."""
+    """Broadcast the tensors of one group. Return the tensors that were allocated for them on this rank."""
     sending = group.rank == root
     fresh: dict[Key, torch.Tensor] = {}
     under_way: deque[tuple[Work, Callable[[], None]]] = deque()
@@ -295,7 +311,7 @@ def _nothing() -> None:
 
 
 def _packs(specs: dict[Key, TensorSpec]) -> Iterator[list[Key]]:
-    """Which tensors travel together: a function of the specs, so that all ranks agree."""
+    """Yield the tensors to send together. The result depends only on the specs, so it is equal on all ranks."""
     pack: list[Key] = []
     filled = 0
     for key, spec in specs.items():
@@ -323,7 +339,7 @@ def _block(
     key: Key,
     sending: bool,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """The bytes to broadcast for one tensor, and what to do when they have arrived."""
+    """Return the block to broadcast for one tensor, and a function to call when it is complete."""
     if isinstance(where, torch.Tensor) and _direct(where, device):
         return as_bytes(where), _nothing
     if sending:
@@ -344,7 +360,7 @@ def _packed(
     fresh: dict[Key, torch.Tensor],
     sending: bool,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """The same for many small tensors, one after another in one block."""
+    """Return one block for several small tensors, and a function to call when it is complete."""
     block = torch.zeros(sum(_aligned(specs[key]) for key in keys), dtype=torch.uint8, device=device)
     views: list[tuple[Key, torch.Tensor]] = []
     start = 0
@@ -360,7 +376,7 @@ def _packed(
 
     def arrived() -> None:
         for key, view in views:
-            # Cloned, where it stays: a small tensor must not keep its whole block alive.
+            # A small tensor that is kept is cloned, so that it does not keep the whole block alive.
             _deliver(
                 view.clone() if where[key] is Destination.NEW else view, where[key], fresh, key
             )

@@ -1,4 +1,4 @@
-"""What is split among the ranks of one world, and so can't be committed, nor follow a world that changes."""
+"""Detection of models and optimizers whose sharding is not supported in a state, and the errors for them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _ADVICE_ZERO = (
     "use ZeroRedundancyOptimizer(parameters, optimizer_class, **options) with the process group of all ranks, or, in a"
     " job of a fixed size (without --min-np), leave it out of the state"
 )
-# torch's states of modules whose parameters a `TorchState` gives to each world.
+# torch's FSDP states of modules that a `TorchState` reshards in each world.
 _followed: weakref.WeakSet[Any] = weakref.WeakSet()
 _followed_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-# Of two dimensions, which a script has made for such modules.
+# Two-dimensional meshes that the script has created for such modules.
 _followed_meshes: list[Any] = []
 _WHY = {
     Fixed.MODULE: "is fully sharded (FSDP): each rank has a part of its parameters, and a lost rank's would be lost",
@@ -43,7 +43,7 @@ _WHY = {
 
 
 def of_module(module: torch.nn.Module) -> Fixed | None:
-    """How a module is sharded, if it is."""
+    """Return how a module is sharded, or None if it is not."""
     fully = _classes("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
     if fully and any(isinstance(each, fully) for each in module.modules()):
         return Fixed.MODULE
@@ -51,18 +51,18 @@ def of_module(module: torch.nn.Module) -> Fixed | None:
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Fixed | None:
-    """How an optimizer, or what it trains, is sharded, if it is."""
+    """Return how an optimizer or its parameters are sharded, or None if they are not."""
     if zero.is_zero(optimizer) or zero.is_divided(optimizer):
         return Fixed.OPTIMIZER
     return of_parameters(each for group in optimizer.param_groups for each in group["params"])
 
 
 def of_parameters(parameters: Iterable[Any]) -> Fixed | None:
-    """How parameters are sharded, if one of them is."""
+    """Return how parameters are sharded, or None if none is."""
     tensors = _classes("torch.distributed.tensor", "DTensor")
     found = None
     for each in parameters:
-        # FSDP1's own names for a flat parameter, and for one that is a view of it.
+        # FSDP1's private attributes of a flat parameter, and of a parameter that is a view of it.
         if hasattr(each, "_is_flat_param") or getattr(each, "_fsdp_flattened", False):
             return Fixed.MODULE
         if tensors and isinstance(each, tensors):
@@ -71,7 +71,7 @@ def of_parameters(parameters: Iterable[Any]) -> Fixed | None:
 
 
 def any_fully_sharded() -> bool:
-    """Whether this process has a module that ``fully_shard`` was applied to, and that no state follows."""
+    """Whether this process has a module that ``fully_shard`` was applied to and that is in no state."""
     states = _classes("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
     known: Any = sys.modules.get("torch.distributed._composable_state")
     if not states or known is None:
@@ -83,12 +83,12 @@ def any_fully_sharded() -> bool:
 
     if not there():
         return False
-    gc.collect()  # one that the script has dropped may still be in a cycle
+    gc.collect()  # a module that the script has dropped may still be in a reference cycle
     return there()
 
 
 def follow(model: torch.nn.Module) -> None:
-    """A state gives this model's parameters to each world."""
+    """Record that a state reshards this model's parameters in each world."""
     _followed.update(fsdp2.sharded_states(model))
     mesh = fsdp2.mesh_of(model)
     if mesh.ndim == 2 and all(mesh is not each for each in _followed_meshes):
@@ -96,18 +96,23 @@ def follow(model: torch.nn.Module) -> None:
 
 
 def least_shards(models: Mapping[str, torch.nn.Module], given: Any) -> int | None:
-    """The fewest shards of these models in any world: those given, or those of their mesh (replicate, shard). None:
-    each rank has a shard of its own. Raises Invalid, NotElastic.
+    """Return the minimum number of shards of these models in any world.
+
+    This is ``given`` or the number of shards of their mesh (replicate, shard). None: each rank has its own shard.
 
     Args:
-        models: by name, fully sharded.
-        given: as to ``TorchState(least_shards=...)``.
+        models: fully sharded models, by name.
+        given: the argument of ``TorchState(least_shards=...)``.
+
+    Raises:
+        Invalid: the argument is invalid.
+        NotElastic: the models have different meshes.
     """
     if not models and given is None:
         return None
     if not models:
         raise Invalid(
-            "least_shards is for models that fully_shard was applied to, and the state has none: leave it out"
+            "least_shards requires a model that fully_shard was applied to, and the state has none: leave it out"
         )
     meshes = [fsdp2.mesh_of(model) for model in models.values()]
     if any(mesh.mesh.tolist() != meshes[0].mesh.tolist() for mesh in meshes):
@@ -134,22 +139,22 @@ def least_shards(models: Mapping[str, torch.nn.Module], given: Any) -> int | Non
 
 
 def followed_groups() -> list[tuple[int, ...]]:
-    """The ranks of each process group of some ranks that only exists for a mesh of a followed model."""
+    """Return the ranks of each process group that exists only for the mesh of a model in a state."""
     return [line for mesh in _followed_meshes for line in fsdp2.lines_of(mesh)]
 
 
 def follow_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """A state gives this optimizer's entries to each world."""
+    """Record that a state redistributes this optimizer's entries in each world."""
     _followed_optimizers.add(optimizer)
 
 
 def is_followed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a state has this optimizer, whose parameters or entries are sharded."""
+    """Whether this optimizer, whose parameters or entries are sharded, is in a state."""
     return optimizer in _followed_optimizers
 
 
 def refuse_unfollowed(optimizer: torch.optim.Optimizer) -> NotElastic:
-    """The error for an optimizer in no state that trains a model in one."""
+    """Return the error for an optimizer in no state that trains a fully sharded model in a state."""
     return NotElastic(
         f"{type(optimizer).__name__} trains a fully sharded model that is in the state, and is not in the state itself:"
         " its entries would keep the mesh of this world; add it, as in TorchState(model=model, optimizer=optimizer)",
@@ -158,7 +163,7 @@ def refuse_unfollowed(optimizer: torch.optim.Optimizer) -> NotElastic:
 
 
 def refuse_micro_batches(optimizer: torch.optim.Optimizer, kind: Fixed) -> NotElastic:
-    """The error for an optimizer of a sharded model, or a sharded optimizer, in a script that uses elastic.Shards."""
+    """Return the error for a sharded optimizer, or one of a sharded model, in a script that uses elastic.Shards."""
     return NotElastic(
         f"{type(optimizer).__name__} is sharded, or trains a sharded model, whose gradients are reduced in each"
         " backward pass, and this script loops over elastic.Shards, of which ranks have different numbers: use one of"
@@ -168,7 +173,7 @@ def refuse_micro_batches(optimizer: torch.optim.Optimizer, kind: Fixed) -> NotEl
 
 
 def all_followed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether all DTensors that an optimizer trains are parameters that a state follows."""
+    """Whether all DTensors that an optimizer trains are parameters of models in a state."""
     ours = {
         id(param.sharded_param)
         for state in list(_followed)
@@ -180,12 +185,12 @@ def all_followed(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse(what: str, kind: Fixed) -> NotElastic:
-    """The error for ``what``, such as ``state.model``, of this kind."""
+    """Return the error for ``what``, such as ``state.model``, with this kind of sharding."""
     return NotElastic(f"{what} {_WHY[kind]}; {_INTO_STATE.get(kind, '')}{_ADVICE}", kind)
 
 
 def refuse_optimizer(name: str) -> NotElastic:
-    """The error for an optimizer in a state that follows none of the models that it trains."""
+    """Return the error for an optimizer in a state that contains none of the models that it trains."""
     if any_fully_sharded():
         return NotElastic(
             f"state.{name} trains a fully sharded model that is not in the state: add it, as in"
@@ -196,7 +201,7 @@ def refuse_optimizer(name: str) -> NotElastic:
 
 
 def refuse_stale(name: str, parameter: torch.Tensor) -> NotElastic:
-    """The error for an optimizer in a state with a fully sharded model that trains a parameter of no model there."""
+    """Return the error for an optimizer that trains a parameter of no model of its state."""
     return NotElastic(
         f"state.{name} trains a parameter of shape {list(parameter.shape)} that is in no model of the state:"
         " fully_shard replaces parameters, so that an optimizer made before it trains none of them; make the optimizer"
@@ -206,7 +211,7 @@ def refuse_stale(name: str, parameter: torch.Tensor) -> NotElastic:
 
 
 def refuse_together(model: str, optimizer: str) -> NotElastic:
-    """The error for a state with a fully sharded model and an optimizer that is sharded by itself."""
+    """Return the error for a state with both a fully sharded model and a ZeRO optimizer."""
     return NotElastic(
         f"state.{model} is fully sharded and state.{optimizer} is sharded by itself (ZeRO): commits of both together"
         " are not supported; shard both models with fully_shard, or neither",
@@ -215,7 +220,7 @@ def refuse_together(model: str, optimizer: str) -> NotElastic:
 
 
 def refuse_late(name: str) -> NotElastic:
-    """The error for an assignment to ``state.name``, where the present or the new value is sharded."""
+    """Return the error for an assignment to ``state.name`` if the present or the new value is sharded."""
     return NotElastic(
         f"state.{name} is assigned another value, and it or the present one is a sharded model or optimizer: commits"
         f" are of the shards that the state was made with; make a new state, as in TorchState({name}=...)",
@@ -224,7 +229,7 @@ def refuse_late(name: str) -> NotElastic:
 
 
 def of_value(value: object) -> Fixed | None:
-    """How a model or an optimizer is sharded, if it is."""
+    """Return how a model or an optimizer is sharded, or None if it is not."""
     if isinstance(value, torch.nn.Module):
         return of_module(value)
     return of_optimizer(value) if isinstance(value, torch.optim.Optimizer) else None
@@ -235,10 +240,10 @@ def check_trainer(
     optimizers: Iterable[torch.optim.Optimizer],
     models: Iterable[torch.nn.Module] = (),
 ) -> None:
-    """Check that a trainer, which saves and loads whole models and optimizers, has no sharded one.
+    """Check that a trainer, which saves and loads complete models and optimizers, has no sharded ones.
 
     Raises:
-        NotElastic: it has.
+        NotElastic: a model or an optimizer is sharded.
     """
     for model in models:
         kind = of_module(model)
@@ -257,7 +262,7 @@ def check_trainer(
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raises NotElastic for a value of a state that is sharded."""
+    """Raise NotElastic for a value of a state whose sharding is not supported."""
     kind = None
     if isinstance(value, torch.nn.Module):
         kind = of_module(value)
@@ -269,7 +274,7 @@ def check_value(name: str, value: Any) -> None:
     elif isinstance(value, torch.optim.Optimizer):
         kind = of_optimizer(value)
         if kind is Fixed.PARAMETERS:
-            return  # the state looks whether it follows them
+            return  # the state checks whether it supports the combination
         if kind is Fixed.OPTIMIZER:
             why = zero.obstacle(value) if zero.is_zero(value) else None
             if why is None:
@@ -282,7 +287,7 @@ def check_value(name: str, value: Any) -> None:
 
 
 def check_within(what: str, tensors: Iterable[Any]) -> None:
-    """Raises NotElastic for a value of a state that holds a DTensor somewhere within."""
+    """Raise NotElastic for a value of a state that contains a DTensor."""
     if of_parameters(each for each in tensors if isinstance(each, torch.Tensor)) is not None:
         raise NotElastic(
             f"{what} holds a DTensor, of which each rank has a part, while values of a state are the same on all ranks;"
@@ -292,6 +297,6 @@ def check_within(what: str, tensors: Iterable[Any]) -> None:
 
 
 def _classes(module: str, *names: str) -> tuple[type, ...]:
-    """Those that there are, without importing what the script has not."""
+    """Return the classes that exist. Does not import modules that the script has not imported."""
     found = sys.modules.get(module)
     return tuple(each for name in names if isinstance(each := getattr(found, name, None), type))

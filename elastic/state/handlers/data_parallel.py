@@ -1,11 +1,13 @@
-"""``DistributedDataParallel`` in a state: its module is committed, its reducer made anew for each world. Acts.
+"""``DistributedDataParallel`` in a state: commit its module, and rebuild its reducer for each world. Acts.
 
-DDP's reducer, in C++, has counted gradients and filled buckets for a world that is over, in an order that a newcomer
-does not know. So every member makes another one, as the constructor does, without a collective. They begin with equal
-buckets again and agree on their order after the first step, as when a job starts. Hooks and a static graph are told.
+The C++ reducer of DDP holds gradient counts and buckets of the previous world, in an order that a joining worker does
+not know. Every member therefore creates a new reducer, as DDP's constructor does, without a collective. All reducers
+start with equal buckets and agree on their order after the first step, as at the start of a job. Communication hooks
+and a static graph are set again.
 
-It reduces the parameters that the first one did, also those that are frozen for a while. What a module trains besides
-them is reduced by no reducer, and differs between ranks from the first step on: the next commit says so.
+The new reducer has the same parameters as the first one, including parameters that are temporarily frozen. Other
+parameters that the module trains are not reduced and would differ between ranks from the first step on, so the next
+commit raises NotReduced.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from elastic.errors import NotReduced
 from elastic.state.handlers.model_state import ModelStateHandler
 
 _torch: Any = distributed  # its stubs lack what DDP itself calls
-# What each one's reducer was built with.
+# The parameters that the reducer of each model was built with.
 _reduced: weakref.WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class ReplicasHandler(ModelStateHandler):
-    """A model with a DistributedDataParallel, or several."""
+    """Handler of a model that contains one or more DistributedDataParallel modules."""
 
     def replicas(self) -> Iterable[DistributedDataParallel]:
         """All of them."""
@@ -66,22 +68,30 @@ class ReplicasHandler(ModelStateHandler):
             self._check(each)
 
     def _check(self, model: DistributedDataParallel, built_with: int | None = None) -> None:
-        """Raises NotReduced. ``built_with``: how many parameters its reducer has, which may be fewer than are known."""
+        """Check that the reducer has all parameters that are trained.
+
+        Args:
+            model: the model to check.
+            built_with: number of parameters of its reducer, which may be smaller than the number of known parameters.
+
+        Raises:
+            NotReduced: a trained parameter is not reduced.
+        """
         known = {id(each) for each in _reduced[model][:built_with]}
         late = next((each for each in _parameters(model) if id(each) not in known), None)
         if late is None:
             return
         name = next(name for name, each in self.model.named_parameters() if each is late)
         raise NotReduced(
-            f"{self.full_name(name)} is trained, but was not when DistributedDataParallel was built, which does not"
-            " reduce its gradient, so ranks would differ: register, replace or unfreeze parameters before you"
-            " build DistributedDataParallel, or build another one and pass it to the state",
+            f"{self.full_name(name)} is trained now but was not when DistributedDataParallel was built, so its gradient"
+            " is not reduced and ranks would diverge: register, replace or unfreeze parameters before you build"
+            " DistributedDataParallel, or build a new one and pass it to the state",
             self.full_name(name),
         )
 
 
 class DataParallelHandler(ReplicasHandler):
-    """Its tensors have the names that they have in ``ddp.module``."""
+    """Handler of a DistributedDataParallel. Tensors have the names that they have in ``ddp.module``."""
 
     value: DistributedDataParallel
 
@@ -97,13 +107,13 @@ class DataParallelHandler(ReplicasHandler):
         self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
     ) -> None:
         super().place(structure, fresh, own, restoring=restoring)
-        # What is around it trains where it does, as after train().
+        # Modules that wrap it have the same training mode, as after train().
         for each in takewhile(lambda each: each is not self.model, self.value.modules()):
             each.training = self.model.training
 
 
 class HolderHandler(ReplicasHandler):
-    """A module of the script's own that has models in ``DistributedDataParallel``."""
+    """Handler of a module of the script that contains models in ``DistributedDataParallel``."""
 
     def replicas(self) -> Iterable[DistributedDataParallel]:
         return held_in(self.value)
@@ -114,7 +124,7 @@ def held_in(value: torch.nn.Module) -> list[DistributedDataParallel]:
 
 
 def as_written(value: Any) -> Any:
-    """The module inside the wrapper of Fabric's ``setup`` or ``torch.compile``."""
+    """Return the module inside the wrapper of Fabric's ``setup`` or ``torch.compile``."""
     if isinstance(value, torch.nn.Module):
         for name in ("_forward_module", "_orig_mod"):
             inner = getattr(value, name, None)
@@ -124,18 +134,20 @@ def as_written(value: Any) -> Any:
 
 
 def rebuild_reducer(model: DistributedDataParallel) -> None:
-    """For a world that has changed. No collective: the order of parameters is the module's, the same on all ranks."""
+    """Create a new reducer after the world has changed.
+
+    Not a collective: parameters are in module order, which is the same on all ranks.
+    """
     ddp: Any = model
     hook_name = ddp.logger._get_ddp_logging_data().strs_map.get("comm_hook", "")
-    # Its hooks on the parameters go with it.
+    # This also removes its hooks on the parameters.
     ddp.reducer = ddp.logger = None
     there = {id(each) for each in ddp.module.parameters()}
     frozen = [
         each for each in _reduced.get(model, ()) if not each.requires_grad and id(each) in there
     ]
-    for (
-        each
-    ) in frozen:  # what was frozen since is in the reducer all the same, as it was in the first one
+    # Parameters that were frozen since remain in the reducer, as in the first one.
+    for each in frozen:
         each.requires_grad_(True)
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
@@ -153,21 +165,21 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
         _forget(state)
         _torch._register_comm_hook(ddp.reducer, state, hook)
     if hook_name == str(_torch.BuiltinCommHookType.FP16_COMPRESS):
-        # That of C++ takes the results of torch's own process groups only; this one computes the same.
+        # The built-in C++ hook accepts only results of torch's own process groups. This one computes the same.
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
         ddp.register_comm_hook(None, fp16_compress_hook)
 
 
 def _parameters(model: DistributedDataParallel) -> list[torch.Tensor]:
-    """The parameters that a reducer would have if it were built now."""
+    """Return the parameters that a reducer would have if it were built now."""
     ddp: Any = model
     found: list[torch.Tensor] = ddp._build_params_for_reducer()[0]
     return found
 
 
 def _number_reduced(model: DistributedDataParallel) -> int | None:
-    """How many parameters its reducer has; None where torch does not say."""
+    """Return the number of parameters of its reducer; None if torch does not provide it."""
     ddp: Any = model
     found: int | None = ddp.logger._get_ddp_logging_data().ints_map.get("num_parameter_tensors")
     return found

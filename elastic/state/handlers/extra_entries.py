@@ -1,8 +1,9 @@
-"""Entries of a module's own ``state_dict()`` beside the registered tensors: quantized weights, counters, vocabularies.
+"""State dict entries other than registered tensors: quantized weights, counters, vocabularies.
 
-torch lets a class override ``state_dict`` and ``load_state_dict``, or the two methods beneath that save and load one
-module, or add hooks. What such a module adds is committed, restored and sent as Python values, and given back through
-the module's own loading. A module that added nothing when the model was taken over is not asked again.
+In torch, a class can override ``state_dict`` and ``load_state_dict``, override the internal methods that save and load
+a single module, or add hooks. The entries that such a module adds are committed, restored and sent as Python values,
+and loaded with the module's own methods. Modules that have no such entries when the model is added to the state are not
+checked again.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import torch
 from elastic.errors import StateMismatch
 
 Module = torch.nn.Module
-Entries = dict[str, dict[str, Any]]  # by the path of a module, then by key
+Entries = dict[str, dict[str, Any]]  # by module path, then by key
 EXTRA = "_extra_state"  # torch's key for what get_extra_state() returns
 
 
 class ExtraEntries:
-    """The entries that modules of ``model`` add to its state dict."""
+    """Entries that the modules of ``model`` add to its state dict."""
 
     def __init__(self, model: Module) -> None:
         self._askable: dict[str, Module] = {}
@@ -31,7 +32,7 @@ class ExtraEntries:
                 del self._askable[path]
 
     def _inside(self, path: str) -> bool:
-        """An outer module's state dict holds those of the modules within."""
+        """Whether the module is within another one whose state dict already contains its entries."""
         return any(
             not above or path.startswith(f"{above}.")
             for above, module in self._askable.items()
@@ -39,17 +40,21 @@ class ExtraEntries:
         )
 
     def present(self) -> Entries:
-        """As they are now; values may share memory with the module's."""
+        """Return the present entries. Values may share memory with the modules."""
         return {path: _added(module) for path, module in self._askable.items()}
 
     def load(self, entries: Entries) -> None:
-        """Gives them back, beside the module's present tensors. Raises StateMismatch."""
+        """Load the entries into the modules, together with their present tensors.
+
+        Raises:
+            StateMismatch: a module does not accept the entries.
+        """
         for path, added in entries.items():
             module = self._askable.get(path)
             if module is None:
                 raise StateMismatch(
-                    f"the commit holds {', '.join(added)} of the module {path or 'itself'},"
-                    " whose state_dict() here has no such entry: all workers need the same model"
+                    f"the commit contains {', '.join(added)} of the module {path or 'itself'}, whose state_dict() on"
+                    " this worker has no such entry: all workers need the same model"
                 )
             with torch.no_grad():
                 _load(module, _entries(module) | added)
@@ -62,7 +67,7 @@ def _has_extra_entries(module: Module) -> bool:
 
 
 def _whole(module: Module) -> bool:
-    """Whether what it adds is seen only in the state dict of it and all within it."""
+    """Whether its entries appear only in the state dict of the module together with its submodules."""
     return type(module).state_dict is not Module.state_dict or bool(module._state_dict_hooks)
 
 
@@ -94,7 +99,7 @@ def _added(module: Module) -> dict[str, Any]:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Where its memory is; 0 if it has none of its own."""
+    """Return the address of its memory; 0 if it has no memory."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_mkldnn:
         return 0
     return tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""The position of a data loader, as a part of a state."""
+"""Handler for the position of a data loader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.state.handlers.part import DictPart
 
 
 class LoaderStateHandler(DictPart):
-    """An `elastic.data.DataLoader`: its epoch, and what of it is trained on."""
+    """Handler of an `elastic.data.DataLoader`: its epoch and the samples already trained on."""
 
     value: DataLoader
 
@@ -26,5 +26,5 @@ class LoaderStateHandler(DictPart):
         self.deals_again()
 
     def deals_again(self) -> bool:
-        """As `reset`. Whether batches since the last optimizer step are dealt to the new world again."""
+        """Like `reset`. Return whether batches since the last optimizer step are distributed again in the new world."""
         return self.value.reset()

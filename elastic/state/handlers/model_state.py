@@ -1,11 +1,17 @@
-"""Takes a model apart: parameters, buffers, extra state. Works on the modules themselves, not on ``state_dict()``.
+"""Handler of models: parameters, buffers, extra state. Operates on the modules themselves, not on ``state_dict()``.
 
-Committed, restored and sent: every parameter, frozen ones too, and which ones are (``requires_grad``), every buffer,
-``get_extra_state()``, what a ``state_dict()`` of a module's own adds, and which modules evaluate (``training``): a peer
-may be lost while others do, and a newcomer's train. Buffers registered with ``persistent=False``
-are committed and restored, and sent to a worker that has the same buffer in the same shape; they are neither part of
-the layout nor of a digest, because models make them when they first need them. Meta tensors have no values and are left
-alone. A buffer's shape may change (observers do that), a parameter's may not differ from the world's.
+Committed, restored and sent are:
+
+- all parameters, including frozen ones, and their ``requires_grad``;
+- all buffers;
+- ``get_extra_state()``, and entries that an overridden ``state_dict()`` adds;
+- the ``training`` mode of modules: a peer may be lost during evaluation, while a joining worker starts in training
+  mode.
+
+Buffers registered with ``persistent=False`` are committed and restored, and sent to workers that have the same buffer
+in the same shape. They are not part of the layout or of a digest, because models create them on first use. Meta tensors
+have no values and are ignored. The shape of a buffer may change (for example in observers); the shape of a parameter
+must be equal on all workers.
 """
 
 from __future__ import annotations
@@ -33,13 +39,13 @@ from elastic.state.snapshots.state_structure import (
 
 
 class ModelStateHandler(Part):
-    """A ``torch.nn.Module``. Restoring clears the gradients of all its parameters."""
+    """Handler of a ``torch.nn.Module``. Restoring clears the gradients of all its parameters."""
 
     value: torch.nn.Module
 
     @property
     def model(self) -> torch.nn.Module:
-        """The module whose tensors these are."""
+        """The module that has the tensors."""
         return self.value
 
     def _adopt_value(self) -> None:
@@ -65,7 +71,7 @@ class ModelStateHandler(Part):
         return anatomy
 
     def seems_unchanged(self) -> bool:
-        """A backward pass ran if a gradient is another one: an optimizer of the script's own may have followed."""
+        """Return False if a gradient was replaced: a custom optimizer of the script may have stepped after backward."""
         gradients = [
             (id(each), each._version, each.data_ptr() if plain(each) else 0)
             for module in self._skeleton.modules
@@ -132,8 +138,8 @@ class ModelStateHandler(Part):
         ]  # fmt: skip
         if gone:
             raise StateMismatch(
-                f"{self.full_name(gone[0])} was committed, but the model has no tensor of that name any more:"
-                " commit() after you change a model, or pass the state a new one"
+                f"{self.full_name(gone[0])} was committed, but the model no longer has a tensor of that name: call"
+                " commit() after you change a model, or pass a new model to the state"
             )
         shared = self._newly_shared(live) if restoring else set()
         where: dict[str, torch.Tensor | Destination] = {}
@@ -149,7 +155,7 @@ class ModelStateHandler(Part):
         return where
 
     def _newly_shared(self, live: dict[str, torch.Tensor]) -> set[str]:
-        """Tensors that came to share a storage since the commit: written in place they would spoil each other."""
+        """Return tensors that share a storage now but did not at the commit; writing in place would corrupt them."""
         copies = self.snapshot.bank.copies
         tensors = {name: tensor for name, tensor in live.items() if plain(tensor)}
         storages = {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
@@ -230,12 +236,12 @@ class ModelStateHandler(Part):
         ]
 
     def full_name(self, name: str) -> str:
-        """The full name of one of its tensors, as users know it."""
+        """Return the user-visible full name of one of its tensors."""
         return f"{self.name}.{name}" if self.name else name
 
 
 def described(structure: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """A commit of a model as its ``state_dict()``. ``structure``: as `ModelStateHandler.live` gives it."""
+    """Return a commit of a model in the form of its ``state_dict()``. ``structure``: from `ModelStateHandler.live`."""
     names = structure["names"]
     here = {**tensors, **structure["opaque"].tensors}
     found: dict[str, Any] = {
@@ -250,7 +256,7 @@ def described(structure: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any
 
 
 class Opaque:
-    """Tensors that are no plain bytes, and values that hold such; cloned, because not every layout has a deep copy."""
+    """Tensors that are not strided, and values that contain them. Cloned, as some layouts do not support deepcopy."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         self.tensors = tensors

@@ -1,8 +1,8 @@
-"""Takes an optimizer apart: options of its groups, and the entries it keeps per parameter.
+"""Handler of optimizers: options of the parameter groups, and the entries per parameter.
 
-Entries appear and vanish: what was made since a commit is dropped by a restore, what a newcomer lacks is allocated.
-The optimizer is never stepped for that: a step moves weights even with zero gradients, by weight decay. Options travel
-whether or not there are entries.
+Entries are created and removed during training. A restore removes entries that were created after the commit, and a
+joining worker allocates the entries that it lacks. The optimizer is never stepped to create them: with weight decay, a
+step changes weights even if gradients are zero. Options are sent whether or not entries exist.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Groups = list[list[torch.Tensor]]
 
 @dataclass
 class Entries:
-    """The entries of an optimizer per parameter, without the tensors: their names, and how to find them again."""
+    """Structure of an optimizer's per-parameter entries: names of the tensors and where to find them."""
 
     origins: Index = field(default_factory=Index)  # name: (number, key, device type)
-    owners: Index = field(default_factory=Index)  # numbers that have entries, if only an empty dict
-    values: dict[int, Any] = field(default_factory=dict)  # what is no plain tensor among them
-    # Of no parameter of this optimizer; an old parameter's are left out, they can't be named elsewhere.
+    owners: Index = field(default_factory=Index)  # numbers that have entries, possibly an empty dict
+    values: dict[int, Any] = field(default_factory=dict)  # entries that are not plain tensors
+    # Entries of no parameter of this optimizer. Those of former parameters are omitted: other workers cannot name them.
     loose: dict[Any, Any] = field(default_factory=dict)
-    traits: Any = None  # None: Python values are among them, so they are taken apart each time
+    traits: Any = None  # None: there are Python values among the entries, so the structure is read at each commit
     devices: list[torch.device] = field(default_factory=list)
 
     def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
-        """The current tensors by name. None: they have changed, so the structure must be read again."""
+        """Return the current tensors by name; None if the entries changed and the structure must be read again."""
         if self.traits is None or traits_of(optimizer) != self.traits:
             return None
         found: list[Any] = []
@@ -51,7 +51,7 @@ class Entries:
 
 
 def traits_of(optimizer: torch.optim.Optimizer) -> Any:
-    """Equal traits: the same parameters at the same places, with entries of the same keys."""
+    """Return a value that is equal as long as parameters, their positions and the keys of their entries are equal."""
     parameters = [id(each) for group in optimizer.param_groups for each in group["params"]]
     return parameters, [
         (id(owner), *entries) if isinstance(entries, dict) else None
@@ -60,7 +60,7 @@ def traits_of(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def entries_of(optimizer: torch.optim.Optimizer) -> tuple[Entries, dict[str, torch.Tensor]]:
-    """Takes an optimizer's state apart: what is not tensors, and the live tensors by name."""
+    """Split an optimizer's state into the structure without tensors, and the live tensors by name."""
     found = Entries()
     tensors: dict[str, torch.Tensor] = {}
     numbers = {
@@ -95,8 +95,9 @@ def entries_of(optimizer: torch.optim.Optimizer) -> tuple[Entries, dict[str, tor
 
 
 def _entries_alike(options: dict[str, Any]) -> int:
-    """How many entries as large as the parameter itself torch's optimizers make in their first step. A guess: memory
-    is made ahead by it, and nothing else.
+    """Estimate how many entries of the size of the parameter torch's optimizers create in their first step.
+
+    The estimate is used only to allocate memory in advance.
     """
     if "betas" in options:
         return 3 if options.get("amsgrad") else 2
@@ -105,12 +106,13 @@ def _entries_alike(options: dict[str, Any]) -> int:
 
 
 def described(structure: Any, sizes: Sequence[int], tensors: dict[str, torch.Tensor]) -> Any:
-    """A commit of an optimizer as its ``state_dict()``.
+    """Return a commit of an optimizer in the form of its ``state_dict()``.
 
     Args:
-        structure: as `OptimizerStateHandler.pack` gives it.
+        structure: from `OptimizerStateHandler.pack`.
         sizes: the number of parameters of each group.
-        tensors: the entries, by name: ``3.exp_avg``. The structure lacks those that only another rank has.
+        tensors: the entries by name, such as ``3.exp_avg``. Entries that only another rank has are not in the
+            structure.
     """
     if "dict" in structure:
         return structure["dict"]
@@ -130,9 +132,9 @@ def described(structure: Any, sizes: Sequence[int], tensors: dict[str, torch.Ten
 
 
 class OptimizerStateHandler(Part):
-    """A ``torch.optim.Optimizer``. Restoring clears the gradients of all its parameters.
+    """Handler of a ``torch.optim.Optimizer``. Restoring clears the gradients of all its parameters.
 
-    One whose class makes a ``state_dict()`` of its own keeps more than torch knows of: it is saved and loaded by that.
+    If the class overrides ``state_dict()``, it may have additional state, so that method is used to save and load it.
     """
 
     value: torch.optim.Optimizer
@@ -175,9 +177,9 @@ class OptimizerStateHandler(Part):
         return [list(group["params"]) for group in self.value.param_groups]
 
     def before_restore(self, own: Groups) -> None:
-        """The groups as they were committed, with the parameters they had."""
+        """Restore the committed parameter groups with the parameters that they had."""
         groups = self.value.param_groups
-        self._clear_gradients()  # of groups that go, too
+        self._clear_gradients()  # also of groups that are removed
         del groups[len(own) :]
         groups.extend({} for _ in range(len(own) - len(groups)))
         for group, parameters in zip(groups, own, strict=True):
@@ -229,7 +231,7 @@ class OptimizerStateHandler(Part):
                     and isinstance(value, torch.Tensor)
                     and present.shape == value.shape
                 ):
-                    present.copy_(value)  # a captured or compiled step reads this very tensor
+                    present.copy_(value)  # in place: a captured or compiled step reads this tensor
                 else:
                     group[key] = value
 
@@ -250,11 +252,11 @@ class OptimizerStateHandler(Part):
             if number in structure["owners"]:
                 state[parameters[number]].update(kept)
             else:
-                state[parameters[number]] = kept  # an optimizer that keeps no dict
+                state[parameters[number]] = kept  # the optimizer's entry is not a dict
         for name, tensor in fresh.items():
             number, key, device_type = structure["origins"][name]
             owner = parameters[number]
-            # Adam's step counter may lie in host memory next to a parameter on the GPU.
+            # Adam's step counter may be in host memory although the parameter is on a GPU.
             state[owner][key] = tensor if device_type == "cpu" else tensor.to(owner.device)
         state.update(structure["loose"])
 
@@ -273,7 +275,7 @@ class OptimizerStateHandler(Part):
         return 0 if of_gradients is None else of_gradients()
 
     def committed(self) -> dict[str, torch.Tensor]:
-        """Named after the parameters, where the optimizer knows their names."""
+        """Return the committed tensors, with parameter names if the optimizer knows them."""
         named = getattr(self.value, "parameter_name", None)
         if named is None:
             return super().committed()

@@ -1,7 +1,7 @@
-"""One value that a state handles by itself: how it is committed, restored, and sent to a worker that lacks it.
+"""Handlers of single values of a state: commit, restore, and send to other workers.
 
-`StateHandler` is Horovod's interface, for handlers of users' own. `Part` is ours: it takes a value apart into a
-structure (Python values) and named tensors, so that commits, restores and transfers share one description of it.
+`StateHandler` is Horovod's interface, for user-defined handlers. `Part` is this package's interface: it splits a value
+into a structure (Python values) and named tensors, which commits, restores and transfers share.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from elastic.state.snapshots.snapshot import Snapshot
 
 
 class StateHandler:
-    """How a `TorchState` treats one value. ``sync`` is called on every worker at once, as a collective from rank 0."""
+    """Handler of one value of a `TorchState`. ``sync`` is a collective, called on all workers with rank 0 as root."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def save(self) -> None:
-        """Keeps a copy of the present value."""
+        """Keep a copy of the present value."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Sets the value back to the copy."""
+        """Restore the value from the copy."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Makes the value equal to rank 0's, everywhere."""
+        """Make the value equal to rank 0's on all workers."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
-        """Handles another value from now on; it is saved at once."""
+        """Replace the handled value, and save the new one."""
         self.value = value
         self.save()
 
 
 class Part(StateHandler):
-    """A handler that a `TorchState` can commit at memory speed and send in one transfer with the others."""
+    """Handler that a `TorchState` can commit at memory bandwidth and send in one transfer with all other parts."""
 
     def __init__(self, value: Any, name: str = "") -> None:
         super().__init__(value)
@@ -53,84 +53,86 @@ class Part(StateHandler):
         self._adopt_value()
         self.save()
 
-    # ---- what each kind of value says ------------------------------------------------------------
+    # ---- implemented by each kind of part --------------------------------------------------------
 
     def _adopt_value(self) -> None:
-        """Checks and prepares a value that is handled from now on."""
+        """Check and prepare a new value."""
 
     def layout(self) -> list[str]:
-        """The lines that must agree on all workers."""
+        """Return the lines that must be equal on all workers."""
         return []
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """A structure of Python values that can be copied and pickled, and the live tensors, dense and detached."""
+        """Return a structure of Python values that can be copied and pickled, and the live tensors, detached."""
         raise NotImplementedError
 
     def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """As `pack`, for a commit: tensors need not be detached."""
+        """Like `pack`, for a commit: tensors need not be detached."""
         return self.pack()
 
     def seems_unchanged(self) -> bool:
-        """False if there is evidence that the value was worked on since this was last asked."""
+        """Return False if there is evidence that the value may have changed since the last call."""
         return True
 
     def described(self, structure: Any, own: Any, tensors: dict[str, torch.Tensor]) -> Any:
-        """A commit as the value's ``state_dict()`` would give it. The tensors in it are those of ``tensors``."""
+        """Return a commit in the form of the value's ``state_dict()``, with the tensors in ``tensors``."""
         return structure
 
     def own(self) -> Any:
-        """Objects that a commit refers to and a transfer leaves out."""
+        """Return objects that a commit refers to and that are not sent in a transfer."""
         return None
 
     def destinations(
         self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
     ) -> dict[str, torch.Tensor | Destination]:
-        """Where tensors of a structure go: live tensors, where they fit."""
+        """Return the destination of each tensor of a structure: the live tensor if it fits."""
         return dict.fromkeys(specs, Destination.NEW)
 
     def place(
         self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
     ) -> None:
-        """Takes over a structure, and the tensors that had nowhere to go. Afterwards nothing of before is left."""
+        """Replace the whole value by a structure and the newly allocated tensors ``fresh``."""
         raise NotImplementedError
 
     def check_received(self) -> None:
-        """Called once a whole state was received and taken over. Raises StateMismatch for what this worker, with the
-        same state, would compute differently from rank 0.
+        """Check the value after the whole state was received and set.
+
+        Raises:
+            StateMismatch: with the same state, this worker would compute different results than rank 0.
         """
 
     def reset(self) -> None:
         """The world has changed."""
 
     def bytes_to_come(self) -> int:
-        """Bytes of the CPU tensors that a joining worker probably lacks and receives."""
+        """Return the estimated bytes of the CPU tensors that a joining worker lacks and will receive."""
         return 0
 
     def bytes_of_gradients(self) -> int:
-        """Bytes of the CPU gradients that this value reduces within a host."""
+        """Return the bytes of the CPU gradients that this value reduces within a host."""
         return 0
 
     def build_step(self, step_input: bytes) -> None:
-        """Before a newcomer is ready: what its first step would take time for, on batches of this kind."""
+        """Prepare the first step of a joining worker before it reports ready, for batches of this kind."""
 
     def digested(self) -> dict[str, torch.Tensor]:
-        """The committed tensors that must be equal on all workers."""
+        """Return the committed tensors that must be equal on all workers."""
         return {}
 
     def digested_buffers(self) -> dict[str, torch.Tensor]:
-        """The committed tensors that each worker may have others of, and that are reported all the same."""
+        """Return the committed tensors that may differ between workers but are reported as well."""
         return {}
 
     def committed(self) -> dict[str, torch.Tensor]:
-        """All committed tensors, by names that mean the same on all workers."""
+        """Return all committed tensors by names that are the same on all workers."""
         return self.snapshot.bank.buffers()
 
     def equal_everywhere(self, structure: Any) -> set[str] | None:
-        """Names of the tensors of a commit that are equal on all workers; None: all are."""
+        """Return the names of the tensors of a commit that are equal on all workers; None if all are."""
         return None
 
     def differing(self) -> list[str]:
-        """Names of tensors that must be equal on all workers, and differ from what is committed."""
+        """Return the names of tensors that must be equal on all workers and differ from the commit."""
         return []
 
     # ---- Horovod's interface ---------------------------------------------------------------------
@@ -142,13 +144,21 @@ class Part(StateHandler):
         self.save()
 
     def save(self) -> None:
-        """Copies the value. CUDA tensors are under way when it returns; all others are copied. Raises Invalid."""
+        """Copy the value. Copies of CUDA tensors may still be in flight when this returns.
+
+        Raises:
+            Invalid: the value can't be copied.
+        """
         structure, tensors = self.live()
         extra = copied(structure, self.what), self.own()
         self.snapshot.take(tensors, extra, trust=self.seems_unchanged())
 
     def restore(self) -> None:
-        """Sets the value to exactly the bits that were saved, in place where the shapes agree. Raises DeviceLost."""
+        """Restore exactly the bits that were saved, in place if the shapes agree.
+
+        Raises:
+            DeviceLost: the accelerator failed.
+        """
         bank = self.snapshot.bank
         saved, own = bank.extra
         structure = copied(saved, self.what)
@@ -176,13 +186,13 @@ class Part(StateHandler):
         self.seems_unchanged()
 
     def restore_nothing(self) -> None:
-        """As `restore`, where nothing whole is saved: the value stays as it is."""
+        """Like `restore` if no complete copy exists: the value is unchanged."""
 
     def before_restore(self, own: Any) -> None:
-        """Puts back what the committed tensors belong to."""
+        """Restore the objects that the committed tensors belong to."""
 
     def sync(self) -> None:
-        """Broadcasts this value alone from rank 0 and saves it."""
+        """Broadcast only this value from rank 0, and save it."""
         rt = lifecycle.active()
         if rt is not None:
             group = rt.group("state", torch.device("cpu"))
@@ -201,7 +211,7 @@ class Part(StateHandler):
 
 
 class DictPart(Part):
-    """Anything with ``state_dict()`` and ``load_state_dict()``: learning rate schedulers, gradient scalers."""
+    """Handler of objects with ``state_dict()`` and ``load_state_dict()``: LR schedulers, gradient scalers."""
 
     def layout(self) -> list[str]:
         return [f"{self.name} {type(self.value).__name__}"]
@@ -216,7 +226,10 @@ class DictPart(Part):
 
 
 class ScalerPart(DictPart):
-    """A `torch.amp.GradScaler`. Its ``state_dict()`` lacks the optimizers unscaled since the last ``update()``."""
+    """Handler of a `torch.amp.GradScaler`.
+
+    Its ``state_dict()`` does not contain the optimizers that were unscaled since the last ``update()``.
+    """
 
     value: torch.amp.GradScaler
 
@@ -225,29 +238,29 @@ class ScalerPart(DictPart):
     ) -> None:
         super().place(structure, fresh, own, restoring=restoring)
         if self.value.is_enabled():
-            # The step that broke off may have called unscale_() or step(), which refuse a second call.
+            # The interrupted step may have called unscale_() or step(), which reject a second call.
             self.value._per_optimizer_states.clear()
 
 
 class Carried:
-    """A value that says itself what it consists of. Subclasses are handled in any state.
+    """Base of values that define their own state dict. Subclasses can be put into any state.
 
-    ``own``: what it consists of is this worker's alone. It is committed and restored, and sent to nobody.
+    ``own``: whether the value belongs to this worker only: it is committed and restored, but never sent.
     """
 
     own = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Python values and tensors, which the caller may keep: not those that change later."""
+        """Return Python values and tensors. The caller may keep them, so they must not be modified later."""
         raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Becomes what it was. The caller keeps ``state``."""
+        """Restore the value from ``state``, which must not be modified."""
         raise NotImplementedError
 
     @staticmethod
     def of(value: Any) -> Any:
-        """A value that no state knows, but that has the two methods."""
+        """Wrap a value of another type that has the two methods."""
         known = isinstance(value, torch.optim.lr_scheduler.LRScheduler | Carried)
         return value if known else _CarriedFor(value)
 
@@ -285,8 +298,10 @@ class CarriedPart(DictPart):
 
 
 class ShardsStateHandler(DictPart):
-    """An `elastic.Shards`: the number of the step. Its layout says how this process computes, so that one that computes
-    differently is turned away before it joins.
+    """Handler of an `elastic.Shards`: the step number.
+
+    Its layout describes the arithmetic of this process, so that a worker whose results would not be bitwise identical
+    is rejected before it joins.
     """
 
     def layout(self) -> list[str]:
@@ -301,25 +316,25 @@ class ShardsStateHandler(DictPart):
         return [f"{self.name}.{line}" for line in self.value.arithmetic]
 
     def comparable(self, layout: str) -> str:
-        """The part of the layout that a checkpoint must match: with --allow-inexact without the arithmetic."""
+        """Return the part of the layout that a checkpoint must match; with --allow-inexact without the arithmetic."""
         if not self._allowed():
             return layout
         told = f"{self.name}.arithmetic."
         return "\n".join(line for line in layout.splitlines() if not line.startswith(told))
 
     def resume_from(self, layout: str) -> None:
-        """A checkpoint was loaded that says how it was computed, unless it was written with --allow-inexact."""
-        said = layout.splitlines()
-        before = [line for line in said if line.startswith(f"{self.name}.arithmetic.")]
+        """Compare the arithmetic of a loaded checkpoint, unless it was written with --allow-inexact."""
+        lines = layout.splitlines()
+        before = [line for line in lines if line.startswith(f"{self.name}.arithmetic.")]
         differs = [line for line in self._arithmetic() if before and line not in before]
         if differs:
             self.value.computes_differently(
-                f"this worker computes differently from those that wrote the checkpoint: {', '.join(differs[:3])}"
+                f"this worker's arithmetic differs from that of the checkpoint's writers: {', '.join(differs[:3])}"
             )
 
 
 class SamplerStateHandler(DictPart):
-    """An `ElasticSampler`: its epoch and its progress."""
+    """Handler of an `ElasticSampler`: its epoch and progress."""
 
     def layout(self) -> list[str]:
         return [f"{self.name} {type(self.value).__name__} of {len(self.value.dataset)}"]

@@ -1,7 +1,7 @@
-"""Copies Python values for a commit, and pickles them for a peer. Never touches a tensor of a model or optimizer.
+"""Copies of Python values for commits, and pickling of them for peers. Does not access tensors of models or optimizers.
 
-What the state handles by itself (models, optimizers, samplers) is referred to, not copied: a value that points to the
-model still points to it after a restore, and on another worker to that worker's model.
+Values that have handlers (models, optimizers, samplers) are referenced, not copied. A value that refers to the model
+still refers to it after a restore, and on another worker to that worker's model.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from elastic import pickling
 from elastic.errors import Invalid
 from elastic.state import unsupported_sharding
 
-ATOMS = frozenset({int, float, str, bool, bytes, type(None)})  # their copies are themselves
+ATOMS = frozenset({int, float, str, bool, bytes, type(None)})  # immutable, so they need no copy
 
 
 class Index(dict[Any, Any]):
-    """A dictionary that nobody changes once it is made: copies of what refers to it share it."""
+    """Dictionary that is not modified after creation. A deep copy of an object that refers to it shares it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Index:
         return self
 
 
 def copied(value: Any, what: str, referred: Iterable[object] = ()) -> Any:
-    """A deep copy of ``value`` that shares nothing with it but ``referred``. Raises Invalid naming ``what``."""
+    """Return a deep copy of ``value`` that shares only the objects in ``referred`` with it.
+
+    Raises:
+        Invalid: the value can't be copied. The message names ``what``.
+    """
     if type(value) in ATOMS:
         return value
     memo: dict[int, Any] = {id(each): each for each in referred}
@@ -39,15 +43,15 @@ def copied(value: Any, what: str, referred: Iterable[object] = ()) -> Any:
         made = _copied(value, memo)
     except Exception as error:
         raise Invalid(
-            f"{what} can't be copied, so it can't be committed ({type(error).__name__}: {error}): keep it out of"
-            " the state, or keep the values there from which it is made"
+            f"{what} can't be copied, so it can't be committed ({type(error).__name__}: {error}): remove it from"
+            " the state, or store the values that it is created from instead"
         ) from error
     unsupported_sharding.check_within(what, itertools.islice(memo.values(), given, None))
     return made
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """``copy.deepcopy``, faster for what is committed at every step: dictionaries and lists of numbers and names."""
+    """Like ``copy.deepcopy``, but faster for dictionaries and lists of numbers and strings, which are common in states."""
     kind = type(value)
     if kind in ATOMS or kind is Index or (kind is tuple and ATOMS.issuperset(map(type, value))):
         return value
@@ -73,7 +77,7 @@ class _Pickler(pickling.Pickler):
         return self._names.get(id(value))
 
     def reducer_override(self, value: object) -> Any:
-        # A CUDA tensor would come back on the sender's device number, which may be another worker's GPU.
+        # A CUDA tensor would be unpickled on the sender's device index, which may be another worker's GPU.
         if isinstance(value, torch.Tensor) and value.is_cuda:
             return _to_this_gpu, (value.detach().cpu(), value.requires_grad)
         return super().reducer_override(value)
@@ -93,18 +97,22 @@ def _to_this_gpu(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 
 
 def dumps(value: Any, what: str, referred: dict[str, object]) -> bytes:
-    """Pickles for a worker of the same job. Raises Invalid naming ``what``."""
+    """Pickle a value for a worker of the same job.
+
+    Raises:
+        Invalid: the value can't be pickled. The message names ``what``.
+    """
     file = io.BytesIO()
     try:
         _Pickler(file, referred).dump(value)
     except Exception as error:
         raise Invalid(
             f"{what} can't be pickled, so it can't be sent to workers that join ({type(error).__name__}: {error}):"
-            " keep it out of the state"
+            " remove it from the state"
         ) from error
     return file.getvalue()
 
 
 def loads(blob: bytes, referred: dict[str, object]) -> Any:
-    """The inverse of `dumps`; only for bytes from an authenticated worker of the same job."""
+    """Inverse of `dumps`. Use only for bytes from an authenticated worker of the same job."""
     return _Unpickler(io.BytesIO(blob), referred).load()

@@ -1,4 +1,4 @@
-"""Commits this worker's random generators: torch, CUDA if in use, numpy if imported, random. Never sent to others."""
+"""Commits of this worker's random generators: torch, CUDA if in use, numpy if imported, random. Never sent to peers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class RandomState:
-    """The states of the process-wide generators at the last commit."""
+    """States of the process-wide generators at the last commit."""
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] = {}
@@ -24,11 +24,11 @@ class RandomState:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The last saved values; another `save` does not change them."""
+        """Return the last saved states. A later `save` does not modify them."""
         return self._saved
 
     def adopt(self, saved: dict[str, Any]) -> None:
-        """Takes over and sets what another process has saved, as far as this one has the same generators."""
+        """Set the states that another process has saved, for generators that this process also has."""
         mine = {name for name in saved if name != "cuda" or torch.cuda.is_available()}
         if "numpy" in mine and "numpy" not in sys.modules:
             mine.remove("numpy")

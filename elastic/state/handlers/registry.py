@@ -1,4 +1,4 @@
-"""Which handler a state uses for which type. A user's handlers go first in the list given to `set_handler_registry`."""
+"""Registry of handlers by type. To take precedence, put user-defined handlers first: see `set_handler_registry`."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Pairs of a type and the handler for its instances; the first that matches is taken."""
+    """Return pairs of a type and the handler class for its instances. The first match is used."""
     return _registry
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Replaces the registry, for states that are made from now on."""
+    """Replace the registry for states that are created later."""
     global _registry
     _registry = registry
 
 
 def handler_for(name: str, value: Any) -> StateHandler | None:
-    """A handler that has saved ``value``, or None if it is a Python value like any other."""
+    """Return a handler that has saved ``value``, or None if no handler matches."""
     unsupported_sharding.check_value(name, value)
     for kind, handler in get_handler_registry():
         if isinstance(as_written(value), kind):
@@ -84,7 +84,7 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
                 handler = ShardedOptimizerHandler
             if issubclass(handler, Part) and handler.__init__ is Part.__init__:
                 return handler(value, name)
-            made = handler(value)  # Horovod's signature, which a user's handler has
+            made = handler(value)  # user-defined handlers have Horovod's signature
             if isinstance(made, Part):
                 made.name = name
             return made
@@ -92,11 +92,11 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
 
 
 def refuse_handled(name: str, value: Any) -> None:
-    """Raises Invalid for what only a `HandledState` knows how to restore: a copy would take its place."""
+    """Raise Invalid for values that only a `HandledState` can restore; otherwise a copy would replace them."""
     if isinstance(as_written(value), tuple(kind for kind, _ in get_handler_registry())):
         raise Invalid(
-            f"state.{name} is a {type(value).__name__}: a restore would put a copy there that is not used; pass it"
-            " to a TorchState, with everything else"
+            f"state.{name} is a {type(value).__name__}: a restore would replace it by a copy that is not used; pass it"
+            " to a TorchState together with all other values"
         )
 
 
@@ -105,9 +105,9 @@ _LOOKED_AT = 64  # entries of a list
 
 
 def refuse_hidden(name: str, value: Any, handlers: Iterable[StateHandler]) -> None:
-    """Raises Invalid for what a restore would replace by a copy that nobody trains: parameters, and lists of models.
+    """Raise Invalid for values that a restore would replace by a copy that is not trained: parameters, lists of models.
 
-    ``handlers``: of the values that the state handles by themselves, which others may refer to.
+    ``handlers``: the handlers of the state; other values may refer to the handled ones.
     """
     inside: Iterable[Any] = ()
     if isinstance(value, torch.nn.Parameter):
@@ -116,19 +116,19 @@ def refuse_hidden(name: str, value: Any, handlers: Iterable[StateHandler]) -> No
         inside = value.values()
     elif isinstance(value, list | tuple):
         inside = value
-    else:  # a number, mostly: this is asked at each assignment
+    else:  # usually a number; this runs at each assignment
         return
     known = {id(handler.value) for handler in handlers}
     for each in itertools.islice(inside, _LOOKED_AT):
         if isinstance(each, _TRAINED) and id(each) not in known:
             what = "is" if each is value else f"is a {type(value).__name__} that holds"
             remedy = (
-                "an optimizer by a keyword of its own"
+                "each optimizer by its own keyword"
                 if isinstance(each, torch.optim.Optimizer)
-                else "models by keywords of their own or in a torch.nn.ModuleList, parameters in a"
+                else "each model by its own keyword or in a torch.nn.ModuleList, and parameters in a"
                 " torch.nn.ParameterList"
             )
             raise Invalid(
-                f"state.{name} {what} a {type(each).__name__}: a restore would put a copy there that is not"
+                f"state.{name} {what} a {type(each).__name__}: a restore would replace it by a copy that is not"
                 f" trained; pass the state {remedy}"
             )

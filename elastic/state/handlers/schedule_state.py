@@ -1,7 +1,7 @@
-"""A schedule of the learning rate, and whether its functions of the step give the same on this worker as on rank 0.
+"""Handler of learning rate schedules that checks that functions of the step are the same on this worker and rank 0.
 
-``LambdaLR.state_dict()`` leaves functions out. A worker that joins has made its own, perhaps from a number of steps
-that belongs to another world; ranks with different learning rates would diverge without an error.
+``LambdaLR.state_dict()`` does not contain functions. A joining worker creates its own, possibly from a number of steps
+that was computed for another world size. Ranks with different learning rates would diverge without an error.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from elastic.errors import StateMismatch
 from elastic.state.handlers.part import DictPart
 
-Factors = dict[str, list[float | None]]  # by function, its values at STEPS; None where it raises
+Factors = dict[str, list[float | None]]  # values at STEPS by function; None if it raises
 
-# Close enough to each other to meet any decay over a tenth of all steps, up to 8 million.
+# Close enough to detect any decay that lasts a tenth of all steps, up to 8 million steps.
 STEPS = sorted({0, *(round(2 ** (eighth / 8)) for eighth in range(184))})
-TOLERANCE = 1e-9  # relative; math libraries of two hosts may differ in the last bits
+TOLERANCE = 1e-9  # relative; the math libraries of two hosts may differ in the last bits
 
 
 class ScheduleDifference(NamedTuple):
-    """The first step at which a function gives another value on this worker than on rank 0."""
+    """First step at which a function has different values on this worker and on rank 0."""
 
     function: str
     step: int
@@ -32,21 +32,21 @@ class ScheduleDifference(NamedTuple):
 
 
 class SentSchedule(NamedTuple):
-    """The values of a schedule that rank 0 sends."""
+    """Values of a schedule, sent by rank 0."""
 
     state: dict[str, Any]
     factors: Factors
 
 
 def factors(schedule: Any) -> Factors:
-    """The values of all functions of the step in ``schedule``, those of schedules within it included."""
+    """Return the values of all functions of the step in ``schedule`` and in nested schedules."""
     return {name: [_value(call, step) for step in STEPS] for name, call in _functions(schedule)}
 
 
 def difference(
     theirs: Mapping[str, list[float | None]], ours: Factors
 ) -> ScheduleDifference | None:
-    """The first difference between the values of rank 0 and of this worker, or None."""
+    """Return the first difference between the values of rank 0 and of this worker, or None."""
     for name, values in ours.items():
         for step, there, here in zip(STEPS, theirs.get(name, values), values, strict=True):
             if not _same(there, here):
@@ -63,8 +63,9 @@ def _same(one: float | None, other: float | None) -> bool:
 
 
 def _functions(schedule: Any, within: str = "") -> Iterator[tuple[str, Callable[[int], Any]]]:
-    """Functions of ``LambdaLR``, ``MultiplicativeLR`` and ``CyclicLR``, also within ``SequentialLR`` and
-    ``ChainedScheduler``.
+    """Yield functions of ``LambdaLR``, ``MultiplicativeLR`` and ``CyclicLR``.
+
+    Schedules nested in ``SequentialLR`` and ``ChainedScheduler`` are included.
     """
     lambdas = getattr(schedule, "lr_lambdas", None)
     for number, each in enumerate(lambdas if isinstance(lambdas, list) else ()):
@@ -81,12 +82,12 @@ def _functions(schedule: Any, within: str = "") -> Iterator[tuple[str, Callable[
 def _value(call: Callable[[int], Any], step: int) -> float | None:
     try:
         return float(call(step))
-    except Exception:  # beyond the end of the script's own list, say
+    except Exception:  # for example, an index beyond the end of the script's list
         return None
 
 
 class SchedulePart(DictPart):
-    """A scheduler of torch. A transfer has what its functions give on rank 0; no commit does."""
+    """Handler of a torch scheduler. Transfers contain the values of rank 0's functions; commits do not."""
 
     value: torch.optim.lr_scheduler.LRScheduler
 
@@ -113,14 +114,13 @@ class SchedulePart(DictPart):
         differs = difference(received, factors(self.value))
         if differs is not None:
             raise StateMismatch(
-                f"{self.what}: {differs.function} of {type(self.value).__name__} gives {_said(differs.ours)} at step"
-                f" {differs.step} on this worker and {_said(differs.theirs)} on rank 0, so their learning rates would"
-                " differ. Functions of a schedule are not sent to workers that join: compute them from numbers that"
-                " are the same in every world, not from size() or the length of a loader (with Lightning, give Trainer"
-                " max_steps), or make the schedule from a number that the state holds, in the function under"
-                " elastic.run"
+                f"{self.what}: {differs.function} of {type(self.value).__name__} gives {_shown(differs.ours)} at step"
+                f" {differs.step} on this worker and {_shown(differs.theirs)} on rank 0, so their learning rates would"
+                " differ. Functions of a schedule are not sent to joining workers: compute them from numbers that are"
+                " the same in every world, not from size() or the length of a loader (with Lightning, pass max_steps"
+                " to Trainer), or create the schedule from a number in the state, in the function under elastic.run"
             )
 
 
-def _said(value: float | None) -> str:
+def _shown(value: float | None) -> str:
     return "an error" if value is None else f"{value:g}"

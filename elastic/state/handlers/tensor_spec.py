@@ -1,4 +1,4 @@
-"""Description of a tensor before its content is known, and its destination."""
+"""Description of a tensor whose content was not received yet, and its destination."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Destination(enum.Enum):
-    """Where a tensor goes that has no tensor to go into."""
+    """Destination of a received tensor for which no live tensor exists."""
 
     NEW = "allocated, then handed to `Part.place`"
     NOWHERE = "dropped"
@@ -17,18 +17,18 @@ class Destination(enum.Enum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor before its content is known."""
+    """Metadata of a tensor whose content was not received yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device_type: str = "cpu"  # where it lies at the one who describes it
+    device_type: str = "cpu"  # on the rank that describes it
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        # An inference tensor can't be written outside inference mode: it is replaced.
+        # An inference tensor cannot be written outside inference mode, so it is replaced.
         return (
             tuple(tensor.shape) == self.shape
             and tensor.dtype == self.dtype

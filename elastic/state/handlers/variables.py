@@ -1,7 +1,7 @@
-"""Variables of another framework, TensorFlow's, Keras's or MXNet's, as a part of a state: see `part`.
+"""Handler of variables of TensorFlow, Keras or MXNet: see `part`.
 
-They stay the same ones, and are read and set through numpy. Tensors are named by their place and by the last word of
-their path: the numbers that Keras gives to layers depend on what a process has built before.
+Variables are kept, and read and set through numpy. Tensors are named by their index and the last component of their
+path, because the numbers in Keras's layer names depend on what the process has built before.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from elastic.state.handlers.part import Part
 
 
 class VariablesPart(Part):
-    """The value is a list of variables; or what a subclass finds them in."""
+    """Handler of a list of variables, or of an object in which a subclass finds them."""
 
     def variables(self) -> Sequence[Any]:
         return list(self.value)
 
     def named(self) -> dict[str, Any]:
-        """The variables, by the names of their tensors."""
+        """Return the variables by the names of their tensors."""
         return {
             f"{number}.{_short(variable)}": variable
             for number, variable in enumerate(self.variables())
@@ -36,7 +36,7 @@ class VariablesPart(Part):
         ]
 
     def seems_unchanged(self) -> bool:
-        return False  # frameworks write into memory without a trace that torch would see
+        return False  # torch cannot detect writes of other frameworks
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
         return None, values_of(self.named())
@@ -51,8 +51,8 @@ class VariablesPart(Part):
         for name, tensor in fresh.items():
             if name not in named or list(named[name].shape) != list(tensor.shape):
                 raise StateMismatch(
-                    f"{self.what}.{name} of shape {list(tensor.shape)} was committed, but does not exist any more:"
-                    " commit() after you change a model, or pass the state a new one"
+                    f"{self.what}.{name} of shape {list(tensor.shape)} was committed, but no longer exists: call"
+                    " commit() after you change a model, or pass a new model to the state"
                 )
         for name, tensor in fresh.items():
             self.assign(named[name], tensor)
@@ -63,7 +63,7 @@ class VariablesPart(Part):
 
 
 def values_of(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Views where there can be any."""
+    """Return the values as tensors that share memory with the variables where possible."""
     return {name: arrays.value_of(each) for name, each in named.items()}
 
 

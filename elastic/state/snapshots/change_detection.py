@@ -1,9 +1,10 @@
-"""Notices work that may change tensors without leaving a trace in their ``_version``.
+"""Detection of operations that may change tensors without incrementing their ``_version``.
 
-Fused optimizers, ``p.data.add_`` and BatchNorm's running statistics change values and leave ``_version`` alone. So a
-commit trusts ``_version`` only while nothing was noticed here: no step of any torch optimizer, no collective. It never
-says what changed, only that something may have. (Models are not hooked: ``torch.jit.script`` compiles a model's hooks
-and would refuse ours. What a forward or backward pass leaves behind is looked for in `snapshot` and `model_state`.)
+Fused optimizers, ``p.data.add_`` and BatchNorm's running statistics change values but not ``_version``. A commit
+therefore relies on ``_version`` only if no operation was recorded here, that is, no step of a torch optimizer and no
+collective. The record does not identify what changed, only that something may have. (Models are not hooked, since
+``torch.jit.script`` compiles a model's hooks and would reject these. `snapshot` and `model_state` check for the effects
+of forward and backward passes.)
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ Moment = tuple[int, int, int]
 
 
 def notice(*_: object) -> None:
-    """Something may have changed tensors. Also a hook for optimizer steps."""
-    # A plain store of a constant: compiled into a graph, it is replayed without a guard or a graph break.
+    """Record that tensors may have changed. Also used as a hook of optimizer steps."""
+    # Stores a constant: compiled into a graph, this causes neither a guard nor a graph break.
     global _noticed
     _noticed = True
 
 
 def moment() -> Moment:
-    """Equal moments: nothing was noticed in between."""
+    """Return a marker. If two markers are equal, nothing was recorded between the calls."""
     global _noticed, _count
     if _noticed:
         _noticed = False
@@ -35,7 +36,7 @@ def moment() -> Moment:
 
 
 def watch_optimizers() -> None:
-    """From now on every step of every torch optimizer is noticed. Idempotent."""
+    """Record all steps of all torch optimizers from now on. Idempotent."""
     global _watching_optimizers
     if _watching_optimizers:
         return
@@ -44,7 +45,7 @@ def watch_optimizers() -> None:
         register_optimizer_step_pre_hook,
     )
 
-    # Before as well: a step that raises half-way has changed something too.
+    # Also before the step: one that raises midway may have changed tensors.
     register_optimizer_step_pre_hook(notice)
     register_optimizer_step_post_hook(notice)
     _watching_optimizers = True

@@ -1,7 +1,7 @@
-"""Digests of tensors, at memory speed: equal bits give equal digests on every worker, whatever the strides.
+"""Digests of tensors at memory bandwidth. Equal bits give equal digests on all workers, independently of strides.
 
-Not cryptographic: a large tensor is folded to its row and column sums, which notice a changed bit, a swapped tensor and
-moved rows or columns, but could be fooled on purpose.
+The digests are not cryptographic. A large tensor is reduced to its row and column sums, which detect a changed bit, a
+swapped tensor and moved rows or columns, but not deliberate manipulation.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from elastic.state.snapshots.snapshot import as_bytes
 
-WHOLE = 1 << 16  # bytes; up to this size every byte is hashed
-ROW = 1024  # 8-byte words; prime to no usual width, but both sums would have to agree
+WHOLE = 1 << 16  # bytes; up to this size, every byte is hashed
+ROW = 1024  # 8-byte words; shares factors with common widths, but a collision requires both sums to agree
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """63 bits, 0 for no tensors. Names, dtypes, shapes and bits count, and the order does not."""
+    """Return a 63-bit digest of names, dtypes, shapes and bits, independent of the order; 0 for no tensors."""
     lines = sorted(_fold(name, tensor) for name, tensor in tensors)
     if not lines:
         return 0

@@ -1,15 +1,15 @@
-"""Copies from CUDA devices to pinned host memory, under way while training goes on. Acts, and decides nothing.
+"""Asynchronous copies from CUDA devices to pinned host memory while training continues. Acts, and makes no decisions.
 
-A copy that is under way when the world breaks is as good as any other, and is waited for. Whoever trains has waited on
-the host for each collective before anything was queued that reads its result, so what is live at a commit never hangs
-on a collective that an abort could spoil.
+A copy that is in flight when the world breaks is valid and is waited for. Training waits on the host for each
+collective before it queues any operation that reads the result. The tensors at a commit therefore never depend on a
+collective that an abort could corrupt.
 
-Where the device has room, the tensors are first copied on the device (fast, in the training stream) and from there to
-the host on a side stream. Where it has none, the training stream waits for the copies to the host: training may write
-the tensors again at any time, and a torn commit is worse than a slow one.
+If the device has enough memory, tensors are first copied on the device (fast, in the training stream) and from there to
+the host on a side stream. Otherwise the training stream waits for the copies to the host: training may overwrite the
+tensors at any time, and an inconsistent commit is worse than a slow one.
 
-The host memory is pinned here, all that one commit needs in one piece: torch's allocator of pinned memory rounds every
-request up to a power of two.
+Host memory is pinned here, in one allocation per commit, because torch's pinned memory allocator rounds each request up
+to a power of two.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import torch
 from elastic.errors import DeviceLost
 
 POLL_S = 0.0002
-COPY_LIMIT_S = 20.0  # a device that takes longer hangs
-SLOWEST_BYTES_S = 250e6  # ... but for what the bytes themselves take over a slow or busy bus
-ALIGNMENT = 64  # bytes; of each tensor in the pinned memory
+COPY_LIMIT_S = 20.0  # a device that takes longer is considered hung
+SLOWEST_BYTES_S = 250e6  # bytes per second over a slow or busy bus; extends the limit for large copies
+ALIGNMENT = 64  # bytes; alignment of each tensor in the pinned memory
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # on the device, pinned
 
 _side: dict[torch.device, torch.cuda.Stream] = {}
-_given_up: list[mmap.mmap] = []  # a device that hangs may still write there
+_given_up: list[mmap.mmap] = []  # kept forever, since a hung device may still write to it
 
 
 class _Pages(mmap.mmap):
-    """Pinned memory of its own mapping. Freed with the last tensor in it, once no device copies from or to it."""
+    """Pinned memory mapping. Freed with the last tensor in it, once no copy from or to it is in flight."""
 
     device: torch.device | None = None
     address = 0
@@ -46,7 +46,7 @@ class _Pages(mmap.mmap):
         if self.device is None or self.owner != os.getpid() or sys.is_finalizing():
             return
         transit = PinnedCopy()
-        for device, stream in _side.items():  # restores are waited for where they are made
+        for device, stream in _side.items():  # restores have already been waited for
             with torch.cuda.stream(stream):
                 transit.follow(device, len(self))
         try:
@@ -59,7 +59,7 @@ class _Pages(mmap.mmap):
 
 
 def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where tensors of these sizes begin, one after another, and where the last one ends; in bytes."""
+    """Return the offsets of consecutive tensors of these sizes and the total size, in bytes."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
@@ -68,15 +68,16 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """For each CUDA tensor a pinned one of its shape, dtype and order of strides; all in one allocation.
+    """Return, for each CUDA tensor, a pinned tensor of its shape, dtype and stride order, all in one allocation.
 
-    Raises MemoryError where so much can't be pinned.
+    Raises:
+        MemoryError: the memory can't be pinned.
     """
     if not tensors:
         return []
     models = [torch.empty_like(each, device="meta") for each in tensors]
     starts, total = layout([each.nbytes for each in models])
-    # The mapping is shared, so a fork leaves the parent the very pages that the GPU writes.
+    # A shared mapping, so that after a fork the parent keeps the pages that the GPU writes to.
     pages = _Pages(-1, max(total, ALIGNMENT))
     block = torch.frombuffer(pages, dtype=torch.uint8)
     cudart = torch.cuda.cudart()
@@ -96,7 +97,7 @@ def like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class PinnedCopy:
-    """Copies on their way: those of one commit, or of a restore."""
+    """Copies in flight, of one commit or of a restore."""
 
     def __init__(self) -> None:
         self.events: list[tuple[torch.device, torch.cuda.Event]] = []
@@ -111,7 +112,10 @@ class PinnedCopy:
         self._bytes += size
 
     def complete(self) -> bool:
-        """Any thread: each event is asked on its own device, or CUDA would begin to use GPU 0 there."""
+        """Whether all copies are complete. Thread-safe.
+
+        Each event is queried on its own device; otherwise CUDA would initialize GPU 0 in the calling thread.
+        """
         for device, event in self.events:
             with torch.cuda.device(device):
                 if not event.query():
@@ -119,7 +123,11 @@ class PinnedCopy:
         return True
 
     def wait(self) -> None:
-        """Until the copies are complete. Raises DeviceLost where that takes longer than it should."""
+        """Wait until the copies are complete.
+
+        Raises:
+            DeviceLost: the copies did not complete within the time limit.
+        """
         limit_s = COPY_LIMIT_S + self._bytes / SLOWEST_BYTES_S
         deadline = time.monotonic() + limit_s
         while not self.complete():
@@ -132,14 +140,14 @@ class PinnedCopy:
 
 
 class DeviceStaging:
-    """Room on the devices for one commit on its way to the host; made once, or found to be too expensive."""
+    """Device memory for one commit in flight to the host. Allocated once, unless memory is short."""
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[torch.device, torch.dtype, tuple[int, ...], int], torch.Tensor] = {}
         self._refused: set[torch.device] = set()
 
     def room(self, device: torch.device, sources: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """One tensor on the device for each source, or None where memory is short."""
+        """Return a tensor on the device for each source, or None if memory is short."""
         if device in self._refused:
             return None
         counts: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], int] = {}
@@ -164,7 +172,7 @@ class DeviceStaging:
 
 
 def send(pairs: list[Pair], stage: DeviceStaging, transit: PinnedCopy) -> None:
-    """Starts the copies. Returns at once; the training stream may overwrite the sources afterwards."""
+    """Start the copies and return at once. The training stream may overwrite the sources afterwards."""
     devices: dict[torch.device, list[Pair]] = {}
     for pair in pairs:
         devices.setdefault(pair[0].device, []).append(pair)

@@ -1,9 +1,9 @@
-"""Memory that a newcomer writes to before it joins, so that the others need not wait for the kernel meanwhile. Acts.
+"""Memory that a joining worker allocates and writes to before it joins, so that other ranks wait less. Acts.
 
-New memory costs several times a copy when it is first written to: the kernel has to find each page and fill it with
-zeros. A newcomer needs some for the entries of optimizers that it is sent and for its copies of them, while all others
-wait for its first step. So it is made before, as much as will probably be needed, and dealt out once. What was not
-needed then goes back. Each tensor has a storage of exactly its size, as if it had been allocated.
+The first write to new memory takes several times as long as a copy, because the kernel has to allocate each page and
+fill it with zeros. A joining worker needs memory for the optimizer entries that it receives and for its copies of them,
+while all other ranks wait for its first step. The estimated amount is therefore allocated in advance and handed out
+once; the unused rest is returned to the system. Each tensor has a storage of exactly its size, like any other tensor.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import torch
 
 from elastic.collectives.shared_memory import memfd
 
-LEAST_BYTES = 1 << 20  # of a tensor; the memory of smaller ones is in the process already
-_ALIGNMENT = 64  # bytes; what torch's allocator gives
+LEAST_BYTES = 1 << 20  # minimum size of a tensor; memory for smaller ones is already in the process
+_ALIGNMENT = 64  # bytes, as with torch's allocator
 
 
 class PreallocatedMemory:
-    """``size`` bytes of zeros, each page of which is there. Raises OSError where the system has not as much."""
+    """Zero-filled memory of ``size`` bytes with all pages allocated.
+
+    Raises:
+        OSError: the system has not enough memory.
+    """
 
     def __init__(self, size: int) -> None:
         self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -29,13 +33,13 @@ class PreallocatedMemory:
         zeros = torch.frombuffer(self._pages, dtype=torch.uint8)
         memfd.huge(zeros.data_ptr(), size)
         try:
-            # Without Python's lock, to which the link thread must come.
+            # Releases the GIL, which the link thread needs.
             memfd.populate(zeros.data_ptr(), size)
         except OSError:  # a kernel before 5.14
             zeros.zero_()
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A tensor of this shape, dtype and order of strides, on the CPU. None: there is no room for it."""
+        """Return a CPU tensor of this shape, dtype and stride order; None if the memory does not suffice."""
         model = torch.empty_like(tensor, device="meta")
         end = self._end + model.nbytes
         if model.nbytes < LEAST_BYTES or end > len(self._pages):
@@ -51,7 +55,7 @@ _ahead: PreallocatedMemory | None = None
 
 
 def make(size: int) -> None:
-    """For the tensors that `empty_like` makes until `leave`. Where memory is short, there is none."""
+    """Allocate memory for the tensors that `empty_like` creates until `leave`. Does nothing if memory is short."""
     global _ahead
     if size >= LEAST_BYTES:
         with contextlib.suppress(OSError):
@@ -65,7 +69,7 @@ def leave() -> None:
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """As torch's on the CPU, of memory made ahead if there is enough. ``tensor`` may be on ``meta``."""
+    """Like ``torch.empty_like`` on the CPU, in preallocated memory if it suffices. ``tensor`` may be on ``meta``."""
     with _lock:
         made = None if _ahead is None else _ahead.empty_like(tensor)
     if made is None:

@@ -1,10 +1,10 @@
-"""Copies of a changing set of named tensors, at memory speed, into buffers made once. Knows nothing of models.
+"""Copies of a changing set of named tensors, at memory bandwidth, into buffers that are allocated once.
 
-Either nothing has changed, or everything is copied. Nothing has changed only if every tensor is the same storage with
-the same ``_version``, nothing was noticed since (see `change_detection`), and the content agrees: all of it in small
-tensors, where a forward pass leaves its traces, and a sample of large ones. One bank of buffers is enough, of CUDA
-tensors too: copies that were begun are waited for. If a commit ends half-way with an exception, this worker has none,
-and says so: it is given the newest one of the others.
+Either all tensors are copied, or none if nothing has changed. Tensors count as unchanged only if each has the same
+storage and ``_version``, `change_detection` has recorded nothing since, and the contents are equal. Small tensors, in
+which a forward pass leaves traces, are compared completely, large ones by a sample. A single bank of buffers suffices,
+also for CUDA tensors, because copies in flight are waited for. If a commit is interrupted by an exception, this worker
+has no valid commit. It reports this and receives the newest commit from another rank.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from elastic.collectives.shared_memory.host_copy import HostCopy
 from elastic.state.snapshots import change_detection, pinned, preallocated_memory
 
-SAMPLES = 16  # elements compared in a tensor that seems unchanged ...
-SMALL = 4096  # ... and tensors up to this many elements are compared whole
+SAMPLES = 16  # elements to compare in a tensor that seems unchanged
+SMALL = 4096  # tensors up to this many elements are compared completely
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of every distinct element: expanded dimensions are cut to length 1. Detached."""
+    """Return a detached view of all distinct elements: expanded dimensions are reduced to length 1."""
     view = tensor.detach() if tensor.requires_grad else tensor
     if tensor.is_contiguous():
         return view
@@ -33,14 +33,14 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit, so that NaN equals NaN. Shapes and dtypes must agree."""
+    """Whether the tensors are bitwise identical, so that NaN equals NaN. Shapes and dtypes must agree."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(as_bytes(one.cpu()), as_bytes(other.cpu()))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 [nbytes], in logical order: a view where the tensor is contiguous, else a copy."""
+    """Return a uint8 tensor [nbytes] in logical order: a view if the tensor is contiguous, else a copy."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return (
         plain.reshape(-1).view(torch.uint8)
@@ -50,10 +50,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TensorSignature:
-    """How tensors look at one moment. Two equal looks: the same kinds at the same places, and no traced change between.
+    """Metadata of tensors at one moment: dtypes and shapes, addresses, and versions.
 
-    One list for each question instead of one object for each tensor: a commit asks them of every tensor at every step,
-    and what it spends here is a good part of its price besides the copy.
+    There is one list per property instead of one object per tensor. A commit reads the properties of all tensors at
+    each step, which is a large part of its cost apart from the copy.
     """
 
     __slots__ = ("kinds", "names", "pointers", "storages", "tensors", "versions")
@@ -70,7 +70,7 @@ class TensorSignature:
         self.versions: list[int] | None
         try:
             self.versions = [each._version for each in live]
-        except RuntimeError:  # inference tensors have none
+        except RuntimeError:  # inference tensors have no version
             self.versions = None
 
     def on_gpu(self) -> bool:
@@ -78,7 +78,7 @@ class TensorSignature:
 
 
 class _Copy:
-    """One tensor's buffer, and where the tensor was when it was copied."""
+    """Buffer of one tensor, and the storage of the tensor when it was copied."""
 
     __slots__ = ("buffer", "on_gpu", "pointer", "storage")
 
@@ -98,7 +98,7 @@ class _Copy:
 
     def refer(self, tensor: torch.Tensor) -> None:
         self.pointer = tensor.data_ptr()
-        # A weak reference: the address can't be given to another storage while it is held here.
+        # While this weak reference exists, the address cannot be reused for another storage.
         storage = tensor.untyped_storage()
         if self.storage is None or self.storage.cdata != storage._cdata:
             self.storage = StorageWeakRef(storage)
@@ -111,7 +111,7 @@ class _Copy:
         )
 
     def seems_equal(self, tensor: torch.Tensor) -> bool:
-        # A look at CUDA memory would wait for the device: there, version and activity decide alone.
+        # Reading CUDA memory would wait for the device, so only versions and recorded activity count there.
         return tensor.is_cuda or self._sample_agrees(tensor)
 
     def _sample_agrees(self, tensor: torch.Tensor) -> bool:
@@ -130,37 +130,37 @@ class _Copy:
 
 
 def _wasteful(buffers: list[torch.Tensor]) -> bool:
-    """Whether most of the pinned memory that these buffers hold belonged to others, which are gone."""
+    """Whether most of the pinned memory that these buffers keep alive belongs to buffers that no longer exist."""
     held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in buffers}
     return sum(held.values()) > 2 * pinned.layout([each.nbytes for each in buffers])[1]
 
 
 class SnapshotBuffers:
-    """One complete set of copies, with whatever the owner wants to keep with them."""
+    """One complete set of copies and an additional value of the owner."""
 
     def __init__(self) -> None:
         self.copies: dict[str, _Copy] = {}
         self.extra: Any = None
         self.transit: pinned.PinnedCopy | None = None
         self._names: list[str] = []
-        self._kinds: list[Any] = []  # what the buffers were made for
+        self._kinds: list[Any] = []  # what the buffers were allocated for
         self._buffers: list[torch.Tensor] = []
         self._host = HostCopy([], [])
         self._on_gpu = False
         self._pointers: list[int] = []
         self._storages: list[int] = []
-        self._versions: list[int] | None = None  # when it was copied; None: can't be trusted
+        self._versions: list[int] | None = None  # at the time of the copy; None: unreliable
         self._moment: change_detection.Moment | None = None
 
     def take(
         self, look: TensorSignature, extra: Any, stage: pinned.DeviceStaging, *, trust: bool
     ) -> None:
-        # Read before anything is copied: what is noticed meanwhile counts for the next time.
+        # Read before anything is copied, so that changes recorded meanwhile count for the next commit.
         moment = change_detection.moment()
         self.extra = extra
         if trust and moment == self._moment and self._unchanged(look):
             return
-        self._moment = None  # until the copies are complete nothing in here can be trusted
+        self._moment = None  # the contents are invalid until the copies are complete
         if look.kinds != self._kinds or look.names != self._names:
             self._arrange(look, self._copies_for(look))
         self._copy(look, stage)
@@ -179,12 +179,12 @@ class SnapshotBuffers:
         )
 
     def _copies_for(self, look: TensorSignature) -> dict[str, _Copy]:
-        """The copies that fit as they are, and new ones, pinned in one piece."""
+        """Return existing copies that fit, and new ones, pinned in one allocation."""
         tensors = dict(zip(look.names, look.tensors, strict=True))
         kept = {n: c for n, c in self.copies.items() if n in tensors and c.fits(tensors[n])}
         if _wasteful([copy.buffer for copy in kept.values() if copy.on_gpu]):
             kept = {name: copy for name, copy in kept.items() if not copy.on_gpu}
-        # What goes is freed before anything is allocated.
+        # Free obsolete buffers before allocating new ones.
         self.copies, self._buffers, self._names, self._kinds = kept, [], [], []
         missing = {name: tensor for name, tensor in tensors.items() if name not in kept}
         pinned_ones = iter(pinned.like([each for each in missing.values() if each.is_cuda]))
@@ -192,22 +192,22 @@ class SnapshotBuffers:
         for name, tensor in tensors.items():
             copies[name] = kept.get(name) or _Copy(
                 tensor,
-                # empty_like keeps the order of dense strides: copying is one pass over memory both ways.
+                # empty_like keeps the order of dense strides, so a copy is a single pass over memory.
                 next(pinned_ones) if tensor.is_cuda else preallocated_memory.empty_like(tensor),
             )
         return copies
 
     def _arrange(self, look: TensorSignature, copies: dict[str, _Copy]) -> None:
-        """From now on these copies are written, in the order of this look."""
+        """Use these copies from now on, in the order of ``look``."""
         self.copies = copies
         self._names, self._kinds = look.names, look.kinds
         self._buffers = [copy.buffer for copy in copies.values()]
         self._on_gpu = look.on_gpu()
         self._host = HostCopy([], []) if self._on_gpu else HostCopy(look.tensors, self._buffers)
-        self._pointers = []  # new copies refer to nothing yet
+        self._pointers = []  # new copies have no storages yet
 
     def _refer(self, look: TensorSignature) -> None:
-        """Remembers what was copied. The storages are those of the commit before, nearly always."""
+        """Record the storages that were copied; nearly always those of the previous commit."""
         if look.pointers != self._pointers or look.storages != self._storages:
             for copy, tensor in zip(self.copies.values(), look.tensors, strict=True):
                 copy.refer(tensor)
@@ -228,7 +228,7 @@ class SnapshotBuffers:
                 torch._foreach_copy_([buffer for _, buffer in host], [tensor for tensor, _ in host])
 
     def empty_twin(self) -> SnapshotBuffers:
-        """With buffers of its own for the same tensors, but for those of a GPU, which are pinned in one piece."""
+        """Return a second set with its own buffers for the CPU tensors. GPU tensors are pinned in one allocation."""
         twin = SnapshotBuffers()
         for name, copy in [*self.copies.items()]:
             if not copy.on_gpu:
@@ -236,7 +236,7 @@ class SnapshotBuffers:
         return twin
 
     def adopt(self, tensors: dict[str, torch.Tensor]) -> None:
-        """These tensors were just set to the copies: they are unchanged until something happens to them."""
+        """Record that these tensors were just set to the copies, so that they count as unchanged."""
         look = TensorSignature(tensors)
         fitting = {
             name: copy
@@ -257,8 +257,9 @@ class SnapshotBuffers:
 
 
 class Snapshot:
-    """The newest copies of named tensors. One set of copies may be held while others are made: in a second set, which
-    is kept for the next time.
+    """Newest copies of named tensors.
+
+    One set of copies can be held while later commits are copied to a second set, which is then kept for reuse.
     """
 
     def __init__(self) -> None:
@@ -268,7 +269,7 @@ class Snapshot:
         self._spare: SnapshotBuffers | None = None
 
     def hold(self) -> SnapshotBuffers:
-        """The newest copies stay as they are until `release`. Only one set at a time."""
+        """Keep the newest copies unchanged until `release`. Only one set can be held at a time."""
         assert self._held is None, "copies are held already"
         self._held = self.bank
         return self.bank
@@ -280,18 +281,25 @@ class Snapshot:
             self._spare = held
 
     def prepare(self) -> None:
-        """Makes the buffers that commits are copied into while others are held, before that is so. From any thread.
+        """Allocate the buffers of the second set before they are needed. Thread-safe.
 
-        New memory costs several times a copy when it is first written to.
+        The first write to new memory takes several times as long as a copy.
         """
         if self._spare is None and self._held is None:
             self._spare = self.bank.empty_twin()
 
     def take(self, tensors: dict[str, torch.Tensor], extra: Any, *, trust: bool = True) -> None:
-        """Copies what may have changed. ``extra`` is kept as it is; ``trust=False`` copies everything.
+        """Copy everything that may have changed.
 
-        On the CPU complete when it returns. CUDA copies are under way. Raises DeviceLost if the last ones still are
-        after longer than a sound device takes.
+        CPU copies are complete when this returns; CUDA copies may still be in flight.
+
+        Args:
+            tensors: by name.
+            extra: kept as it is.
+            trust: False: copy everything.
+
+        Raises:
+            DeviceLost: the previous CUDA copies did not complete within the time limit.
         """
         self.complete()
         if self.bank is self._held:
@@ -299,6 +307,10 @@ class Snapshot:
         self.bank.take(TensorSignature(tensors), extra, self._stage, trust=trust)
 
     def complete(self) -> None:
-        """Waits for copies under way. Raises DeviceLost."""
+        """Wait for copies in flight.
+
+        Raises:
+            DeviceLost: they did not complete within the time limit.
+        """
         if self.bank.transit is not None:
             self.bank.transit.wait()

@@ -1,8 +1,8 @@
-"""Where a model's tensors are: by name, and again at the next commit without looking for them.
+"""Cached locations of a model's tensors, by name.
 
-Finding them means walking through all modules and making their names. A commit after every step can't afford that, so
-`StateStructure` keeps the way, and looks each time whether it is still the right one: the same modules, holding tensors
-under the same keys, shared in the same way. It refers to modules only: a tensor that is replaced is found in its place.
+Collecting the tensors means walking through all modules and building names, which is too slow for a commit after every
+step. `StateStructure` caches the locations and checks at each commit that they are still valid: the same modules with
+tensors under the same keys, shared in the same way. It refers only to modules, so replaced tensors are found as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 @dataclass
 class ModelTensors:
-    """A model's tensors by name. Shared modules and parameters appear once, under their first name."""
+    """Tensors of a model by name. Shared modules and parameters appear once, under their first name."""
 
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent
@@ -68,12 +68,12 @@ _registries_of = attrgetter("_modules", "_parameters", "_buffers")
 
 
 def plain(tensor: torch.Tensor) -> bool:
-    """Whether it is so many bytes at regular strides; a sparse or quantized one is copied as an object."""
+    """Whether the tensor is strided. Sparse and quantized tensors are copied as objects."""
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_mkldnn
 
 
 class StateStructure:
-    """A model without its tensors: `tensors` fetches those of the moment, or says that the model was rebuilt."""
+    """Structure of a model without its tensors. `tensors` returns the present ones unless the model was rebuilt."""
 
     def __init__(self, model: torch.nn.Module, anatomy: ModelTensors) -> None:
         self.extra = anatomy.extra
@@ -81,7 +81,7 @@ class StateStructure:
         self.modules = list(named.values())
         self._paths = list(named)
         self._with_buffers = [module for module in self.modules if module._buffers]
-        # A module that says for itself what belongs to it, as scripted ones do, is asked each time.
+        # Modules that override these methods, such as scripted ones, are queried each time.
         self._lasting = all(
             type(module).named_modules is torch.nn.Module.named_modules for module in self.modules
         ) and all(
@@ -95,7 +95,7 @@ class StateStructure:
             self._places = [(name, place[id(tensor)]) for name, tensor in anatomy.tensors()]
 
     def tensors(self) -> dict[str, torch.Tensor] | None:
-        """All tensors of the model by name, as `ModelTensors.tensors`. None: dissect it again."""
+        """Return all tensors of the model by name, as in `ModelTensors.tensors`; None if the model was rebuilt."""
         if not self._lasting:
             return None
         traits, registered = self._look()
@@ -104,18 +104,18 @@ class StateStructure:
         return {name: registered[number] for name, number in self._places}
 
     def evaluating(self) -> tuple[str, ...]:
-        """Paths of the modules that are not in training mode."""
+        """Return the paths of the modules that are not in training mode."""
         return tuple(
             path
             for path, module in zip(self._paths, self.modules, strict=True)
-            if not getattr(module, "training", True)  # frozen scripted ones have no mode
+            if not getattr(module, "training", True)  # frozen scripted modules have no mode
         )
 
     def _look(self) -> tuple[list[Any], list[Any]]:
-        """The objects that must be unchanged for the names to be valid, and all that is registered.
+        """Return the objects that must be unchanged for the names to be valid, and all registered tensors.
 
-        A tensor that is no longer there may have left its number (`id`) to a new one. That does no harm: whatever has
-        these numbers in this order has these names. Modules are kept, and so are theirs.
+        The ``id`` of a deleted tensor may have been reused for a new one. That is harmless, because the names follow
+        from the order of the ids. Modules are referenced, so their ids cannot be reused.
         """
         registries = list(chain.from_iterable(map(_registries_of, self.modules)))
         registered = list(chain.from_iterable(map(dict.values, registries)))
@@ -130,5 +130,5 @@ class StateStructure:
 
 
 def _unsaved(module: torch.nn.Module) -> Any:
-    """Keys of buffers registered with ``persistent=False``."""
+    """Return the keys of buffers registered with ``persistent=False``."""
     return getattr(module, "_non_persistent_buffers_set", ())
