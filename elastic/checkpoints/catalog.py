@@ -163,7 +163,7 @@ def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
     """
     if found.newer:
         raise Invalid(
-            f"{storage.url}/{found.name} can't be taken: {found.trouble}; nothing was changed there: run the version"
+            f"{storage.url}/{found.name} can't be used: {found.trouble}; nothing was changed there: run the version"
             " that wrote it, or start over with --fresh, which leaves it alone"
         )
 
@@ -201,12 +201,12 @@ def chosen(storage: Storage, which: str) -> Manifest:
     if len(fitting) != 1:
         what = "no commit" if not fitting else "several commits"
         there = ", ".join(map(str, (fitting or have)[-8:])) or "none"
-        how = "; give the whole name of one" if fitting else ""
+        how = "; pass the full name of one of them" if fitting else ""
         raise Invalid(f"{storage.url} has {what} {which}; there are: {there}{how}")
     try:
         return read(storage, fitting[0])
     except UnreadableCommit as error:
-        raise Invalid(f"{storage.url}/{fitting[0]} can't be taken: {error}") from error
+        raise Invalid(f"{storage.url}/{fitting[0]} can't be used: {error}") from error
 
 
 def prune(storage: Storage, keep: int, floor: int = 0) -> list[CommitName]:

@@ -28,7 +28,11 @@ from elastic.state.torch_state import TorchState
 
 @contextlib.contextmanager
 def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
-    """While a function under ``elastic.run`` trains, its commits are written as the job says. Raises Invalid."""
+    """Write commits as configured by the job while a function under ``elastic.run`` trains.
+
+    Raises:
+        Invalid: the options are invalid, or the state can't be written to a checkpoint.
+    """
     found = options.read(os.environ)
     if found is None:
         yield
@@ -91,7 +95,7 @@ def finish(rt: WorkerRuntime, state: State) -> None:
 
 
 def returned(rt: WorkerRuntime) -> None:
-    """Record on each rank that the training function has returned and that its last commit was waited for."""
+    """Record on each rank that the training function has returned, after `finish`."""
     commit = rt.session.recovery.agreed()
     if rt.commits.durable is not None and not rt.alone and commit is not None:
         rt.commits.durable.returned(commit, rt.place, rt.env.worker.incarnation)
@@ -124,10 +128,10 @@ class TransferOutcome(NamedTuple):
 
 
 def bring_shards(rt: WorkerRuntime, state: State, reset: Callable[[], None]) -> TransferOutcome:
-    """Bring a sharded state to all ranks of a new world. Collective.
+    """Restore a sharded state on all ranks of a new world. Collective.
 
-    This is the newest commit that the ranks hold. If the ranks no longer hold all shards, or nothing was trained yet,
-    it is the newest durable commit.
+    The newest commit that the ranks hold is restored. If the ranks no longer hold all shards, or nothing was trained
+    yet, the newest durable commit is restored.
 
     Args:
         rt: the runtime.
@@ -206,5 +210,7 @@ def _load(found: CheckpointOptions, state: ObjectState) -> list[Any]:
         print(f"elastic: {text}", file=sys.stderr, flush=True)
         return []
     url, manifest = begin
-    print(f"elastic: resuming from {manifest} in {url}/{manifest.name}", file=sys.stderr, flush=True)
+    print(
+        f"elastic: resuming from {manifest} in {url}/{manifest.name}", file=sys.stderr, flush=True
+    )
     return manifest.generators

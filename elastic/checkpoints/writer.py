@@ -100,17 +100,17 @@ class CheckpointWriter:
         self._away = False  # a storage failure was reported
         self._commits = 0  # counted here if there is no driver
         self._changed = threading.Condition()  # guards the fields below
-        # By request, and when it was said last.
+        # By request, with the time of the last message.
         self._worlds = 0  # number of worlds in which this worker has trained
         self._unanswered: dict[tuple[int, int], tuple[float, Message]] = {}
-        # Generation and number of the last request that was begun here, and whether it is known how that has ended.
+        # Generation and number of the last request that was begun on this rank, and whether its outcome is known.
         self._latest: tuple[int, int] | None = None
         self._settled = True
-        self._odd: set[str] | None = (
-            None  # parameters that were not finite when it was looked first
-        )
+        self._odd: set[str] | None = None  # parameters that were not finite at the first check
         self.first_not_finite = FirstNotFinite()  # updated by the code that reduces gradients
-        self._not_finite: tuple[float, messages.NotFinite] | None = None  # when it was sent last
+        self._not_finite: tuple[float, messages.NotFinite] | None = (
+            None  # with the time when it was last sent
+        )
         self.newest: Commit | None = None  # newest durable commit known to this rank
 
     # ---- training thread -----------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class CheckpointWriter:
         if self.newest == commit and first:
             with contextlib.suppress(
                 OSError
-            ):  # then a rerun of the command trains on from this commit
+            ):  # a rerun of the command then continues training from this commit
                 name = CommitName(self.run, commit.generation, commit.number)
                 began_at = finished_training.process_began_at()
                 finished_training.note_read(self._storage, name, place.rank, began_at)
@@ -287,7 +287,7 @@ class CheckpointWriter:
                     self._tell(messages.ShareDropped(generation, number, late, True))
                 elif before not in (None, number) and self._latest != (generation, before):
                     # Other ranks may have begun that one by now and must not wait for this rank.
-                    another = f"commit {number} was asked for instead"
+                    another = f"commit {number} was requested instead"
                     self._tell(messages.ShareDropped(generation, before, another, True))
             case messages.CheckpointSoon():
                 self._schedule.hasten(monotonic())

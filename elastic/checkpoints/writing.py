@@ -207,7 +207,7 @@ def _share(storage: Storage, name: CommitName, rank: int, size: int) -> Share:
             " share?"
         ) from None
     if (share.rank, share.size) != (rank, size):
-        raise UnreadableCommit(f"{file} is that of another world")
+        raise UnreadableCommit(f"{file} was written in another world")
     return share
 
 

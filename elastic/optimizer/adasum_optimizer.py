@@ -1,14 +1,14 @@
-"""`DistributedOptimizer` with ``op=Adasum``: every rank steps by itself, and the steps are added up with Adasum.
+"""`DistributedOptimizer` with ``op=Adasum``: each rank steps with its own gradients; Adasum combines the steps.
 
-The user's optimizer takes one ordinary step with this rank's own gradients. What it changed, the *delta* of each
-parameter, is reduced with Adasum over all ranks, and the result is added to the parameters as they were before. So
-learning rates need not be scaled with the number of ranks, and optimizers of any kind work; their state (moments, step
-counters) follows the local gradients and differs between ranks. From Maleki et al., "Scaling WrappedOptimizer Training
-with Adaptive Summation", MLSys 2021, arXiv 2006.02924, section 4.
+The user's optimizer takes an ordinary step with this rank's own gradients. The resulting change of each parameter, its
+*delta*, is reduced with Adasum over all ranks, and the result is added to the previous value of the parameter. Learning
+rates therefore need not be scaled with the number of ranks, and any optimizer can be used. Its state (moments, step
+counters) follows the local gradients and differs between ranks. From Maleki et al., "Scaling Distributed Training with
+Adaptive Summation", MLSys 2021, arXiv 2006.02924, section 4.
 
-Deltas travel after backward and not during it: an optimizer that is stepped once as a whole keeps its fused kernels,
-its step hooks and its closure, which one stepped for each parameter alone does not. Nothing here talks to other
-processes but by `elastic.api.ops`.
+Deltas are reduced after backward, not during it. An optimizer that steps all parameters at once keeps its fused
+kernels, step hooks and closure, unlike one that is stepped separately for each parameter. All communication uses
+`elastic.api.ops`.
 """
 
 from __future__ import annotations
@@ -30,30 +30,33 @@ from elastic.runtime import lifecycle
 
 
 class AdasumDistributed(WrappedOptimizer):
-    """What ``op=Adasum`` adds to an optimizer's class; comes before that class in the method order."""
+    """Methods that ``op=Adasum`` adds to an optimizer's class; precedes that class in the method resolution order."""
 
     _compression: Compressor
     _sparse_as_dense: bool
 
     def synchronize(self) -> None:
-        """Does nothing: gradients stay this rank's own, and deltas travel in `step`."""
+        """Do nothing: gradients remain local, and `step` reduces the deltas."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Raises AssertionError: without exchanging deltas the ranks' parameters would drift apart."""
+        """Raise AssertionError: without the reduction of deltas, the ranks' parameters would diverge."""
         raise AssertionError(
-            "skip_synchronize() can't be used with op=Adasum: step() itself exchanges its changes; call"
+            "skip_synchronize() can't be used with op=Adasum: step() itself reduces the changes; call"
             " optimizer.step() without it"
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step with this rank's gradients, and apply the Adasum of all ranks' steps instead.
+        """Step with this rank's gradients, then replace the step by the Adasum of all ranks' steps. Collective.
 
-        Every rank must call it equally often. A parameter without a gradient here takes the others' steps. If it
-        raises, as it does with PeerLost when the world broke, the parameters are as they were before. Raises Invalid
-        (a ValueError) in a world whose size is no power of two.
+        All ranks must call it equally often. A parameter without a gradient on this rank receives the steps of other
+        ranks. If this raises, the parameters have their previous values.
+
+        Raises:
+            PeerLost: a rank was lost.
+            Invalid: the size of the world is not a power of two. This is a ValueError.
         """
         world = lifecycle.current()
-        # Before the values change, so that nobody takes the state for unchanged if the step fails half way.
+        # Recorded before values change, so that a step that fails midway does not leave the state marked as unchanged.
         world.activity += 1
         failpoint("optimizer-step")
         parameters = [
@@ -72,7 +75,7 @@ class AdasumDistributed(WrappedOptimizer):
                 result = self._step_alone(closure)
                 deltas = torch._foreach_sub(parameters, before)
             finally:
-                # Whatever happens from here on, nobody finds them half way.
+                # Restored at once, so that an exception from here on leaves the previous values.
                 torch._foreach_copy_(parameters, before)
             del before
             self._reduce(parameters, list(deltas))
@@ -80,16 +83,16 @@ class AdasumDistributed(WrappedOptimizer):
         self._reducer.discard()
         return result
 
-    # As in `WrappedOptimizer`: the user's class runs its step hooks.
+    # As in `WrappedOptimizer`, the user's class already runs the step hooks.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's own, at any time: no gradient is ever under way."""
+        """Clear gradients like the optimizer's own method. Allowed at any time, since no gradients are in flight."""
         super().zero_grad(set_to_none)
         self._reducer.discard()
 
     def _step_alone(self, closure: Callable[[], Any] | None) -> Any:
-        """The user's optimizer's own step. With a GradScaler, it may be none."""
+        """Call the user's optimizer's own step. With a GradScaler, the step may be skipped."""
         if closure is not None:
             closure = self._forgetting(closure)
         if self._sparse_as_dense:
@@ -101,7 +104,7 @@ class AdasumDistributed(WrappedOptimizer):
         if found_inf is None or self._takes_scaler:
             return own_step() if closure is None else own_step(closure)
         scale = self.__dict__.get("grad_scale")
-        # The step would take them for its own business; GradScaler deletes them afterwards.
+        # The optimizer's step would interpret these attributes. GradScaler deletes them afterwards.
         self.__dict__.update(found_inf=None, grad_scale=None)
         try:
             if float(found_inf):
@@ -120,7 +123,7 @@ class AdasumDistributed(WrappedOptimizer):
                     yield parameter, parameter.grad
 
     def _forgetting(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """An optimizer may call its closure, and with it backward, many times in a step."""
+        """Reset the pass counts at each call: an optimizer may call its closure, and so backward, several times."""
 
         def forgetting() -> Any:
             self._reducer.discard()
@@ -132,12 +135,17 @@ class AdasumDistributed(WrappedOptimizer):
         return forgetting
 
     def _reduce(self, parameters: list[torch.Tensor], deltas: list[torch.Tensor]) -> None:
-        """Overwrites each delta with the Adasum of all ranks'. Raises PeerLost, and what `elastic.api.ops` raises."""
+        """Replace each delta by the Adasum of all ranks' deltas. Collective.
+
+        Raises:
+            PeerLost: a rank was lost.
+            Exception: any other exception of `elastic.api.ops`.
+        """
         by_device: dict[torch.device, list[int]] = {}
         for index, delta in enumerate(deltas):
             by_device.setdefault(delta.device, []).append(index)
         for indices in by_device.values():
-            # Contiguous, so that ranks may keep a parameter in different memory formats.
+            # Contiguous, since the memory format of a parameter may differ between ranks.
             whole = [_real(deltas[index]).contiguous() for index in indices]
             packed = [self._compression.compress(each) for each in whole]
             name = f"adasum.{self._name(parameters[indices[0]])}"
@@ -150,13 +158,13 @@ class AdasumDistributed(WrappedOptimizer):
 
     @property
     def _takes_scaler(self) -> bool:
-        """Whether the user's optimizer itself undoes a GradScaler's scale, as fused ones do."""
+        """Whether the user's optimizer itself unscales gradients of a GradScaler, as fused ones do."""
         return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler.step() asks this. Told no, it would not call step() on a rank that found infinities, and the others
-        # would wait for it. Told yes, it always does: such a rank adds a delta of zeros, and lowers its own scale.
+        # Read by GradScaler.step(). If False, it would skip step() on a rank with infinite gradients, and all other
+        # ranks would wait. If True, it always calls step(): such a rank contributes zeros and lowers its own scale.
         world = lifecycle.active()
         return self._takes_scaler or (world is not None and world.place.size > 1)
 
@@ -166,30 +174,30 @@ class AdasumDistributed(WrappedOptimizer):
 
 
 def prepare(wrapped: WrappedOptimizer, compression: Compressor, sparse_as_dense: bool) -> None:
-    """Says how the deltas of an `AdasumDistributed` travel."""
+    """Set how the deltas of an `AdasumDistributed` are reduced."""
     assert isinstance(wrapped, AdasumDistributed)
     wrapped._compression = compression
     wrapped._sparse_as_dense = sparse_as_dense
 
 
 class BackwardPasses:
-    """Counts the backward passes of a step, in a world of more than one.
+    """Counter of the backward passes of a step, in worlds with more than one rank.
 
-    Gradients add up in the parameters themselves, so a step may come after fewer; more than were announced are an
-    error in the script, raised in backward.
+    Gradients accumulate in the parameters, so a step may follow fewer passes than ``backward_passes_per_step``. More
+    passes are an error of the script, which backward raises.
     """
 
-    pending = False  # no gradient is ever under way
+    pending = False  # gradients are never in flight
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], passes: int
     ) -> None:
-        # Weak, so that an optimizer that is dropped takes its hooks with it.
+        # A weak reference, so that hooks are removed with the optimizer.
         self._optimizer = weakref.ref(optimizer)
         self._names = names
         self._passes = passes
         self._counts: dict[int, int] = {}  # by id of the parameter
-        self._generation: int | None = None  # in which they were counted
+        self._generation: int | None = None  # generation of the counts
         self._hooks = GradientHooks(self)
 
     @property
@@ -201,27 +209,27 @@ class BackwardPasses:
         self.discard()
 
     def install_hooks(self) -> None:
-        """Have backward call us for every parameter that requires a gradient. Safe to repeat."""
+        """Install hooks on all parameters that require a gradient. Idempotent."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         self._hooks.install(parameter for group in groups for parameter in group["params"])
 
     def discard(self) -> None:
-        """A step begins anew."""
+        """Abandon the present step."""
         self._counts.clear()
 
     def finish(self) -> None:
         """Nothing is under way."""
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """``parameter.grad`` has received one backward pass."""
+        """Count a gradient that one backward pass has added to ``parameter.grad``."""
         try:
             world = lifecycle.current()
         except NotInitialized:
             return
         if world.place.size == 1:
             return
-        if self._generation != world.generation:  # an interrupted step is begun anew
+        if self._generation != world.generation:  # an interrupted step starts over
             self.discard()
             self._generation = world.generation
         count = self._counts.get(id(parameter), 0) + 1
@@ -235,5 +243,5 @@ class BackwardPasses:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as real numbers."""
+    """Return a view of the tensor as real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,9 +1,9 @@
-"""Decides which gradients travel together, and in what order. Pure: sizes in, a plan out; it never sees a tensor.
+"""Assignment of gradients to buckets, and the order in which buckets are reduced. Pure: uses only sizes, no tensors.
 
-Buckets are cut along the order in which backward makes gradients, so the first ones fill, and travel, while it still
-works on the rest. That order is seen in the first step; without it, it is taken to be the reverse of the order in which
-parameters were declared. The plan is a function of the items and the order alone, never of ranks or of timing: every
-rank makes the same one, and it outlives any change of the world.
+Buckets follow the order in which backward computes gradients, so the first ones are full, and are reduced, while
+backward computes the rest. The order is observed in the first step; until then it is assumed to be the reverse of the
+order in which parameters were declared. The plan depends only on the items and the order, not on ranks or timing. It is
+therefore equal on all ranks and remains valid when the world changes.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 FIRST_BYTES = 1 << 20
-FULL_BYTES = 8 << 20  # by measurement over Gloo, see the docstring of benchmarks/step.py
-# On GPUs, not measured by us: DistributedDataParallel's within a host, twice that over a network, where NCCL needs more
-# bytes for its full bandwidth.
+FULL_BYTES = 8 << 20  # measured with Gloo, see the docstring of benchmarks/step.py
+# For GPUs, not measured: DistributedDataParallel's value within a host, and twice that over a network, where NCCL needs
+# larger messages for full bandwidth.
 GPU_FULL_BYTES = 25 << 20
 GPU_FULL_BYTES_APART = 50 << 20
-ALIGNMENT = 64  # bytes: each gradient starts on a cache line, for vector loads
+ALIGNMENT = 64  # bytes; each gradient starts on a cache line, for vector loads
 
 
 class Gradient(NamedTuple):
-    """One gradient. Items of different kinds (dtype and device) never share a bucket."""
+    """Size and kind of one gradient. Gradients of different kinds (dtype and device) never share a bucket."""
 
     kind: str
     elements: int
@@ -30,9 +30,9 @@ class Gradient(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """One flat buffer. ``offsets`` and ``elements`` count elements; ``members`` are indices into the items.
+    """Layout of one flat buffer. ``offsets`` and ``elements`` count elements; ``members`` are indices into the items.
 
-    The smallest members lie in front, side by side, so that they can be treated in one go.
+    The smallest members come first and are adjacent, so that they can be processed together.
     """
 
     kind: str
@@ -49,13 +49,17 @@ def plan(
     first_bytes: int = FIRST_BYTES,
     full_bytes: int = FULL_BYTES,
 ) -> list[Bucket]:
-    """The buckets in the order in which they are to be launched; each item is in exactly one.
+    """Return the buckets in launch order. Each item is in exactly one bucket.
 
-    ``order``: the items as they become ready; None for the last declared first.
-    A bucket is closed once it holds ``full_bytes``, the first of a kind once it holds ``first_bytes``, so that
-    communication starts early. (Closed *before* it would hold more, it would often end with the bias of the next
-    layer, and wait for that layer's whole backward.) The items of one of ``groups`` stay together whatever their size,
-    as far as they are of one kind.
+    A bucket is closed once it contains at least its maximum number of bytes. (If it were closed *before* exceeding the
+    maximum, it would often end with the bias of the next layer and wait for the whole backward of that layer.)
+
+    Args:
+        items: the gradients.
+        order: indices of the items in the order in which they become ready; None: reverse order of declaration.
+        groups: items to keep together regardless of their size, as far as they are of the same kind.
+        first_bytes: size of the first bucket of a kind; small, so that communication starts early.
+        full_bytes: size of all other buckets.
     """
     group_of = {item: number for number, group in enumerate(groups) for item in group}
     grouped: dict[tuple[int, str], list[int]] = {}
@@ -78,21 +82,22 @@ def plan(
             del filled_bytes[kind]
     closed += filling.values()
     closed += grouped.values()
-    # A bucket is complete when the last of its members is, so that one decides the order of launching.
+    # A bucket is complete when its last member is, so the last members determine the launch order.
     turn = {index: number for number, index in enumerate(order)}
     closed.sort(key=lambda members: max(turn[index] for index in members))
     return [_laid_out(items, members) for members in closed]
 
 
 def expected_order(count: int) -> tuple[int, ...]:
-    """In which gradients become ready as long as nobody has seen it."""
+    """Return the assumed order in which gradients become ready, for use until one was observed."""
     return tuple(reversed(range(count)))
 
 
 def seen_order(seen: Sequence[int], count: int) -> tuple[int, ...] | None:
-    """Of ``count`` gradients, from those that became ready in one step; None if there were none.
+    """Return the order of ``count`` gradients from those that became ready in one step; None if there were none.
 
-    The others come last, as they were declared: they may be missing again, and nothing waits for them before the end.
+    All other gradients come last, in order of declaration: they may be missing again, and nothing waits for them before
+    the end.
     """
     if not seen:
         return None
@@ -101,7 +106,7 @@ def seen_order(seen: Sequence[int], count: int) -> tuple[int, ...] | None:
 
 
 def split(count: int, parts: int) -> list[list[int]]:
-    """``count`` indices in ``parts`` runs of nearly equal length, without empty runs."""
+    """Split ``count`` indices into at most ``parts`` consecutive, non-empty runs of nearly equal length."""
     parts = min(parts, count)
     cuts = [count * part // parts for part in range(parts + 1)] if parts else []
     return [list(range(start, end)) for start, end in itertools.pairwise(cuts)]

@@ -56,8 +56,9 @@ def DistributedOptimizer(
       context)`` and ``decompress(tensor, context) -> tensor``.
     - ``backward_passes_per_step``: number of passes whose gradients are summed locally (not averaged) before a
       reduction.
-    - ``op``: Average, Sum, Min, Max or Product; or Adasum, with which every rank steps by itself and the steps are
-      combined: see `elastic.optimizer.adasum_optimizer`. Adasum requires 1, 2, 4, 8, ... ranks, and ignores ``groups``.
+    - ``op``: Average, Sum, Min, Max or Product; or Adasum, with which each rank steps with its own gradients and the
+      steps are combined: see `elastic.optimizer.adasum_optimizer`. Adasum requires 1, 2, 4, 8, ... ranks, and ignores
+      ``groups``.
     - ``gradient_predivide_factor`` f: Average divides by f before the sum and by ``size / f`` after it.
     - ``groups``: a number of groups to split the parameters into, or lists of parameters; a group is reduced in one
       piece for each dtype. Other parameters are grouped by size.
@@ -115,7 +116,7 @@ def DistributedOptimizer(
     if zero:
         _check_zero(optimizer, reduction, shards, sparse_as_dense, process_set)
     world = lifecycle.current()
-    # A size that may change is checked at every step.
+    # In an elastic job the size may change, so it is checked at every step.
     if reduction is Op.ADASUM and not world.elastic:
         adasum.check(world.place.size)
 
@@ -177,7 +178,7 @@ def _subclass(
     optimizer_class: type[torch.optim.Optimizer], added: type[WrappedOptimizer]
 ) -> type[WrappedOptimizer]:
     attributes = {
-        # As in Horovod: frameworks tell a wrapped optimizer by str(type(optimizer)).
+        # As in Horovod: frameworks recognize a wrapped optimizer by str(type(optimizer)).
         "__module__": "horovod.torch.optimizer",
         "__qualname__": optimizer_class.__qualname__,
         "__doc__": optimizer_class.__doc__,
@@ -200,7 +201,7 @@ def _check_process_set(process_set: ProcessSet, reduction: Op) -> None:
     if reduction is Op.ADASUM:
         require_global(process_set)
     if process_set.included():
-        resolve(process_set)  # raises where it is not registered
+        resolve(process_set)  # raises if it is not registered
 
 
 def _check_shards(

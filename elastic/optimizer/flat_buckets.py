@@ -1,13 +1,13 @@
-"""Moves gradients into flat buffers and back: how a bucket is filled, sent and unpacked, never when.
+"""Buckets of gradients in flat buffers: how a bucket is filled, reduced and unpacked, but not when.
 
-A `FlatBucket` owns one buffer and a view of it per parameter. A gradient that is no view yet is copied in, and the
-parameter's ``grad`` then *is* the view: after the reduction nothing is copied back. What travels lies where the other
-ranks of the host can reduce it in place. A `CompressedGradient` carries one gradient through a user's own compression
-class. The first bucket of a plan also carries the mark (see `elastic.optimizer.plan_agreement`); a `FlagBucket` does
-where there is no flat one.
+A `FlatBucket` owns one buffer and a view of it per parameter. A gradient that is not a view yet is copied into the
+buffer, and the view becomes the parameter's ``grad``, so nothing is copied back after the reduction. The buffer is in
+memory in which the other ranks of the host can reduce it in place. A `CompressedGradient` contains a single gradient
+with a user-defined compression class. The first bucket of a plan also contains the step flag (see
+`elastic.optimizer.plan_agreement`). If there is no flat bucket, a `FlagBucket` contains it.
 
-A bucket also sees whether somebody has written into a gradient since it was taken in: what travels is the gradient as
-backward left it, so a script that clips it then would clip what nobody uses.
+A bucket also detects whether a gradient was modified after it was copied. The reduction uses the gradient as backward
+left it, so if the script clipped it afterwards, the clipping would have no effect.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from elastic.optimizer.gradients.host_step_flag import HostStepFlag
 from elastic.optimizer.gradients.not_finite import SAMPLE
 from elastic.optimizer.plan_agreement import BucketSpec, StepFlag, mark_value
 
-SMALL_BYTES = 32 << 10  # of a gradient that is cheaper to copy together with others
-# On a GPU, by estimate: what is copied together takes two launches for all, the second one to scale it; by itself, one
-# each. So much is read and written once more in the time of a launch.
+SMALL_BYTES = 32 << 10  # smaller gradients are cheaper to copy together
+# On a GPU, an estimate. Copying gradients together takes two kernel launches in total (copy, scale); separate copies
+# take one launch each. About this many bytes can be read and written again in the time of one launch.
 GPU_SMALL_BYTES = 4 << 20
-# Of one that is copied past the caches: until its bucket is reduced, others have taken its place there. Takes 5 % off
-# the whole step where layers have 20 MB (benchmarks/step.py --models mlp --ranks 2).
+# Larger gradients are copied with non-temporal stores, since they would be evicted from the caches before their bucket
+# is reduced. Reduces the time of a step by 5 % with layers of 20 MB (benchmarks/step.py --models mlp --ranks 2).
 LARGE_BYTES = 1 << 20
 
 
 class Compressor(Protocol):
-    """What a compression class offers; the methods are static in Horovod's and in most users' classes."""
+    """Interface of a compression class. The methods are static in Horovod's and most user-defined classes."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]: ...
 
@@ -42,22 +42,22 @@ class Compressor(Protocol):
 
 
 class Scales(NamedTuple):
-    """What gradients are multiplied with, and what they are divided by then."""
+    """Factors of gradients at each stage of a reduction."""
 
     filling: float = 1.0  # while they are copied into the bucket
-    reducing: float = 1.0  # by the group, while it adds them up
-    reducing_over: int = 1  # the same, divided
-    finishing: float = 1.0  # after that
+    reducing: float = 1.0  # applied by the group during the reduction
+    reducing_over: int = 1  # divisor applied by the group during the reduction
+    finishing: float = 1.0  # after the reduction
     finishing_over: int = 1
 
 
 UNSCALED = Scales()
 
-_Watched = tuple[int, torch.Tensor, int]  # the position, the gradient, and its version
+_Watched = tuple[int, torch.Tensor, int]  # position, gradient, and version of the gradient
 
 
 class GradientBucket(Protocol):
-    """Gradients of one dtype and device that travel together."""
+    """Gradients of one dtype and device that are reduced together."""
 
     parameters: Sequence[torch.Tensor]
     missing: int  # gradients that are not ready yet
@@ -68,34 +68,46 @@ class GradientBucket(Protocol):
         """What travels."""
 
     def fill(self, position: int, *, watch: bool) -> None:
-        """Take in the gradient of ``parameters[position]``; zeros if it has none. At `launch` at the latest.
+        """Copy the gradient of ``parameters[position]`` into the bucket, or zeros if it has none.
 
-        ``watch``: the script may run before `finish`, and must not change what has been taken in.
+        The copy may be delayed until `launch`.
+
+        Args:
+            position: of the parameter.
+            watch: whether the script may run before `finish`, so that changes of the gradient must be detected.
         """
 
     def launch(self, group: Collectives, op: Op, mark: StepFlag = StepFlag.STEP) -> None:
-        """Start the reduction. Raises CollectiveFailed. ``mark``: for the bucket that carries one."""
+        """Start the reduction. ``mark``: the step flag to send if the bucket contains one.
+
+        Raises:
+            CollectiveFailed: a rank was lost.
+        """
 
     def heard(self, op: Op) -> StepFlag:
-        """After `finish`, of the bucket that carries the mark: what all sent came to. Waits for the bucket's device."""
+        """Return the reduced step flag after `finish` of the bucket that contains it. Waits for the device."""
 
     def finish(self) -> int | None:
-        """Wait, and make the results the parameters' gradients. Raises CollectiveFailed.
+        """Wait for the reduction, and set the parameters' gradients to the results.
 
-        Returns the position of a watched gradient that was changed, if there is one.
+        Returns:
+            The position of a watched gradient that was changed, or None.
+
+        Raises:
+            CollectiveFailed: a rank was lost.
         """
 
     def discard(self, position: int) -> None:
-        """Take a gradient that was filled in away from its parameter: it is neither the local nor the reduced one."""
+        """Remove a gradient that was filled in from its parameter, since it may be partially reduced."""
 
     def drop(self) -> list[Work]:
-        """Forget what is under way. Returns the works that may still run."""
+        """Abandon the reduction. Return works that may still be running."""
 
 
 class FlatBucket:
-    """One buffer of ``elements`` elements; gradient i of shape ``parameters[i].shape`` starts at ``offsets[i]``.
+    """Buffer of ``elements`` elements; gradient i of shape ``parameters[i].shape`` starts at ``offsets[i]``.
 
-    The parameters come smallest first.
+    Parameters are in ascending order of size.
     """
 
     def __init__(
@@ -113,7 +125,7 @@ class FlatBucket:
         dtype, device = parameters[0].dtype, parameters[0].device
         self.device = device
         length = elements + marked
-        # Zeros, because the gaps between gradients travel too.
+        # Zeros, because the gaps between gradients are sent as well.
         self._wire = zeros(length, wire_dtype, device)
         self._wires = _views(self._wire, parameters, offsets)
         # After `finish`, the first of the reduced gradients.
@@ -131,9 +143,9 @@ class FlatBucket:
         self._mark = self._wire[elements] if marked else None
         self._heard = HostStepFlag(self._wire[elements]) if marked else None
         self._pointers = [view.data_ptr() for view in self._views]
-        # What parameters get as ``grad``. Module.to() and some scripts keep such an object and give it other memory,
-        # so that these are no views of the buffer any more. Each counts its own versions, and not what happens in the
-        # rest of the buffer.
+        # The tensors that become ``parameter.grad``. Module.to() and some scripts replace the memory of such a tensor,
+        # after which it is no longer a view of the buffer. Each has its own version counter, independent of the rest
+        # of the buffer.
         self._given = [view.data for view in self._views]
         small = GPU_SMALL_BYTES if device.type == "cuda" else SMALL_BYTES
         self._small = [
@@ -141,12 +153,14 @@ class FlatBucket:
         ]
         large = [offset for offset, small in zip(offsets, self._small, strict=True) if not small]
         self._smalls = self._wire[: min(large, default=elements)]
-        # Positions of gradients that come sparse and travel dense, with the number of sparse dimensions: optimizers
-        # that ask for sparse ones get them so.
+        # Positions of sparse gradients that are reduced as dense ones, with the number of sparse dimensions, to convert
+        # them back for optimizers that require sparse gradients.
         self._sparse: dict[int, int] = {}
-        # Small ones, to be filled in together: the position, and the gradient and its version if it is watched.
+        # Small gradients to copy together: position, and gradient and version if watched.
         self._waiting: list[tuple[int, torch.Tensor | None, int]] = []
-        self._changed: int | None = None  # the position of one that was changed while it waited
+        self._changed: int | None = (
+            None  # position of a gradient that was changed before it was copied
+        )
         self._watched: list[_Watched] = []
         self._work: Work | None = None
 
@@ -189,7 +203,7 @@ class FlatBucket:
         return gradient.to_dense()
 
     def _fill_small(self) -> None:
-        """All small ones at once: for each alone the call would cost more than its few bytes."""
+        """Copy all small gradients together, since a call per gradient would cost more than the copy."""
         wires, gradients, missing = [], [], []
         for position, seen, version in self._waiting:
             gradient = self.parameters[position].grad
@@ -217,19 +231,19 @@ class FlatBucket:
         if self._waiting:
             self._fill_small()
         if self._mark is not None:
-            self._mark.fill_(mark_value(op, mark))  # there is the last step's result
+            self._mark.fill_(mark_value(op, mark))  # replaces the result of the previous step
         self._work = _reduce(group, self._wire, op, self.scales)
 
     def finish(self) -> int | None:
         assert self._work is not None, "a bucket is waited for that was never launched"
-        # What is left to the host comes first: a GPU is idle from the end of the last reduction to the next launch.
+        # Host work comes first: a GPU is idle from the end of the last reduction to the next launch.
         changed, self._changed = self._changed, None
         for position, gradient, version in self._watched:
             if _changed(self.parameters[position], gradient, version):
                 changed = position
         self._watched.clear()
         for position in range(len(self.parameters)):
-            # Again, because a model.zero_grad() since backward takes them away.
+            # Set again, because a model.zero_grad() after backward removes the gradients.
             self._give(position)
         self._work.wait()
         self._work = None
@@ -279,7 +293,7 @@ class FlatBucket:
 
 
 class CompressedGradient:
-    """One gradient and the user's compression class. What it makes of the tensor must have one shape on all ranks."""
+    """One gradient with a user-defined compression. Compressed tensors must have the same shape on all ranks."""
 
     def __init__(self, parameter: torch.Tensor, compression: Compressor) -> None:
         self.parameters: Sequence[torch.Tensor] = (parameter,)
@@ -290,8 +304,8 @@ class CompressedGradient:
         self._wire: torch.Tensor | None = None
         self._context: Any = None
         self._sparse: int | None = None  # as in a FlatBucket
-        self._waits: _Watched | None = None  # until the launch
-        self._changed = False  # while it waited
+        self._waits: _Watched | None = None  # the gradient until the launch
+        self._changed = False  # whether it was changed before the launch
         self._watched: _Watched | None = None
         self._work: Work | None = None
 
@@ -314,14 +328,14 @@ class CompressedGradient:
         elif parameter.grad.is_sparse:
             self._sparse = parameter.grad.sparse_dim()
             parameter.grad = parameter.grad.to_dense()
-        # Scaled before it is compressed, as sums in a small dtype may overflow.
+        # Scaled before compression, since sums in a smaller dtype may overflow.
         scale = self.scales.filling
         gradient = parameter.grad if scale == 1.0 else parameter.grad * scale
         wire, self._context = self._compression.compress(gradient)
-        # Where the compression leaves the gradient as it is, the reduction is no change of the script's.
+        # With .data, an in-place reduction of an uncompressed gradient does not count as a change by the script.
         self._wire = wire.contiguous().data
         if watch:
-            # Not earlier: a compression may add to the gradient what it left out of the last one.
+            # Not earlier, since a compression with error feedback may modify the gradient.
             self._watched = (0, parameter.grad, parameter.grad._version)
         self._work = _reduce(group, self._wire, op, self.scales)
 
@@ -399,19 +413,19 @@ class FlagBucket:
 
 
 def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A flat tensor for what travels, on the CPU where the other ranks of the host can reach it."""
+    """Create a flat tensor for reductions; on the CPU, in memory that the other ranks of the host can access."""
     if device.type == "cpu":
         return arena.zeros(elements, dtype)
     return torch.zeros(elements, dtype=dtype, device=device)
 
 
 def wire_of(tensor: torch.Tensor) -> BucketSpec:
-    """As a joined rank needs to know it: see `elastic.optimizer.plan_agreement`."""
+    """Return the description of a buffer for joined ranks: see `elastic.optimizer.plan_agreement`."""
     return BucketSpec(tensor.numel(), str(tensor.dtype).removeprefix("torch."), tensor.device.type)
 
 
 def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The strides that autograd gives this parameter's gradient: its own if it is dense, else contiguous ones."""
+    """Return the strides of this parameter's gradient in autograd: the parameter's if dense, else contiguous ones."""
     return torch.empty_like(parameter, device="meta").stride()
 
 
@@ -420,7 +434,7 @@ def _reduce(group: Collectives, wire: torch.Tensor, op: Op, scales: Scales) -> W
 
 
 def _changed(parameter: torch.Tensor, gradient: torch.Tensor, version: int) -> bool:
-    """Whether the parameter's gradient is another one now; none at all is what ``model.zero_grad()`` leaves."""
+    """Whether the gradient was changed or replaced. Removing it, as ``model.zero_grad()`` does, does not count."""
     now = parameter.grad
     return now is not None and (now is not gradient or now._version != version)
 

@@ -1,4 +1,4 @@
-"""What a tape or an optimizer of another framework was asked for. Decides; talks to nobody."""
+"""Options of gradient tapes and optimizers of other frameworks. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from elastic.optimizer.gradient_options import check_compression, check_predivid
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """Checked: see `checked`.
+    """Validated options; see `checked`.
 
     Attributes:
         op: Average, Sum or Adasum.
         compression: a class with ``compress`` and ``decompress`` for the framework's tensors.
-        sparse_as_dense: sparse gradients travel as dense tensors; else values and indices are gathered.
+        sparse_as_dense: sparse gradients are reduced as dense tensors; otherwise values and indices are gathered.
         predivide_factor: Average divides by it before the sum and multiplies by it after.
         process_set: the ranks that reduce among themselves; others keep their own gradients.
         scale_local_gradients: gradients of variables that are not reduced are divided by the number of ranks.
@@ -42,8 +42,12 @@ def checked(
     process_set: ProcessSet,
     scale_local_gradients: bool,
 ) -> GradientOptions:
-    """Raises Invalid for what can't be right. ``groups``, a number or lists of variables, is not kept: all gradients of
-    a step travel together.
+    """Validate the options.
+
+    ``groups``, a number or lists of variables, is only checked: all gradients of a step are reduced together.
+
+    Raises:
+        Invalid: an option has an invalid value.
     """
     reduction = as_op(op, None)
     if reduction not in (Op.AVERAGE, Op.SUM, Op.ADASUM):

@@ -1,4 +1,4 @@
-"""What the user chose about an optimizer's gradients, and what follows from that. Decides; talks to nobody."""
+"""Options of the gradient reduction of an optimizer, and values derived from them. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic.optimizer.flat_buckets import Compressor, Scales, gradient_strides
 
 @dataclass(frozen=True)
 class Options:
-    """As given to `elastic.optimizer.distributed_optimizer.DistributedOptimizer`, checked."""
+    """Validated arguments of `elastic.optimizer.distributed_optimizer.DistributedOptimizer`."""
 
     op: Op
     predivide_factor: float
@@ -27,27 +27,32 @@ class Options:
 
     @property
     def wire_op(self) -> Op:
-        """The reduction as it is sent."""
+        """The reduction that is sent: SUM for an average."""
         return Op.SUM if self.op is Op.AVERAGE else self.op
 
     @property
     def casts(self) -> bool:
-        """Whether the compression is one of ours, which only change the dtype: those work on whole buckets."""
+        """Whether the compression only changes the dtype, like the built-in ones, and so applies to whole buckets."""
         return self.compression in (Compression.none, Compression.fp16, Compression.bf16)
 
     def wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        """Of gradients of this parameter, where the compression casts."""
+        """Return the dtype in which gradients of this parameter are sent if the compression casts."""
         return self.compression.compress(parameter.new_empty(0))[0].dtype
 
     def scales(self, size: int, inside: bool, wire: torch.dtype) -> Scales:
-        """What gradients are multiplied with, and divided by. ``inside``: whether the group scales while it adds up,
-        in float32 if ``wire``, the dtype that travels, is a half.
+        """Return the factors of gradients at each stage of a reduction.
 
-        An average is the sum over all ranks, divided by their number, on whatever group: the same bits everywhere.
+        An average is the sum over all ranks divided by their number, with any group, so that results are bitwise
+        identical.
+
+        Args:
+            size: number of ranks.
+            inside: whether the group scales during the reduction, in float32 if ``wire`` is a half-precision dtype.
+            wire: the dtype that is sent.
         """
         if self.op is not Op.AVERAGE:
             return Scales()
-        # A user's compression may leave integers, which had better be divided after they were decompressed.
+        # A user-defined compression may produce integers, which are divided after decompression.
         inside = inside and self.casts
         if self.predivide_factor != 1.0:
             before, after = 1.0 / self.predivide_factor, self.predivide_factor / size
@@ -61,7 +66,7 @@ class Options:
         return Scales(finishing_over=size)
 
     def grouped(self, parameters: Sequence[torch.Tensor]) -> list[list[int]]:
-        """The user's groups, as indices into ``parameters``."""
+        """Return the user's groups as indices into ``parameters``."""
         if not self.groups:
             return []
         if isinstance(self.groups, int):
@@ -75,9 +80,10 @@ class Options:
     def lines(
         self, named: Sequence[tuple[str, torch.Tensor]], fusion_bytes: int | None
     ) -> list[str]:
-        """Everything that must be the same on every rank, a name and a value each: ``compression fp16``,
-        ``parameter.3 layer.bias float32 [20] strides [1]``. ``fusion_bytes``: None where it was not
-        chosen. What buckets then hold depends on the world, which a newcomer does not know yet.
+        """Return everything that must be equal on all ranks, as lines of a name and a value.
+
+        Examples are ``compression fp16`` and ``parameter.3 layer.bias float32 [20] strides [1]``. ``fusion_bytes`` is
+        None if the user did not set it; bucket sizes then depend on the world, which a joining worker does not know.
         """
         groups = self.groups or 0
         if not isinstance(groups, int):
@@ -124,7 +130,7 @@ def digest_of(lines: Sequence[str]) -> int:
 
 
 def _described(name: str, parameter: torch.Tensor) -> str:
-    """``layer.weight float32 [10, 20] strides [20, 1]``: the memory format is in the strides."""
+    """Return a line such as ``layer.weight float32 [10, 20] strides [20, 1]``; strides show the memory format."""
     dtype = str(parameter.dtype).removeprefix("torch.")
     return f"{name} {dtype} {list(parameter.shape)} strides {list(gradient_strides(parameter))}"
 

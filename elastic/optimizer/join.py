@@ -22,11 +22,11 @@ from elastic.optimizer.gradients import gradient_reducer
 from elastic.optimizer.joined_rank import JoinedRank, Members
 from elastic.runtime import lifecycle
 
-# Between two looks at what is under way: soon after something happened, and later. What the others wait for, when a
-# rank has joined, are their second buffers.
+# Polling intervals: shortly after an event, and later. Once a rank has joined, other ranks wait for it only in the
+# second and later buffers of a step.
 SOON_S = 0.0002
 LATER_S = 0.001
-FORMING_S = 0.05  # between two looks whether the others form a group
+FORMING_S = 0.05  # interval of checks whether the other ranks form a group
 
 
 def join(device: int = -1) -> int:
@@ -34,13 +34,19 @@ def join(device: int = -1) -> int:
 
     Until then it contributes zeros to the other ranks' allreduces (an average is still divided by the number of all
     ranks) and to the gradients of their DistributedOptimizers. This rank's own parameters, gradients and optimizers do
-    not change. Other collectives of the other ranks raise TensorMismatch there. ``device`` is accepted and ignored:
-    zeros are created on the device of the other ranks' tensors. Waits as long as the others train. Raises PeerLost when
-    the world breaks, StateMismatch if the others' optimizers differ, Invalid if an optimizer of this rank has
-    ``zero=1``, NotInitialized before ``init()``.
+    not change. Other collectives of the other ranks raise TensorMismatch there. Blocks until all ranks have joined.
+
+    Args:
+        device: ignored. Zeros are created on the device of the other ranks' tensors.
+
+    Raises:
+        PeerLost: a rank was lost.
+        StateMismatch: the other ranks' optimizers differ.
+        Invalid: an optimizer of this rank has ``zero=1``.
+        NotInitialized: ``init()`` was not called.
     """
     rt = lifecycle.current()
-    # No loop: its variable would keep one alive that the script has dropped.
+    # Not a for loop, since its variable would keep a dropped optimizer alive.
     if any(hasattr(each.optimizer, "zero_order") for each in gradient_reducer.reducers):
         raise Invalid(
             "join() can't be combined with a DistributedOptimizer that has zero=1: a rank that has joined takes no"
@@ -53,14 +59,14 @@ def join(device: int = -1) -> int:
     noted = False
     pause_s = SOON_S
     while True:
-        # A turn in which something happened leaves the guard, so that the driver sees this rank get on.
+        # The guard is left after each turn with an event, so that the driver sees this rank make progress.
         with rt.guard("join"):
             while not noted and not rt.broken:
-                # Whom this rank helps to its end joins later, and must not be heard of earlier.
+                # Other ranks can finish only with this rank's zeros, so register this join before contributing any.
                 noted = submission.join_noted(handle)
                 if not noted:
                     time.sleep(SOON_S)
-            if shared is None:  # from here on it helps
+            if shared is None:  # from here on, this rank contributes zeros
                 shared = [_SharedPlans(rt, members) for members in _sharing_optimizers(rt)]
             while True:
                 if last is None and submission.poll(handle):
@@ -77,7 +83,7 @@ def join(device: int = -1) -> int:
 
 
 def _sharing_optimizers(rt: Context) -> list[Members]:
-    """The groups of ranks with which this rank averages gradients, or may: the world, and process sets."""
+    """Return the groups of ranks with which this rank may average gradients: the world, and process sets."""
     if rt.provisional or rt.place.size == 1:
         return []
     members = dict.fromkeys([None, *plan_agreement.every(rt)])
@@ -87,7 +93,7 @@ def _sharing_optimizers(rt: Context) -> list[Members]:
 
 
 class _SharedPlans:
-    """The plans that are shared with the same ranks."""
+    """Plans that are shared with the same ranks."""
 
     def __init__(self, rt: Context, members: Members) -> None:
         self._rt = rt
@@ -121,10 +127,10 @@ class _SharedPlans:
     def _look(self, now: float, all_joined: bool) -> bool:
         """Join the agreement on the next plan, if the other ranks have reached it."""
         if all_joined and not self._known.channel_open:
-            return False  # nobody will be there; rank 0, which knows who is, may have ended its process
+            return False  # no rank will take part, and rank 0, which forms groups, may have exited
         types = [joined_rank.CPU.type]
         if not self._known.agreed and torch.cuda.is_available():
-            types.append("cuda")  # the first is agreed where its gradients are
+            types.append("cuda")  # the first plan is agreed on the device of its gradients
         if not self._known.channel_open:
             if now < self._look_at:
                 return False

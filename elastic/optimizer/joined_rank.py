@@ -1,8 +1,8 @@
-"""Takes part in the steps of an optimizer for a rank that has no gradients for it: zeros, and nothing else changes.
+"""Participation of a joined rank in the steps of an optimizer: it contributes zeros, and its own state does not change.
 
-Also the messages by which ranks agree on a plan, since both sides of them must fit together. What they mean is decided
-in `elastic.optimizer.plan_agreement`; when they are exchanged, in `elastic.optimizer.gradients.gradient_reducer` and
-`elastic.optimizer.join`.
+This module also has the exchanges by which ranks agree on a plan, since both sides must match. Their meaning is defined
+in `elastic.optimizer.plan_agreement`. `elastic.optimizer.gradients.gradient_reducer` and `elastic.optimizer.join`
+decide when they take place.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from elastic.optimizer.plan_agreement import (
     StepPlan,
 )
 
-GATHERED = (Op.SUM,)  # the reductions, as they are sent, that gathered gradients have
+GATHERED = (Op.SUM,)  # reductions, as sent, that gathered gradients support
 CPU = torch.device("cpu")
-AT_ONCE = 2  # buffers of zeros under way; more would only take memory
+AT_ONCE = 2  # buffers of zeros in flight; more would only use memory
 
 Members = tuple[int, ...] | None
 
@@ -40,15 +40,19 @@ Members = tuple[int, ...] | None
 
 
 def channel_device(known: Plans, device: torch.device) -> torch.device:
-    """Where the next agreement takes place: the first on ``device``, as the gradients will. All others on the CPU: they
-    have a group of their own, and every communicator on a GPU costs memory, and has to be launched in one order with
-    the others.
+    """Return the device of the next agreement.
+
+    The first agreement is on ``device``, with the group of the gradients. All others are on the CPU with their own
+    group, since each GPU communicator uses memory and must be launched in the same order as all others.
     """
     return CPU if known.agreed else device
 
 
 def compare(group: Collectives, device: torch.device, proposal: list[int]) -> PlanVerdict:
-    """Everybody's proposals. Raises CollectiveFailed, as all here do."""
+    """Combine the proposals of all ranks.
+
+    Like all exchanges in this module, this raises CollectiveFailed if a rank is lost.
+    """
     numbers, work = propose(group, device, proposal)
     work.wait()
     return plan_agreement.verdict(numbers.tolist())
@@ -68,7 +72,7 @@ def share_order(
     own: Sequence[int] | None,
     parameters: int,
 ) -> tuple[int, ...]:
-    """The order of the gradients as rank ``source`` knows it. ``own``: None on a rank that has joined."""
+    """Return the order of the gradients on rank ``source``. ``own``: None on a rank that has joined."""
     assert source is not None
     if not parameters:
         return ()
@@ -84,7 +88,7 @@ def share_order(
 def compare_trained(
     group: Collectives, device: torch.device, own: Sequence[int]
 ) -> tuple[int, ...]:
-    """1 for each parameter that requires a gradient on any rank."""
+    """Return, for each parameter, 1 if it requires a gradient on any rank, else 0."""
     trained = torch.tensor(own, dtype=torch.int32, device=device)
     group.allreduce(trained, Op.MAX).wait()
     return tuple(trained.tolist())
@@ -93,7 +97,7 @@ def compare_trained(
 def compare_sparse(
     group: Collectives, device: torch.device, found: Mapping[int, int], parameters: int
 ) -> dict[int, int]:
-    """The number of sparse dimensions of each gradient that is sparse on any rank."""
+    """Return the number of sparse dimensions of each gradient that is sparse on any rank."""
     dims = torch.zeros(parameters, dtype=torch.int64, device="cpu")
     for number, sparse_dims in found.items():
         dims[number] = sparse_dims
@@ -103,7 +107,7 @@ def compare_sparse(
 
 
 def share_bytes(group: Collectives, device: torch.device, root: int, data: bytes = b"") -> bytes:
-    """Those of rank ``root``, on every rank. Raises CollectiveFailed."""
+    """Return the bytes of rank ``root`` on all ranks."""
     mine = group.rank == root
     length = torch.tensor([len(data) if mine else 0], dtype=torch.int64, device=device)
     group.broadcast(length, root).wait()
@@ -120,13 +124,17 @@ def share_bytes(group: Collectives, device: torch.device, root: int, data: bytes
 def send_layout(
     group: Collectives, device: torch.device, source: int | None, layout: StepPlan | None
 ) -> None:
-    """To those that have joined, from rank ``source``. None: there will be no plan."""
+    """Send a plan from rank ``source`` to all joined ranks. ``layout``: None if there is no plan."""
     assert source is not None
     share_bytes(group, device, source, b"" if layout is None else layout.encode())
 
 
 def receive_layout(group: Collectives, device: torch.device, source: int) -> StepPlan:
-    """The other side of `send_layout`. Raises StateMismatch if there is none."""
+    """Receive the plan of `send_layout`.
+
+    Raises:
+        StateMismatch: there is no plan.
+    """
     data = share_bytes(group, device, source)
     if not data:
         raise StateMismatch(
@@ -137,7 +145,7 @@ def receive_layout(group: Collectives, device: torch.device, source: int) -> Ste
 
 
 def end_plan(rt: Context, agreed: AgreedPlan, members: Members) -> None:
-    """A step of nothing but zeros, and the last with this plan. Meets those that joined, or that do take the step."""
+    """Take the last step with this plan, with zeros only, together with joined ranks and ranks that have gradients."""
     JoinedRank(rt, agreed, members, StepFlag.CHANGE).take()
 
 
@@ -147,7 +155,7 @@ def _marked(group: Collectives, buffer: torch.Tensor, layout: StepPlan, mark: St
 
 
 def _reduced(group: Collectives, buffer: torch.Tensor, layout: StepPlan) -> Work:
-    """As the ranks that have gradients do it: whoever reduces in shared memory scales for all."""
+    """Start a reduction with the same scaling as on ranks with gradients: in shared memory, one rank scales for all."""
     scale, divisor = (layout.scale, layout.divisor) if group.scales_inside else (1.0, 1)
     return group.allreduce(buffer, Op(layout.op), scale, divisor)
 
@@ -156,20 +164,20 @@ def _reduced(group: Collectives, buffer: torch.Tensor, layout: StepPlan) -> Work
 
 
 class JoinedRank:
-    """One plan as long as it lasts. It waits in the plan's first buffer: that is complete when the others step."""
+    """Participation in the steps of one plan. The reduction of the plan's first buffer ends when other ranks step."""
 
     def __init__(
         self, rt: Context, agreed: AgreedPlan, members: Members, mark: StepFlag = StepFlag.JOINED
     ) -> None:
         self.agreed = agreed
-        self.over = False  # nobody has data left
-        self.ended = False  # the others have replaced the plan
+        self.over = False  # no rank has data left
+        self.ended = False  # the other ranks have replaced the plan
         self._rt = rt
         self._members = members
         self._layout = agreed.layout
         self._op = Op(agreed.layout.op)
         self._first, *self._rest = agreed.layout.wires
-        # Made before anything is under way: a GPU may refuse memory while a collective waits on it.
+        # Allocated before any collective is in flight: a GPU may be unable to allocate while a collective waits.
         self._buffer = _zeros(self._first)
         self._spare = _buffers(self._rest)
         self._work = self._wait_again(mark)
@@ -179,7 +187,11 @@ class JoinedRank:
         return not self.over and not self.ended and self._work.done()
 
     def take(self) -> StepFlag:
-        """What the others did. Blocks; raises CollectiveFailed. A step has been followed to its end."""
+        """Take part in the next step to its end, and return its flag. Blocks.
+
+        Raises:
+            CollectiveFailed: a rank was lost.
+        """
         self._work.wait()
         mark = plan_agreement.read_mark(self._op, float(self._buffer[-1]))
         match mark:
@@ -202,7 +214,7 @@ class JoinedRank:
         return _marked(group, self._buffer, self._layout, mark)
 
     def _follow(self) -> None:
-        """The rest of a step, of which the first buffer is complete."""
+        """Take part in the rest of a step whose first buffer is complete."""
         under_way: collections.deque[tuple[torch.Tensor, Work, str]] = collections.deque()
         for wire in self._rest:
             if len(under_way) == AT_ONCE:
@@ -232,7 +244,7 @@ def _zeros(wire: BucketSpec) -> torch.Tensor:
 
 
 def _buffers(wires: list[BucketSpec]) -> dict[str, list[torch.Tensor]]:
-    """As many as are under way at once, of each kind, so large that each wire fits in."""
+    """Allocate buffers by kind: as many as are in flight at once, each large enough for any wire of the kind."""
     largest: dict[str, BucketSpec] = {}
     for wire in wires:
         kind = wire.dtype + wire.device

@@ -1,13 +1,13 @@
-"""Decides on which group the gradients of one optimizer travel, and what a rank without gradients must know. Pure.
+"""Agreement of ranks on the reduction plans of optimizers, and the description of plans for joined ranks. Pure.
 
-The ranks of a generation agree on each plan once (see `elastic.optimizer.gradients.gradient_reducer`), all in the same
-order, so the agreements can be numbered: every plan has a group of its own, and plans of two optimizers never wait for
-each other. The number of an optimizer that is gone on every rank is given to the next one, so a script that makes
-optimizers all its life has a few groups.
+The ranks of a generation agree on each plan once (see `elastic.optimizer.gradients.gradient_reducer`), in the same
+order, so plans can be numbered. Each plan has its own group, so plans of two optimizers never wait for each other. The
+number of an optimizer that no longer exists on any rank is reused, so a script that keeps creating optimizers needs
+only a few groups.
 
-A rank that has joined (`elastic.optimizer.join`) has to follow the others' steps. The first buffer of each plan
-therefore ends in one element more, the mark: it says whether anybody takes a step. Nothing here knows tensors or talks
-to anybody.
+A rank that has joined (`elastic.optimizer.join`) takes part in the other ranks' steps. The first buffer of each plan
+therefore has an additional last element, the step flag, which states whether any rank takes a step. This module uses no
+tensors and does not communicate.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from elastic.collectives.interface import Op
 from elastic.errors import StateMismatch
 from elastic.protocol.messages import GRADIENTS
 
-CHANNEL = "gradients plans"  # the group on which all plans but the first of a generation are agreed
-MAX_PLANS = 64  # numbers that can be used again
+CHANNEL = "gradients plans"  # group for agreeing on all plans of a generation but the first
+MAX_PLANS = 64  # plan numbers that can be reused
 
 
-# ---- the mark --------------------------------------------------------------------------------------------------------
+# ---- the step flag ---------------------------------------------------------------------------------------------------
 
 
 class StepFlag(enum.Enum):
-    """What a rank puts at the end of a plan's first buffer, and what the sum of all says."""
+    """Last element of a plan's first buffer, as sent by a rank and as reduced over all ranks."""
 
-    JOINED = 0  # it has no more data; as a sum: nobody has
+    JOINED = 0  # the rank has no more data; reduced: no rank has
     STEP = 1
-    CHANGE = 2  # the last step with this plan: somebody has other parameters to train, or none takes this step at all
+    CHANGE = (
+        2  # last step with this plan: a rank trains other parameters, or no rank takes this step
+    )
 
 
-# By reduction, so that a mark survives it among any number of joined ranks, in any floating dtype: a sum may lose
-# precision or become infinite, and be scaled, but not lose its sign.
+# By reduction, chosen so that a flag is preserved with any number of joined ranks and in any floating dtype: a sum may
+# lose precision, become infinite or be scaled, but keeps its sign.
 _VALUES: dict[Op, dict[StepFlag, float]] = {
     Op.SUM: {StepFlag.JOINED: 0.0, StepFlag.STEP: 1.0, StepFlag.CHANGE: -math.inf},
     Op.MAX: {StepFlag.JOINED: 0.0, StepFlag.STEP: 1.0, StepFlag.CHANGE: 2.0},
@@ -51,12 +53,12 @@ _VALUES: dict[Op, dict[StepFlag, float]] = {
 
 
 def mark_value(op: Op, mark: StepFlag) -> float:
-    """What a rank sends. ``op`` is the reduction as it is sent: SUM for an average."""
+    """Return the value that a rank sends. ``op`` is the reduction as sent: SUM for an average."""
     return _VALUES[op][mark]
 
 
 def read_mark(op: Op, reduced: float) -> StepFlag:
-    """What arrived. One CHANGE is heard among any number of others, one STEP among ranks that joined."""
+    """Return the reduced flag: CHANGE if any rank sent it, else STEP if any rank sent it, else JOINED."""
     values = _VALUES[op]
     if reduced == values[StepFlag.JOINED]:
         return StepFlag.JOINED
@@ -66,15 +68,15 @@ def read_mark(op: Op, reduced: float) -> StepFlag:
         case Op.MAX | Op.MIN:
             changed = abs(reduced) > 1.5
         case _:
-            changed = not reduced > 1.0  # no number is what zero makes of too many steps
+            changed = not reduced > 1.0  # also NaN: zero times an overflowed product
     return StepFlag.CHANGE if changed else StepFlag.STEP
 
 
-# ---- what a plan looks like on the wire ------------------------------------------------------------------------------
+# ---- description of a plan -------------------------------------------------------------------------------------------
 
 
 class BucketSpec(msgspec.Struct, frozen=True):
-    """One buffer that is reduced. ``dtype`` and ``device`` are torch's names, the device without a number."""
+    """Buffer that is reduced. ``dtype`` and ``device`` are torch's names, the device without an index."""
 
     elements: int
     dtype: str
@@ -82,7 +84,7 @@ class BucketSpec(msgspec.Struct, frozen=True):
 
 
 class Sparse(msgspec.Struct, frozen=True):
-    """A gradient whose entries are gathered. ``number`` counts all trainable parameters."""
+    """Sparse gradient whose entries are gathered. ``number`` is its index among all trainable parameters."""
 
     number: int
     shape: tuple[int, ...]
@@ -92,11 +94,11 @@ class Sparse(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """All that travels in a step, in order: the buffers, then the sparse gradients.
+    """Everything that is reduced in a step, in order: the buffers, then the sparse gradients.
 
-    The last element of the first buffer is the mark. ``op`` is the reduction as it is sent, ``scale`` and
-    ``divisor`` what a group that scales inside multiplies and then divides its results by, ``order`` the one in which
-    gradients become ready. ``trained``: which of the optimizer's parameters have a gradient, on any rank.
+    The last element of the first buffer is the step flag. ``op`` is the reduction as sent. A group that scales during
+    the reduction multiplies its results by ``scale`` and divides them by ``divisor``. ``order`` is the order in which
+    gradients become ready. ``trained``: which of the optimizer's parameters have a gradient on any rank.
     """
 
     digest: int
@@ -116,14 +118,17 @@ class StepPlan(msgspec.Struct, frozen=True):
         return msgspec.json.decode(data, type=StepPlan)
 
 
-# ---- comparing plans: one vector of whole numbers, reduced by MAX ----------------------------------------------------
+# ---- comparison of plans: one vector of integers, reduced by MAX -----------------------------------------------------
 
 
 class PlanDigest(NamedTuple):
-    """What must be equal. ``replaces``: the number that the optimizer's plan had before in this generation, or -1.
+    """Values that must be equal on all ranks.
 
-    ``parameters`` counts all, frozen ones too. ``anew``: 1 if the step that is under way was taken back, because the
-    parameters are other ones.
+    Attributes:
+        digest: digest of the plan.
+        parameters: number of all parameters, including frozen ones.
+        replaces: previous number of the optimizer's plan in this generation, or -1.
+        anew: 1 if the present step starts over because the parameters have changed, else 0.
     """
 
     digest: int
@@ -138,10 +143,10 @@ VERDICT = 2 * _COMPARED + 12 + MAX_PLANS  # elements
 
 
 class ComparisonPoint(enum.Enum):
-    """When a rank compares its plan."""
+    """Point of a step at which a rank compares its plan."""
 
     LAST_PASS = 0  # at the end of the last backward pass of a step
-    PASS = 1  # at the end of another one, as far as this rank knows
+    PASS = 1  # at the end of another backward pass, as far as this rank knows
     STEP = 2  # in step() or synchronize()
 
 
@@ -156,10 +161,18 @@ def proposal(
     twins: int = 1,
     order: Sequence[int] = (),
 ) -> list[int]:
-    """A rank's part in the comparison. ``outline``: None for a rank that has joined. ``sparse``: how many gradients.
+    """Return a rank's vector for the comparison.
 
-    ``twin``: its number among the optimizers made with equal parameters, of which ``twins`` are left.
-    ``trains``: a digest of which parameters require a gradient here. ``order``: in which its gradients become ready.
+    Args:
+        outline: the values to compare; None for a rank that has joined.
+        trains: digest of which parameters require a gradient on this rank.
+        sparse: number of sparse gradients.
+        rank: of the sender.
+        taken: from `Plans.taken`.
+        moment: the point of the comparison.
+        twin: index of the optimizer among those created with equal parameters.
+        twins: number of such optimizers that still exist.
+        order: the order in which gradients become ready on this rank.
     """
     if outline is None:
         nothing = [_NOTHING] * (2 * _COMPARED + 2)
@@ -176,17 +189,17 @@ def proposal(
 
 
 class PlanVerdict(NamedTuple):
-    """What all proposals came to. ``source``: the lowest rank that has data left, or None."""
+    """Result of the comparison. ``source``: the lowest rank that has data left, or None."""
 
     least: PlanDigest
     greatest: PlanDigest
-    alike: bool  # the same parameters require a gradient on every rank
+    alike: bool  # whether the same parameters require a gradient on all ranks
     sparse: int
-    joined: bool  # somebody has
+    joined: bool  # whether any rank has joined
     source: int | None
-    last: bool  # it is the end of the step's last backward pass on all ranks
-    again: bool  # to be compared in step(): here one rank's backward pass meets that of another optimizer
-    same_order: bool  # who has data left has seen one order of gradients, and need not be told it
+    last: bool  # whether this is the end of the step's last backward pass on all ranks
+    again: bool  # whether to compare again in step(), because ranks are in backward passes of different optimizers
+    same_order: bool  # whether all ranks with data have the same order of gradients, which then need not be sent
     taken: list[int]
 
     @property
@@ -218,20 +231,20 @@ def verdict(reduced: list[int]) -> PlanVerdict:
 
 
 class Owner(Protocol):
-    """A reducer of gradients, as far as it is known here."""
+    """Reducer of gradients."""
 
     def plan_replaced(self) -> None:
-        """While this rank had joined, the others agreed on another plan for this optimizer."""
+        """Called if the other ranks agreed on another plan for this optimizer while this rank had joined."""
 
 
 class AgreedPlan:
-    """One number: the plan that goes by it now, and whose it is on this rank."""
+    """Plan that has a number now, and its optimizer on this rank."""
 
     def __init__(self, number: int, layout: StepPlan, owner: Owner | None) -> None:
         self.number = number
         self.layout = layout
         self.version = 0
-        # None: agreed while this rank had joined, and its optimizer has not asked for it yet.
+        # None: agreed while this rank had joined, and its optimizer has not adopted it yet.
         self.owner: weakref.ref[Any] | None = None if owner is None else weakref.ref(owner)
 
     @property
@@ -244,24 +257,24 @@ class AgreedPlan:
 
 
 class Plans:
-    """What the same ranks have agreed on in one generation."""
+    """Plans that the same ranks have agreed on in one generation."""
 
     def __init__(self) -> None:
         self.agreed: list[AgreedPlan] = []
-        self.channel_open = False  # every one of the ranks has formed that group
+        self.channel_open = False  # whether all of the ranks have formed the group CHANNEL
 
     @property
     def channel(self) -> str:
-        """The group for the next agreement. The first needs none of its own: nothing travels there yet."""
+        """The group for the next agreement. The first agreement uses the gradients' own group, which is still idle."""
         return CHANNEL if self.agreed else GRADIENTS
 
     def taken(self) -> list[int]:
-        """1 for each number that can't be used again, as this rank knows."""
+        """Return, for each number, 1 if it cannot be reused as far as this rank knows, else 0."""
         taken = [int(each.taken) for each in self.agreed[:MAX_PLANS]]
         return taken + [0] * (MAX_PLANS - len(taken))
 
     def number(self, verdict: PlanVerdict) -> int:
-        """Which number the plan gets that was just agreed."""
+        """Return the number of the plan that was just agreed on."""
         if verdict.greatest.replaces >= 0:
             return verdict.greatest.replaces
         for number in range(min(len(self.agreed), MAX_PLANS)):
@@ -270,9 +283,15 @@ class Plans:
         return len(self.agreed)
 
     def record(self, number: int, layout: StepPlan, owner: Owner | None) -> AgreedPlan:
-        """``owner``: None on a rank that has joined. There the optimizer of a replaced plan is told."""
+        """Record an agreed plan.
+
+        Args:
+            number: of the plan.
+            layout: the plan.
+            owner: its reducer; None on a rank that has joined, where the reducer of a replaced plan is notified.
+        """
         if self.agreed:
-            self.channel_open = True  # this agreement took place there
+            self.channel_open = True  # this agreement used that group
         if number == len(self.agreed):
             self.agreed.append(AgreedPlan(number, layout, owner))
             return self.agreed[number]
@@ -290,17 +309,27 @@ class Plans:
         return agreed
 
     def find(self, owner: Owner) -> AgreedPlan | None:
-        """The number that this optimizer has already."""
+        """Return the plan that this optimizer already has, or None."""
         for agreed in self.agreed:
             if agreed.owner is not None and agreed.owner() is owner:
                 return agreed
         return None
 
     def adopt(self, owner: Owner, digest: int, version: int) -> AgreedPlan | None:
-        """A plan that the others agreed on while this rank had joined, if ``owner`` has the same. Talks to nobody.
+        """Adopt a plan that the other ranks agreed on while this rank had joined, if ``owner`` has the same plan.
 
-        ``version``: of the plan that the owner knows. None: it is to be agreed. Raises StateMismatch where the owner
-        has not made the change that the others have.
+        Does not communicate.
+
+        Args:
+            owner: the reducer.
+            digest: digest of its plan.
+            version: version of the plan that it has.
+
+        Returns:
+            The plan; None if the ranks have yet to agree on one.
+
+        Raises:
+            StateMismatch: the owner's parameters were not changed as on the other ranks.
         """
         agreed = self.find(owner)
         if agreed is not None:
@@ -308,8 +337,8 @@ class Plans:
                 return None
             if agreed.layout.digest != digest:
                 raise StateMismatch(
-                    "while this rank had joined, the other ranks' optimizer got other parameters than this rank's:"
-                    " add and change the same on every rank before the next step"
+                    "while this rank had joined, the parameters of the other ranks' optimizer changed:"
+                    " make the same changes on all ranks before the next step"
                 )
             return agreed
         for agreed in self.agreed:
@@ -325,7 +354,7 @@ _of: weakref.WeakKeyDictionary[Any, tuple[int, dict[tuple[int, ...] | None, Plan
 
 
 def every(runtime: Any) -> dict[tuple[int, ...] | None, Plans]:
-    """Those of the runtime's present generation, by the ranks that share them; None: the whole world."""
+    """Return the plans of the runtime's present generation, by the ranks that share them; None: the whole world."""
     generation, plans = _of.get(runtime, (None, {}))
     if generation != runtime.generation:
         plans = {}

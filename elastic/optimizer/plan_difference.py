@@ -1,6 +1,6 @@
-"""Finds out in what two ranks' optimizers differ, once it is known that they do, and words it.
+"""Error messages that describe how the optimizers of two ranks differ.
 
-Every rank of the group takes part, with or without an optimizer of its own, and every rank gets the same words.
+All ranks of the group take part, with or without an optimizer, and receive the same description.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOBODY = -(1 << 31)
 
 
 class PlanDifference(NamedTuple):
-    """``first`` is the lowest rank that has data, ``other`` the lowest whose lines are not the same, or None."""
+    """Lines of two ranks. ``first`` is the lowest rank with data, ``other`` the lowest whose lines differ, or None."""
 
     first: int
     other: int | None
@@ -31,7 +31,17 @@ class PlanDifference(NamedTuple):
 def find(
     group: Collectives, device: torch.device, first: int | None, own: Sequence[str] | None
 ) -> PlanDifference:
-    """``own``: what describes this rank's optimizer, None on one that has joined. Raises CollectiveFailed."""
+    """Find a rank whose optimizer differs. Collective.
+
+    Args:
+        group: the ranks to compare.
+        device: device of the group.
+        first: the lowest rank with data, or None.
+        own: lines that describe this rank's optimizer; None on a rank that has joined.
+
+    Raises:
+        CollectiveFailed: a rank was lost.
+    """
     assert first is not None
     lines = _share(group, device, first, own)
     differs = own is not None and list(own) != lines
@@ -44,7 +54,7 @@ def find(
 
 
 def words(found: PlanDifference) -> str:
-    """``compression is fp16 on rank 1, none on rank 0``: the first thing that differs."""
+    """Describe the first difference, for example ``compression is fp16 on rank 1, none on rank 0``."""
     values, others = [dict(map(_named, each)) for each in (found.lines, found.other_lines)]
     for name in [*values, *others]:
         value, other = values.get(name), others.get(name)
@@ -63,9 +73,17 @@ def words(found: PlanDifference) -> str:
 def refuse(
     world: Context, members: tuple[int, ...] | None, own: Sequence[str], found: PlanDifference
 ) -> NoReturn:
-    """Raises StateMismatch; CollectiveFailed on those that are to go on, without newcomers that differ.
+    """Raise the error for a difference between optimizers.
 
-    ``members``: the ranks that average, None for all. ``own``: what describes this rank's optimizer.
+    Args:
+        world: the present world.
+        members: the ranks that average; None for all.
+        own: lines that describe this rank's optimizer.
+        found: the difference.
+
+    Raises:
+        StateMismatch: this rank cannot continue.
+        CollectiveFailed: this rank continues without joining ranks whose optimizers differ.
     """
     rank = world.place.rank
     if members is not None and found.other is not None:

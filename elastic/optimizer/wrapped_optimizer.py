@@ -1,4 +1,4 @@
-"""The class of a wrapped optimizer: what `elastic.optimizer.distributed_optimizer` adds to the user's own class."""
+"""Class of wrapped optimizers: methods that `elastic.optimizer.distributed_optimizer` adds to the user's class."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from elastic.failpoints import failpoint
 from elastic.optimizer.gradients import gradient_layout
 from elastic.runtime import lifecycle
 
-# Without a model's names a parameter is named after its place: the group, and the index in the group.
+# Name of a parameter if none was given: the group, and the index in the group.
 UNNAMED = "allreduce.noname.{}.{}"
 
 
 class Reducer(Protocol):
-    """Reduces the gradients, or the steps, of one optimizer."""
+    """Reducer of the gradients, or the steps, of one optimizer."""
 
     @property
     def passes(self) -> int: ...
@@ -38,11 +38,11 @@ class Reducer(Protocol):
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """The methods that `DistributedOptimizer` adds to an optimizer's class; precedes that class in the method order."""
+    """Methods that `DistributedOptimizer` adds to an optimizer's class, which it precedes in the resolution order."""
 
     gradients_made: gradient_layout.OptimizerArguments
     _parameter_names: dict[torch.Tensor, str]
-    _synchronized: bool  # since the last step, by the user
+    _synchronized: bool  # whether the user has called synchronize() since the last step
     _synchronized_for_scaler: bool
     _should_synchronize: bool
     _reducer: Reducer
@@ -52,21 +52,24 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self._reducer.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes, from the next one on. Call it between steps, on all ranks. Raises Invalid
-        for less than 1.
+        """Set the number of backward passes per step, from the next pass on. Call it between steps, on all ranks.
+
+        Raises:
+            Invalid: the number is less than 1.
         """
         check_passes(passes)
         self._reducer.set_passes(passes)
 
     def gradient_layout(self, name: str) -> list[str]:
-        """The lines of a state's layout that must be the same on every rank: see
-        `elastic.optimizer.gradients.gradient_layout`.
+        """Return the lines of a state's layout that must be equal on all ranks.
+
+        See `elastic.optimizer.gradients.gradient_layout`.
         """
         parameters = (each for group in self.param_groups for each in group["params"])
         return gradient_layout.lines(name, self.gradients_made, parameters, self._parameter_names)
 
     def gradient_bytes(self) -> int:
-        """Size in bytes of the CPU buckets for its gradients, as far as known before a step."""
+        """Return the size in bytes of the CPU buckets for its gradients, as far as known before a step."""
         options = self.gradients_made.options
         if options.op is Op.ADASUM or self.gradients_made.shards is not None or not options.casts:
             return 0
@@ -78,14 +81,18 @@ class WrappedOptimizer(torch.optim.Optimizer):
         )
 
     def parameter_name(self, parameter: torch.Tensor) -> str:
-        """The name of a parameter in ``named_parameters``."""
+        """Return the name of a parameter in ``named_parameters``."""
         return self._parameter_names.get(parameter, "a parameter without a name")
 
     def synchronize(self) -> None:
-        """Wait until every parameter's ``grad`` is reduced. Raises PeerLost when the world breaks.
+        """Wait until every parameter's ``grad`` is reduced. Collective.
 
-        Every rank must call it equally often. Follow it with ``step()`` inside `skip_synchronize`. Not needed if the
-        last backward pass of a step has done it: see `elastic.optimizer.gradients.gradient_reducer`.
+        All ranks must call it equally often. Call ``step()`` inside `skip_synchronize` afterwards. Not needed if the
+        last backward pass of a step has already completed the reduction: see
+        `elastic.optimizer.gradients.gradient_reducer`.
+
+        Raises:
+            PeerLost: a rank was lost.
         """
         self._reducer.finish()
         self._synchronized = True
@@ -106,9 +113,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce the gradients, then let the optimizer apply them. Returns what its own ``step`` returns.
+        """Reduce the gradients, then apply them with the optimizer's own ``step``, and return its result.
 
-        Gradients that ``closure`` computes are reduced at each call of it. Raises PeerLost.
+        Gradients that ``closure`` computes are reduced at each call of it.
+
+        Raises:
+            PeerLost: a rank was lost.
         """
         if self._should_synchronize:
             if closure is not None:
@@ -123,18 +133,21 @@ class WrappedOptimizer(torch.optim.Optimizer):
                     )
                 self.synchronize()
         self._synchronized = self._synchronized_for_scaler = False
-        # Before the values change, so that nobody takes the state for unchanged if the step fails half way.
+        # Recorded before values change, so that a step that fails midway does not leave the state marked as unchanged.
         lifecycle.current().activity += 1
         failpoint("optimizer-step")
         return self._apply_gradients(super().step, closure)
 
-    # torch wraps the step() of each class once, for profiling and step hooks. The user's class has been; wrapping this
-    # one too would run step hooks twice.
+    # torch wraps the step() of each class once, for profiling and step hooks. The user's class is already wrapped, so
+    # wrapping this class as well would run step hooks twice.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients like the optimizer's own method. Raises AssertionError between ``backward()`` and ``step()``,
-        and with shards Invalid within the loop over them.
+        """Clear gradients like the optimizer's own method.
+
+        Raises:
+            AssertionError: called between ``backward()`` and ``step()``.
+            Invalid: called within the loop over shards.
         """
         if self._reducer.pending:
             if (shards := self.gradients_made.shards) is not None:
@@ -168,7 +181,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._should_synchronize = True
 
     def _apply_gradients(self, step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """With the user's own ``step``."""
+        """Call the user's own ``step``."""
         return step() if closure is None else step(closure)
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -181,8 +194,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler.step() reads this first, then looks for infinities in the gradients, then may skip step(). It must
-        # see the reduced gradients: only then do all ranks find, or miss, the same infinities.
+        # GradScaler.step() reads this first, then checks the gradients for infinities, then may skip step(). It must
+        # check the reduced gradients, so that all ranks make the same decision.
         if self._should_synchronize and self._reducer.pending:
             self._reducer.finish()
             self._synchronized_for_scaler = True
@@ -193,7 +206,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self.__dict__["_step_supports_amp_scaling"] = supports
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy or a pickle is an optimizer like the one that was wrapped: hooks and buffers belong to this process.
+        # A copy or pickle is an optimizer of the user's class, since hooks and buffers belong to this process.
         classes = type(self).__mro__
         user_class = classes[classes.index(WrappedOptimizer) + 1]
         return (user_class.__new__, (user_class,), self.__getstate__())
@@ -207,7 +220,7 @@ def wrap(
 ) -> WrappedOptimizer:
     """Create an instance of ``wrapped_class`` with the contents of ``optimizer``. Usable after `reduce_with`."""
     wrapped = wrapped_class.__new__(wrapped_class)
-    # A scheduler made before patched the optimizer's step(): that one knows nothing of gradients on other ranks.
+    # A scheduler that was created earlier has patched the optimizer's step(); that version does not reduce gradients.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
     wrapped._parameter_names = names
     wrapped.gradients_made = made

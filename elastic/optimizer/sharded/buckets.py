@@ -1,12 +1,12 @@
-"""Flat buffers in which the gradients of a rank's shards are added up along the tree, and from which they travel.
+"""Flat buffers in which the gradients of a rank's shards are summed along the tree, and from which they are sent.
 
-A gradient that others on this rank are to be added to is kept as backward has made it, and they are added to it along
-the tree (`elastic.exact.tree`), while they are still in the caches: nothing is copied. A sum that is complete, a
+A gradient to which other gradients of this rank will be added is kept as computed by backward. The other gradients are
+added to it along the tree (`elastic.exact.tree`) while they are still in the caches, without copies. A complete sum, a
 partial of this rank, is written into a flat buffer, one for each partial, lowest first. The first buffer becomes the
 result, and ``parameter.grad`` is a view of it.
 
-With compression all this is of the smaller dtype: each shard's gradient is rounded to it before anything is added, and
-so are sums, wherever they are made. The result is then copied into a buffer of the gradients' own dtype.
+With compression, all of these have the smaller dtype: each shard's gradient is rounded to it before the summation, and
+so are all sums. The result is then copied into a buffer of the gradients' own dtype.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from elastic.errors import Invalid
 from elastic.exact import tree
 from elastic.optimizer.flat_buckets import LARGE_BYTES, SMALL_BYTES, gradient_strides, zeros
 
-ROOM = 64  # elements behind the last gradient, so that the ranks' pieces of a bucket may be of equal length
+ROOM = 64  # elements after the last gradient, so that the ranks' pieces of a bucket can have equal lengths
 
 
 class ShardBucket:
-    """``parameters[i]``, all of one dtype and device, starts at element ``offsets[i]`` of ``elements``; ``dtype``: what
-    is added up and sent.
+    """Bucket of parameters of one dtype and device.
+
+    Gradient i starts at element ``offsets[i]`` of ``elements``. Sums are computed and sent in ``dtype``.
     """
 
     def __init__(
@@ -47,19 +48,19 @@ class ShardBucket:
         self.work: Work | None = None
         self._small = [each.nbytes < SMALL_BYTES for each in parameters]
         self._waiting: list[int] = []
-        self._held: list[list[torch.Tensor]] = [[] for _ in parameters]  # values that wait
+        self._held: list[list[torch.Tensor]] = [[] for _ in parameters]  # values to be merged later
         self._merge = tree.Merge(0, 0, 0)
         self._completes = False
         self._last = False
         self._divisor = 1
         self._adds = host_sum.may(dtype, self.device)
-        # What parameters have as gradients after the last shard.
+        # The parameters' gradients after the last shard.
         self._given: list[torch.Tensor] = []
         self._versions = [0] * len(parameters)
         self.make(1)
 
     def make(self, depth: int) -> None:
-        """Room for so many partials."""
+        """Allocate buffers for ``depth`` partials."""
         self.depth = depth
         self.stride = self.elements + ROOM
         self.places = zeros(depth * self.stride, self.dtype, self.device).view(depth, self.stride)
@@ -93,7 +94,7 @@ class ShardBucket:
 
     @property
     def shared(self) -> bool:
-        """Whether it lies where the other ranks of the host can reach it."""
+        """Whether it is in memory that the other ranks of the host can access."""
         mine = arena.mine() if self.device.type == "cpu" else None
         at, size = self.places.data_ptr(), self.places.nbytes
         return mine is not None and mine.offset_of(at, size) is not None
@@ -102,20 +103,25 @@ class ShardBucket:
 
     def step_begins(self) -> None:
         for parameter in self.parameters:
-            parameter.grad = None  # what is left of the step before is no part of any shard
+            parameter.grad = None  # the gradient of the previous step is not part of any shard
         self.drop()
         self.missing = -1
 
     def drop(self) -> None:
-        """Forget the values that wait."""
+        """Discard the values that were to be merged."""
         for held in self._held:
             held.clear()
 
     def shard_begins(
         self, merge: tree.Merge, completes: bool, last: bool, divisor: int = 1
     ) -> None:
-        """``completes``: with it a partial is complete, which is divided by ``divisor``. ``last``: of this rank's
-        shards.
+        """Begin a shard.
+
+        Args:
+            merge: the merges that follow its gradient.
+            completes: whether it completes a partial, which is then divided by ``divisor``.
+            last: whether it is the last of this rank's shards.
+            divisor: of the partial.
         """
         self.missing = len(self.parameters)
         self._merge, self._completes, self._last = merge, completes, last
@@ -123,7 +129,7 @@ class ShardBucket:
         self._waiting.clear()
 
     def take(self, position: int) -> None:
-        """The gradient of a parameter for the present shard is complete; it may be none."""
+        """Process a parameter's gradient for the present shard once it is complete. It may be None."""
         self._waiting.append(position)
         self.missing -= 1
         if not self._small[position]:
@@ -163,10 +169,10 @@ class ShardBucket:
         held: list[list[torch.Tensor]],
         views: list[torch.Tensor] | None,
     ) -> bool:
-        """All merges of one gradient in one pass over memory, where that can be had: else nothing is done.
+        """Do all merges of one gradient in a single pass over memory. Return False if that is not possible.
 
-        What it is merged with are the last of those that wait, from the last one down. So the tree's sum is that of a
-        row: ``a + (b + (c + d))`` is ``((d + c) + b) + a``, in the same bits.
+        The gradient is merged with the most recent of the held values, in reverse order. The tree's sum is therefore a
+        sequential sum: ``a + (b + (c + d))`` is bitwise identical to ``((d + c) + b) + a``.
         """
         merges = self._merge.merges
         if not self._adds or merges == 0 or len(values) > 1:
@@ -181,7 +187,7 @@ class ShardBucket:
         return True
 
     def _leaf(self, position: int) -> torch.Tensor:
-        """Its gradient for the present shard, as it is added up; zeros where it has none."""
+        """Return a parameter's gradient for the present shard in the dtype of the sums; zeros if it has none."""
         gradient = self.parameters[position].grad
         if gradient is None:
             return torch.zeros_like(self._views[0][position])
@@ -190,7 +196,7 @@ class ShardBucket:
     def _write(
         self, positions: list[int], value: list[torch.Tensor], views: list[torch.Tensor]
     ) -> None:
-        """A partial, to its place, divided by what it is to be."""
+        """Write a partial into its buffer, divided by the divisor of the present shard."""
         copy = None
         if len(positions) == 1 and host_copy.bytewise(value[0], views[0]):
             copy = self._copies[self._merge.place - self._merge.merges].get(positions[0])
@@ -204,12 +210,13 @@ class ShardBucket:
             rescale_(view, 1.0, self._divisor)
 
     def values(self, position: int) -> list[torch.Tensor]:
-        """Of a parameter, the partials that there is room for."""
+        """Return the views of a parameter in the buffers of all partials."""
         return [views[position] for views in self._views]
 
     def give(self, divisor: int) -> None:
-        """The sum is there: the parameters' gradients are views of it, also on a spare. One that was compressed is
-        divided by ``divisor`` now; others have been.
+        """Set the parameters' gradients to views of the complete sum, also on a spare.
+
+        A compressed sum is divided by ``divisor`` here; others were divided before.
         """
         if self.compressed:
             self._result.copy_(self.flat[0][: self.elements])
@@ -219,14 +226,14 @@ class ShardBucket:
                 parameter.grad = given
 
     def check_untouched(self, name_of: Callable[[torch.Tensor], str]) -> None:
-        """Raises Invalid if the script has written into a gradient since the last shard's was taken."""
+        """Raise Invalid if the script has modified a gradient since the last shard's gradient was processed."""
         for parameter, given, version in zip(
             self.parameters, self._given, self._versions, strict=True
         ):
             if parameter.grad is not given or given._version != version:
                 raise Invalid(
                     f"the gradient of {name_of(parameter)} was changed within the loop over the shards, before it"
-                    " was the mean over all of them: clip and change gradients after the loop, and leave out code"
-                    " that does so by itself, such as DistributedDataParallel or a second optimizer of the same"
+                    " was the mean over all of them: clip and change gradients after the loop, and remove code that"
+                    " changes gradients by itself, such as DistributedDataParallel or a second optimizer of the same"
                     " parameters"
                 )

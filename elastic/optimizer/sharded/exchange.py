@@ -1,8 +1,8 @@
-"""The sum of the ranks' partials along the tree, by whatever carries tensors: the same bits on every way.
+"""Sum of the ranks' partials along the tree, bitwise identical with any transport.
 
-Every rank owns a piece of a bucket. It receives the others' partials of that piece, evaluates the program of
-`elastic.exact.tree` on them, and sends the result to all. Who owns what makes no difference to a sum of elements.
-Where all ranks share memory, `elastic.collectives.shared_memory` does the same without copies.
+Each rank owns a piece of a bucket. It receives the other ranks' partials of that piece, evaluates the program of
+`elastic.exact.tree` on them, and sends the result to all ranks. Sums are elementwise, so the assignment of pieces does
+not affect them. If all ranks share memory, `elastic.collectives.shared_memory` does the same without copies.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from elastic.collectives.dtypes_and_ops import rescale_
 from elastic.collectives.interface import Collectives, Work
 from elastic.exact.tree import Program
 
-PIECE = 16  # elements: pieces are multiples of this
+PIECE = 16  # elements; the length of a piece is a multiple of this
 
 
 def evaluate(
     program: Program, values: Sequence[Sequence[torch.Tensor]], divisor: int
 ) -> torch.Tensor:
-    """The root divided by ``divisor``. ``values``: by rank and place; they are spoiled."""
+    """Return the sum at the root divided by ``divisor``. ``values``: by rank and place; they are overwritten."""
     stack: list[torch.Tensor] = []
     for each in program:
         if each is None:
@@ -36,10 +36,16 @@ def evaluate(
 
 
 class PartialsExchange:
-    """Of one bucket, once: ``own`` are this rank's partials, flat and of equal length, of which ``elements`` count.
+    """A single exchange of the partials of one bucket.
 
-    The result replaces the first of ``places``, the buffers that this rank has; it has one at least. ``counts``: how
-    many partials each rank has.
+    Args:
+        group: the ranks.
+        places: this rank's buffers, flat and of equal length, at least one. They contain its partials; the result
+            replaces the first one.
+        elements: number of elements to sum; the rest of each buffer is padding.
+        program: the evaluation of the tree.
+        counts: number of partials of each rank.
+        divisor: of the sum.
     """
 
     def __init__(
@@ -86,7 +92,7 @@ class PartialsExchange:
             self._target[: self._elements].copy_(into[: self._elements])
 
     def done(self) -> bool:
-        """Whether nothing is written any more."""
+        """Whether all communication has ended, so that buffers are no longer written to."""
         return self._work is None or self._work.done()
 
     def within(self, timeout_s: float) -> bool:
@@ -94,7 +100,11 @@ class PartialsExchange:
         return True
 
     def advance(self) -> None:
-        """Wait for what is under way, and start what follows. Raises CollectiveFailed."""
+        """Wait for the operation in flight, and start the next one.
+
+        Raises:
+            CollectiveFailed: a rank was lost.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = next(self._steps, None)

@@ -1,7 +1,7 @@
-"""Which of an optimizer's gradients travels in which bucket, where they are added up over shards. Decides nothing.
+"""Buckets and slots of an optimizer's gradients when they are summed over shards. Makes no decisions.
 
-`elastic.optimizer.bucket_plan` decides, from sizes and from the order in which gradients come; here it becomes buckets,
-and a place for every parameter that is trained. Sums don't depend on it: each element is added up by itself.
+`elastic.optimizer.bucket_plan` decides from sizes and from the order in which gradients become ready. This module turns
+the result into buffers and gives each trained parameter its place. Sums are elementwise and do not depend on the plan.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ from elastic.optimizer.sharded.buckets import ShardBucket
 
 
 class ShardSlot:
-    """A parameter's place, and what is left of its backward passes in the present shard."""
+    """Place of one trained parameter, and its remaining backward passes in the present shard."""
 
     __slots__ = ("bucket", "number", "passes_left", "position")
 
     def __init__(self, number: int, bucket: ShardBucket, position: int) -> None:
-        self.number = number  # of those that are trained
+        self.number = number  # index among the trained parameters
         self.bucket = bucket
         self.position = position
         self.passes_left = 0
 
 
 class ShardPlan:
-    """``slots`` are by id of the parameter; ``order``: of the parameters, as ranks have agreed on it, or None."""
+    """Plan of one optimizer.
+
+    Attributes:
+        slots: by id of the parameter.
+        order: the agreed order of the parameters, or None.
+    """
 
     def __init__(self, compression: Compressor) -> None:
         self.slots: dict[int, ShardSlot] = {}
@@ -41,7 +46,7 @@ class ShardPlan:
         self._in_memory: list[int] = []  # bytes of gradients
 
     def train(self, parameters: Sequence[torch.Tensor], full_bytes: int) -> bool:
-        """Makes buckets for these. Whether others were trained before."""
+        """Create buckets for these parameters. Return whether other parameters were trained before."""
         signature: list[tuple[object, ...]] = [
             (id(each), each.dtype, each.device, each.shape, each.stride()) for each in parameters
         ]
@@ -54,19 +59,19 @@ class ShardPlan:
         return True
 
     def keep_memory(self, waiting: int) -> None:
-        """So many gradients of each parameter wait at once, in every step; all are made and freed in any case."""
+        """Tune malloc for ``waiting`` gradients of each parameter that exist at once in every step."""
         memory = malloc_tuning.of_process()
         memory.keep(max(self._in_memory, default=0), max(1, waiting) * sum(self._in_memory))
 
     def own_order(self, ready: Sequence[int]) -> tuple[int, ...]:
-        """What was agreed before, else what this rank has seen."""
+        """Return the order that this rank proposes: the one agreed before, else the one observed in this step."""
         count = len(self._trained)
         return (
             self.order or bucket_plan.seen_order(ready, count) or bucket_plan.expected_order(count)
         )
 
     def take_order(self, order: tuple[int, ...]) -> None:
-        """The gradients of the present step move to other buckets where it is a new one."""
+        """Set the agreed order. If it is new, the gradients of the present step are moved to new buckets."""
         if order == self.order:
             return
         self.order, before = order, self.slots
@@ -79,7 +84,7 @@ class ShardPlan:
             torch._foreach_copy_(places[: len(partials)], partials)
 
     def lines(self, name_of: dict[int, str]) -> list[str]:
-        """What must be the same on every rank. ``name_of``: by id."""
+        """Return the lines that must be equal on all ranks. ``name_of``: parameter names by id."""
         described = [
             f"{name_of[id(each)]} {each.dtype} as {self._sent_dtype(each)} {list(each.shape)}"
             for each in self._trained

@@ -1,13 +1,12 @@
-"""Decides when the gradients of a step's shards are summed: bucket by bucket while the last shard's backward runs.
+"""Scheduling of the sums of a step's shards: bucket by bucket during backward of the last shard.
 
-Gradients of a shard go into their buckets as they come (`buckets`), where they are added to those of the shards before,
-along the tree. In a rank's last shard a bucket that is full is launched, in the order of the plan. The loop over the
-shards ends when all have arrived: from there on every gradient is the mean over all shards, on every rank, and spares
-have it, too.
+Gradients of a shard are put into their buckets as they become ready (`buckets`) and added to those of earlier shards,
+along the tree. In a rank's last shard, full buckets are launched in plan order. The loop over the shards ends when all
+buckets are complete. From then on, each gradient is the mean over all shards on all ranks, including spares.
 
-The first step of a world launches nothing before its loop ends: there the ranks compare their plans, and take over the
-order in which rank 0 saw backward make gradients, in its last shard, or had learned before. Buckets are cut along it,
-so that the first ones are full early. Sums don't depend on that: each element is added up by itself.
+The first step of a world launches nothing before the end of its loop. There, the ranks compare their plans and adopt
+the order of gradients of rank 0, which it observed in its last shard or already had. Buckets follow this order, so that
+the first ones are full early. Sums are elementwise and do not depend on it.
 """
 
 from __future__ import annotations
@@ -44,8 +43,16 @@ PURPOSE = f"{GRADIENTS} of shards"
 
 
 class ShardReducer:
-    """Of one optimizer. ``passes``: backward passes of each shard. ``op``: AVERAGE over shards, or SUM.
-    ``compression``: one of ours, which only changes the dtype.
+    """Reducer of one optimizer.
+
+    Args:
+        optimizer: the optimizer.
+        names: names of its parameters.
+        shards: the shards of each step.
+        op: AVERAGE over shards, or SUM.
+        compression: a built-in one, which only changes the dtype.
+        passes: number of backward passes per shard.
+        sparse_as_dense: whether to convert sparse gradients to dense ones.
     """
 
     def __init__(
@@ -67,26 +74,30 @@ class ShardReducer:
         self._hooks = GradientHooks(self)
         self._lock = threading.Lock()  # each device has its own backward thread
         self._plan = ShardPlan(compression)
-        self._ready: list[int] = []  # what has a gradient in the last shard, in that order
+        self._ready: list[int] = []  # parameters in the order of their gradients in the last shard
         self._step: ShardStep | None = None
         self._program: tree.Program = ()
-        self._complete: dict[int, bool] = {}  # shards of this rank: whether they complete a partial
+        self._complete: dict[int, bool] = {}  # whether each shard of this rank completes a partial
         self._shard: tree.Merge | None = None
         self._last = False
         self._agreed: int | None = None  # the generation whose ranks have compared this plan
-        self._in_memory = False  # ... and can all reach each other's buckets
+        self._in_memory = False  # whether these ranks can all access each other's buckets
         self._launched = 0
         self._stale: list[Work] = []
-        self._keeps = False  # gradients of the present shard wait for others, as they are
-        self._storages: set[int] = set()  # ... and have these
-        self._noting = False  # digests of gradients are asked for
+        self._keeps = False  # whether gradients of the present shard are kept to be merged later
+        self._storages: set[int] = set()  # storages of these gradients
+        self._noting = False  # whether digests of gradients are requested
         shards.listen(self, trains=optimizer)
 
     @classmethod
     def of(
         cls, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], shards: Shards
     ) -> ShardReducer:
-        """For a loop that lets ``optimizer`` step as it is: averages, one backward pass a shard. Raises Invalid."""
+        """Create a reducer for an optimizer that is not wrapped: average, one backward pass per shard.
+
+        Raises:
+            Invalid: an option is not supported.
+        """
         shards.check_workers(lifecycle.current().env.workers_min)
         made = cls(
             optimizer,
@@ -100,7 +111,7 @@ class ShardReducer:
         made.install_hooks()
         return made
 
-    # ---- what an optimizer asks ----------------------------------------------------------------------------------
+    # ---- called by the optimizer ---------------------------------------------------------------------------------
 
     @property
     def passes(self) -> int:
@@ -108,17 +119,17 @@ class ShardReducer:
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """Of the parameters that are trained, as ranks have agreed on it; None as long as they have not."""
+        """The agreed order of the trained parameters; None until the ranks have agreed."""
         return self._plan.order
 
     @property
     def launched(self) -> int:
-        """Buckets of the present step that travel."""
+        """Number of buckets of the present step that were launched."""
         return self._launched
 
     @property
     def pending(self) -> bool:
-        """Whether a step's loop is under way."""
+        """Whether the loop over the shards of a step is in progress."""
         return self._step is not None and self.shards.present is not None
 
     def set_passes(self, passes: int) -> None:
@@ -128,7 +139,11 @@ class ShardReducer:
         self._hooks.install(self._parameters.all())
 
     def finish(self) -> None:
-        """Gradients are the mean since the loop over the shards ended. Raises Invalid before that."""
+        """Check that the loop over the shards has ended, which completes the gradients.
+
+        Raises:
+            Invalid: called within the loop.
+        """
         if self.pending:
             raise Invalid(
                 "optimizer.step() or synchronize() was called within the loop over the shards of step"
@@ -154,7 +169,7 @@ class ShardReducer:
         self._noting = lifecycle.current().env.digest_tensors
         if not all(work.done() for work in self._stale):
             for bucket in self._plan.buckets:
-                bucket.make(bucket.depth)  # somebody may still write into the memory of before
+                bucket.make(bucket.depth)  # operations in flight may still write to the old memory
         self._stale = []
         depth = max(1, len(step.partials[step.rank])) if self.shards.exact else 1
         for bucket in self._plan.buckets:
@@ -171,7 +186,7 @@ class ShardReducer:
         self._ready.clear()
 
     def shard_begins(self, merge: tree.Merge, last: bool) -> None:
-        if not self.shards.exact:  # one after the other, to what there is
+        if not self.shards.exact:  # add each gradient to the previous sum
             before = int(self._shard is not None)
             merge = tree.Merge(merge.shard, before, before)
         complete = self._complete[merge.shard] if self.shards.exact else last
@@ -184,13 +199,13 @@ class ShardReducer:
             bucket.shard_begins(merge, complete, last, self._divisor_of_root(bucket))
 
     def _divisor_of_root(self, bucket: ShardBucket) -> int:
-        """By which the partial is divided where it is made: on the only rank of a world it is the root."""
+        """Return the divisor of a partial: in a world of a single rank, the partial is already the root."""
         alone = self._step is not None and len(self._step.held) == 1
         return self._divisor if alone and self.shards.exact and not bucket.compressed else 1
 
     @torch.no_grad()
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """``parameter.grad`` has received one backward pass."""
+        """Handle a gradient that one backward pass has added to ``parameter.grad``."""
         with self._lock:
             self._receive(parameter)
 
@@ -230,8 +245,8 @@ class ShardReducer:
         if gradient is not None and self._keeps:
             storage = gradient.untyped_storage().data_ptr()
             if storage in self._storages:
-                # Backward gives one piece of memory to parameters whose views were added up, and others are to be
-                # added to each of them. torch's own accumulation gets such sums wrong.
+                # Backward can use the same memory for the gradients of several parameters, and in-place sums of one
+                # would change the others. (torch's own accumulation computes such sums incorrectly.)
                 parameter.grad = gradient.clone()
             self._storages.add(storage)
         slot.bucket.take(slot.position)
@@ -243,7 +258,7 @@ class ShardReducer:
 
     @torch.no_grad()
     def shard_ends(self, shard: int) -> None:
-        """Parameters without a gradient, or with fewer passes than others, have what they have."""
+        """Process the remaining parameters: those without a gradient or with fewer passes than others."""
         for slot in self._plan.slots.values():
             if slot.passes_left:
                 slot.passes_left = 0
@@ -251,7 +266,13 @@ class ShardReducer:
 
     @torch.no_grad()
     def step_ends(self) -> None:
-        """Raises PeerLost, StateMismatch, Invalid."""
+        """Complete the gradients at the end of the loop. Collective.
+
+        Raises:
+            PeerLost: a rank was lost.
+            StateMismatch: ranks reduce different gradients.
+            Invalid: the script changed a gradient within the loop.
+        """
         step, world = self._step, lifecycle.current()
         assert step is not None
         if step.merges:
@@ -263,7 +284,7 @@ class ShardReducer:
                     self._agree(world)
                 while self._launched < len(self._plan.buckets):
                     self._launch_next(world)
-                # Each waits for its first half, and starts the second, before any is waited for to its end.
+                # Start the second half of all buckets before waiting for any of them to complete.
                 for bucket in self._plan.buckets:
                     if isinstance(bucket.work, PartialsExchange):
                         bucket.work.advance()
@@ -294,7 +315,7 @@ class ShardReducer:
         return self._launched == len(self._plan.buckets)
 
     def _launch_full(self) -> None:
-        """In a hook, which never raises an interruption: `step_ends` does."""
+        """Launch full buckets. Runs in a hook and therefore never raises an interruption; `step_ends` does."""
         world = lifecycle.current()
         before = [each for each in self.shards.turn_of(self) if isinstance(each, ShardReducer)]
         if (
@@ -327,21 +348,25 @@ class ShardReducer:
                 target.zero_()
             return group.allreduce(target, Op.SUM, divisor=divisor)
         if len(step.held) == 1:
-            return group.barrier()  # the root is there; see `_divisor_of_root`
+            return group.barrier()  # the root is already complete; see `_divisor_of_root`
         if self._in_memory and isinstance(group, SharedCollectives):
             return group.reduce_tree(bucket.places, bucket.elements, self._program, divisor)
         counts = [len(nodes) for nodes in step.partials]
         return PartialsExchange(group, bucket.flat, bucket.elements, self._program, counts, divisor)
 
     def _agree(self, world: Context) -> None:
-        """Compare plans, and where they lie. Collective. Raises StateMismatch."""
+        """Compare plans, and determine whether all buckets are in shared memory. Collective.
+
+        Raises:
+            StateMismatch: ranks have different parameters or shards.
+        """
         group = world.group(PURPOSE, self._plan.buckets[0].device)
         if not isinstance(group, LocalCollectives):
             found = self._of_all(group, _digest(self._lines()), _digest(self.shards.arithmetic))
             differs = [rank for rank, row in enumerate(found) if row[0] != found[0][0]]
             if differs:
                 error = StateMismatch(
-                    f"the optimizers of rank 0 and rank {differs[0]} have other parameters or Shards: pass"
+                    f"the optimizers of rank 0 and rank {differs[0]} have different parameters or Shards: pass"
                     " DistributedOptimizer the same ones, in the same order, on every rank"
                 )
                 agreement.raise_together(group, error)
@@ -358,14 +383,14 @@ class ShardReducer:
         return [*self.shards.layout, f"divisor {self._divisor}", *self._plan.lines(names)]
 
     def _of_all(self, group: Collectives, *own: int) -> list[list[int]]:
-        """These numbers of every rank."""
+        """Return these numbers of all ranks. Collective."""
         row = torch.tensor(own, dtype=torch.int64, device=self._plan.buckets[0].device)
         rows = [torch.empty_like(row) for _ in range(group.size)]
         group.allgather(rows, row).wait()
         return [each.tolist() for each in rows]
 
     def _share_order(self, group: Collectives) -> None:
-        """All take the order of rank 0, which always has a shard."""
+        """Adopt the order of rank 0, which always has a shard. Collective."""
         order = torch.tensor(
             self._plan.own_order(self._ready),
             dtype=torch.int64,
@@ -375,7 +400,7 @@ class ShardReducer:
         self._plan.take_order(tuple(order.tolist()))
 
     def _computes_differently(self, world: Context, group: Collectives, who: str) -> None:
-        """Where a driver compares, only those come here that were let in."""
+        """Report that a rank's results are not bitwise identical. With a driver, such ranks are rejected earlier."""
         differs = f"{who} computes differently from rank 0: other threads, instructions or versions"
         if not world.env.allow_inexact:
             error = StateMismatch(

@@ -51,7 +51,7 @@ def copied(value: Any, what: str, referred: Iterable[object] = ()) -> Any:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Like ``copy.deepcopy``, but faster for dictionaries and lists of numbers and strings, which are common in states."""
+    """Like ``copy.deepcopy``, but faster for dictionaries and lists of numbers and strings."""
     kind = type(value)
     if kind in ATOMS or kind is Index or (kind is tuple and ATOMS.issuperset(map(type, value))):
         return value
