@@ -145,7 +145,7 @@ def api() -> str:
         MADE,
         "# Python",
         "All of it is `elastic.NAME`; nothing is imported before its first use. `horovod.torch` has the same under"
-        " Horovod's names: [every name](../horovod.md). Each example goes on from the ones before it in its section,"
+        " Horovod's names: [every name](../horovod.md). Each example continues the previous ones in its section,"
         " and all but those that start jobs from this:",
         f"```python\n{PRELUDE}```",
     ]

@@ -57,8 +57,8 @@ def note_returned(storage: Storage, commit: CommitName, began_at: float, ranks: 
     """
     modules = imported(began_at)
     if modules is not None:
-        told = TrainingReturned(commit, modules, ranks)
-        storage.write(RETURNED, msgspec.json.encode(told))
+        record = TrainingReturned(commit, modules, ranks)
+        storage.write(RETURNED, msgspec.json.encode(record))
 
 
 def note_read(storage: Storage, commit: CommitName, rank: int, began_at: float) -> None:
@@ -105,14 +105,14 @@ def read_by_all(storage: Storage, commit: CommitName, ranks: int) -> dict[str, s
     found: dict[str, str] = {}
     for rank in range(ranks):
         try:
-            told = msgspec.json.decode(storage.read(READ.format(rank)), type=PathsRead)
+            record = msgspec.json.decode(storage.read(READ.format(rank)), type=PathsRead)
         except (FileNotFoundError, msgspec.MsgspecError):
             return None
-        if told.unseen or told.commit != commit:
+        if record.unseen or record.commit != commit:
             return None
-        if any(found.get(path, each) != each for path, each in told.paths.items()):
+        if any(found.get(path, each) != each for path, each in record.paths.items()):
             return None
-        found |= told.paths
+        found |= record.paths
     return found
 
 

@@ -89,8 +89,8 @@ class ShardReader:
                 return True
             if self._rt.place.rank == 0:
                 rank, why = next((n, each) for n, each in enumerate(troubles) if each)
-                said = f"rank {rank} found that {why}"
-                resuming.pass_over(chosen.url, chosen.manifest, said, self._passed)
+                reason = f"rank {rank} found that {why}"
+                resuming.pass_over(chosen.url, chosen.manifest, reason, self._passed)
         return False
 
     def _there_is_one(self) -> bool:

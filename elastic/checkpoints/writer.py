@@ -109,7 +109,7 @@ class CheckpointWriter:
         self._odd: set[str] | None = None  # parameters that were not finite at the first check
         self.first_not_finite = FirstNotFinite()  # updated by the code that reduces gradients
         self._not_finite: tuple[float, messages.NotFinite] | None = (
-            None  # with the time when it was last sent
+            None  # with the time it was sent
         )
         self.newest: Commit | None = None  # newest durable commit known to this rank
 
@@ -171,11 +171,11 @@ class CheckpointWriter:
         now, digest = monotonic(), first.digest()
         message = messages.NotFinite(generation, commit, digest)
         if self._not_finite is not None:
-            at, said = self._not_finite
-            if (said.generation, said.digest) == (generation, digest):
+            at, sent = self._not_finite
+            if (sent.generation, sent.digest) == (generation, digest):
                 if now - at < REPEAT_S:
                     return
-                message = said
+                message = sent
         self._not_finite = (now, message)
         self._send(message)
 

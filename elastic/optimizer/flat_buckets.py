@@ -65,7 +65,7 @@ class GradientBucket(Protocol):
     scales: Scales
 
     def wire(self) -> BucketSpec:
-        """What travels."""
+        """Return the description of the buffer that is reduced."""
 
     def fill(self, position: int, *, watch: bool) -> None:
         """Copy the gradient of ``parameters[position]`` into the bucket, or zeros if it has none.
@@ -158,9 +158,7 @@ class FlatBucket:
         self._sparse: dict[int, int] = {}
         # Small gradients to copy together: position, and gradient and version if watched.
         self._waiting: list[tuple[int, torch.Tensor | None, int]] = []
-        self._changed: int | None = (
-            None  # position of a gradient that was changed before it was copied
-        )
+        self._changed: int | None = None  # position of a gradient changed before its copy
         self._watched: list[_Watched] = []
         self._work: Work | None = None
 

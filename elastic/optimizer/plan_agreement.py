@@ -37,9 +37,7 @@ class StepFlag(enum.Enum):
 
     JOINED = 0  # the rank has no more data; reduced: no rank has
     STEP = 1
-    CHANGE = (
-        2  # last step with this plan: a rank trains other parameters, or no rank takes this step
-    )
+    CHANGE = 2  # last step with this plan: a rank changed its parameters, or no rank takes it
 
 
 # By reduction, chosen so that a flag is preserved with any number of joined ranks and in any floating dtype: a sum may

@@ -59,11 +59,11 @@ def words(found: PlanDifference) -> str:
     for name in [*values, *others]:
         value, other = values.get(name), others.get(name)
         if value != other:
-            said = [
+            shown = [
                 f"{'missing' if each is None else each} on rank {rank}"
                 for each, rank in ((other, found.other), (value, found.first))
             ]
-            return f"{name.replace('.', ' ')} is {said[0]}, {said[1]}"
+            return f"{name.replace('.', ' ')} is {shown[0]}, {shown[1]}"
     return (
         "they step different optimizers at the same time, or some of them replaced parameters and others did not:"
         " step the same optimizers in the same order, and change parameters in the same step, on every rank"
@@ -88,14 +88,14 @@ def refuse(
     rank = world.place.rank
     if members is not None and found.other is not None:
         found = found._replace(first=members[found.first], other=members[found.other])
-    said = f"the ranks' optimizers differ: {words(found)}"
+    message = f"the ranks' optimizers differ: {words(found)}"
     place = world.world
     holders = 0 if place is None or not world.elastic else place.holders
-    newcomers = found.other is not None and found.first < holders <= found.other
-    if newcomers and list(own) == found.lines:
-        raise CollectiveFailed(f"{said}; what differs from rank {found.first} leaves")
+    joining = found.other is not None and found.first < holders <= found.other
+    if joining and list(own) == found.lines:
+        raise CollectiveFailed(f"{message}; what differs from rank {found.first} leaves")
     raise StateMismatch(
-        f"{said} (this is rank {rank}): pass DistributedOptimizer the same parameters and options on every rank"
+        f"{message} (this is rank {rank}): pass DistributedOptimizer the same parameters and options on every rank"
     )
 
 

@@ -388,7 +388,7 @@ class HandledState(_OfThisProcess, ObjectState):
             return
         if not self.valid():
             log.warning(
-                "the last save() did not complete, so there is nothing whole to restore: values stay as they are"
+                "the last save() did not complete, so there is no complete commit to restore: values are unchanged"
             )
             for part in self._of_ours():
                 part.restore_nothing()

@@ -279,7 +279,7 @@ class ObjectState(State):
     def restore(self) -> None:
         if not self.valid():
             log.warning(
-                "the last save() did not complete, so there is nothing whole to restore: values stay as they are"
+                "the last save() did not complete, so there is no complete commit to restore: values are unchanged"
             )
             return
         self._restore_values()

@@ -198,12 +198,12 @@ def difference(theirs: str, ours: str, they: str = "the world") -> str:
     there, here = theirs.splitlines(), ours.splitlines()
     only_there = [line for line in there if line not in set(here)][:DIFFERENCES]
     only_here = [line for line in here if line not in set(there)][:DIFFERENCES]
-    said = []
+    found = []
     if only_here:
-        said.append(f"this worker has {'; '.join(only_here)}")
+        found.append(f"this worker has {'; '.join(only_here)}")
     if only_there:
-        said.append(f"{they} has {'; '.join(only_there)}")
-    what = ", ".join(said) or "the same tensors are in another order"
+        found.append(f"{they} has {'; '.join(only_there)}")
+    what = ", ".join(found) or "the same tensors are in another order"
     return f"this worker's state differs from that of {they}: {what}"
 
 

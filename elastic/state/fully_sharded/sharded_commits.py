@@ -393,18 +393,18 @@ class ShardedCommits:
         self.abandon_pass()
         with rt.guard("choice of the commit"):
             group = rt.group("state", CPU)
-            told = object_exchange.gather(
+            gathered = object_exchange.gather(
                 group, (self._inventory(), rt.env.worker.host, peer_arena.offer(), self.least)
             )
-            arenas = _map_arenas([offer for _, _, offer, _ in told], rt.place.rank)
+            arenas = _map_arenas([offer for _, _, offer, _ in gathered], rt.place.rank)
             reached = object_exchange.gather(group, sorted(arenas))
-        machines = [offer and offer.owner.host for _, _, offer, _ in told]
+        machines = [offer and offer.owner.host for _, _, offer, _ in gathered]
         return WorldInventory(
-            [each for each, _, _, _ in told],
-            tuple(host for _, host, _, _ in told),
+            [each for each, _, _, _ in gathered],
+            tuple(host for _, host, _, _ in gathered),
             arenas,
             lasting(machines, reached),
-            [least for _, _, _, least in told],
+            [least for _, _, _, least in gathered],
         )
 
     def choose(self, met: WorldInventory) -> Choice:
@@ -573,10 +573,10 @@ class ShardedCommits:
         if len(holding) == rt.place.size:
             return specs
         with rt.guard("choice of the commit"):
-            told: dict[str, RowSpec] = object_exchange.broadcast(
+            received: dict[str, RowSpec] = object_exchange.broadcast(
                 rt.group("state", CPU), specs, holding[0]
             )
-        return told
+        return received
 
     def _targets(
         self, specs: dict[str, RowSpec], layout: ShardLayout, division: Division
@@ -662,10 +662,10 @@ class ShardedCommits:
         return next(where for part in self._parts() if (where := part.position) is not None)
 
 
-def _merged(told: Sequence[dict[str, RowSpec]]) -> dict[str, RowSpec]:
+def _merged(gathered: Sequence[dict[str, RowSpec]]) -> dict[str, RowSpec]:
     """Merge the specs of all ranks, sorted by name."""
     found: dict[str, RowSpec] = {}
-    for each in told:
+    for each in gathered:
         found |= each
     return {name: found[name] for name in sorted(found)}
 

@@ -28,9 +28,7 @@ class Entries:
     """Structure of an optimizer's per-parameter entries: names of the tensors and where to find them."""
 
     origins: Index = field(default_factory=Index)  # name: (number, key, device type)
-    owners: Index = field(
-        default_factory=Index
-    )  # numbers that have entries, possibly an empty dict
+    owners: Index = field(default_factory=Index)  # numbers with entries, possibly an empty dict
     values: dict[int, Any] = field(default_factory=dict)  # entries that are not plain tensors
     # Entries of no parameter of this optimizer. Those of former parameters are omitted: other workers cannot name them.
     loose: dict[Any, Any] = field(default_factory=dict)

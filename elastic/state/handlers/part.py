@@ -305,8 +305,8 @@ class ShardsStateHandler(DictPart):
     """
 
     def layout(self) -> list[str]:
-        said = [f"{self.name} {line}" for line in self.value.layout]
-        return said if self._allowed() else said + self._arithmetic()
+        lines = [f"{self.name} {line}" for line in self.value.layout]
+        return lines if self._allowed() else lines + self._arithmetic()
 
     def _allowed(self) -> bool:
         runtime = lifecycle.active()
@@ -319,8 +319,8 @@ class ShardsStateHandler(DictPart):
         """Return the part of the layout that a checkpoint must match; with --allow-inexact without the arithmetic."""
         if not self._allowed():
             return layout
-        told = f"{self.name}.arithmetic."
-        return "\n".join(line for line in layout.splitlines() if not line.startswith(told))
+        prefix = f"{self.name}.arithmetic."
+        return "\n".join(line for line in layout.splitlines() if not line.startswith(prefix))
 
     def resume_from(self, layout: str) -> None:
         """Compare the arithmetic of a loaded checkpoint, unless it was written with --allow-inexact."""

@@ -26,9 +26,7 @@ from elastic.errors import DeviceLost
 
 POLL_S = 0.0002
 COPY_LIMIT_S = 20.0  # a device that takes longer is considered hung
-SLOWEST_BYTES_S = (
-    250e6  # bytes per second over a slow or busy bus; extends the limit for large copies
-)
+SLOWEST_BYTES_S = 250e6  # rate over a slow or busy bus; extends the limit for large copies
 ALIGNMENT = 64  # bytes; alignment of each tensor in the pinned memory
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # on the device, pinned

@@ -1,4 +1,4 @@
-"""All workers and the driver are killed: the same command goes on from the newest durable commit."""
+"""All workers and the driver are killed: the same command resumes from the newest durable commit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One bit of one of three replicas becomes another one, in a job that runs, again and again: found, and the culprit
 named, before anything of it is durable. Against an account of each commit that the script keeps itself. The first of
-each job makes the next gradients of all infinite: then all go on from the newest checkpoint.
+each job makes the next gradients of all infinite: then all ranks resume from the newest checkpoint.
 
 `FLIPS` says how many, `SEED` which.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models and optimizers in real jobs: any number of workers goes on from them, bit for bit."""
+"""Checkpoints of sharded models and optimizers in real jobs: any number of workers resumes from them, bit for bit."""
 
 from __future__ import annotations
 
