@@ -74,11 +74,11 @@ def proposal(
             return storage, found.manifest
         if not found.torn:
             passed[storage.url, name] = found.trouble
-            _say(f"{storage.url}/{name} is passed over: {found.trouble}")
+            _say(f"{storage.url}/{name} was skipped: {found.trouble}")
     troubles = [f"{name}: {why}" for (url, name), why in passed.items() if url == storage.url]
     if troubles:
         raise Invalid(
-            f"no checkpoint in {storage.url} can be read ({'; '.join(troubles[:3])}); nothing was changed there. Bring"
+            f"no checkpoint in {storage.url} can be read ({'; '.join(troubles[:3])}); nothing was changed. Restore"
             " one back, or start over with --fresh"
         )
     if options.start is None:

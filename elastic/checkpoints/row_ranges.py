@@ -85,7 +85,9 @@ def check_ranges(tensors: Sequence[StoredTensor]) -> None:
         for rows in sorted((each.rows for each in found if each.rows), key=lambda r: r.begin):
             pieces = -(-(rows.end - rows.begin) // rows.step) if rows.step > 0 else -1
             if rows.begin != at or rows.end <= rows.begin or len(rows.sums) != pieces:
-                raise UnreadableCommit(f"it does not have rows {at} to {rows.begin} of {name} once")
+                raise UnreadableCommit(
+                    f"rows {at} to {rows.begin} of {name} are missing or stored twice"
+                )
             at = rows.end
         if at != found[0].shape[0]:
             raise UnreadableCommit(f"it has {at} of the {found[0].shape[0]} rows of {name}")

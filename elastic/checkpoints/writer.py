@@ -283,7 +283,7 @@ class CheckpointWriter:
             case messages.MakeDurable(generation, number):
                 before = self._schedule.target
                 if not self._schedule.told(generation, number):
-                    late = "it was asked for too late"
+                    late = "the request arrived too late"
                     self._tell(messages.ShareDropped(generation, number, late, True))
                 elif before not in (None, number) and self._latest != (generation, before):
                     # Other ranks may have begun that one by now and must not wait for this rank.

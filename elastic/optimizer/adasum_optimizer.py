@@ -219,7 +219,7 @@ class BackwardPasses:
         self._counts.clear()
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no gradient is in flight."""
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """Count a gradient that one backward pass has added to ``parameter.grad``."""

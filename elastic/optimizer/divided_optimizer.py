@@ -43,8 +43,8 @@ def check(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     if kind not in [getattr(torch.optim, name) for name in ELEMENTWISE]:
         raise Invalid(
-            f"zero=1 takes one of torch.optim's {', '.join(ELEMENTWISE)}, whose updates of elements are independent of"
-            f" each other, and this is {kind.__module__}.{kind.__name__}; use one of them, or leave zero out"
+            f"zero=1 needs an optimizer that updates each element independently, one of torch.optim's"
+            f" {', '.join(ELEMENTWISE)}, but got {kind.__module__}.{kind.__name__}: use one of these, or omit zero"
         )
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):

@@ -370,7 +370,7 @@ class CompressedGradient:
 
 
 class FlagBucket:
-    """Nothing but the mark."""
+    """Bucket that holds only the step flag."""
 
     def __init__(self, device: torch.device) -> None:
         self.parameters: Sequence[torch.Tensor] = ()

@@ -124,7 +124,7 @@ def check_compression(compression: object) -> None:
 
 
 def digest_of(lines: Sequence[str]) -> int:
-    """62 bits."""
+    """Return a digest of 62 bits."""
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 

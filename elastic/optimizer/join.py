@@ -49,8 +49,8 @@ def join(device: int = -1) -> int:
     # Not a for loop, since its variable would keep a dropped optimizer alive.
     if any(hasattr(each.optimizer, "zero_order") for each in gradient_reducer.reducers):
         raise Invalid(
-            "join() can't be combined with a DistributedOptimizer that has zero=1: a rank that has joined takes no"
-            " steps, and its part of the parameters would not change; give all ranks as many batches"
+            "join() can't be used with a DistributedOptimizer that has zero=1: a rank that has joined takes no"
+            " steps, so its part of the parameters would not be updated; give all ranks equally many batches"
         )
     own_gpu.settle()
     handle = submission.start_join()

@@ -15,7 +15,7 @@ from elastic.sharding.shard_inventory import CommitId, HeldShard, Inventory
 
 
 class BufferState(enum.IntEnum):
-    """What of a bank is whole."""
+    """Which parts of a bank are complete."""
 
     WRITING = 0  # nothing is complete
     OWN = 1  # this rank's shard

@@ -117,7 +117,7 @@ def least_shards(models: Mapping[str, torch.nn.Module], given: Any) -> int | Non
     meshes = [fsdp2.mesh_of(model) for model in models.values()]
     if any(mesh.mesh.tolist() != meshes[0].mesh.tolist() for mesh in meshes):
         raise NotElastic(
-            f"state.{' and state.'.join(models)} are fully sharded over different meshes: give fully_shard the same one"
+            f"state.{' and state.'.join(models)} are sharded over different meshes: pass fully_shard the same mesh"
             " for all models of a state",
             Fixed.MODULE,
         )

@@ -44,7 +44,7 @@ class ShardBucket:
         self.device = parameters[0].device
         self.dtype = dtype
         self.compressed = dtype != parameters[0].dtype
-        self.missing = 0  # gradients of the present shard
+        self.missing = 0  # gradients of the current shard that are not ready yet
         self.work: Work | None = None
         self._small = [each.nbytes < SMALL_BYTES for each in parameters]
         self._waiting: list[int] = []

@@ -415,5 +415,5 @@ class ShardReducer:
 
 
 def _digest(lines: list[str]) -> int:
-    """56 bits."""
+    """Return a digest of 56 bits."""
     return int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest(), "big")

@@ -189,9 +189,9 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
         super()._adopt_value()
         if type(self.value).state_dict is not torch.optim.Optimizer.state_dict:
             raise NotElastic(
-                f"{self.what} is a {type(self.value).__name__} that trains fully sharded parameters and makes a"
-                " state_dict() of its own, of which it is not known what belongs to which rank; use an optimizer"
-                " without one",
+                f"{self.what} is a {type(self.value).__name__} that trains fully sharded parameters and overrides"
+                " state_dict(), whose contents can't be assigned to ranks; use an optimizer"
+                " that does not override it",
                 Fixed.OPTIMIZER,
             )
 
