@@ -31,14 +31,7 @@ OPENINGS = re.compile(
     r"(Who|Whose|Whom|Whoever|Nobody|Somebody|What|Whatever|Those|That|Others|It|They|Of)\b"
 )
 # A ratchet for each kind: lower it to what is reached, never raise it.
-MOST = {
-    "help": 0,
-    "docs": 9,
-    "messages": 73,
-    "docstrings": 788,
-    "first lines": 645,
-    "comments": 306,
-}
+MOST = {"help": 0, "docs": 2, "messages": 18, "docstrings": 6, "first lines": 7, "comments": 3}
 
 
 def sources() -> Iterator[tuple[Path, str]]:

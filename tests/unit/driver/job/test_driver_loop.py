@@ -22,6 +22,7 @@ from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.driver.settings import Settings
 from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Address, Place, Worker
+from harness import wording
 from harness.fakes.discovery import FakeDiscovery
 from harness.fakes.launcher import FakeLauncher
 from harness.golden import recorded
@@ -595,7 +596,7 @@ async def test_bug_ends_the_job_with_its_history(tmp_path):
         assert s.server.to(B, protocol.End)
         await s.exit(B, 0)
         assert await s.code() == 1
-        [line] = [x for x in s.log if "a bug in the driver" in x and "latest events" in x]
+        [line] = [x for x in s.log if wording.BUG_DRIVER in x and "latest events" in x]
         assert "HostsChanged" in line
         recorded("messages", line)
     replay(tmp_path / "j", Buggy)
