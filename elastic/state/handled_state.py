@@ -32,7 +32,7 @@ from elastic.state.handlers.registry import handler_for, refuse_hidden
 from elastic.state.held_commit import HeldCommit, HeldPart
 from elastic.state.snapshots import digest
 from elastic.state.snapshots.snapshot import Snapshot
-from elastic.state.state import ObjectState, State, log, refuse_method_names
+from elastic.state.state import ObjectState, State, log, overridden, refuse_method_names
 from elastic.state.state_transfer import GroupOn
 
 Handler = TypeVar("Handler", bound=StateHandler)
@@ -179,6 +179,12 @@ class HandledState(_OfThisProcess, ObjectState):
             return None
         if models and partitioned:
             raise unsupported_sharding.refuse_together(models[0].name, partitioned[0].name)
+        if own := overridden(self):
+            raise Invalid(
+                f"{type(self).__name__} overrides {' and '.join(own)}(), but state.{[*models, *partitioned][0].name} is"
+                " sharded: after a failure all ranks may restore an older commit than the one they saved last, of which"
+                " the subclass would not know; keep its values as attributes of the state"
+            )
         self._check_parameters()
         if not isinstance(copies, int) or copies < 0:
             raise Invalid(f"copies is {copies!r}: pass a number of further ranks, 1 or more")

@@ -86,10 +86,8 @@ class State:
     def _save_whole(self) -> None:
         failpoint("commit")
         with timeline.during("state", "commit"):
-            # Our own save keeps the commit before for as long as it can, and a sharded state always does: it has two
-            # banks.
-            if _is_ours(type(self).save) or self.is_sharded():
-                self.save()
+            if _is_ours(type(self).save):
+                self.save()  # marks itself from where on the previous commit is incomplete
             else:
                 with self._saving():
                     self.save()
@@ -416,6 +414,12 @@ def has_custom_sync(state: State) -> bool:
     ours = _is_ours(type(state).sync)
     foreign: Callable[[], dict[str, Any]] = getattr(state, "_foreign_handlers", dict)
     return not ours or custom_broadcast(state) or bool(foreign())
+
+
+def overridden(state: State) -> list[str]:
+    """Return which of ``save`` and ``restore`` a script's subclass overrides."""
+    methods = {name: getattr(type(state), name) for name in ("save", "restore")}
+    return [name for name, each in methods.items() if not each.__module__.startswith("elastic.")]
 
 
 def _is_ours(method: Callable[..., Any]) -> bool:

@@ -136,6 +136,19 @@ class State(elastic.TorchState):
         super().restore()
 
 
+class ShardedState(elastic.TorchState):
+    """Like `State`, without a save of its own, which a sharded state refuses."""
+
+    def commit(self) -> None:
+        at("commit", self.step)
+        super().commit()
+
+    def report_commit(self) -> None:  # the commit is sealed
+        super().report_commit()
+        record("save", step=self.step)
+        at("saved", self.step)
+
+
 def gathered(tensor: Any) -> torch.Tensor:
     """On the CPU, from all ranks where it is sharded."""
     whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -152,7 +165,7 @@ def shard(model: Any) -> None:
         fully_shard(module).set_gradient_divide_factor(1.0)
 
 
-def digest(state: State) -> str:
+def digest(state: elastic.TorchState) -> str:
     """Of everything that must be equal: parameters, the optimizer's state and options, the Python values. Collective
     where the parameters are sharded.
     """
@@ -187,7 +200,7 @@ def holding(step: int) -> bool:
     return False
 
 
-def ended(state: State) -> bool:
+def ended(state: elastic.TorchState) -> bool:
     """Return the same on all ranks: the first one checks, all receive."""
     if "ENDS" not in os.environ:
         return bool(state.step >= STEPS)
@@ -195,7 +208,7 @@ def ended(state: State) -> bool:
     return bool(elastic.allreduce(found, op=elastic.Max, name="ends").item())
 
 
-def one_step(state: State) -> float:
+def one_step(state: elastic.TorchState) -> float:
     model, optimizer = state.model, state.optimizer
     inputs, wanted = (each.to(DEVICE) for each in problem.batch(state.step))
     rank, size = elastic.rank(), elastic.size()
@@ -216,7 +229,7 @@ def one_step(state: State) -> float:
     return float(elastic.allreduce(loss.detach(), op=elastic.Sum, name="loss"))
 
 
-def careless_step(state: State) -> float:
+def careless_step(state: elastic.TorchState) -> float:
     """Catch all errors, as in scripts that expect only their own."""
     try:
         return one_step(state)
@@ -278,7 +291,7 @@ def main() -> None:
         )
     )
     # `seen` grows in place: a commit must copy it.
-    state = State(model=model, optimizer=optimizer, step=0, seen=[])
+    state = (ShardedState if SHARDED else State)(model=model, optimizer=optimizer, step=0, seen=[])
     state.register_reset_callbacks([lambda: at("reset", state.step)])
     model[0].register_forward_hook(lambda *_: at("forward", state.step))
     if not SHARDED:
@@ -288,7 +301,7 @@ def main() -> None:
     step = careless_step if "CARELESS" in os.environ else one_step
 
     @elastic.run
-    def train(state: State) -> None:
+    def train(state: elastic.TorchState) -> None:
         used = resources() if "COUNT" in os.environ else {}
         record("enter", step=state.step, sha=digest(state), **used)
         print(f"slot {SLOT} enters", flush=True)

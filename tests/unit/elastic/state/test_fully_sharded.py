@@ -10,7 +10,7 @@ import torch
 from torch import distributed, nn
 
 from elastic.collectives.shared_memory import arena
-from elastic.errors import Fixed, Invalid, NotElastic, PeerLost
+from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
 from elastic.runtime import lifecycle
 from elastic.sharding.resharding import ReshardingMove
@@ -66,23 +66,27 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-class Interrupted(TorchState):
-    """With a save of its own, which a lost rank interrupts after the first commit."""
+class OwnSave(TorchState):
+    """Keeps a value that no commit of shards has."""
 
     def save(self) -> None:
         super().save()
-        if self.step:
-            raise PeerLost("rank 2 was lost")
+        self.kept = self.step
 
 
-def test_commit_before_stays_valid_where_a_lost_rank_interrupts_a_save_of_the_scripts(four):
+class OwnRestore(TorchState):
+    def restore(self) -> None:
+        super().restore()
+        self.kept = 0
+
+
+@pytest.mark.parametrize("kind", [OwnSave, OwnRestore])
+def test_save_or_restore_of_a_subclass_is_refused_where_the_model_is_sharded(four, kind):
     model = network()
-    state = Interrupted(model=model, optimizer=torch.optim.SGD(model.parameters()), step=0)
-    state.commit()
-    state.step = 1
-    with pytest.raises(PeerLost):
-        state.commit()
-    assert state.valid()
+    with pytest.raises(Invalid):
+        kind(model=model, optimizer=torch.optim.SGD(model.parameters()), step=0)
+    plain = nn.Linear(2, 1)
+    kind(model=plain, optimizer=torch.optim.SGD(plain.parameters()), step=0)
 
 
 @pytest.mark.parametrize("when", ["before all", "between"])
