@@ -10,7 +10,7 @@ import results_output
 
 
 def rounds(number: int) -> list[float]:
-    """Return the milliseconds of each shutdown() + init() of this worker, with a collective between two of them."""
+    """Return the milliseconds that each shutdown() + init() takes in this worker. A collective precedes each."""
     import torch
 
     torch.set_num_threads(1)

@@ -94,7 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     plan = plan_of(options)
     job = check_job(options.command, plan, folder=None)
-    # Deliberate differences between replicas are for the job to detect, at its checkpoints.
+    # Injected bit flips make replicas differ on purpose. The job itself must detect them at its checkpoints, so this
+    # command does not compare replicas at every commit.
     digests = not options.no_digests and not plan.flips()
     check_plan(plan, job.settings, digests=digests)
     if options.json is not None:

@@ -104,7 +104,7 @@ def probe(python: str = sys.executable, timeout_s: float = 120.0) -> Build:
 
 
 def describe(build: Build) -> str:
-    """Return the report, in the format of horovodrun's."""
+    """Return the report in the format of ``horovodrun --check-build``."""
 
     def box(available: bool) -> str:
         return "[X]" if available else "[ ]"

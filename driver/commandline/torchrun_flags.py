@@ -139,7 +139,7 @@ class TorchrunFlags:
     rdzv_endpoint: str | None = flag(
         "--rdzv-endpoint --rdzv_endpoint",
         "HOST:PORT",
-        "Same as --etcd, with --rdzv-backend etcd; else this host.",
+        "With --rdzv-backend etcd: same as --etcd; otherwise no effect.",
     )
     master_addr: str | None = flag(
         "--master-addr --master_addr",

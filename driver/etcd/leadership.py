@@ -176,7 +176,8 @@ class Leadership:
                 value = msgspec.json.encode(self._record)
                 if seat is not None and seat.lease == lease and seat.value == value:
                     return
-                # The seat may be free or ours; what matters is that no other driver has led since.
+                # The leader key may be missing or hold an older record of this driver. The transaction fails only if
+                # the key changed after it was read, or if another driver became leader in the meantime.
                 conditions = [self._guard_condition, Unchanged(self._seat, _changed(seat))]
                 try:
                     if await self._etcd.transact(

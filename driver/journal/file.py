@@ -269,8 +269,8 @@ def check_own(path: Path) -> None:
         taken = _has_journal(other)
     if taken:
         raise Invalid(
-            f"{str(path)!r} is for the job before that of the journal {str(other)!r}: pass another file as"
-            " --journal"
+            f"{str(path)!r} is reserved for a rotated copy of the journal {str(other)!r}: pass another file"
+            " as --journal"
         )
 
 

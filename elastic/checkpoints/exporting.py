@@ -83,8 +83,8 @@ def _safetensors() -> Callable[..., None]:
         from safetensors.torch import save_file
     except ImportError as error:
         raise Invalid(
-            "a file of safetensors needs the package safetensors, which is not installed: pip install safetensors, or"
-            " give another name, such as state.pt, for a file of torch.save"
+            "writing a .safetensors file requires the safetensors package, which is not installed: run"
+            " pip install safetensors, or choose a name such as state.pt to write with torch.save"
         ) from error
     save: Callable[..., None] = save_file
     return save

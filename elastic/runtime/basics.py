@@ -83,7 +83,7 @@ def _check_members(members: list[int]) -> None:
 
 
 def shutdown() -> None:
-    """Leave the world. ``init()`` may follow, on every worker. Idempotent."""
+    """Leave the world. To rejoin, call ``init()`` again on every worker. Idempotent."""
     sets.unregister_all()
     lifecycle.shutdown()
 

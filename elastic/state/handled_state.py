@@ -494,7 +494,7 @@ class HandledState(_OfThisProcess, ObjectState):
             names = [name for part in self._of_ours() for name in part.differing()]
             if names:
                 log.warning(
-                    "%d parameters differed from rank %d's under the same commit: %s",
+                    "%d parameters differed from rank %d's at the same commit: %s",
                     len(names),
                     root,
                     ", ".join(names),

@@ -292,7 +292,7 @@ class Stuck(Part):
         self._look_at = now + self._probe_s
         if self._unnamed:
             more = counted(self._unnamed, "more member")
-            self.actions.log("warning", f"{more} keep the others waiting {self._where}")
+            self.actions.log("warning", f"{more} kept the others waiting {self._where}")
         self._lines, self._unnamed = NAMED, 0
         self._discard_silent_waits()
         waiters, suspects = self._sides()

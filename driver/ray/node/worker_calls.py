@@ -148,7 +148,7 @@ def _rank_of(line: bytes) -> int:
     hello = json.loads(line)
     rank = hello.get("rank") if isinstance(hello, dict) else None
     if type(rank) is not int or rank < 0:
-        raise ValueError("it has not sent its rank")
+        raise ValueError("its first line contains no valid rank")
     return rank
 
 

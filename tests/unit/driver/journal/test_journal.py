@@ -435,7 +435,9 @@ def test_path_of_a_kept_journal_is_rejected_for_another_job(tmp_path, number):
     check_own(kept)
     beside = FileJournal.begin(tmp_path / f"j.{journal_file.KEPT + 1}", settings())
     before = written(path, Script(settings())).read_bytes()
-    refused = rf"j\.{number}' is for the job before that of the journal .*/j': pass another file"
+    refused = (
+        rf"j\.{number}' is reserved for a rotated copy of the journal .*/j': pass another file"
+    )
     with pytest.raises(Invalid, match=refused):
         FileJournal.begin(kept, settings())
     beside.close()
