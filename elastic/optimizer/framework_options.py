@@ -1,4 +1,4 @@
-"""Options of gradient tapes and optimizers of other frameworks. Pure."""
+"""Options of gradient tapes and optimizers of other frameworks. Only decides."""
 
 from __future__ import annotations
 

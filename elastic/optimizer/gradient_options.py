@@ -1,4 +1,4 @@
-"""Options of the gradient reduction of an optimizer, and values derived from them. Pure."""
+"""Options of the gradient reduction of an optimizer, and values derived from them. Only decides."""
 
 from __future__ import annotations
 

@@ -120,7 +120,9 @@ def conversation(test):
         fds = len(os.listdir("/proc/self/fd"))
         asyncio.run(asyncio.wait_for(talk(), 100.0))
         assert psutil.Process().children() == before
-        assert len(os.listdir("/proc/self/fd")) == fds
+        assert (
+            len(os.listdir("/proc/self/fd")) <= fds
+        )  # fewer if objects of earlier tests were collected
 
     run.__name__ = test.__name__
     return run
