@@ -303,6 +303,8 @@ def main() -> None:
     @elastic.run
     def train(state: elastic.TorchState) -> None:
         used = resources() if "COUNT" in os.environ else {}
+        if SHARDED:  # the commit that this world has restored, or the initial one
+            record("save", step=state.step)
         record("enter", step=state.step, sha=digest(state), **used)
         print(f"slot {SLOT} enters", flush=True)
         assert state.seen == list(range(state.step)), state.seen
@@ -323,7 +325,10 @@ def main() -> None:
 
     train(state)
     flat = torch.cat([gathered(p).reshape(-1) for p in model.parameters()])
-    record("done", step=state.step, sha=digest(state), parameters=flat.tolist())
+    sha = digest(state)
+    if SHARDED:  # no rank may exit, and free its memory, while the kernel of another still reads it
+        elastic.allreduce(torch.ones(1), name="gathered")
+    record("done", step=state.step, sha=sha, parameters=flat.tolist())
 
 
 if __name__ == "__main__":
