@@ -22,8 +22,7 @@ from elastic.protocol.messages import COPY, World
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state.fully_sharded.sharded_commits import WorldInventory
 from elastic.state.handled_state import HandledState, shards_of
-from elastic.state.state import ObjectState, State
-from elastic.state.torch_state import TorchState
+from elastic.state.state import ObjectState, State, overridden
 
 
 @contextlib.contextmanager
@@ -37,13 +36,10 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
     if found is None:
         yield
         return
-    if not isinstance(state, ObjectState) or type(state).save not in (
-        ObjectState.save,
-        TorchState.save,
-    ):
+    if not isinstance(state, ObjectState) or "save" in overridden(state):
         raise Invalid(
-            f"--checkpoint-dir: a {type(state).__name__} overrides save(), so it can't be written to a"
-            " checkpoint; use TorchState or ObjectState, or train without --checkpoint-dir"
+            f"--checkpoint-dir: {type(state).__name__} overrides save(), so it can't be written to a checkpoint; use"
+            " TorchState or ObjectState, or train without --checkpoint-dir"
         )
     if rt.alone and rt.place.size > 1:
         raise Invalid(
