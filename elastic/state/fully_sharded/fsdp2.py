@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def sharded_params(model: nn.Module) -> dict[str, Any]:
     """Return torch's ``FSDPParam`` objects in module order, keyed by the parameter's first name in the model."""
     paths = {id(module): path for path, module in reversed([*model.named_modules()])}
     found = {}
-    for group in _groups(model):
+    for group in groups(model):
         for param in group.fsdp_params:
             info = param._module_info
             path = paths[id(info.module)]
@@ -38,9 +38,9 @@ def sharded_params(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _groups(model: nn.Module) -> Iterator[Any]:
-    for state in sharded_states(model):
-        yield from state._fsdp_param_groups
+def groups(model: nn.Module) -> list[Any]:
+    """Return torch's ``FSDPParamGroup`` objects of a model's modules."""
+    return [group for state in sharded_states(model) for group in state._fsdp_param_groups]
 
 
 def obstacle(model: nn.Module) -> str | None:
@@ -54,7 +54,7 @@ def obstacle(model: nn.Module) -> str | None:
     importlib.import_module("torch.distributed.tensor.debug")
     size = torch.distributed.get_world_size()
     ours = {id(param.sharded_param) for param in sharded_params(model).values()}
-    for group in _groups(model):
+    for group in groups(model):
         if why := _obstacle_of(group, size):
             return why
         if group.mesh_info.mesh.mesh.tolist() != mesh_of(model).mesh.tolist():
@@ -118,16 +118,16 @@ def abandon(model: nn.Module) -> None:
             state._reset_iter_state()
 
 
-def reshard(model: nn.Module) -> None:
-    """Register the sharded parameters again in groups that a forward pass has left gathered."""
-    for group in _groups(model):
+def reshard(groups: Iterable[Any]) -> None:
+    """Register the sharded parameters again in those of the groups that a forward pass has left gathered."""
+    for group in groups:
         if not group.is_sharded:
             group.reshard()
 
 
 def mesh_of(model: nn.Module) -> Any:
     """Return the mesh over which the model's parameters are sharded."""
-    return next(iter(_groups(model))).mesh_info.mesh
+    return groups(model)[0].mesh_info.mesh
 
 
 def shards_of(mesh: Any) -> tuple[int, int]:
@@ -209,7 +209,7 @@ def remesh(model: nn.Module, mesh: Any) -> dict[str, torch.Tensor]:
     )
     names = {id(param): name for name, param in sharded_params(model).items()}
     found = {}
-    for group in _groups(model):
+    for group in groups(model):
         group.mesh_info = info
         if group.post_forward_mesh_info is not None:
             group.post_forward_mesh_info = info
@@ -284,7 +284,10 @@ def is_sharded(tensor: object) -> bool:
 
 def by_rows(tensor: Any) -> bool:
     """Whether a DTensor is sharded along its first dimension and replicated along any other mesh dimension."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    placements: Mapping[int, Any] | Sequence[Any] = tensor.placements
-    return list(placements) in ([Shard(0)], [Replicate(), Shard(0)])
+    *replicated, sharded = tensor.placements
+    return (
+        len(replicated) < 2
+        and all(each.is_replicate() for each in replicated)
+        and sharded.is_shard(0)
+        and not sharded.is_partial()
+    )

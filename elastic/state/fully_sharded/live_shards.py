@@ -7,6 +7,7 @@ name.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from elastic.sharding.rows import ShardedTensor
 from elastic.state.fully_sharded import fsdp2
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
+from elastic.state.snapshots.state_structure import StateStructure, tensors_and_structure
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,15 @@ class FullyShardedHandler(ModelStateHandler):
         return shard, shards
 
     def _adopt_value(self) -> None:
+        self._groups = fsdp2.groups(self.model)
+        self._sharded = fsdp2.sharded_params(self.model)
+        self._row_specs: dict[str, RowSpec] = {}
         super()._adopt_value()
         self._followed = self._parameters()
+        self._structure = StateStructure(self.model, tensors_and_structure(self.model))
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        fsdp2.reshard(self.model)
+        fsdp2.reshard(self._groups)
         return dict(self.model.named_parameters(remove_duplicate=False))
 
     def check_parameters(self) -> None:
@@ -119,6 +125,9 @@ class FullyShardedHandler(ModelStateHandler):
         Raises:
             NotElastic: a parameter was replaced, added or removed.
         """
+        fsdp2.reshard(self._groups)
+        if self._structure.tensors() is not None:
+            return  # the same modules with the same parameters
         present, before = self._parameters(), self._followed
         for name in {**before, **present}:
             if present.get(name) is not before.get(name):
@@ -130,7 +139,7 @@ class FullyShardedHandler(ModelStateHandler):
                 )
 
     def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        fsdp2.reshard(self.model)
+        fsdp2.reshard(self._groups)
         structure, tensors = super().live()
         return structure, {n: t for n, t in tensors.items() if not fsdp2.is_sharded(t)}
 
@@ -141,13 +150,16 @@ class FullyShardedHandler(ModelStateHandler):
         return [f"{self.name} is sharded by rows", *super().layout()]
 
     def live_shards(self) -> dict[str, LiveShard]:
-        return {
-            name: LiveShard(
-                local_of(param.sharded_param),
-                RowSpec(tuple(param.sharded_param.shape), param.sharded_param.dtype),
-            )
-            for name, param in fsdp2.sharded_params(self.model).items()
-        }
+        found = {}
+        for name, param in self._sharded.items():
+            local, spec = local_of(param.sharded_param), self._row_specs.get(name)
+            if (
+                spec is None or spec.dtype != local.dtype
+            ):  # the shape is that of the whole parameter
+                spec = RowSpec(tuple(param.sharded_param.shape), local.dtype)
+                self._row_specs[name] = spec
+            found[name] = LiveShard(local, spec)
+        return found
 
     def recognized(self, key: str, spec: RowSpec) -> RowSpec:
         return spec
@@ -180,12 +192,15 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
     """Handler of an optimizer of sharded parameters. Entries of the shape of their parameter are sharded like it."""
 
     everywhere = True
+    _specs: dict[str, RowSpec]
+    _seen: list[torch.Tensor]  # the parameters and entries that `_specs` describes
 
     @property
     def position(self) -> tuple[int, int] | None:
         return None
 
     def _adopt_value(self) -> None:
+        self.forget_specs()
         super()._adopt_value()
         if type(self.value).state_dict is not torch.optim.Optimizer.state_dict:
             raise NotElastic(
@@ -213,6 +228,14 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
     def _row_specs(self, tensors: dict[str, torch.Tensor]) -> dict[str, RowSpec]:
         """Describe the sharded entries. All other entries are equal on all ranks."""
         parameters = list(self.parameters())
+        seen = [*parameters, *tensors.values()]
+        if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
+            self._specs, self._seen = self._describe(tensors, parameters), seen
+        return self._specs
+
+    def _describe(
+        self, tensors: dict[str, torch.Tensor], parameters: list[torch.Tensor]
+    ) -> dict[str, RowSpec]:
         found = {}
         for name, entry in tensors.items():
             number, _, key = name.partition(".")
@@ -239,6 +262,7 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
         return {}
 
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
+        self.forget_specs()
         parameters = list(self.parameters())
         for name, (spec, local) in found.items():
             number, _, key = name.partition(".")
@@ -250,6 +274,10 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
                 if spec.plain
                 else fsdp2.as_sharded(local, parameter, present)
             )
+
+    def forget_specs(self) -> None:
+        """Describe the entries again at the next commit, even if they are the same objects."""
+        self._specs, self._seen = {}, []
 
     def parameters(self) -> Iterator[torch.Tensor]:
         for group in self.value.param_groups:

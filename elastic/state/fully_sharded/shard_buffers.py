@@ -67,8 +67,10 @@ class ShardBuffers:
         specs = {name: each.spec for name, each in shards.items()}
         if specs != self.specs or count != self.layout.shards:
             self.specs, self.layout = specs, as_layout(specs, count)
+            self.offsets = {}
         self.peers = {}
-        self.offsets = {shard: self.layout.offsets(shard) for shard in held}
+        known = self.offsets
+        self.offsets = {shard: known.get(shard) or self.layout.offsets(shard) for shard in held}
         own, *held = held
         size = peer_arena.HEADER + self.offsets[own][-1]
         if len(self._own) != size or self._own is self._held_shard:
@@ -102,7 +104,7 @@ class ShardBuffers:
         Blocks until the copy is done. Return its bytes.
         """
         shard = self._shard
-        tensors = [each.local.detach() for each in shards.values() if each.local.numel()]
+        tensors = [each.local for each in shards.values() if each.local.numel()]
         buffer = self.buffer(shard)
         viewed = (buffer.data_ptr(), len(buffer), [(t.shape, t.dtype, t.device) for t in tensors])
         if viewed != self._viewed:

@@ -201,6 +201,7 @@ class ShardedCommits:
         )
         self._number = 0  # of the next commit in this world
         self._bank = 0  # index of the bank in progress
+        self._committing: dict[str, LiveShard] = {}  # rows of the commit in progress
         # Used if ranks have different tensors: the specs of this rank at the last commit, and those of all ranks.
         self._mine: dict[str, RowSpec] | None = None
         self._everyones: dict[str, RowSpec] = {}
@@ -216,7 +217,7 @@ class ShardedCommits:
         """Begin a commit. Return the snapshots to save the replicated parts into, by part."""
         world = self._world
         live = self._live()
-        shards = self._with_rows(self._agree_on_specs(live), live)
+        shards = self._committing = self._with_rows(self._agree_on_specs(live), live)
         if world is None:
             shard, count = self._position()
             record = BufferRecord(CommitId(0, self._number), count, shard, (), ())
@@ -241,9 +242,8 @@ class ShardedCommits:
         bank, world, rt = self._banks[self._bank], self._world, lifecycle.active()
         bank.values = values
         failpoint("shard-copy")
-        spent = CommitCost(
-            bank.copy(self._with_rows(bank.specs, self._live()), self._cycle.written().commit)
-        )
+        spent = CommitCost(bank.copy(self._committing, self._cycle.written().commit))
+        self._committing = {}
         self._cycle.copied()
         copied = sealed = time.perf_counter()
         failpoint("shard-mirror")

@@ -145,14 +145,17 @@ class DividedOptimizerHandler(ShardedOptimizerHandler):
         return self._position
 
     def _adopt_value(self) -> None:
+        self.forget_specs()
         OptimizerStateHandler._adopt_value(self)
         self._by_dict = False
         rt = lifecycle.active()
         order = self.value.zero_order
         self._position = order.index(0 if rt is None else rt.place.rank), len(order)
 
-    def _row_specs(self, tensors: dict[str, torch.Tensor]) -> dict[str, RowSpec]:
-        parameters, found = list(self.parameters()), {}
+    def _describe(
+        self, tensors: dict[str, torch.Tensor], parameters: list[torch.Tensor]
+    ) -> dict[str, RowSpec]:
+        found = {}
         for name, entry in tensors.items():
             number, _, key = name.partition(".")
             parameter = parameters[int(number)]

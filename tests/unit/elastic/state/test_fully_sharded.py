@@ -518,3 +518,37 @@ def test_a_digest_tells_shards_with_other_values():
         bank.copy(live, CommitId(3, 1))
         found.add(bank.digest())
     assert len(found) == 2
+
+
+def committed_rows(state: Any) -> dict[str, torch.Tensor]:
+    bank = state._sharded.base()
+    return {name: rows.clone() for name, (_, rows) in bank.own_rows().items()}
+
+
+def test_commit_has_entries_that_replaced_others(four):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TorchState(model=model, optimizer=optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state.save()
+    for entries in optimizer.state.values():
+        entries["exp_avg"] = torch.full_like(entries["exp_avg"], 5.0)
+    state.save()
+    found = committed_rows(state)
+    averages = [rows for name, rows in found.items() if name.endswith("exp_avg")]
+    assert averages and all((rows == 5.0).all() for rows in averages)
+
+
+def test_entry_of_another_shape_is_refused_by_the_next_commit(four):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TorchState(model=model, optimizer=optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state.save()
+    next(iter(optimizer.state.values()))["exp_avg"] = torch.ones(17)
+    with pytest.raises(Invalid):
+        state.save()
