@@ -220,6 +220,7 @@ def _train_in_worlds(
                 observer.begin()
             value = unwrapped(rt.session, train)
             rt.settle()
+            state.finish_commit()
             durable.finish(rt, state)
             durable.returned(rt)
             rt.training.returned()

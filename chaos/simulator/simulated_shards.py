@@ -1,8 +1,9 @@
 """A worker on the virtual clock whose state is sharded: the real decisions of `elastic.sharding` on made-up rows.
 
-A commit is a collective: each rank copies its shard into a bank, receives the copies that it keeps, and seals it. In
-another world the ranks choose the newest whole commit, and its rows move to their new owners. Each row holds the
-history of the state that it belongs to, so that a row of another commit is noticed.
+A commit is a collective: each rank copies its shard into a bank, and receives the copies that it keeps in the
+background. The next commit, or a planned change of the world, seals it. In another world the ranks choose the newest
+whole commit, and its rows move to their new owners. Each row holds the history of the state that it belongs to, so that
+a row of another commit is noticed.
 
 What must hold: as long as workers on no more than ``copies`` hosts are missing since the newest seal, that commit is
 restored, or a newer one.
@@ -14,7 +15,7 @@ from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 from elastic.chaos.simulator.interface import SimulatedJob
-from elastic.chaos.simulator.simulated_training import State
+from elastic.chaos.simulator.simulated_training import Collective, State
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.errors import ShardLost
 from elastic.protocol.messages import Worker
@@ -37,6 +38,22 @@ class Sealed(NamedTuple):
 
     steps: int
     workers: tuple[Worker, ...]
+
+
+class Mirroring(NamedTuple):
+    """Copies of a commit's shards that are sent in the background.
+
+    Attributes:
+        sent: the exchange of all ranks.
+        bank: the bank that receives them.
+        senders: the rank that sends each shard that is kept here.
+        steps: of the commit.
+    """
+
+    sent: Collective
+    bank: int
+    senders: dict[int, int]
+    steps: int
 
 
 class ShardedJob:
@@ -95,6 +112,7 @@ class ShardedWorker(SimulatedWorker):
         self._placement: Placement = ()
         self._count = 0  # commits of this generation
         self._exchanges = 0
+        self._transfer: Mirroring | None = None  # of the newest commit; None: it is sealed
 
     # ---- commits ---------------------------------------------------------------------------------------------------
 
@@ -120,14 +138,16 @@ class ShardedWorker(SimulatedWorker):
 
     def keep(self) -> Thread:
         yield from self.commit()
+        yield from self._seal()
 
     def commit(self) -> Thread:
-        yield from self._seal()
+        yield from self._copy()
         self.committed()
         yield "commit", 0.0
 
-    def _seal(self) -> Thread:
-        """Copy this rank's shard, receive the copies that it keeps, and seal the commit."""
+    def _copy(self) -> Thread:
+        """Seal the previous commit, copy this rank's shard, and begin to send it to the ranks that keep a copy."""
+        yield from self._seal()
         generation, rank = self.recovery.generation, self.recovery.place.rank
         shards = self._job.shards(len(self._order))
         shard, kept = owners(self._order, shards)[rank], tuple(copied_to(self._placement, rank))
@@ -138,16 +158,39 @@ class ShardedWorker(SimulatedWorker):
         self._kept[bank] = self.state
         yield "shard copied", 0.0
         self._cycle.copied()
-        told = yield from self._exchange("shards mirror", dict(own))
-        for other in kept:
-            source = sender(columns(self._order, shards)[other], other)
-            self._memory[bank][other] = told[source]
-        self._cycle.mirrored()
+        yield from self._exchange("shards compare", None)
+        senders = {other: sender(columns(self._order, shards)[other], other) for other in kept}
+        sent = self._begin_exchange("shards mirror", dict(own))
+        self._transfer = Mirroring(sent, bank, senders, self.state.steps)
+        self._count += 1
+        if not any(self._placement):
+            yield from self._seal()
+
+    def _seal(self) -> Thread:
+        """Wait until all ranks have the copies of the newest commit that they keep, and seal it."""
+        transfer = self._transfer
+        if transfer is None:
+            return
+        yield from self.arrive(transfer.sent)
+        self._receive(transfer)
         yield "shard mirrored", 0.0
         yield from self._exchange("shards seal", None)
         self._cycle.sealed()
-        self._count += 1
-        self._job.sealed(self.state.steps, self._members())
+        self._transfer = None
+        self._job.sealed(transfer.steps, self._members())
+
+    def _receive(self, transfer: Mirroring) -> None:
+        for other, source in transfer.senders.items():
+            self._memory[transfer.bank][other] = transfer.sent.values[source]
+        self._cycle.mirrored()
+
+    def _stop_mirroring(self) -> None:
+        """Keep the copies that have been received in the background when the world broke."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            begun = all(source in transfer.sent.values for source in transfer.senders.values())
+            if begun and self.sim.clock.random.random() < 0.5:
+                self._receive(transfer)
 
     def _members(self) -> tuple[Worker, ...]:
         world = self.sim.training.worlds[self.recovery.generation]
@@ -155,16 +198,21 @@ class ShardedWorker(SimulatedWorker):
 
     def _exchange(self, purpose: str, value: Any) -> Generator[Any, None, list[Any]]:
         """All ranks of the world give a value. Returns those of all, by rank. Raises PeerLost."""
+        collective = self._begin_exchange(purpose, value)
+        yield from self.arrive(collective)
+        return [collective.values[rank] for rank in collective.ranks]
+
+    def _begin_exchange(self, purpose: str, value: Any) -> Collective:
         collective = self.collective(purpose, self._exchanges)
         self._exchanges += 1
         collective.values[self.recovery.place.rank] = value
-        yield from self.arrive(collective)
-        return [collective.values[rank] for rank in collective.ranks]
+        return collective
 
     # ---- another world ---------------------------------------------------------------------------------------------
 
     def bring(self) -> Thread:
         """Restore the newest whole commit, whose rows move to their owners in this world."""
+        self._stop_mirroring()
         self._exchanges = self._count = 0
         rank, size = self.recovery.place.rank, self.recovery.place.size
         told = yield from self._exchange("shards meet", self._cycle.inventory())
@@ -201,6 +249,7 @@ class ShardedWorker(SimulatedWorker):
         self._placement = placement.place_copies(order, hosts, self._job.copies, (), shards)
         self.state = self.saved = restored
         self.reports.samples = []
+        yield from self._copy()
         yield from self._seal()
 
     def _newest_whole(self, told: list[Inventory]) -> WholeCommit | None:

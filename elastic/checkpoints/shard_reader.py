@@ -86,6 +86,7 @@ class ShardReader:
             if not any(troubles):
                 sharded.place(specs, {name: where for name, (_, where) in targets.items()})
                 self._state.save()
+                self._state.finish_commit()
                 return True
             if self._rt.place.rank == 0:
                 rank, why = next((n, each) for n, each in enumerate(troubles) if each)

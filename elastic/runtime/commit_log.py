@@ -37,6 +37,8 @@ class CommittedState(Protocol):
 
     def is_sharded(self) -> bool: ...
 
+    def finish_commit(self) -> None: ...
+
 
 class DurableWriter(Protocol):
     """Writer of commits to storage; see `elastic.checkpoints.writer`."""
@@ -174,6 +176,7 @@ class CommitLog:
     def keep(self, state: CommittedState) -> None:
         """Save the state as the commit of the safepoint at which all workers have stopped."""
         state.save()
+        state.finish_commit()
         self.committed()
         state.report_commit()
         now = time.monotonic()

@@ -363,6 +363,10 @@ class HandledState(_OfThisProcess, ObjectState):
             if rt is None or not rt.provisional:
                 self.save()
 
+    def finish_commit(self) -> None:
+        if self._sharded is not None:
+            self._sharded.seal()
+
     def bring_shards(self, reset: Callable[[], None], met: WorldInventory) -> int:
         rt, sharded = lifecycle.current(), self._sharded
         assert sharded is not None
@@ -381,6 +385,7 @@ class HandledState(_OfThisProcess, ObjectState):
                 self.reset()  # samplers divide the remaining samples among the ranks of this world
         copied += sharded.follow(rt, choice)
         self.save()
+        sharded.seal()
         return copied
 
     def restore(self) -> None:

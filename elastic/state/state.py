@@ -147,6 +147,13 @@ class State:
     def capture_shards(self) -> None:
         """Start training with a sharded state as it is, in the world of ``init()``."""
 
+    def finish_commit(self) -> None:
+        """Wait until the newest commit survives the loss of this worker. Collective if the state is sharded.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
+
     def bring_shards(self, reset: Callable[[], None], met: Any) -> int:
         """Restore one commit of a sharded state on all ranks of a new world, divided among them, and commit it there.
 

@@ -1,9 +1,12 @@
 """Commits of a sharded state: copy, mirror and seal; and restoring a commit in another world. Acts.
 
 Decisions are made by `elastic.sharding`; this module copies and sends. A commit is a copy of this rank's shard in one
-of two banks. It is sent to the ranks that keep a copy of the shard, and sealed once all ranks have done both. In
-another world, all ranks report which shards of which commits they hold and restore the newest complete commit: rows are
-sent to their new owners, placed, and mirrored again before training continues.
+of two banks. It is sent to the ranks that keep a copy of the shard, and sealed once all ranks have done both.
+
+Copies are sent in the background: `commit` returns once this rank's shard is copied. The next commit, a planned change
+of the world and the end of the training wait for the copies in `seal`. In another world, all ranks report which shards
+of which commits they hold and restore the newest complete commit: rows are sent to their new owners, placed, and
+mirrored again before training continues.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 from elastic.collectives import agreement
 from elastic.collectives.interface import Collectives
 from elastic.collectives.shared_memory.peer_memory import PeerMemoryUnavailable
-from elastic.errors import ShardLost, StateMismatch
+from elastic.errors import CollectiveFailed, ShardLost, StateMismatch
 from elastic.failpoints import failpoint
 from elastic.protocol.messages import SHARDS_COMMIT
 from elastic.runtime import lifecycle
@@ -99,7 +102,11 @@ class ShardedWorld:
 
 @dataclass
 class CommitCost:
-    """Cost of the last commit: bytes of the shard, seconds of each phase, and bytes sent to other ranks."""
+    """Cost of the last commit: bytes of the shard, seconds of each phase, and bytes sent to other ranks.
+
+    With copies on other hosts, ``mirror_s`` does not include the transfer, which happens in the background, and
+    ``seal_s`` is the time that this commit has waited for the transfer and the seal of the previous one.
+    """
 
     nbytes: int = 0
     copy_s: float = 0.0
@@ -202,6 +209,8 @@ class ShardedCommits:
         self._number = 0  # of the next commit in this world
         self._bank = 0  # index of the bank in progress
         self._committing: dict[str, LiveShard] = {}  # rows of the commit in progress
+        self._transfers: list[Transfer] | None = None  # of the newest commit; None: it is sealed
+        self._waited_s = 0.0  # seconds of the last `seal`
         # Used if ranks have different tensors: the specs of this rank at the last commit, and those of all ranks.
         self._mine: dict[str, RowSpec] | None = None
         self._everyones: dict[str, RowSpec] = {}
@@ -214,7 +223,12 @@ class ShardedCommits:
     # ---- a commit ------------------------------------------------------------------------------------------------
 
     def begin(self) -> dict[str, Snapshot]:
-        """Begin a commit. Return the snapshots to save the replicated parts into, by part."""
+        """Seal the previous commit and begin another. Return the snapshots to save the replicated parts into, by part.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
+        self.seal()
         world = self._world
         live = self._live()
         shards = self._committing = self._with_rows(self._agree_on_specs(live), live)
@@ -232,12 +246,13 @@ class ShardedCommits:
         return bank.snapshots
 
     def commit(self, values: Any) -> None:
-        """Copy this rank's shard, mirror it and seal the commit. Collective.
+        """Copy this rank's shard, begin to mirror it, and seal the commit if no copies have to be sent. Collective.
 
         Raises:
             PeerLost: a rank was lost.
             StateMismatch: ranks commit different tensors, or replicas differ.
         """
+        waited_s, self._waited_s = self._waited_s, 0.0
         began = time.perf_counter()
         bank, world, rt = self._banks[self._bank], self._world, lifecycle.active()
         bank.values = values
@@ -245,24 +260,50 @@ class ShardedCommits:
         spent = CommitCost(bank.copy(self._committing, self._cycle.written().commit))
         self._committing = {}
         self._cycle.copied()
-        copied = sealed = time.perf_counter()
+        copied = time.perf_counter()
         failpoint("shard-mirror")
+        transfers: list[Transfer] = []
         if world is not None and rt is not None:
             with rt.guard(SHARDS_COMMIT):
                 group = rt.group("state", CPU)
                 self._compare(group, world, bank, content=rt.env.digest_commits)
-                spent.sent = self._mirror(group, world, bank)
+                transfers, spent.sent = self._mirror(group, world, bank)
+        self._transfers = transfers
+        self._number += 1
+        spent.copy_s, spent.mirror_s = copied - began, time.perf_counter() - copied
+        if not transfers:
+            self.seal()
+            waited_s, self._waited_s = self._waited_s, 0.0
+        spent.seal_s = waited_s
+        self.spent = spent
+
+    def seal(self) -> None:
+        """Wait until all ranks have mirrored the newest commit, and seal it. Collective, unless it is sealed already.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
+        if self._transfers is None:
+            return
+        began, rt = time.perf_counter(), lifecycle.active()
+        if self._world is not None and rt is not None:
+            with rt.guard(SHARDS_COMMIT):
+                for transfer in self._transfers:
+                    transfer.wait()
                 self._cycle.mirrored()
-                sealed = time.perf_counter()
                 failpoint("shard-seal")
-                group.barrier().wait()
+                rt.group("state", CPU).barrier().wait()
         else:
             self._cycle.mirrored()
         self._cycle.sealed()
-        self._number += 1
-        spent.copy_s, spent.mirror_s = copied - began, sealed - copied
-        spent.seal_s = time.perf_counter() - sealed
-        self.spent = spent
+        self._transfers = None
+        self._waited_s = time.perf_counter() - began
+
+    def _stop_mirroring(self) -> None:
+        """Count the newest commit as mirrored if its transfers on this rank ended before the world did."""
+        transfers, self._transfers = self._transfers, None
+        if transfers and all(transfer.succeeded() for transfer in transfers):
+            self._cycle.mirrored()
 
     def _agree_on_specs(self, live: dict[str, LiveShard]) -> dict[str, RowSpec]:
         """Return the specs of the tensors of all ranks. Collective if ranks can have different tensors."""
@@ -343,14 +384,19 @@ class ShardedCommits:
                 )
                 agreement.raise_together(group, error)
 
-    def _mirror(self, group: Collectives, world: ShardedWorld, bank: ShardBuffers) -> int:
-        """Send this rank's shard to the ranks that keep a copy of it, and receive theirs. Return the bytes sent."""
+    def _mirror(
+        self, group: Collectives, world: ShardedWorld, bank: ShardBuffers
+    ) -> tuple[list[Transfer], int]:
+        """Begin to send this rank's shard to the ranks that keep a copy of it, and to receive theirs.
+
+        Return the transfers, and the bytes sent.
+        """
         levels = max(map(len, world.placement), default=0)
         senders = world.senders
         kept = world.placement[world.shard] if senders[world.shard] == world.rank else ()
         largest = bank.layout.largest
         buffer = bank.buffer(world.shard)
-        sent = 0
+        transfers, sent = [], 0
         for level in range(levels):
             to = kept[level : level + 1]
             of = {
@@ -365,18 +411,22 @@ class ShardedCommits:
                     for rank in range(group.size)
                     if rank in of
                 }
-                _alltoall(
-                    group, {rank: [mine] for rank in to}, {rank: [p] for rank, p in parts.items()}
+                transfers.append(
+                    Transfer(
+                        group,
+                        {rank: [mine] for rank in to},
+                        {rank: [p] for rank, p in parts.items()},
+                    )
                 )
                 sent += len(mine) * len(to)
-        return sent
+        return transfers, sent
 
     # ---- another world -------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Discard all commits at the start of a training, whose initial state is in the live tensors."""
         self._cycle.forget()
-        self._world, self._number = None, 0
+        self._world, self._number, self._transfers = None, 0, None
 
     def abandon_pass(self) -> None:
         """Discard what an interrupted forward or backward pass has left."""
@@ -391,6 +441,7 @@ class ShardedCommits:
         """
         # FSDP2 chooses what to gather when from its record of earlier passes, which joining ranks do not have.
         self.abandon_pass()
+        self._stop_mirroring()
         with rt.guard("choice of the commit"):
             group = rt.group("state", CPU)
             gathered = object_exchange.gather(
@@ -482,8 +533,11 @@ class ShardedCommits:
         """Add this rank's rows of the newest commit to ``held_commit``. They stay unchanged until ``held_commit``
         releases them.
         """
-        bank = self.base()
-        assert bank is not None, "nothing was committed"
+        newest = self._cycle.base if self._transfers is None else self._bank
+        assert newest is not None, "nothing was committed"
+        bank = self._banks[
+            newest
+        ]  # a checkpoint is complete once all ranks have written it, sealed or not
         held.release_shard = bank.hold()
         world = self._world
         writes = (
@@ -635,7 +689,7 @@ class ShardedCommits:
                     part = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                     arrived.append(part)
                     received.setdefault(move.source, []).append(part)
-                _alltoall(group, sent, received)
+                Transfer(group, sent, received).wait()
                 for move, part in zip(mine, arrived, strict=True):
                     place(move, part)
 
@@ -680,28 +734,51 @@ def _map_arenas(offers: Sequence[ArenaOffer | None], me: int) -> dict[int, PeerA
     return found
 
 
-def _alltoall(
-    group: Collectives, sent: dict[int, list[torch.Tensor]], received: dict[int, list[torch.Tensor]]
-) -> None:
-    """Exchange uint8 tensors between all ranks, given by the rank they are sent to or received from.
+class Transfer:
+    """Exchange of uint8 tensors between all ranks, given by the rank they are sent to or received from. Collective.
 
-    The tensors in ``sent`` are not modified.
+    It begins when this is created. The tensors in ``sent`` are not modified, and must not be until it has ended.
     """
-    ranks = range(group.size)
-    out = [each for rank in ranks for each in sent.get(rank, ())]
-    into = [each for rank in ranks for each in received.get(rank, ())]
-    source = out[0] if len(out) == 1 else torch.cat([_NOTHING, *out])
-    target = (
-        into[0]
-        if len(into) == 1
-        else torch.empty(sum(map(len, into)), dtype=torch.uint8, device="cpu")
-    )
-    group.alltoall(
-        target,
-        source,
-        [sum(map(len, received.get(rank, ()))) for rank in ranks],
-        [sum(map(len, sent.get(rank, ()))) for rank in ranks],
-    ).wait()
-    if len(into) != 1:
-        for part, whole in zip(target.split(list(map(len, into))), into, strict=True):
-            whole.copy_(part)
+
+    def __init__(
+        self,
+        group: Collectives,
+        sent: dict[int, list[torch.Tensor]],
+        received: dict[int, list[torch.Tensor]],
+    ) -> None:
+        ranks = range(group.size)
+        out = [each for rank in ranks for each in sent.get(rank, ())]
+        self._into = [each for rank in ranks for each in received.get(rank, ())]
+        source = out[0] if len(out) == 1 else torch.cat([_NOTHING, *out])
+        self._target = (
+            self._into[0]
+            if len(self._into) == 1
+            else torch.empty(sum(map(len, self._into)), dtype=torch.uint8, device="cpu")
+        )
+        self._work = group.alltoall(
+            self._target,
+            source,
+            [sum(map(len, received.get(rank, ()))) for rank in ranks],
+            [sum(map(len, sent.get(rank, ()))) for rank in ranks],
+        )
+
+    def wait(self) -> None:
+        """Block until the received tensors are in place.
+
+        Raises:
+            CollectiveFailed: the group has failed or was aborted.
+        """
+        self._work.wait()
+        if len(self._into) != 1:
+            parts = self._target.split(list(map(len, self._into)))
+            for part, whole in zip(parts, self._into, strict=True):
+                whole.copy_(part)
+
+    def succeeded(self) -> bool:
+        """Return whether it has ended without an error, with the received tensors in place. Does not block."""
+        if not self._work.done():
+            return False
+        with contextlib.suppress(CollectiveFailed):
+            self.wait()
+            return True
+        return False
