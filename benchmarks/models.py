@@ -140,6 +140,14 @@ def make(name: str, rank: int) -> Training:
     return MODELS[name](rank)
 
 
+def layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers to shard separately: the elements of the model's lists, or else its linear layers."""
+    blocks = [
+        each for child in model.children() if isinstance(child, nn.ModuleList) for each in child
+    ]
+    return blocks or [each for each in model.modules() if isinstance(each, nn.Linear)]
+
+
 def parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -2,13 +2,16 @@
 
     python benchmarks/torch_backend.py [--ranks 2 4] [--rounds 20] [--sizes-kb 1 64 1024 10240 102400] [--json FILE]
     python benchmarks/torch_backend.py --models mlp gpt convnet --sizes-kb
+    python benchmarks/torch_backend.py --fsdp mlp gpt --sizes-kb
     python benchmarks/torch_backend.py --zero mlp gpt --sizes-kb
 
 Both process groups have the same ranks, in the same processes, and take turns on equal tensors, through torch's own
 functions. The result is the ratio of two calls of a round: below 1, ours is faster. A size is that of a rank's input of
-an allreduce, and the total that a rank receives from the others if it gets a part from each. ``--zero``: a step of DDP
-with ZeroRedundancyOptimizer over both, one of DistributedOptimizer with zero=1 compared with that over Gloo, and the
-optimizer's bytes of the rank that has most.
+an allreduce, and the total that a rank receives from the others if it gets a part from each.
+
+``--fsdp``: a step of a model whose layers are each sharded by FSDP2 (``fully_shard``), without commits. ``--zero``: a
+step of DDP with ZeroRedundancyOptimizer over both, one of DistributedOptimizer with zero=1 compared with that over
+Gloo, and the optimizer's bytes of the rank that has most.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import groups
@@ -35,6 +41,8 @@ IN_A_ROW_BYTES = 4 << 20
 MOST_IN_A_ROW = 30
 MARKS = {"mlp": 0.7, "gpt": 0.95, "convnet": 0.95}  # of a step
 NEVER_SLOWER = 1.0
+FSDP = "FSDP2"
+FSDP_MARK = 0.75  # of a step
 ZERO = "ZeRO-1"
 ZERO_MARK = 1.05  # of a step
 SHARE_MARK = (
@@ -118,6 +126,29 @@ def measure_steps(model: str, rounds: int) -> Answer:
     return _answer(f"a step of DDP, {model}", 0, ranks, times)
 
 
+def measure_fsdp(model: str, rounds: int) -> Answer:
+    ranks = distributed.get_world_size()
+    ways = {
+        "ours": fsdp_steps(model, our_group()),
+        "gloo": fsdp_steps(model, distributed.group.WORLD),
+    }
+    prove_gradients(ways)
+    times = groups.take_turns(ways, rounds, warmup=5)
+    for name, way in ways.items():
+        whole: list[Any] = list(way.model.parameters())
+        groups.same_everywhere(f"the model over {name}", [each.full_tensor() for each in whole])
+    return _answer(f"a step of {FSDP}, {model}", 0, ranks, times)
+
+
+def fsdp_steps(name: str, group: Any) -> models.Steps:
+    training = models.make(name, distributed.get_rank())
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in models.layers(training.model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(training.model, mesh=mesh)
+    return models.Steps(training, training.model, training.optimizer())
+
+
 def measure_zero(model: str, rounds: int) -> list[Answer]:
     ranks = distributed.get_world_size()
     gloo, backend, own = zero_steps(model, None), zero_steps(model, our_group()), zero_one(model)
@@ -169,11 +200,18 @@ def prove_gradients(ways: dict[str, models.Steps]) -> None:
     gloos = list(ways["gloo"].model.parameters())
     for way in ways.values():
         for one, other in zip(way.model.parameters(), gloos, strict=True):
-            assert one.grad is not None
-            assert other.grad is not None
-            largest, off = (float(each.abs().max()) for each in (other.grad, one.grad - other.grad))
+            ours, theirs = local_gradient(one), local_gradient(other)
+            if not ours.numel():
+                continue
+            largest, off = (float(each.abs().max()) for each in (theirs, ours - theirs))
             what = f"one is {off:.2g} off, of {largest:.2g}"
             groups.agree("has Gloo's gradients", off <= 1e-5 * largest, what)
+
+
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a gradient that is a DTensor, else the gradient."""
+    assert parameter.grad is not None
+    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
 
 
 def steps(name: str, group: Any) -> models.Steps:
@@ -216,6 +254,8 @@ def marks_of(answers: list[Answer]) -> list[Mark]:
             if answer.size
             else ZERO_MARK
             if ZERO in answer.what
+            else FSDP_MARK
+            if FSDP in answer.what
             else MARKS[answer.what.rpartition(" ")[2]],
             answer.to_gloo.median,
         )
@@ -236,6 +276,7 @@ def main() -> None:
     parser.add_argument("--sizes-kb", type=int, nargs="*", default=SIZES_KB)
     parser.add_argument("--only", nargs="*", default=[], help="collectives, by the table's names")
     parser.add_argument("--models", nargs="*", choices=models.MODELS, default=[])
+    parser.add_argument("--fsdp", nargs="*", choices=models.MODELS, default=[], help="with FSDP2")
     parser.add_argument("--zero", nargs="*", choices=models.MODELS, default=[], help="with ZeRO-1")
     options = parser.parse_args()
     answers = []
@@ -245,6 +286,8 @@ def main() -> None:
             answers += groups.ask(measure, ranks, sizes, options.rounds, options.only)
         for model in options.models:
             answers.append(groups.ask(measure_steps, ranks, model, options.rounds))
+        for model in options.fsdp:
+            answers.append(groups.ask(measure_fsdp, ranks, model, options.rounds))
         for model in options.zero:
             answers += groups.ask(measure_zero, ranks, model, options.rounds)
     console = results_output.console()
