@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,25 @@ def example_survives_a_kill(job: Any, example: Path) -> None:
     training.until(lambda: "step 50" in training.output, "step 50", 100)
     training.kill(0)
     assert "step 200" in training.succeed(200)
+
+
+def example_ends_alike(job: Any, example: Path, steps: int, kills: int) -> None:
+    """An epoch in which workers die and return ends with the loss of one that nothing happened to."""
+    undisturbed = job("-np 4", ["python", example, str(steps)])
+    wanted = losses(undisturbed.succeed(600))
+    training = job(f"-np 4 --min-np 2 {BACK}", ["python", example, str(steps)])
+    training.until(lambda: losses(training.output), "the first loss", 100)
+    for kill in range(kills):
+        before = len(training.worlds())
+        training.kill(kill % 4)
+        training.until(lambda before=before: len(training.worlds()) > before, "a new world", 60)
+        training.wait_for_world(4, 100)
+    found = losses(training.succeed(600))
+    assert found[steps] == pytest.approx(wanted[steps], rel=1e-3, abs=1e-3)
+
+
+def losses(output: str) -> dict[int, float]:
+    """Return the losses that an example has printed, by step."""
+    return {
+        int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss ([0-9.]+)", output)
+    }

@@ -18,6 +18,7 @@ from harness.sharded_jobs import (
     PLACES,
     at_once,
     ends_without_two_shards,
+    example_ends_alike,
     example_survives_a_kill,
     of_two_that_stayed,
     results,
@@ -97,6 +98,12 @@ def test_options_that_differ_between_ranks_end_the_job(job: Any, differs: dict[s
 @pytest.mark.nightly
 def test_the_example_goes_on_after_a_kill(job: Any):
     example_survives_a_kill(job, EXAMPLES / "fsdp_elastic.py")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_the_example_with_six_kills_and_joins_ends_with_the_loss_of_an_undisturbed_run(job: Any):
+    example_ends_alike(job, EXAMPLES / "fsdp_elastic.py", steps=3000, kills=6)
 
 
 @pytest.mark.nightly
