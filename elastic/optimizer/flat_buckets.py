@@ -128,8 +128,12 @@ class FlatBucket:
         # Zeros, because the gaps between gradients are sent as well.
         self._wire = zeros(length, wire_dtype, device)
         self._wires = _views(self._wire, parameters, offsets)
+        # What is sent: complex numbers as pairs of real ones.
+        self._sent = (
+            torch.view_as_real(self._wire).view(-1) if wire_dtype.is_complex else self._wire
+        )
         # After `finish`, the first of the reduced gradients.
-        self.sample = self._wire[: min(elements, SAMPLE)]
+        self.sample = self._sent[: min(elements, SAMPLE)]
         self._flat, self._views = self._wire, self._wires
         self._in_place = wire_dtype == dtype
         if not self._in_place:
@@ -140,8 +144,8 @@ class FlatBucket:
             for position, (parameter, wire) in enumerate(zip(parameters, self._wires, strict=True))
             if self._in_place and wire.nbytes >= LARGE_BYTES and host_copy.bytewise(parameter, wire)
         }
-        self._mark = self._wire[elements] if marked else None
-        self._heard = HostStepFlag(self._wire[elements]) if marked else None
+        self._mark = self._sent[-1] if marked else None
+        self._heard = HostStepFlag(self._sent[-1]) if marked else None
         self._pointers = [view.data_ptr() for view in self._views]
         # The tensors that become ``parameter.grad``. Module.to() and some scripts replace the memory of such a tensor,
         # after which it is no longer a view of the buffer. Each has its own version counter, independent of the rest
@@ -163,7 +167,7 @@ class FlatBucket:
         self._work: Work | None = None
 
     def wire(self) -> BucketSpec:
-        return wire_of(self._wire)
+        return wire_of(self._sent)
 
     def fill(self, position: int, *, watch: bool) -> None:
         if self._small[position]:
@@ -230,7 +234,7 @@ class FlatBucket:
             self._fill_small()
         if self._mark is not None:
             self._mark.fill_(mark_value(op, mark))  # replaces the result of the previous step
-        self._work = _reduce(group, self._wire, op, self.scales)
+        self._work = _reduce(group, self._sent, op, self.scales)
 
     def finish(self) -> int | None:
         assert self._work is not None, "a bucket is waited for that was never launched"

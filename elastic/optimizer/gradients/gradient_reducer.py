@@ -519,14 +519,6 @@ class GradientReducer:
             raise
 
     def _compare(self, world: Context, moment: plan_agreement.ComparisonPoint, anew: bool) -> bool:
-        if self._options.casts:
-            for slot in self._plan.slots:
-                if slot.parameter.is_complex():
-                    raise TypeError(
-                        f"{slot.name} is {slot.parameter.dtype}, which can't be reduced: keep its real and"
-                        " imaginary parts as a parameter, and create the complex tensor from that with"
-                        " torch.view_as_complex()"
-                    )
         known = plan_agreement.of(world, self._members)
         digest = digest_of(self._plan.lines())
         last = moment is plan_agreement.ComparisonPoint.LAST_PASS

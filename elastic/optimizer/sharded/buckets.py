@@ -65,6 +65,10 @@ class ShardBucket:
         self.stride = self.elements + ROOM
         self.places = zeros(depth * self.stride, self.dtype, self.device).view(depth, self.stride)
         self.flat = list(self.places)
+        # What is summed and sent: complex numbers as pairs of real ones.
+        self.sent = self.places
+        if self.dtype.is_complex:
+            self.sent = torch.view_as_real(self.places).view(depth, -1)
         self._views = [self._views_of(flat) for flat in self.flat]
         result = self._views[0]
         if self.compressed:
@@ -91,6 +95,11 @@ class ShardBucket:
             flat.as_strided(each.size(), gradient_strides(each), flat.storage_offset() + offset)
             for each, offset in zip(self.parameters, self.offsets, strict=True)
         ]
+
+    @property
+    def sent_elements(self) -> int:
+        """Number of elements in each row of ``sent``, without the padding."""
+        return self.elements * (2 if self.dtype.is_complex else 1)
 
     @property
     def shared(self) -> bool:

@@ -341,7 +341,7 @@ class ShardReducer:
         step = self._step
         assert step is not None
         group = world.group(PURPOSE, bucket.device)
-        target = bucket.flat[0]
+        target, elements = bucket.sent[0], bucket.sent_elements
         divisor = 1 if bucket.compressed else self._divisor
         if not self.shards.exact:
             if not step.merges:
@@ -350,9 +350,9 @@ class ShardReducer:
         if len(step.held) == 1:
             return group.barrier()  # the root is already complete; see `_divisor_of_root`
         if self._in_memory and isinstance(group, SharedCollectives):
-            return group.reduce_tree(bucket.places, bucket.elements, self._program, divisor)
+            return group.reduce_tree(bucket.sent, elements, self._program, divisor)
         counts = [len(nodes) for nodes in step.partials]
-        return PartialsExchange(group, bucket.flat, bucket.elements, self._program, counts, divisor)
+        return PartialsExchange(group, list(bucket.sent), elements, self._program, counts, divisor)
 
     def _agree(self, world: Context) -> None:
         """Compare plans, and determine whether all buckets are in shared memory. Collective.

@@ -315,14 +315,24 @@ def test_two_optimizers_of_one_model_are_named_as_what_they_are(world):
     del old
 
 
-def test_a_complex_parameter_is_named(world):
-    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), [("phase", parameter)])
-    with raises(TypeError):
-        parameter.abs().sum().backward()
-    with raises(TypeError):
-        optimizer.step()
-    assert world.gradients.calls == []
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("length", [2, 70_000])
+def test_complex_gradients_are_averaged(threads, dtype, length):
+    def rank(number: int) -> None:
+        phase = torch.nn.Parameter(torch.ones(length, dtype=dtype))
+        scale = torch.nn.Parameter(torch.ones(3))
+        named = [("phase", phase), ("scale", scale)]
+        optimizer = DistributedOptimizer(torch.optim.SGD([phase, scale], lr=0.5), named)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (phase * (1 + 4j * number)).real.sum().backward()
+            optimizer.step()
+            assert phase.grad is not None
+            assert torch.equal(phase.grad, torch.full((length,), 1 - 2j, dtype=dtype))
+        assert torch.equal(phase.detach(), torch.full((length,), 2j, dtype=dtype))
+        assert scale.grad is not None and not scale.grad.any()
+
+    threads(2, rank)
 
 
 def test_gradients_of_gradients_are_refused(world):

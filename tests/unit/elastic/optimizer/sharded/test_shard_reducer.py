@@ -163,6 +163,31 @@ def test_what_is_compressed_has_the_same_bits_in_every_world(ranks, compression)
             assert same(alone, found), size
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_complex_gradients_are_the_same_in_every_world(ranks, exact):
+    def rank(_: int) -> torch.Tensor:
+        phase = torch.nn.Parameter(torch.ones(90, dtype=torch.complex64))
+        shards = Shards(5, exact=exact)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([phase], lr=0.1), [("phase", phase)], shards=shards
+        )
+        for step in range(STEPS):
+            for shard in shards:
+                real, imaginary = drawn(2, 90, seed=10 * step + shard)
+                (phase * torch.complex(real, imaginary)).real.sum().backward()
+            optimizer.step()
+        return phase.detach()
+
+    (alone,) = ranks(1, rank)
+    assert alone.is_complex() and alone.imag.any()
+    for size in (2, 3):
+        for found in ranks(size, rank):
+            if exact:
+                assert torch.equal(found, alone)
+            else:
+                torch.testing.assert_close(found, alone)
+
+
 @pytest.mark.parametrize("elements", [3, 600_000])  # large ones are copied past the caches
 def test_each_shard_is_rounded_and_so_is_each_sum(ranks, elements):
     def step(rank):
