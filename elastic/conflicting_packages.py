@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 
-# Files and folders of theirs that this package does not have.
+# Files and folders of those packages that this package does not have.
 MARKS = {
     "elastic": ("elastic.py", "_version.py", "cli"),
     "horovod": ("_keras", "common/basics.py", "spark/__init__.py"),
@@ -13,9 +13,7 @@ MARKS = {
 
 
 def warn_of_conflicts(package: str, folder: str) -> None:
-    """Issue a RuntimeWarning if the package's folder has files of another package. Done by the driver, not by
-    workers.
-    """
+    """Issue a RuntimeWarning if the package's folder has files of another package. Called by the driver only."""
     if "ELASTIC_WORKER" in os.environ:
         return
     for mark in MARKS[package]:

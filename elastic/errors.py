@@ -68,7 +68,7 @@ class StateMismatch(ElasticError):
 class ShardLost(ElasticError):
     """No worker holds some shards of a sharded state any more. Ends the job unless there is a checkpoint.
 
-    ``lost``: for each such shard of the newest commit, its number, the number of shards, and the hosts that had it.
+    ``lost``: for each missing shard of the newest commit, its number, the number of shards, and the hosts that held it.
     """
 
     def __init__(self, lost: Sequence[tuple[int, int, Sequence[str]]]) -> None:
@@ -114,7 +114,7 @@ class DriverLost(ElasticError):
 
 
 class Differing(NamedTuple):
-    """A group whose ranks called different collectives. ``key`` identifies it on all of them, in their world."""
+    """A group whose ranks called different collectives. ``key`` identifies it on all its ranks, within their world."""
 
     key: str
     rank: int
@@ -167,10 +167,11 @@ class CollectiveFailed(HorovodInternalError):
 
 
 class TensorMismatch(ElasticError, HorovodInternalError):
-    """The ranks submitted mismatched tensors under one name; every rank raises it, and names the difference.
+    """The ranks submitted mismatched tensors under one name. Every rank raises it; the message names the difference.
 
-    A Horovod error by name, but never recovered from: the same lines would submit the same tensors again. It ends the
-    worker with its traceback. ``calls``: the ranks' different calls, as `elastic.protocol.calls.Called`.
+    Although it is a HorovodInternalError, it is not recovered from, because the same code would submit the same tensors
+    again. It ends the worker with a traceback. ``calls``: the ranks' different calls, as
+    `elastic.protocol.calls.Called`.
     """
 
     calls: tuple[Any, ...] = ()
@@ -191,8 +192,8 @@ class Invalid(ElasticError, ValueError):
 class Unsupported(Invalid, HorovodInternalError, NotImplementedError):
     """A collective does not support the request, such as a reducescatter of maxima. Raised before anything is sent.
 
-    Horovod raises some of these as a HorovodInternalError or a NotImplementedError. Here it is never recovered from:
-    the same lines would request the same again.
+    Horovod raises some of these as a HorovodInternalError or a NotImplementedError. Here it is not recovered from,
+    because the same code would make the same request again.
     """
 
 
@@ -256,7 +257,7 @@ class StaleValueWarning(UserWarning):
 def summary_of(error: BaseException) -> str:
     """Return ``OSError: the first line of its message``, up to `SUMMARY_LIMIT` characters, without notes.
 
-    Only the class if the message is empty.
+    Returns only the class name if the message is empty.
     """
     try:
         text = str(error)

@@ -2,7 +2,8 @@
 
 In a script that only imports `elastic`, interruptions are ``PeerLost`` and ``WorldChanging``, which are not caught by
 accident. A script that imports Horovod's names may contain ``except HorovodInternalError:``, to log, clean up or retry:
-there they are raised as subclasses of both. Importing this module changes nothing; the ``horovod`` package calls
+for such scripts, interruptions are raised as subclasses of both.
+Importing this module changes nothing; the ``horovod`` package calls
 `raise_as_horovod`.
 """
 
@@ -17,7 +18,7 @@ from elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, PeerLost
 class HorovodPeerLost(PeerLost, HorovodInternalError):
     """``PeerLost`` as caught by a script written for Horovod.
 
-    If it is caught and not raised again, it is raised at the next collective, step or commit.
+    If a handler does not re-raise it, it is raised again at the next collective, step or commit.
     """
 
 
@@ -52,6 +53,6 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def raise_as_horovod() -> None:
-    """Make a lost peer and a planned change Horovod's exceptions, too, in this process from now on."""
+    """From now on, raise PeerLost and WorldChanging in this process as subclasses of Horovod's exceptions."""
     errors.raised_as[PeerLost] = HorovodPeerLost
     errors.raised_as[WorldChanging] = HorovodWorldChanging

@@ -1,10 +1,10 @@
 """The loop under ``@elastic.run``: form a world, send the state to all, train, and repeat when the world changes.
 
 Interruptions reach user code only in the training thread: at a collective, an optimizer step or synchronize, at
-``commit()`` and ``check_host_updates()``. A user's own exception is not recovered from here: it ends this process, and
-the driver decides about the other workers, except for one in a worker that was asked to leave (see
-`failures.departure`). A script can raise Horovod's two exceptions to recover. A mismatch of tensors has their name but
-is not recovered from, because the same lines would submit the same tensors again.
+``commit()`` and ``check_host_updates()``. An exception of the script is not recovered from: it ends this process, and
+the driver decides about the other workers. `failures.departure` handles it in a worker that was asked to leave. A
+script can raise Horovod's two exceptions to recover. TensorMismatch is a subclass of one of them but is not recovered
+from, because the same code would submit the same tensors again.
 """
 
 from __future__ import annotations
@@ -73,13 +73,16 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
     """Decorate a training function whose first argument is a State; return what the function returns.
 
     The function is called again after every change of the world, with the state of the last commit (after a failure) or
-    the present one (after a planned change). Raises StateMismatch if this worker's state does not match the others',
-    and any exception of the function.
+    the present one (after a planned change).
 
-    ``sys.exit`` in the function ends this worker's part in the job; the other workers continue at once.
+    ``sys.exit`` in the function ends this worker's part in the job; the other workers continue immediately.
 
     A script may train again, with another such function or another fit() of a trainer, once the first has returned on
-    all workers. That training is not elastic, as a log line says.
+    all workers. That training is not elastic; a log line says so.
+
+    Raises:
+        StateMismatch: this worker's state does not match that of the other workers.
+        Exception: any exception of the function.
 
     Example::
 
@@ -136,15 +139,15 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
         except DeviceLost as lost:
             _end_now(rt, lost)
         except ShardLost as lost:
-            # Every worker finds the same; the driver ends the job with this message.
+            # Every worker finds the same error; the driver ends the job with this message.
             rt.training.lost_shards(str(lost))
             sys.exit(1)
         except Interrupted:
             raise
         except BaseException as error:  # includes KeyboardInterrupt and the script's own subclasses
             if isinstance(error, StateMismatch) and not rt.training.in_user_code:
-                # The driver or rank 0's state has rejected this worker. Other workers may wait for it in a transfer,
-                # and its process takes seconds to exit.
+                # The driver has rejected this worker, or its state does not match rank 0's. Other workers may wait
+                # for it in a transfer, and its process takes seconds to exit.
                 rt.training.turned_away()
                 raise
             # Formatted before the process ends, because the driver quotes the traceback if the job fails.
@@ -160,7 +163,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
 
 
 def _end_now(rt: WorkerRuntime, lost: DeviceLost) -> NoReturn:
-    """End the process at once, because a normal exit would wait for the device."""
+    """End the process immediately, because a normal exit would wait for the device."""
     trace = traceback.format_exc()
     rt.training.raised(summary_of(lost), trace, True)
     print(trace, end="", file=sys.stderr, flush=True)
@@ -178,7 +181,7 @@ def _train(
     if rt.elastic:
         sharding_guard.begin()
         state.capture_shards()
-    # Optimizers created by the script so far, also on a new worker. Later ones may come and go.
+    # Optimizers created by the script so far, also on a new worker. Later ones may be created and deleted.
     others = gradient_layout.outside_state(state.handled())
     departure.waits = rt.elastic or rt.commits.durable is not None
     first = True
@@ -251,7 +254,7 @@ def _train_in_worlds(
 
 
 def _return_to_commit(rt: WorkerRuntime, state: State, *, alone: bool = False) -> None:
-    """Return to the last commit at the end of a world. ``alone``: to the present state, which was saved here."""
+    """At the end of a world, return to the last commit or, if ``alone``, to the present state, which was saved here."""
     rt.training.interrupted()
     rt.training.drain()
     if alone:
@@ -337,7 +340,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     copied = _bring(rt, state, world)
     lacking = _lacking(world)
     if not first and lacking and world.place.rank not in lacking and state.calls_back():
-        state.save()  # the state as sent to the others is everyone's commit from here on
+        state.save()  # from here on, the state as sent is the commit of all ranks
     preallocated_memory.leave()
     rt.commits.adopt(copied)
     if copied:
@@ -347,7 +350,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
 
 
 def _bring(rt: WorkerRuntime, state: State, world: World) -> int:
-    """Make the state equal on all ranks. Returns bytes copied, as far as they are known."""
+    """Make the state equal on all ranks. Return the bytes copied, as far as known."""
     if has_custom_sync(state):
         state.sync()
         return 0
@@ -355,7 +358,7 @@ def _bring(rt: WorkerRuntime, state: State, world: World) -> int:
 
 
 def _copy_state(rt: WorkerRuntime, state: State, world: World) -> int:
-    """Send the state from rank 0 to the ranks that lack the newest commit; other ranks return at once.
+    """Send the state from rank 0 to the ranks that lack the newest commit; other ranks return immediately.
 
     Returns the number of bytes copied.
     """
@@ -377,5 +380,5 @@ def _copy_state(rt: WorkerRuntime, state: State, world: World) -> int:
 
 
 def _lacking(world: World) -> range:
-    """The ranks that do not hold the newest commit; never rank 0."""
+    """Return the ranks that do not hold the newest commit; never rank 0."""
     return range(max(1, world.holders), world.place.size)

@@ -13,13 +13,15 @@ Array = np.ndarray[Any, Any]
 
 
 def to_torch(array: Array) -> torch.Tensor:
-    """Convert an array to a tensor: a view, or a copy if the array is read-only or not contiguous. Raises
-    UnsupportedType.
+    """Convert an array to a tensor: a view, or a copy if the array is read-only or not contiguous.
+
+    Raises:
+        UnsupportedType: torch has no such dtype.
     """
     if not array.flags.writeable or not array.flags.c_contiguous:
-        array = np.array(array, order="C")  # not ascontiguousarray: that has at least one dimension
+        array = np.array(array, order="C")  # ascontiguousarray would add a dimension to a scalar
     try:
-        if array.dtype.name == "bfloat16":  # of ml_dtypes; numpy itself has none
+        if array.dtype.name == "bfloat16":  # from ml_dtypes; numpy itself has no bfloat16
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
     except TypeError:

@@ -1,8 +1,8 @@
-"""Gradients of collectives, with Horovod's conventions: a rank's loss counts as its share of an average.
+"""Gradients of collectives. As in Horovod, the loss of a rank is its share of the average loss.
 
-A backward pass runs collectives among the same ranks and is differentiable in turn. Their names are derived from the
-forward's, so that they match in whatever order a rank runs its backward pass; calls without a name are matched by their
-order. Integer tensors have no gradient and are skipped.
+The backward pass runs collectives among the same ranks and is itself differentiable. Their names are derived from the
+names of the forward calls, so ranks may run their backward passes in different orders. Calls without a name are matched
+by their order. Integer tensors have no gradient and are skipped.
 
 ``members`` are the ranks of a process set, None for the world; roots are world ranks.
 """
@@ -90,13 +90,13 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
         (average,) = _average(ctx.how, gradients)
         if not submission.is_root(ctx.root, average.device, ctx.how[1]):
-            # Zeros that still depend on the average: what is differentiated again runs on every rank.
+            # Zeros that depend on the average, so that a second differentiation runs its collectives on every rank.
             average = average.masked_fill(torch.ones_like(average, dtype=torch.bool), 0)
         return None, None, None, average
 
 
 class _Alltoall(torch.autograd.Function):
-    """Gradient: every row's gradient goes back to where the row came from; rows that were not sent get zeros."""
+    """Gradient: the gradient of each row is returned to the rank that sent the row; unsent rows get zeros."""
 
     @staticmethod
     def forward(
@@ -120,7 +120,7 @@ class _Alltoall(torch.autograd.Function):
 
 
 class _Reducescatter(torch.autograd.Function):
-    """Gradient: all ranks' gradients, gathered; times the number of ranks for Sum, as in Horovod."""
+    """Gradient: the gathered gradients of all ranks, multiplied by their number for Sum, as in Horovod."""
 
     @staticmethod
     def forward(
@@ -173,9 +173,9 @@ def _average(
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """For each tensor, whether it has a gradient: decided by dtype, so that all ranks decide the same."""
+    """Return, for each tensor, whether it has a gradient. Decided by dtype, so that all ranks agree."""
     return [
-        # What is no tensor is refused, with a sentence, when it is submitted.
+        # An object that is not a tensor is rejected later, when it is submitted.
         not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex()
         for tensor in tensors
     ]

@@ -78,8 +78,9 @@ def broadcast_parameters(
 def broadcast_copies(
     tensors: Iterable[torch.Tensor], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Return new tensors with the values of rank ``root_rank``, for frameworks whose variables are set by a value.
-    Raises as `broadcast_parameters`.
+    """Return new tensors with the values of rank ``root_rank``, for frameworks that set variables by value.
+
+    Raises the same errors as `broadcast_parameters`.
     """
     copies = [tensor.clone() for tensor in tensors]
     named = [(str(number), tensor) for number, tensor in enumerate(copies)]
@@ -127,7 +128,7 @@ def broadcast_optimizer_state(
     lengths = [str(len(group["params"])) for group in optimizer.param_groups]
     described = [_describe("", parameter) for parameter in parameters]
     _compare("optimizers", lengths + described, process_set)
-    # SparseAdam takes no dense ones.
+    # SparseAdam rejects dense gradients.
     if not optimizer.state and not isinstance(optimizer, torch.optim.SparseAdam):
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None:
@@ -159,7 +160,7 @@ def broadcast_object(
     """Broadcast a Python object from one rank to all.
 
     Args:
-        obj: pickled on ``root_rank``: objects that the script defines by their names, all others as cloudpickle does.
+        obj: pickled on ``root_rank``: objects that the script defines are pickled by name, all others with cloudpickle.
             Ignored on other ranks.
         root_rank: a world rank, with a ``process_set`` too.
         name, process_set: as in `elastic.api.ops`.
@@ -168,7 +169,8 @@ def broadcast_object(
         ``obj`` itself on ``root_rank``, a copy on the others.
 
     Raises:
-        PeerLost: when the world breaks. On ``root_rank``, also the exceptions of pickle.
+        PeerLost: when the world breaks.
+        Exception: on ``root_rank``, any exception of pickle.
 
     Example::
 
@@ -198,7 +200,8 @@ def allgather_object(
         A list of copies, in rank order.
 
     Raises:
-        PeerLost: when the world breaks. Also the exceptions of pickle.
+        PeerLost: when the world breaks.
+        Exception: any exception of pickle.
     """
     blob = torch.frombuffer(_pickled(obj), dtype=torch.uint8)
     length = torch.tensor([len(blob)], dtype=torch.int64, device=_CPU)
@@ -257,7 +260,7 @@ def _outline(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -
 def _adopt(
     optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], outline: _Outline
 ) -> None:
-    """Set options and entries to the root's; tensors get their values later."""
+    """Copy options and entries from the root. Tensors receive their values later."""
     for group, options in zip(optimizer.param_groups, outline.options, strict=True):
         for key in group.keys() - options.keys() - {"params"}:
             del group[key]

@@ -409,9 +409,8 @@ def alltoall(
 
     Args:
         tensor: of shape ``[rows, ...]`` and any dtype. ``rows`` may differ between ranks.
-        splits: the number of rows for each rank, in rank order: int32, of shape ``[size]``. Default: the same number
-        for
-            all ranks.
+        splits: the number of rows for each rank, in rank order: int32, of shape ``[size]``. Default: the same
+            number for all ranks.
         name, process_set: see the module.
 
     Returns:
@@ -528,12 +527,20 @@ def grouped_reducescatter_async(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank of ``process_set`` has called it. Raises PeerLost if one is lost meanwhile."""
+    """Wait until every rank of ``process_set`` has called `barrier`.
+
+    Raises:
+        PeerLost: a rank was lost meanwhile.
+    """
     submission.barrier(resolve(process_set))
 
 
 def as_op(op: int | None, average: bool | None) -> Op:
-    """The reduction that both arguments select. Raises ValueError; also used for other frameworks."""
+    """Return the reduction that ``op`` or the deprecated ``average`` selects. Also used for other frameworks.
+
+    Raises:
+        ValueError: both are given, or ``op`` is not a reduction.
+    """
     if average is not None:
         if op is not None:
             raise ValueError("op and average were both given: pass op alone")

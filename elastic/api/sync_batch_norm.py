@@ -1,7 +1,7 @@
 """`SyncBatchNorm`: batch normalization with the statistics of all ranks' batches together.
 
-In training each rank computes the mean and variance of its own batch, and one small allreduce makes those of the whole:
-per channel sums and sums of squares in float64, and the number of values. Backward adds up two more sums per channel.
+In training, each rank computes the mean and variance of its own batch, and one small allreduce combines them: sums and
+sums of squares per channel in float64, and the number of values. Backward reduces two more sums per channel.
 Sums instead of per-rank statistics allow batches of different sizes, including empty ones; a rank that has joined
 contributes no values. From Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
 
@@ -25,19 +25,24 @@ _HALF = (torch.float16, torch.bfloat16)
 class SyncBatchNorm(_BatchNorm):
     """A batch norm layer for inputs of shape (values, ``num_features``, ...), as ``torch.nn.BatchNorm1d`` to ``3d``.
 
-    Arguments, parameters, buffers and ``state_dict`` are those of torch's layers, into which it can be loaded and the
-    other way round; ``process_set`` says which ranks share their statistics. Float16 and bfloat16 inputs are normalized
-    in float32.
+    Arguments, parameters, buffers and ``state_dict`` are those of torch's layers, so state dicts can be exchanged with
+    them. ``process_set`` selects the ranks that share their statistics. Float16 and bfloat16 inputs are normalized in
+    float32.
 
     In training mode all ranks must call it, and its backward, equally often and in the same order; otherwise the others
-    wait for the missing rank. Gradients follow Horovod's convention that a rank's loss is its share of an average.
-    The input's gradient is that of all ranks' losses added up, because through the statistics each input changes every
-    output. The gradients of weight and bias are those of this rank's loss alone, for `DistributedOptimizer` to average
-    like all others. With ``op=Average`` the parameters of the whole model then get the gradient of the average loss.
+    wait for the missing rank.
 
-    In evaluation mode, and in a world of one, it is torch's layer. Raises ValueError for inputs of less than two
-    dimensions or another number of channels, NotInitialized before ``init()``, and PeerLost, also from backward, when
-    the world breaks.
+    As in Horovod, the loss of a rank is its share of the average loss. The gradient of the input is that of the sum of
+    all ranks' losses, because each input affects every output through the statistics. The gradients of weight and bias
+    are those of this rank's loss alone; `DistributedOptimizer` averages them like all others. With ``op=Average``, all
+    parameters of the model then receive the gradient of the average loss.
+
+    In evaluation mode, and in a world of one rank, it behaves like torch's layer.
+
+    Raises:
+        ValueError: the input has less than two dimensions or another number of channels.
+        NotInitialized: ``init()`` was not called.
+        PeerLost: the world broke; also raised by backward.
     """
 
     def __init__(
@@ -87,7 +92,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalized(torch.autograd.Function):
-    """(normalized input; mean and variance per channel; number of values per channel), of all ranks together."""
+    """Return the normalized input, and the mean, variance and number of values per channel over all ranks."""
 
     @staticmethod
     def forward(
@@ -115,7 +120,7 @@ class _Normalized(torch.autograd.Function):
         shape = [-1 if dim == 1 else 1 for dim in range(input.dim())]
         centered = input.to(wide) - mean.view(shape)
         gradient = gradient.to(wide)
-        # Per channel: of the gradients, and of the gradients times the centered values.
+        # Sums per channel: of the gradients, and of the gradients times the centered values.
         sums = torch.stack([gradient.sum(others), (gradient * centered).sum(others)])
         of_weight = of_bias = of_input = None
         if ctx.needs_input_grad[1]:
@@ -123,7 +128,7 @@ class _Normalized(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             of_bias = sums[0].to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            # A new tensor: this rank's own sums may be what `of_bias` is.
+            # `_total` returns a new tensor, because `of_bias` may share the memory of this rank's sums.
             means = _total("backward", sums.double(), ctx.process_set).div_(count).to(wide)
             scale = inverse if weight is None else inverse * weight.to(wide)
             by_value = means[1] * inverse * inverse
@@ -144,10 +149,10 @@ def _normalized(*arguments: Any) -> tuple[torch.Tensor, ...]:
 def _statistics(
     input: torch.Tensor, process_set: ProcessSet
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean and biased variance per channel and the number of values per channel, over all ranks.
+    """Return the mean, the biased variance and the number of values per channel, over all ranks.
 
-    In float32, in float64 for float64 inputs. Differences to the mean are taken locally, and the ranks' sums are
-    combined in float64: a mean that is large compared to the deviation costs no digits.
+    Computed in float32, or in float64 for float64 inputs. Differences from the mean are computed locally, and the
+    sums of the ranks are combined in float64, so a mean that is large compared to the deviation loses no precision.
     """
     wide = torch.float32 if input.dtype in _HALF else input.dtype
     others = [dim for dim in range(input.dim()) if dim != 1]
@@ -168,7 +173,7 @@ def _statistics(
 
 
 def _total(direction: str, sums: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
-    """All ranks' sums added up, as a new tensor."""
+    """Return the sum over all ranks as a new tensor."""
     # All layers of one width share a name: they run in the same order on every rank, and a name with a constant shape
     # is negotiated only once. Names cannot be numbered by creation, whose order may differ between ranks.
     name = f"sync_batch_norm.{direction}.{sums.shape[1]}"
