@@ -73,7 +73,7 @@ class HandledState(_OfThisProcess, ObjectState):
         self._notify_shards()
         self._check_shards()
         self._random = RandomState() if rng is True else None
-        self._begun = 0  # number of saves begun; shows a digest that a save began meanwhile
+        self._begun = 0  # number of saves begun; lets a digest detect a save that began meanwhile
         self._introduce()
         self._sharded = self._commits_of_shards(copies, least_shards)
         if self._sharded is None and copies != 1:
@@ -218,7 +218,7 @@ class HandledState(_OfThisProcess, ObjectState):
 
         Raises:
             NotElastic: a fully sharded model has other parameters than before, or an optimizer beside it trains others.
-            Invalid: an optimizer that is sharded by itself trains a parameter of no model.
+            Invalid: an optimizer with its own sharding trains a parameter that is in no model.
         """
         for model in self._of_kind(FullyShardedHandler):
             model.check_parameters()

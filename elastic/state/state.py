@@ -61,7 +61,9 @@ class State:
     def commit(self) -> None:
         """Make the present state the one to restore after a failure, then check whether the world changes.
 
-        Raises Invalid if a value can't be copied, WorldChanging and PeerLost to unwind to ``elastic.run``.
+        Raises:
+            Invalid: a value can't be copied.
+            WorldChanging, PeerLost: to unwind to ``elastic.run``.
         """
         rt = lifecycle.active()
         if rt is None:
@@ -87,14 +89,17 @@ class State:
         failpoint("commit")
         with timeline.during("state", "commit"):
             if _is_ours(type(self).save):
-                self.save()  # marks itself from where on the previous commit is incomplete
+                self.save()  # itself marks the point from which the previous commit is incomplete
             else:
                 with self._saving():
                     self.save()
 
     def check_host_updates(self) -> None:
-        """Check whether the world changes, without saving. Raises WorldChanging, PeerLost; and Invalid in the loop over
-        a step's shards.
+        """Check whether the world changes, without saving.
+
+        Raises:
+            WorldChanging, PeerLost: to unwind to ``elastic.run``.
+            Invalid: called in the loop over a step's shards.
         """
         if why := context.refusal():
             raise Invalid(f"check_host_updates() was called {why}")
@@ -133,7 +138,7 @@ class State:
                     callback()
 
     def calls_back(self) -> bool:
-        """Whether there are callbacks, which may have changed the committed values."""
+        """Return whether there are callbacks, which may have changed the committed values."""
         return bool(self._reset_callbacks)
 
     def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None:
@@ -141,7 +146,7 @@ class State:
         self._host_messages.put((timestamp, update_res))
 
     def is_sharded(self) -> bool:
-        """Whether each rank holds a part of the state, so that all commit and restore together."""
+        """Return whether each rank holds a part of the state, so that all commit and restore together."""
         return False
 
     def capture_shards(self) -> None:
@@ -158,8 +163,15 @@ class State:
         """Restore one commit of a sharded state on all ranks of a new world, divided among them, and commit it there.
 
         ``met``: what the ranks hold, see `elastic.state.fully_sharded.sharded_commits.WorldInventory`. ``reset`` is
-        called once this worker's own values are those of the commit. Returns bytes received from other ranks. Raises
-        PeerLost, ShardLost, StateMismatch.
+        called once this worker's own values are those of the commit.
+
+        Returns:
+            The number of bytes received from other ranks.
+
+        Raises:
+            PeerLost: a rank was lost.
+            ShardLost: no commit is complete.
+            StateMismatch: the parts or their tensors differ between ranks.
         """
         raise NotImplementedError
 
@@ -182,7 +194,7 @@ class State:
                 tensors, gradients = {}, {}
 
     def layout(self) -> str:
-        """The lines that must agree on all workers. Empty: nothing is compared."""
+        """Return the lines that must agree on all workers. Empty: nothing is compared."""
         return ""
 
     def _options(self) -> list[str]:
@@ -231,7 +243,7 @@ class State:
         return []
 
     def valid(self) -> bool:
-        """Whether the last save is complete. One that raised midway is not, until another succeeds."""
+        """Return whether the last save is complete. One that raised midway is not, until another succeeds."""
         return self._whole
 
     @contextlib.contextmanager
@@ -251,11 +263,13 @@ class State:
 class ObjectState(State):
     """Python values as attributes: ``ObjectState(epoch=0, batch=0)``. Committed and restored as deep copies.
 
-    The keywords define the state; attributes set later are not part of it. Raises Invalid for models, optimizers and
-    other values that a `TorchState` handles.
+    The keywords define the state; attributes set later are not part of it.
+
+    Raises:
+        Invalid: a value is a model, an optimizer or another value that only a `TorchState` handles.
     """
 
-    if TYPE_CHECKING:  # the attributes are whatever the keywords say
+    if TYPE_CHECKING:  # attributes are defined by the keywords
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -290,7 +304,7 @@ class ObjectState(State):
         self._restore_values()
 
     def sync(self) -> None:
-        """Make the values equal to rank 0's present ones on all ranks, and commit them."""
+        """Copy the present values of rank 0 to all ranks, and commit them."""
         if custom_broadcast(self):
             self._take_over(self._bcast_object(self._values()))
         else:
@@ -308,7 +322,11 @@ class ObjectState(State):
         expected_equal: bool = False,
         group_on: GroupOn | None = None,
     ) -> int:
-        """Raises StateMismatch at a receiver that can't read the values, Invalid at a root that can't pickle them."""
+        """Send the values of rank ``root`` to the others.
+
+        Raises:
+            StateMismatch: at a receiver that can't read the values.
+            Invalid: at a root that can't pickle them."""
         moved, values = state_transfer.transfer(group, root, {}, self._values(), self.layout())
         if group.rank != root:
             self._take_over(values)
@@ -347,21 +365,24 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def _take_over(self, values: dict[str, Any]) -> None:
-        # The names are rank 0's from now on; what is committed stays, until the next save.
+        # From now on, the names are those of rank 0. The committed values remain until the next save.
         self._saved_state = {name: self._saved_state.get(name, v) for name, v in values.items()}
         for name, value in values.items():
             setattr(self, name, value)
 
 
 def hold(state: ObjectState) -> HeldCommit:
-    """Hold the newest commit unchanged until it is released. Raises Invalid if the state contains values that can't be
-    written, DeviceLost.
+    """Keep the newest commit unchanged until it is released.
+
+    Raises:
+        Invalid: the state contains values that can't be written.
+        DeviceLost: the accelerator failed.
     """
     return state._hold()
 
 
 def options_of(state: State) -> list[str]:
-    """Lines of options that must agree on all workers of a world, like the layout, but not with a checkpoint."""
+    """Return the option lines that must agree on all workers of a world, but not with a checkpoint."""
     return state._options()
 
 
@@ -412,12 +433,12 @@ def refuse_method_names(names: Iterable[str]) -> None:
 
 
 def custom_broadcast(state: State) -> bool:
-    """Whether the state was given a ``bcast_object`` that is not the runtime's."""
+    """Return whether the state was given a ``bcast_object`` that is not the runtime's."""
     return state._bcast_object is not broadcast_object
 
 
 def has_custom_sync(state: State) -> bool:
-    """Whether the state is synchronized by code of the script, and therefore by all workers at once."""
+    """Return whether the state is synchronized by code of the script, and therefore by all workers together."""
     ours = _is_ours(type(state).sync)
     foreign: Callable[[], dict[str, Any]] = getattr(state, "_foreign_handlers", dict)
     return not ours or custom_broadcast(state) or bool(foreign())
@@ -430,7 +451,7 @@ def overridden(state: State) -> list[str]:
 
 
 def _is_ours(method: Callable[..., Any]) -> bool:
-    """Whether a method of a state is this package's, and not a script's own."""
+    """Return whether a method of a state is this package's, and not a script's own."""
     return getattr(method, "__module__", "").startswith("elastic.state.")
 
 
@@ -440,9 +461,10 @@ def _rank() -> int:
 
 
 def _callers() -> tuple[int, ...] | None:
-    """The ranks among which collectives of reset callbacks run, None for all. A worker that has just joined runs none,
-    and waits for the state. So do workers with an older commit, which the others can't distinguish from these: each of
-    them is alone.
+    """Return the ranks among which the collectives of reset callbacks run; None for all.
+
+    A worker without the newest commit, because it has just joined or holds an older one, waits for the state and is
+    alone: the other ranks can't distinguish the two cases.
     """
     rt = lifecycle.active()
     world = None if rt is None else rt.world

@@ -398,7 +398,7 @@ def _deliver(
 
 
 def _direct(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a broadcast can read or write the tensor's own memory."""
+    """Return whether a broadcast can read or write the tensor's own memory."""
     return (
         tensor.device == device
         and tensor.is_contiguous()

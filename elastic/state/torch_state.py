@@ -11,21 +11,24 @@ from elastic.state.handled_state import HandledState
 
 
 class TorchState(HandledState):
-    """Models, optimizers, schedulers, gradient scalers, samplers and loaders by keyword; other values as they are.
+    """State of a script that trains with torch: models, optimizers and other values, given by keyword.
 
-    ``TorchState(model=net, optimizer=sgd, sampler=sampler, epoch=0)``. ``rng=True`` commits and restores this worker's
-    random generators too (torch, CUDA, numpy, random); they are never sent to other workers. Assigning a handled name,
-    as in ``state.model = other``, handles and saves the new value. Raises Invalid if a value can't be copied.
+    Models, optimizers, schedulers, gradient scalers, samplers and loaders have handlers; all other values are copied.
+    Assigning a handled name, as in ``state.model = other``, handles and saves the new value. ``rng=True`` also commits
+    and restores this worker's random generators (torch, CUDA, numpy, random), which are never sent to other workers.
 
-    A model with ``fully_shard`` applied is committed by shards: every rank keeps its own, and ``copies`` other ranks,
-    on other hosts if there are any, keep a copy. That many ranks can be lost at once. ``commit`` is then a collective.
-    With ``least_shards``, the smallest number of shards that memory allows, each world has as many replicas of the
-    model as its ranks allow (HSDP). See docs/sharded.md.
+    A model with ``fully_shard`` applied is committed by shards: every rank keeps its own shard, and ``copies`` other
+    ranks, if possible on other hosts, keep a copy. Up to ``copies`` ranks can then fail at the same time, and
+    ``commit`` is a collective. ``least_shards`` is the smallest number of shards that memory allows; with it, each
+    world has as many replicas of the model as its ranks allow (HSDP). See docs/sharded.md.
 
     ``save`` copies changed values into host buffers that are allocated once; ``restore`` sets exactly the committed
     bits in place, drops optimizer entries created since, and clears gradients. The training mode of modules is
     committed too: if a commit follows ``model.eval()``, call ``model.train()`` before each step that may follow a
     restore.
+
+    Raises:
+        Invalid: a value can't be copied.
 
     Example::
 

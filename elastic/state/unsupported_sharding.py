@@ -71,7 +71,7 @@ def of_parameters(parameters: Iterable[Any]) -> Fixed | None:
 
 
 def any_fully_sharded() -> bool:
-    """Whether this process has a module that ``fully_shard`` was applied to and that is in no state."""
+    """Return whether this process has a module that ``fully_shard`` was applied to and that is in no state."""
     states = _classes("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
     known: Any = sys.modules.get("torch.distributed._composable_state")
     if not states or known is None:
@@ -149,7 +149,7 @@ def follow_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_followed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this optimizer, whose parameters or entries are sharded, is in a state."""
+    """Return whether this optimizer, whose parameters or entries are sharded, is in a state."""
     return optimizer in _followed_optimizers
 
 
@@ -173,7 +173,7 @@ def refuse_micro_batches(optimizer: torch.optim.Optimizer, kind: Fixed) -> NotEl
 
 
 def all_followed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether all DTensors that an optimizer trains are parameters of models in a state."""
+    """Return whether all DTensors that an optimizer trains are parameters of models in a state."""
     ours = {
         id(param.sharded_param)
         for state in list(_followed)

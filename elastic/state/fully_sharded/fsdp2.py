@@ -1,7 +1,7 @@
 """FSDP2 modules: list their sharded parameters, check that they are supported, and move them to another mesh. Acts.
 
 The module and its optimizer keep their parameter objects. The global size of each DTensor does not change; only its
-local tensor and its spec are replaced. This relies on private names of torch, so `TESTED` lists the supported versions.
+local tensor and its spec are replaced. `TESTED` lists the supported versions, because private names of torch are used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def obstacle(model: nn.Module) -> str | None:
             f"is fully sharded, which elastic.run follows with torch {' and '.join(TESTED)}, and this is torch"
             f" {torch.__version__}"
         )
-    # `remesh` needs it. Imported there, it would take 0.2 s of the first recovery.
+    # Needed by `remesh`. Importing it there would add 0.2 s to the first recovery.
     importlib.import_module("torch.distributed.tensor.debug")
     size = torch.distributed.get_world_size()
     ours = {id(param.sharded_param) for param in sharded_params(model).values()}
@@ -141,7 +141,7 @@ def lines_of(mesh: Any) -> list[tuple[int, ...]]:
 
 
 def is_over_all(model: nn.Module, size: int, shard: int) -> bool:
-    """Whether the model's mesh is all ``size`` ranks in ascending order and this rank has the shard ``shard``."""
+    """Return whether the mesh consists of all ``size`` ranks in order and this rank has the shard ``shard``."""
     mesh = mesh_of(model)
     return bool(mesh.mesh.tolist() == list(range(size)) and mesh.get_local_rank() == shard)
 
@@ -200,7 +200,7 @@ def remesh(model: nn.Module, mesh: Any) -> dict[str, torch.Tensor]:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     # Two meshes of the same ranks compare equal even if this process had another rank in one of them. DTensor's cache
-    # would then give the results of operators a mesh of an earlier world, with this process's old position.
+    # would then attach a mesh of an earlier world, with this process's old position, to the results of operators.
     _clear_sharding_prop_cache()
     info = (
         FSDPMeshInfo(mesh, shard_mesh_dim=0)
@@ -276,18 +276,20 @@ def as_sharded(local: torch.Tensor, like: torch.Tensor, present: Any) -> Any:
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether a tensor is a DTensor. Does not import modules that the script has not imported."""
+    """Return whether a tensor is a DTensor. Does not import modules that the script has not imported."""
     known = sys.modules.get("torch.distributed.tensor")
     kind = getattr(known, "DTensor", None)
     return isinstance(kind, type) and isinstance(tensor, kind)
 
 
 def by_rows(tensor: Any) -> bool:
-    """Whether a DTensor is sharded along its first dimension and replicated along any other mesh dimension."""
+    """Return whether a DTensor is sharded along its first dimension and replicated along any other mesh dimension."""
+    from torch.distributed.tensor import Shard
+
     *replicated, sharded = tensor.placements
     return (
         len(replicated) < 2
         and all(each.is_replicate() for each in replicated)
-        and sharded.is_shard(0)
-        and not sharded.is_partial()
+        and type(sharded) is Shard  # a strided one is a subclass
+        and sharded.dim == 0
     )

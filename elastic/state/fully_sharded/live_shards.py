@@ -65,7 +65,7 @@ class LiveShard:
 
 
 class Sharded(Protocol):
-    """Part of a state that is divided into shards: a model, or an optimizer. `ShardedCommits` knows no other.
+    """Part of a state that is divided into shards: a model or an optimizer. The interface that `ShardedCommits` uses.
 
     ``RowSpec.tensor`` gives the rows that each shard has of a tensor.
     """
@@ -75,7 +75,7 @@ class Sharded(Protocol):
 
     @property
     def position(self) -> tuple[int, int] | None:
-        """This rank's shard and the number of shards at present; None: those of the model that it trains."""
+        """This rank's shard and the present number of shards. None: the same as for the model that it trains."""
 
     def live_shards(self) -> dict[str, LiveShard]:
         """Return this rank's rows, by name."""
@@ -181,7 +181,7 @@ class FullyShardedHandler(ModelStateHandler):
         return {name: each.local for name, each in self.live_shards().items()}
 
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
-        """The rows are in the parameters already."""
+        """Do nothing: the rows were received into the parameters."""
 
     def abandon_pass(self) -> None:
         fsdp2.abandon(self.model)
@@ -294,6 +294,6 @@ def local_of(tensor: Any) -> torch.Tensor:
 
 
 def trains_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any parameter of the optimizer is a DTensor."""
+    """Return whether any parameter of the optimizer is a DTensor."""
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     return any(map(fsdp2.is_sharded, parameters))

@@ -89,7 +89,7 @@ def mark(buffer: torch.Tensor, commit: CommitId | None, shard: int) -> None:
 
 
 def is_whole(buffer: torch.Tensor, commit: CommitId, shard: int) -> bool:
-    """Whether the header states that this shard of this commit is complete."""
+    """Return whether the header states that this shard of this commit is complete."""
     return buffer[:HEADER].view(torch.int64)[:4].tolist() == [_WHOLE, *commit, shard]
 
 

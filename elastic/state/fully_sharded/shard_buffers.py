@@ -41,14 +41,14 @@ class ShardBuffers:
         self.specs: dict[str, RowSpec] = {}
         self.layout = ShardLayout((), 1)
         self.offsets: dict[int, list[int]] = {}  # by shard
-        # By shard, its complete copies in the banks of other processes on this host, with their headers. Replicas of a
-        # shard give several.
+        # Complete copies in the banks of other processes on this host, with their headers, by shard. Replicas of a
+        # shard have several.
         self.peers: dict[int, list[tuple[PeerArena, torch.Tensor]]] = {}
         self._own = torch.empty(
             0, dtype=torch.uint8, device="cpu"
         )  # this rank's shard, after a header
         self._held_shard: torch.Tensor | None = (
-            None  # what `_own` was, while a checkpoint is written of it
+            None  # the previous `_own`, while a checkpoint is written from it
         )
         self._buffers: dict[int, torch.Tensor] = {}  # uint8, by shard
         self._shard = 0  # this rank's
@@ -127,7 +127,7 @@ class ShardBuffers:
         return sum(each.nbytes for each in tensors)
 
     def digest(self) -> int:
-        """Digest of 63 bits of the values of this rank's shard."""
+        """Return a 63-bit digest of the values of this rank's shard."""
         return digest.digest((str(number), view) for number, view in enumerate(self._views))
 
     def hold(self) -> Callable[[], None]:

@@ -162,7 +162,7 @@ class WorldInventory:
 
     @property
     def whole(self) -> WholeCommit | None:
-        """The newest commit of which every shard is held, or None."""
+        """The newest commit all of whose shards are held, or None."""
         return newest_whole(self.inventories)
 
     @property
@@ -336,7 +336,7 @@ class ShardedCommits:
         }
 
     def _everywhere(self) -> bool:
-        """Whether all ranks have rows of the same tensors."""
+        """Return whether all ranks have rows of the same tensors."""
         return all(part.everywhere for part in self._parts())
 
     def _compare(
@@ -542,7 +542,7 @@ class ShardedCommits:
         world = self._world
         writes = (
             world is None or world.senders[world.shard] == world.rank
-        )  # of several replicas one
+        )  # only one of several replicas
         for tensor, (name, (spec, rows)) in zip(
             bank.layout.tensors, bank.own_rows().items(), strict=True
         ):

@@ -1,6 +1,6 @@
 """torch's ZeroRedundancyOptimizer: check that it is supported, and divide its parameters in another world. Acts.
 
-This relies on private names of torch, so `TESTED` lists the supported versions.
+Because this relies on private names of torch, `TESTED` lists the supported versions.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ TESTED = ("2.13",)  # versions of torch
 
 
 def is_zero(optimizer: object) -> bool:
-    """Whether it is a ZeroRedundancyOptimizer. Does not import modules that the script has not imported."""
+    """Return whether it is a ZeroRedundancyOptimizer. Does not import modules that the script has not imported."""
     known = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     kind = getattr(known, "ZeroRedundancyOptimizer", None)
     return isinstance(kind, type) and isinstance(optimizer, kind)
 
 
 def is_divided(optimizer: object) -> bool:
-    """Whether it is a DistributedOptimizer with ``zero=1``."""
+    """Return whether it is a DistributedOptimizer with ``zero=1``."""
     return hasattr(optimizer, "zero_order")
 
 
@@ -63,7 +63,7 @@ def obstacle(zero: Any) -> str | None:
 
 
 def steps_shard(zero: Any, partition: Partition, shard: int, shards: int) -> bool:
-    """Whether this rank steps exactly the parameters of this shard."""
+    """Return whether this rank steps exactly the parameters of this shard."""
     stepped = {id(each) for group in zero.optim.param_groups for each in group["params"]}
     owned = zip(parameters(zero), partition.owners(shards), strict=True)
     return stepped == {id(each) for each, owner in owned if owner == shard}

@@ -77,7 +77,7 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
         optimizer = self.value
         partition = zero.partition_of(optimizer)
         if partition == self._partition:
-            partition = self._partition  # this object has the owners cached
+            partition = self._partition  # this object has cached the owners
         self._partition = partition
         if not zero.steps_shard(optimizer, partition, *self.position):
             raise Invalid(

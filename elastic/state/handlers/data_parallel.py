@@ -35,7 +35,7 @@ class ReplicasHandler(ModelStateHandler):
     """Handler of a model that contains one or more DistributedDataParallel modules."""
 
     def replicas(self) -> Iterable[DistributedDataParallel]:
-        """All of them."""
+        """The DistributedDataParallel modules of the model."""
         raise NotImplementedError
 
     def _adopt_value(self) -> None:
@@ -179,7 +179,7 @@ def _parameters(model: DistributedDataParallel) -> list[torch.Tensor]:
 
 
 def _number_reduced(model: DistributedDataParallel) -> int | None:
-    """Return the number of parameters of its reducer; None if torch does not provide it."""
+    """Return the number of parameters of the model's reducer; None if torch does not provide it."""
     ddp: Any = model
     found: int | None = ddp.logger._get_ddp_logging_data().ints_map.get("num_parameter_tensors")
     return found

@@ -32,7 +32,7 @@ class ExtraEntries:
                 del self._askable[path]
 
     def _inside(self, path: str) -> bool:
-        """Whether the module is within another one whose state dict already contains its entries."""
+        """Return whether the module is within another one whose state dict already contains its entries."""
         return any(
             not above or path.startswith(f"{above}.")
             for above, module in self._askable.items()
@@ -67,7 +67,7 @@ def _has_extra_entries(module: Module) -> bool:
 
 
 def _whole(module: Module) -> bool:
-    """Whether its entries appear only in the state dict of the module together with its submodules."""
+    """Return whether entries of the module appear only in the state dict that includes its submodules."""
     return type(module).state_dict is not Module.state_dict or bool(module._state_dict_hooks)
 
 
@@ -99,7 +99,7 @@ def _added(module: Module) -> dict[str, Any]:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Return the address of its memory; 0 if it has no memory."""
+    """Return the address of the tensor's memory; 0 if it has no memory."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_mkldnn:
         return 0
     return tensor.data_ptr()

@@ -1,6 +1,6 @@
 """Handler of models: parameters, buffers, extra state. Operates on the modules themselves, not on ``state_dict()``.
 
-Committed, restored and sent are:
+Commits, restores and transfers include:
 
 - all parameters, including frozen ones, and their ``requires_grad``;
 - all buffers;

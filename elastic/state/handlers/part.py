@@ -102,7 +102,7 @@ class Part(StateHandler):
         """
 
     def reset(self) -> None:
-        """The world has changed."""
+        """Handle a change of the world."""
 
     def bytes_to_come(self) -> int:
         """Return the estimated bytes of the CPU tensors that a joining worker lacks and will receive."""

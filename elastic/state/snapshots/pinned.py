@@ -112,7 +112,7 @@ class PinnedCopy:
         self._bytes += size
 
     def complete(self) -> bool:
-        """Whether all copies are complete. Thread-safe.
+        """Return whether all copies are complete. Thread-safe.
 
         Each event is queried on its own device; otherwise CUDA would initialize GPU 0 in the calling thread.
         """
@@ -172,7 +172,7 @@ class DeviceStaging:
 
 
 def send(pairs: list[Pair], stage: DeviceStaging, transit: PinnedCopy) -> None:
-    """Start the copies and return at once. The training stream may overwrite the sources afterwards."""
+    """Start the copies and return immediately. The training stream may overwrite the sources afterwards."""
     devices: dict[torch.device, list[Pair]] = {}
     for pair in pairs:
         devices.setdefault(pair[0].device, []).append(pair)

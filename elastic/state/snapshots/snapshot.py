@@ -33,7 +33,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the tensors are bitwise identical, so that NaN equals NaN. Shapes and dtypes must agree."""
+    """Return whether the tensors are bitwise identical, so that NaN equals NaN. Shapes and dtypes must agree."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(as_bytes(one.cpu()), as_bytes(other.cpu()))
@@ -130,7 +130,7 @@ class _Copy:
 
 
 def _wasteful(buffers: list[torch.Tensor]) -> bool:
-    """Whether most of the pinned memory that these buffers keep alive belongs to buffers that no longer exist."""
+    """Return whether most of the pinned memory that these buffers keep alive belonged to deleted buffers."""
     held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in buffers}
     return sum(held.values()) > 2 * pinned.layout([each.nbytes for each in buffers])[1]
 

@@ -68,7 +68,7 @@ _registries_of = attrgetter("_modules", "_parameters", "_buffers")
 
 
 def plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is strided. Sparse and quantized tensors are copied as objects."""
+    """Return whether the tensor is strided. Sparse and quantized tensors are copied as objects."""
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_mkldnn
 
 
