@@ -31,7 +31,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 class Seeds(Enum):
-    """What is loaded under one seed."""
+    """Unit of data that is loaded under one seed."""
 
     SAMPLE = "sample_seeds"
     BATCH = "batch_seeds"

@@ -39,7 +39,7 @@ class BatchGradients:
             self._hooks = []
 
     def _present(self) -> set[tuple[int, int]]:
-        """Return the present gradients. One that was added to, or replaced, is a different element."""
+        """Return identifiers of the present gradients. A gradient that was modified or replaced has another one."""
         return {
             (id(gradient), 0 if gradient.is_inference() else gradient._version)
             for each in self.parameters()

@@ -17,7 +17,10 @@ def from_torch(loader: Any, **changes: Any) -> DataLoader:
     ``loader`` is a ``torch.utils.data.DataLoader`` or a ``torchdata.stateful_dataloader.StatefulDataLoader``;
     ``changes`` override its arguments. A ``DistributedSampler`` or an ``ElasticSampler`` is converted to its shuffle
     and seed, ``RandomSampler`` and ``SequentialSampler`` likewise; other samplers are iterated for their order in every
-    epoch. The position of ``loader`` is not copied. Raises Invalid.
+    epoch. The position of ``loader`` is not copied.
+
+    Raises:
+        Invalid: the loader cannot be converted.
     """
     if not isinstance(loader, torch_data.DataLoader):
         raise Invalid(

@@ -53,25 +53,30 @@ class DataLoader:
     Args:
         dataset: map-style (with ``__len__`` and ``__getitem__``) or iterable: a stream, which every rank reads whole.
         batch_size: samples per rank and step; None if a sample of the dataset is already a batch.
-        global_batch_size: instead of it: samples per step of all ranks together, however many there are.
+        global_batch_size: alternative to ``batch_size``: samples per step over all ranks, whatever their number.
         shuffle, seed: the order of torch's ``DistributedSampler``.
-        sampler, batch_sampler: any that draws for the whole job, and the same under the same seeds of torch, random and
-            numpy.
+        sampler, batch_sampler: any sampler that draws for the whole job and always draws the same under the same seeds
+            of torch, random and numpy.
         drop_last: end an epoch before an incomplete step.
-        sample_seeds: load each sample under its own seeds (see `SeededDataset`); False: under none.
-            By default each batch of exact ``shards`` has its own seeds, and each sample of a stream in them.
+        sample_seeds: True loads each sample under its own seeds (see `SeededDataset`), False under none. By default,
+            with exact ``shards``, each batch has its own seeds, as has each sample of a stream.
         shards: ``elastic.Shards(8)``, with ``global_batch_size``: divide a step into 8 shards in any world;
             ``for step in loader: for batch in shards.over(step): ...`` iterates over this rank's. A plain number
             assigns shards to ranks in blocks.
         options: all other arguments of torch's DataLoader.
 
-    Iterating continues where the last iteration was left, by a recovery or by ``break``; after the end of an epoch the
-    next one is current. A loader in no state starts each iteration from the beginning. Raises Invalid, NotInitialized.
+    Iteration resumes where the previous one stopped because of a recovery or a ``break``. At the end of an epoch, the
+    next epoch becomes the current one. A loader that is in no state starts each iteration from the beginning.
 
-    Attributes: ``epoch``, ``position``, ``remaining``; ``weight`` and ``shard`` of the current batch: the average over
-    ranks of a batch mean times ``weight`` is the mean over the whole step (1.0 except in the last steps of an epoch;
-    0.0 if this rank has no sample and was given a placeholder); ``ahead``: number of batches that the loop fetches
-    before it trains on the current one, 0.
+    Attributes:
+        weight: of the current batch: the average over ranks of a batch mean times ``weight`` is the mean over the whole
+            step. 1.0 except in the last steps of an epoch; 0.0 if this rank has no sample and was given a placeholder.
+        shard: number of the current batch's shard.
+        ahead: number of batches that the loop fetches before it trains on the current one; 0 by default.
+
+    Raises:
+        Invalid: an argument is invalid, or the dataset has changed.
+        NotInitialized: a worker of a job has not joined it yet.
     """
 
     def __init__(
@@ -120,8 +125,8 @@ class DataLoader:
         streams = self.arguments.streams
         self._source: Source = (StreamSource if streams else IndexedSource)(self.arguments)
         self._progress = DataProgress()
-        self._passes = 0  # number of started passes; each iterator has its number
-        # batches of this pass were handed out, on which an optimizer step may depend
+        self._passes = 0  # number of started passes; identifies the present iterator
+        # whether batches of this pass were handed out, on which an optimizer step may depend
         self._handed_some = False
         self._in_state = self._awaits_steps = False
         self._gradients = BatchGradients()
@@ -165,7 +170,10 @@ class DataLoader:
         self._progress.ahead = operator.index(batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch. The present one continues: call it before each epoch, as with a ``DistributedSampler``."""
+        """Start an epoch, or continue it if it is the present one.
+
+        Call this before each epoch, as with torch's ``DistributedSampler``.
+        """
         wanted = operator.index(epoch)
         if wanted < 0:
             raise Invalid(f"epoch is {epoch}: pass a number of 0 or more")
@@ -233,7 +241,7 @@ class DataLoader:
     def reset(self) -> bool:
         """Return to the trained position after a change of the world, and divide the remaining samples again.
 
-        Returns whether batches were handed out that will be handed out again, so that their gradients must not count.
+        Returns whether batches that were handed out will be handed out again, so that their gradients must not count.
         """
         position = self._progress.committed(before_steps=self._look_for_steps())
         again = position != self.position
@@ -265,8 +273,8 @@ class DataLoader:
     def _look_for_steps(self) -> bool:
         """Record optimizer steps.
 
-        Returns whether the first step since this loader was created is about to come: there are gradients of batches of
-        this pass.
+        Returns whether the first step since this loader was created is imminent, that is, batches of this pass have
+        produced gradients.
         """
         count, progress = optimizer_steps.count(), self._progress
         if count != self._count:
@@ -325,7 +333,7 @@ class DataLoader:
     def _finish(self) -> None:
         """Handle the end of the epoch."""
         self._progress.finish()
-        self._handed_some = self.ahead > 0  # of batches that are still being trained on
+        self._handed_some = self.ahead > 0  # whether fetched batches are still to be trained on
 
     def _hand_out(self, step: range, part: int) -> None:
         """Make this batch the current one."""

@@ -1,17 +1,18 @@
 """Assignment of samples to steps, and to ranks or shards. Pure: a function of the job's position.
 
-An epoch has one order of its samples, the same on all ranks, and the job has consumed a prefix of it. So a position is
-two numbers, however many ranks there are and whatever they have prefetched. A step takes the next samples of the order;
-they are divided into as many parts as there are ranks (or shards): consecutive, in the order of the parts, of sizes
-that differ by at most one. After a change of the world the same rule applies to the remaining samples.
+An epoch has one order of its samples, the same on all ranks, and the job has consumed a prefix of it. A position is
+therefore two numbers, regardless of the number of ranks and of prefetched batches. A step consumes the next samples of
+the order. They are divided among the ranks (or shards) into consecutive parts whose sizes differ by at most one. After
+a change of the world, the same rule applies to the remaining samples.
 
-    SamplePartition(parts=3, batch=6), 20 samples:   | 0 1 . 2 3 . 4 5 | 6 7 . 8 9 . 10 11 | 12 13 . 14 15 | 16 17 . 18
-                                               . 19 | part 0 . 1 . 2                        (two sizes differ by at most
-                                               one)
+SamplePartition(parts=3, batch=6) with 20 samples:
+
+    | 0 1 . 2 3 . 4 5 | 6 7 . 8 9 . 10 11 | 12 13 . 14 15 | 16 17 . 18 . 19 |
+    part 0 .  1 .  2                        the sizes of the last two steps differ by at most one
 
 No sample is repeated to fill a step. If a whole step would leave less than one sample for each part, the last two
-steps share the remaining samples. So a part is empty only if a step has fewer samples than parts: the epoch has fewer
-left, or a part's share of a step is one sample.
+steps share the remaining samples. A part is therefore empty only if a step has fewer samples than parts: the epoch has
+fewer left, or the share of a part is a single sample.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class SamplePartition:
 
     @property
     def reach(self) -> int:
-        """Number of samples to read ahead in a stream: `size` needs no more of the remainder."""
+        """Number of samples to read ahead in a stream. `size` does not depend on samples beyond these."""
         return self.batch + self.parts
 
     def size(self, left: int) -> int:

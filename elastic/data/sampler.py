@@ -1,8 +1,8 @@
 """Division of the samples of an epoch among the workers of the world, repeated when the world changes.
 
 The epoch has one order, the same on all workers. Round r of a partition is the next ``num_replicas`` samples of that
-order, one per rank. So the samples that all workers have finished are always a prefix of the order, and its length is a
-single number that needs no message from a rank that died.
+order, one per rank. The samples that all workers have finished are therefore always a prefix of the order. Its length
+is a single number that is known without a message from a failed rank.
 """
 
 from __future__ import annotations

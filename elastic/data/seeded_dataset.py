@@ -14,8 +14,8 @@ class SeededDataset(Dataset[Any]):
     """A map-style dataset indexed by batches of (seed, indices to load under it).
 
     The generators of torch (CPU), random and numpy are seeded before these indices are loaded; ``collate`` makes a
-    batch of all samples and continues with the generators of the last one. In the training process they are restored
-    afterwards if ``restores``, which takes as long as seeding them twenty times.
+    batch of all samples and continues with the generators of the last one. In the training process,
+    ``restores`` restores them afterwards, which costs as much as seeding them twenty times.
     """
 
     restores = True

@@ -1,4 +1,4 @@
-"""Seeds that depend on what is drawn, not on the process or rank that draws it. Pure."""
+"""Seeds that depend on the loaded sample or batch, not on the process or rank that loads it. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 def seed_of(purpose: str, *numbers: int) -> int:
     """Return a 64-bit hash: ``seed_of("sample", seed, epoch, index)``. The same in every process and version.
 
-    It is BLAKE2b (RFC 7693) of the words, joined by commas.
+    The hash is BLAKE2b (RFC 7693) of the arguments, joined by commas.
     """
     text = ",".join((purpose, *map(str, numbers)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,9 +1,8 @@
 """Division of one stream of samples into steps, and of each step into the ranks' parts. Runs in loader workers.
 
-A stream has no index. So every rank reads all of it, and reaches a position by reading what precedes it, or by the
-stream's own ``skip(n)``. The rank of a sample depends only on its place in the stream. With several loader workers,
-each reads the whole stream, and worker n modulo their number creates the n-th batch, which is the order in which torch
-returns batches.
+A stream has no index. Every rank therefore reads all of it, and reaches a position by reading all samples before it or
+by calling the stream's own ``skip(n)``. The rank of a sample depends only on its place in the stream. With W loader
+workers, each reads the whole stream and worker ``n % W`` creates batch n, because torch returns batches in that order.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from elastic.data.seeds import batch_seed, sample_seed, seed_of
 # Start and end of its step, the part's number, its samples.
 Cut = tuple[int, int, int, list[Any]]
 END = object()
-NOBODY = -1  # in place of a part, if a rank has none of a step
+NOBODY = -1  # replaces a part if a rank has none of a step
 
 
 class StreamDataset(IterableDataset[Any]):

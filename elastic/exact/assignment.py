@@ -1,4 +1,4 @@
-"""Assignment of shards to ranks. Pure: the number of shards and the size of the world in, shards by rank out."""
+"""Assignment of shards to ranks. Pure: a function of the number of shards and the size of the world."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from __future__ import annotations
 def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
     """Return the shards of each rank, in ascending order. Ranks beyond the number of shards have none: warm spares.
 
-    Sizes differ by at most one. Each is divided into powers of two, which are placed largest first, so that every piece
-    is aligned to its length, is one node of the tree (see `elastic.exact.tree`), and a rank has few partials. A buddy
-    allocator divides memory in the same way (Knowlton, CACM 1965).
+    The numbers of shards differ by at most one. Each is split into powers of two, which are placed largest first. Every
+    piece is therefore aligned to its length and is one node of the tree (see `elastic.exact.tree`), so a rank has
+    few partials. A buddy allocator divides memory in the same way (Knowlton, CACM 1965).
     """
     if shards < 1 or ranks < 1:
         raise ValueError(f"{shards} shards can't be assigned to {ranks} ranks; both are at least 1")
@@ -30,5 +30,5 @@ def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
 
 
 def balance(shards: int, ranks: int) -> float:
-    """Return the share of the ranks' time spent computing; all wait for those with the most shards. 1.0 is even."""
+    """Return the share of the ranks' time spent computing. 1.0 if no rank waits for others with more shards."""
     return shards / (ranks * -(-shards // ranks))

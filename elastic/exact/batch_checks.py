@@ -13,7 +13,7 @@ from elastic.errors import Invalid
 def check(batches: object, shards: GivenShards, committed: bool) -> None:
     """Raise Invalid for batches that would train every rank on the same samples, or on part of a batch.
 
-    ``committed``: commits have the number of the step, so they need the position in the data, too.
+    ``committed``: commits contain the number of the step, so they must contain the position in the data, too.
     """
     held, count = shards.held, shards.count
     if isinstance(batches, DataLoader):

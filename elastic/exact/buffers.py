@@ -1,9 +1,9 @@
-"""Buffers that change in a forward pass, such as running statistics: those of shard 0 are used.
+"""Buffers that a forward pass changes, such as running statistics: the values of shard 0 are used.
 
-Before each shard of a step every buffer has its value from the start of the step; after the step it has the value
-computed by shard 0, on every rank. So buffers do not depend on the assignment of shards to ranks. Models also have
-constant buffers, such as masks, which may be large: unchanged ones are neither copied nor sent. Sparse buffers are
-assumed to be constant.
+Before each shard of a step, every buffer is reset to its value at the start of the step; after the step, it has the
+value computed by shard 0, on every rank. Buffers therefore do not depend on the assignment of shards to ranks. Models
+also have constant buffers, such as masks, which may be large: unchanged buffers are neither copied nor sent. Sparse
+buffers are assumed to be constant.
 
 Parameters have their values from the start of the step in every shard: a forward pass that changes one is rejected.
 """
@@ -38,7 +38,7 @@ class KeptBuffer:
         """Return whether the buffer may differ from ``start``.
 
         Batch normalization writes its statistics without incrementing a version, so small buffers are compared. On a
-        GPU that would synchronize, so there they count as changed.
+        GPU the comparison would synchronize, so small buffers there are treated as changed.
         """
         if self._trait(tensor) != self._seen or tensor.shape != self.start.shape:
             return True
@@ -78,17 +78,17 @@ class WatchedParameter:
         return 0 if self._tensor.is_cuda else self._tensor.data_ptr(), self._tensor._version
 
     def changed(self) -> bool:
-        """Return whether it was written to, by torch's count, or given other memory."""
+        """Return whether the parameter was written to, according to its version, or was moved to other memory."""
         return self._now() != (self._place, self._version)
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Return whether torch counts writes to it. A module created under inference_mode is not trained."""
+    """Return whether torch counts writes to the tensor. A module created under inference_mode is not trained."""
     return tensor.layout == torch.strided and not is_lazy(tensor) and not tensor.is_inference()
 
 
 def _expanded(tensor: torch.Tensor) -> bool:
-    """Return whether it is an expanded tensor, which torch never writes in place."""
+    """Return whether the tensor is expanded. torch never writes to such a tensor in place."""
     return any(
         not stride and n > 1 for stride, n in zip(tensor.stride(), tensor.shape, strict=True)
     )
@@ -222,8 +222,8 @@ class BufferKeeper:
     def _exchange(self, step: ShardStep, buffers: list[torch.Tensor]) -> None:
         """Broadcast the buffers changed by shard 0 from the rank that holds it. Raises PeerLost.
 
-        One message states whether these are the buffers changed in the previous step, with their values if so.
-        Otherwise two more follow: which buffers, and their values.
+        If the same buffers changed as in the previous step, one message says so and contains their values. Otherwise
+        two more messages follow: which buffers changed, and their values.
         """
         runtime = lifecycle.current()
         if self._generation != runtime.generation:
@@ -260,9 +260,7 @@ class BufferKeeper:
             self._take(message, buffers)
 
     def _message(self, filled: bool, numbers: list[int], given: bool) -> torch.Tensor:
-        """Return a message. ``batch_checks``: sized like the results, which receivers know; else like the step's
-        start.
-        """
+        """Return a message. ``given``: sized like the results, which receivers then know; else like the start."""
         parts = [torch.zeros(8, dtype=torch.uint8, device="cpu")]
         for number in numbers:
             kept = self._kept[number]

@@ -24,7 +24,7 @@ def set_seed(seed: int) -> None:
 
 
 def state() -> dict[str, Any]:
-    """Return the generators' states as numbers and bytes, 10 KB. The current GPU stands for all GPUs."""
+    """Return the generators' states as numbers and bytes, 10 KB. The current GPU represents all GPUs."""
     version, words, normal = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes(),

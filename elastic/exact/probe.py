@@ -1,8 +1,8 @@
 """Fingerprint of this process's arithmetic, so that a worker with different arithmetic is rejected before it joins.
 
-The same operations on the same numbers give different last bits with another number of threads, other vector
-instructions or another library. So a process runs a few operations of each kind on drawn numbers, and reports a digest
-of the results with the settings that are known to matter.
+The last bits of results depend on the number of threads, the vector instructions and the library versions. Each process
+therefore runs a few operations of each kind on random numbers, and reports a digest of the results together with the
+settings that are known to matter.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def _settings() -> list[str]:
 
 
 def _precision(ask: Callable[[], str]) -> str:
-    """Return the precision by torch's older names, or by the newer ones if a script has used those, which disables
-    the old.
+    """Return the precision from torch's older settings, or from the newer ones if a script has set those.
+
+    Setting the newer ones disables the older ones.
     """
     try:
         return ask()
@@ -60,7 +61,7 @@ def _precision(ask: Callable[[], str]) -> str:
 
 
 def _flushes() -> bool:
-    """Return whether `torch.set_flush_denormal` is on, for which torch has no query."""
+    """Return whether `torch.set_flush_denormal` is on. torch has no function to query it."""
     return float(torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1.0) == 0.0
 
 

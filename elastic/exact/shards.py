@@ -46,11 +46,14 @@ class Shards:
         optimizer.step()                                # gradients are the mean over all shards
 
     With ``exact``, weights, moments, buffers and losses are bitwise identical to those of an undisturbed run, whichever
-    workers join or die: docs/exact.md. Otherwise gradients are summed in the order of ranks, which is faster if a rank
-    has several shards; the global batch is still the same.
+    workers join or fail: see docs/exact.md. Otherwise, gradients are summed in the order of ranks, which is faster if a
+    rank has several shards; the global batch is still the same.
 
-    ``count`` and ``seed`` are fixed for a run, and part of its commits, like ``step``, the number of the present step.
-    Ranks beyond ``count`` compute nothing but take part in every step, as warm spares. Raises Invalid.
+    ``count`` and ``seed`` are fixed for a run. They are part of its commits, as is ``step``, the number of the present
+    step. Ranks beyond ``count`` compute nothing but take part in every step as warm spares.
+
+    Raises:
+        Invalid: ``count`` or ``seed`` is not a whole number in range.
     """
 
     def __init__(self, count: int, *, seed: int = 0, exact: bool = True) -> None:
@@ -90,8 +93,9 @@ class Shards:
         self.end_step()
 
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Iterate over this rank's micro-batches of one step, in the order of its shards. Consumes no more of
-        ``batches``.
+        """Iterate over this rank's micro-batches of one step, in the order of its shards.
+
+        Takes no more elements from ``batches`` than that.
 
         ``batches``: a step of an `elastic.data.DataLoader` with these shards, or any iterable with one micro-batch per
         shard of `held`. Raises Invalid if there are too few, or for unsuitable objects.
@@ -127,7 +131,7 @@ class Shards:
         return runtime.generation == self._begun_in and self._begun_with() is runtime
 
     def began_with(self, runtime: Context) -> bool:
-        """Whether the last loop over a step's shards began in this job."""
+        """Return whether the last loop over a step's shards began in this job."""
         return self._begun_with is not None and self._begun_with() is runtime
 
     @property
@@ -227,21 +231,27 @@ class Shards:
             )
 
     def _between_steps(self) -> None:
-        # What is drawn between two steps is equal on all ranks, too.
+        # Numbers drawn between two steps are equal on all ranks, too.
         generators.set_seed(seed_of("between", self.seed, self.step))
 
     # ---- sums over shards ----------------------------------------------------------------------------------------
 
     def mean(self, values: Sequence[float | torch.Tensor]) -> float:
-        """The mean over all shards of one number each, such as a loss; bitwise equal in every world. See `means`."""
+        """Return the mean over all shards of one number each, such as a loss. Bitwise equal in every world."""
         return self.means(value=values)["value"]
 
     def means(self, **named: Sequence[float | torch.Tensor]) -> dict[str, float]:
-        """The means of several numbers, sent in one message: ``shards.means(loss=losses, right=hits)["right"]``.
+        """Return the means of several numbers, sent in one message: ``shards.means(loss=losses, right=hits)["right"]``.
 
-        Each of ``named``: the numbers of this rank's shards, in their order; an empty list on a spare. Every rank calls
-        it with the same names, after the loop over the step's shards. Added up in float64, along the tree. Raises
-        Invalid, PeerLost.
+        Collective: every rank calls it with the same names, after the loop over the step's shards. Sums are computed in
+        float64, along the tree.
+
+        Args:
+            named: for each name, the numbers of this rank's shards in their order; an empty list on a spare.
+
+        Raises:
+            Invalid: called within the loop, or the numbers do not match the shards.
+            PeerLost: a rank was lost.
         """
         if self._present is not None:
             raise Invalid(
@@ -288,8 +298,9 @@ class Shards:
     def listen(
         self, listener: StepListener, *, trains: torch.optim.Optimizer | None = None
     ) -> None:
-        """Notify the listener of every step from now on, while it exists. ``trains``: the optimizer whose gradients
-        it sums.
+        """Notify the listener of every step from now on, while it exists.
+
+        ``trains``: the optimizer whose gradients the listener sums.
         """
         self._listeners.append(weakref.ref(listener))
         if trains is not None:
@@ -309,10 +320,13 @@ class Shards:
             )
 
     def watch(self, model: torch.nn.Module | torch.amp.GradScaler) -> None:
-        """Make the buffers of ``model``, such as BatchNorm's running statistics, those of shard 0 after each step.
+        """After each step, set the buffers of ``model``, such as BatchNorm's running statistics, to those of shard 0.
 
-        A scaler is watched to work on a rank without shards, too. A state with shards does this for its members. Raises
-        Invalid for a module that exchanges statistics or gradients with other ranks.
+        A gradient scaler is watched so that it also works on a rank without shards. A state with shards watches its
+        members.
+
+        Raises:
+            Invalid: the module exchanges statistics or gradients with other ranks.
         """
         if isinstance(model, torch.amp.GradScaler):
             self._scalers.add(model)
@@ -342,7 +356,7 @@ class Shards:
         return found if self._keeper is None else [self._keeper, *found]
 
     def turn_of(self, listener: StepListener) -> list[StepListener]:
-        """The listeners that are notified before it: all ranks send in this order."""
+        """Return the listeners that are notified before ``listener``. All ranks send in this order."""
         found = self._all()
         return found[: found.index(listener)]
 
@@ -378,13 +392,13 @@ class Shards:
 
     @property
     def layout(self) -> list[str]:
-        """The lines that must agree on all ranks."""
+        """Return the lines that must agree on all ranks."""
         kind = "exact" if self.exact else "in the order of ranks"
         return [f"shards {self.count} seed {self.seed} {kind}"]
 
     @property
     def arithmetic(self) -> list[str]:
-        """The arithmetic of this process, which must be the same on all ranks; see `elastic.exact.probe`."""
+        """Return this process's arithmetic, which must be the same on all ranks; see `elastic.exact.probe`."""
         return probe.lines() if self.exact else []
 
     def computes_differently(self, differs: str) -> None:
@@ -400,14 +414,14 @@ class Shards:
     # ---- commits -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Raises Invalid in the middle of a step, of which only a part could be saved."""
+        """Return the values of a commit. Raises Invalid in the middle of a step, since only a part could be saved."""
         if self._present is not None:
             raise Invalid(
                 f"the state is saved in the middle of step {self.step}: call commit() and check_host_updates()"
                 " after the loop over its shards"
             )
         if not self._committed:
-            # What is drawn before the first step is part of the run, too, and must be the same in every process.
+            # Numbers drawn before the first step are part of the run, too, and must be the same in every process.
             self._committed = True
             self._between_steps()
         return {
@@ -416,7 +430,7 @@ class Shards:
             "exact": self.exact,
             "step": self.step,
             "inexact_since": self.inexact_since,
-            # Includes what a script has drawn since the last step.
+            # Includes numbers that the script has drawn since the last step.
             "generators": generators.state(),
         }
 
@@ -458,13 +472,13 @@ _all: weakref.WeakSet[Shards] = weakref.WeakSet()  # of this process
 
 
 def in_use() -> bool:
-    """Whether the script has run, or is in, a loop over the shards of a step in the present job."""
+    """Return whether the script has run, or is in, a loop over the shards of a step in the present job."""
     runtime = lifecycle.active()
     return runtime is not None and any(each.began_with(runtime) for each in _all)
 
 
 def _why_no_collective() -> str:
-    """Return why no collective is possible: ranks have different numbers of shards, and would not all call it."""
+    """Return why a collective is not possible: ranks have different numbers of shards, so not all would call it."""
     for shards in _all:
         if shards.looping():
             return (

@@ -1,14 +1,14 @@
-"""Order of the summation of shards: one binary tree, whichever rank holds which shard. Pure.
+"""Order in which shards are summed: one binary tree, independent of the assignment of shards to ranks. Pure.
 
-Floating-point sums depend on their order. So a sum over shards follows a tree that depends only on their number: a node
-covers the shards [start, stop) and is the sum of two nodes, of which the left one covers the largest power of two that
+Floating-point sums depend on their order. A sum over shards therefore follows a tree that depends only on their number.
+A node covers the shards [start, stop) and is the sum of two nodes. The left one covers the largest power of two that
 leaves at least one shard for the right one.
 
     5 shards:   ((0 + 1) + (2 + 3)) + 4         6 shards:   ((0 + 1) + (2 + 3)) + (4 + 5)
 
 A rank sums whole nodes as its shards are computed, in ascending order, like a binary counter (`schedule`). The results
-are its *partials*, the largest nodes of which it holds all shards, and the root is combined from the partials of all
-ranks (`program`). So every rank evaluates part of the same expression, and no part is evaluated in another order.
+are its *partials*, the largest nodes all of whose shards it holds. The root is combined from the partials of all ranks
+(`program`). Every rank therefore evaluates part of the same expression, in the same order.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def schedule(held: Sequence[int], shards: int) -> tuple[list[Merge], list[Node]]
 
 
 def completes(merges: Sequence[Merge]) -> list[bool]:
-    """Return for each shard of a rank whether its merged value is then a partial, to which nothing is added later."""
+    """Return, for each shard of a rank, whether its merges complete a partial."""
     found, lowest = [], len(merges)
     for each in reversed(merges):
         place = each.place - each.merges
