@@ -25,7 +25,7 @@ class Checkpoints:
     """
 
     def save(self) -> bool:
-        """Request that the next commit be made durable, and return at once.
+        """Request that the next commit be made durable, and return immediately.
 
         Call it on all ranks, before the same commit.
 

@@ -88,7 +88,7 @@ def paths_read(commit: CommitName, began_at: float) -> PathsRead:
 
 
 def _is_installed(path: str) -> bool:
-    """Whether the path belongs to an installed package or to the kernel, and so changes only with these."""
+    """Return whether the path belongs to an installed package or to the kernel, and so changes only with these."""
     paths = sysconfig.get_paths()
     folders = (paths["stdlib"], paths["platstdlib"], "/proc", "/sys", "/dev")
     if any(f"{path}{os.sep}".startswith(f"{os.path.realpath(each)}{os.sep}") for each in folders):
@@ -152,7 +152,7 @@ def imported(began_at: float) -> dict[str, str] | None:
 
 
 def unchanged(files: Mapping[str, str]) -> bool:
-    """Whether all files still have these signatures."""
+    """Return whether all files still have these signatures."""
     return all(
         signature(path, by_time=before.startswith("time:")) == before
         for path, before in files.items()

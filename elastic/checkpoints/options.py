@@ -40,7 +40,7 @@ class CheckpointOptions:
 
 
 def parse_every(text: str) -> tuple[int | None, float | None]:
-    """Parse ``500commits`` or ``60s`` (also ``10m``, ``1h``) to commits or seconds; ``manual`` gives neither.
+    """Parse ``500commits`` or ``60s`` (also ``10m``, ``1h``) to commits or seconds; ``manual`` sets neither.
 
     Raises:
         Invalid: the text has another form.

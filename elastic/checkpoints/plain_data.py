@@ -1,7 +1,7 @@
 """Lossless conversion of Python values to JSON and back, without pickle. Pure.
 
 Values without a JSON equivalent become objects with the key ``~``: ``{"~": "tuple", "v": [1, 2]}``. Values of any other
-type raise NotPlain. A file cannot name code to run.
+type raise NotPlain. A file cannot cause code to be run.
 """
 
 from __future__ import annotations

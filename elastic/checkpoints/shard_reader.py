@@ -76,7 +76,7 @@ class ShardReader:
         assert sharded is not None
         if not self._from_rank_0(self._there_is_one):
             return False
-        reset()  # on all ranks at once, since callbacks may contain collectives
+        reset()  # on all ranks at the same time, since callbacks may contain collectives
         while (chosen := self._from_rank_0(self._load)) is not None:
             specs = sharded.recognized(row_specs(chosen.manifest.tensors))
             self._send_replicated()

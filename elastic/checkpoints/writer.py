@@ -37,7 +37,7 @@ LOOK_S = 0.1  # seconds between two checks of whether the world has ended
 NICE = 19  # niceness of the writing thread
 REPEAT_S = 5.0  # seconds until an unanswered message to the driver is repeated
 NAMED = 3  # parameters to name in a message
-FIRST_GENERATIONS = 2  # those of init() and of the training, if no worker was lost
+FIRST_GENERATIONS = 2  # of init() and of the training, if no worker was lost
 CLOSE_S = 2.0  # seconds for a write in progress to abort
 
 
@@ -163,7 +163,7 @@ class CheckpointWriter:
         self._begin(functools.partial(self._share, attempt))
 
     def _report_gradients(self, commit: Commit) -> None:
-        """Report non-finite gradients at once: by the next checkpoint, the worker with the fault may be gone."""
+        """Report non-finite gradients immediately: by the next checkpoint, the worker with the fault may be gone."""
         first, generation = self.first_not_finite, commit.generation
         if self._alone or not first.lasts():
             self._not_finite = None
@@ -286,7 +286,7 @@ class CheckpointWriter:
                     late = "the request arrived too late"
                     self._tell(messages.ShareDropped(generation, number, late, True))
                 elif before not in (None, number) and self._latest != (generation, before):
-                    # Other ranks may have begun that one by now and must not wait for this rank.
+                    # Other ranks may have begun the previous request and must not wait for this rank.
                     another = f"commit {number} was requested instead"
                     self._tell(messages.ShareDropped(generation, before, another, True))
             case messages.CheckpointSoon():

@@ -203,7 +203,7 @@ class Storage:
         }
 
     def exists(self) -> bool:
-        """Whether the folder exists. In an object store, a folder exists only if it contains objects.
+        """Return whether the folder exists. In an object store, a folder exists only if it contains objects.
 
         Raises:
             OSError: the storage failed.

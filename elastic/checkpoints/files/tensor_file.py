@@ -79,7 +79,7 @@ def write_rows(tensor: torch.Tensor, file: CheckedFile, step: int) -> tuple[int,
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is dense and its bytes in memory are its complete value, given dtype, shape and stride."""
+    """Return whether the tensor is dense and its bytes, with dtype, shape and stride, are its complete value."""
     if type(tensor) is not torch.Tensor or not state_structure.plain(tensor):
         return False
     lengths = zip(tensor.shape, tensor.stride(), strict=True)
@@ -91,7 +91,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 class _Onward:
-    """Forward what torch writes. An exception of a write is kept, since torch would replace it by its own."""
+    """Forward torch's writes. An exception of a write is kept, since torch would replace it by its own."""
 
     def __init__(self, file: CheckedFile) -> None:
         self._file = file
