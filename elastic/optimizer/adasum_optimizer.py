@@ -75,7 +75,7 @@ class AdasumDistributed(WrappedOptimizer):
                 result = self._step_alone(closure)
                 deltas = torch._foreach_sub(parameters, before)
             finally:
-                # Restored at once, so that an exception from here on leaves the previous values.
+                # Restored immediately, so that an exception from here on leaves the previous values.
                 torch._foreach_copy_(parameters, before)
             del before
             self._reduce(parameters, list(deltas))

@@ -238,7 +238,7 @@ def _check_zero(
     sparse_as_dense: bool,
     process_set: ProcessSet,
 ) -> None:
-    """Raises Invalid."""
+    """Raise Invalid for arguments that ``zero=1`` does not support."""
     refused = {
         "op=Adasum, with which every rank steps by itself": reduction is Op.ADASUM,
         "shards": shards is not None,

@@ -436,7 +436,7 @@ def _reduce(group: Collectives, wire: torch.Tensor, op: Op, scales: Scales) -> W
 
 
 def _changed(parameter: torch.Tensor, gradient: torch.Tensor, version: int) -> bool:
-    """Whether the gradient was changed or replaced. Removing it, as ``model.zero_grad()`` does, does not count."""
+    """Return whether the gradient was changed or replaced, but not if it was removed as by ``model.zero_grad()``."""
     now = parameter.grad
     return now is not None and (now is not gradient or now._version != version)
 

@@ -105,7 +105,7 @@ class Options:
 
 
 def check_predivide_factor(factor: object, op: Op) -> None:
-    """Raises Invalid."""
+    """Raise Invalid unless the factor is positive, and 1.0 for any reduction but an average."""
     if not isinstance(factor, int | float) or not math.isfinite(factor):
         raise Invalid(f"gradient_predivide_factor is {factor!r}: pass a positive number")
     if factor != 1.0 and op is not Op.AVERAGE:
@@ -115,7 +115,7 @@ def check_predivide_factor(factor: object, op: Op) -> None:
 
 
 def check_compression(compression: object) -> None:
-    """Raises Invalid."""
+    """Raise Invalid unless the object has ``compress`` and ``decompress``."""
     if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
         raise Invalid(
             f"compression is {compression!r}: pass Compression.none, Compression.fp16,"
@@ -136,7 +136,7 @@ def _described(name: str, parameter: torch.Tensor) -> str:
 
 
 def _compression_name(compression: Compressor) -> str:
-    """As scripts write it."""
+    """Return the compression's name as scripts write it."""
     for name in ("none", "fp16", "bf16"):
         if compression is getattr(Compression, name):
             return name

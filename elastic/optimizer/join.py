@@ -127,7 +127,7 @@ class _SharedPlans:
     def _look(self, now: float, all_joined: bool) -> bool:
         """Join the agreement on the next plan, if the other ranks have reached it."""
         if all_joined and not self._known.channel_open:
-            return False  # no rank will take part, and rank 0, which forms groups, may have exited
+            return False  # no rank will take part in it, and rank 0, which forms groups, may have exited
         types = [joined_rank.CPU.type]
         if not self._known.agreed and torch.cuda.is_available():
             types.append("cuda")  # the first plan is agreed on the device of its gradients

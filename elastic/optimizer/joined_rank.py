@@ -145,7 +145,7 @@ def receive_layout(group: Collectives, device: torch.device, source: int) -> Ste
 
 
 def end_plan(rt: Context, agreed: AgreedPlan, members: Members) -> None:
-    """Take the last step with this plan, with zeros only, together with joined ranks and ranks that have gradients."""
+    """Take the last step with this plan, together with all other ranks. This rank contributes only zeros."""
     JoinedRank(rt, agreed, members, StepFlag.CHANGE).take()
 
 
@@ -183,7 +183,7 @@ class JoinedRank:
         self._work = self._wait_again(mark)
 
     def done(self) -> bool:
-        """Whether `take` returns at once."""
+        """Return whether `take` returns without waiting."""
         return not self.over and not self.ended and self._work.done()
 
     def take(self) -> StepFlag:

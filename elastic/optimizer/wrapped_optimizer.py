@@ -99,7 +99,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step()`` inside use the gradients as they are::
+        """Skip the reduction in ``step()`` inside the block, which uses the gradients as they are::
 
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

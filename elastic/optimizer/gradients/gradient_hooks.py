@@ -39,11 +39,11 @@ class GradientListener(Protocol):
     """Receiver of gradients."""
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Called after a backward pass has added a gradient to ``parameter.grad``."""
+        """Handle a gradient that a backward pass has added to ``parameter.grad``."""
 
 
 class BackwardEndListener(Protocol):
-    """Receiver of the end of a backward pass that gave it a gradient, called in the thread that ends the pass.
+    """Receiver of the end of a backward pass that produced one of its gradients, called in the thread that ends it.
 
     backward() raises the exceptions of either method.
     """
@@ -51,14 +51,14 @@ class BackwardEndListener(Protocol):
     number: int  # equal on all ranks; determines the order of the calls
 
     def backward_ended(self, inner: bool) -> None:
-        """First call. It may communicate with other ranks, but must not wait for their gradients.
+        """Handle the end of the pass. May communicate with other ranks, but must not wait for their gradients.
 
         Args:
             inner: whether the pass ran within another backward pass, as with re-entrant checkpointing.
         """
 
     def wait_after_backward(self) -> None:
-        """Second call, after all waiters of the pass have received the first."""
+        """Wait for results, after `backward_ended` of all waiters of the pass has returned."""
 
 
 class _Pass:
@@ -94,7 +94,7 @@ def notify_end(waiter: BackwardEndListener) -> None:
 
 
 class GradientHooks:
-    """Hooks of one listener. It is referenced weakly, so that its hooks are removed with it at once."""
+    """Hooks of one listener. It is referenced weakly, so that its hooks are removed together with it."""
 
     def __init__(self, follower: GradientListener) -> None:
         self._call = functools.partial(_call, weakref.ref(follower))

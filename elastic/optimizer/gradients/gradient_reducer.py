@@ -362,7 +362,7 @@ class GradientReducer:
             raise Invalid(_too_early(changed))
 
     def follows(self, parameter: torch.Tensor) -> bool:
-        """Whether this optimizer also trains the parameter."""
+        """Return whether this optimizer also trains the parameter."""
         return any(each is parameter for each in self._parameters.all())
 
     def _locate(self, world: Context) -> bool:

@@ -21,7 +21,7 @@ SAMPLE = 4096  # elements of a bucket to check; a non-finite value spreads to ne
 
 
 def finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite. Always True for integers."""
+    """Return whether all elements are finite. Always True for integers."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     numbers = tensor.float() if tensor.itemsize == 1 else tensor  # torch cannot compare float8
@@ -87,7 +87,7 @@ class FirstNotFinite:
         self._found = dict(self._committed)
 
     def lasts(self) -> bool:
-        """Whether the last gradients were not finite."""
+        """Return whether the last gradients were not finite."""
         return bool(self._odd)
 
     def digest(self) -> int | None:

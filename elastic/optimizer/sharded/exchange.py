@@ -92,7 +92,7 @@ class PartialsExchange:
             self._target[: self._elements].copy_(into[: self._elements])
 
     def done(self) -> bool:
-        """Whether all communication has ended, so that buffers are no longer written to."""
+        """Return whether all communication has ended, so that buffers are no longer written to."""
         return self._work is None or self._work.done()
 
     def within(self, timeout_s: float) -> bool:
