@@ -1,8 +1,7 @@
-"""Elastic training with Accelerate: the objects returned by ``accelerator.prepare`` as a state. See
-docs/transformers.md.
+"""Elastic training with Accelerate: a state of the objects returned by ``accelerator.prepare``.
 
-From then on a loader is divided by the job's position, while Accelerate still moves its batches to the device and
-detects the last one. Other loaders, such as those for evaluation, follow the world.
+A loader in the state is divided by the job's position, while Accelerate still moves its batches to the device and
+detects the last one. Other loaders, such as those for evaluation, follow the world. See docs/transformers.md.
 """
 
 from __future__ import annotations
@@ -40,13 +39,22 @@ _UNSUPPORTED = {
 
 
 class PreparedState(TorchState):
-    """State of a script that uses Accelerate: ``PreparedState(accelerator, model=model, loader=train_loader,
-    epoch=0)``.
+    """State of a script that uses Accelerate.
 
-    Create it after ``accelerator.prepare(...)``. ``values``: every model prepared for training, as returned by
-    ``prepare``, the loaders whose position the job keeps, and Python values. Optimizers, schedulers, the scaler,
-    objects registered for the accelerator's checkpoints, and random generators are included automatically. Raises
-    Invalid, before training starts, for objects that cannot follow a world.
+    Create it after ``accelerator.prepare(...)``. Optimizers, schedulers, the scaler, objects registered for the
+    accelerator's checkpoints, and random generators are included automatically.
+
+    Args:
+        accelerator: the script's accelerator.
+        values: every model prepared for training, as returned by ``prepare``, the loaders whose position the job keeps,
+            and Python values.
+
+    Raises:
+        Invalid: before training starts, for objects that cannot follow a change of the world.
+
+    Example::
+
+        state = PreparedState(accelerator, model=model, loader=train_loader, epoch=0)
     """
 
     def __init__(self, accelerator: Accelerator, **values: Any) -> None:
@@ -80,7 +88,7 @@ class PreparedState(TorchState):
 
 
 def refuse(accelerator: Accelerator) -> None:
-    """Raise NotElastic or Invalid for what cannot follow a world."""
+    """Raise NotElastic or Invalid for settings that cannot follow a change of the world."""
     kind = accelerator.distributed_type
     if kind in _UNSUPPORTED:
         raise NotElastic(
@@ -102,7 +110,7 @@ def refuse(accelerator: Accelerator) -> None:
 
 
 def _has_unknown(state: PartialState) -> bool:
-    """Accelerate's own answer, but True for a worker that is alone, because others may join it.
+    """Return Accelerate's own value, but True for a worker that is alone, because others may join it.
 
     On a GPU this decides whether Accelerate wraps a model in DDP; on a CPU it always does.
     """
@@ -133,7 +141,7 @@ def _kept(accelerator: Accelerator, value: Any) -> Any:
 
 
 def is_dealable(value: Any) -> bool:
-    """Return whether it is a prepared loader of which each rank reads its part."""
+    """Return whether the value is a prepared loader that gives each rank its own part."""
     return _is(value, DataLoaderShard)
 
 
@@ -184,7 +192,7 @@ def _order(sampler: Any) -> dict[str, Any]:
 def follow(accelerator: Accelerator) -> None:
     """Update Accelerate's copies of rank and size to the present world."""
     place = lifecycle.place()
-    # Accelerate checks for local process 0, which here is a slot whose worker may be gone while others train.
+    # Accelerate checks for local process 0, but the worker of that slot may be gone while others train.
     setattr(PartialState, "is_local_main_process", property(_speaks))  # noqa: B010 - not for mypy
     for state in (PartialState(), accelerator.state):  # each has a copy
         state.num_processes, state.process_index = max(place.size, 1), place.rank

@@ -18,8 +18,8 @@ class ScaledSchedule:
 
     It is a function of the completed share of training. ``make(steps)`` creates the factor for a number of steps;
     ``steps`` is that number in the first world. Every attribute except these two is a number and part of
-    ``LambdaLR.state_dict()``. So a worker that joins, whose own first world had another number of steps, has the same
-    factor as all others once it has loaded that.
+    ``LambdaLR.state_dict()``. A joining worker, whose own first world had another number of steps, therefore has the
+    same factor as all others once it has loaded that dict.
     """
 
     __slots__ = ("__dict__", "_made", "_make")
@@ -49,7 +49,7 @@ class ScaledSchedule:
             self.since, self.position = step, position
 
     def follow(self, step: int, left: int) -> None:
-        """Stretch the rest so that it ends after ``left`` more steps. No effect if that is already so."""
+        """Stretch the rest so that it ends after ``left`` more steps. No effect if it already does."""
         position = self.at(step)
         planned = (self.steps - position) / self.rate if self.rate else 0
         if left <= 0 or abs(planned - left) < 0.5:
@@ -87,12 +87,12 @@ class ScheduleLengthChange:
 
 
 def counts_steps(scheduler: Any) -> bool:
-    """Return whether its learning rate may depend on a number of steps."""
+    """Return whether the learning rate of a schedule may depend on a number of steps."""
     return scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
 
 
 def warn(scheduler: Any, first: int, now: int, what: str, remedy: str) -> None:
-    """Warn that ``scheduler`` does not follow. ``what`` was counted: steps, or batches of an epoch."""
+    """Warn that ``scheduler`` does not follow the number of ``what``: steps, or batches of an epoch."""
     warnings.warn(
         f"the world changed, and with it the number of {what}: {first} at the start, {now} now. The schedule"
         f" {type(scheduler).__name__} of the script keeps its number of steps, so its learning rate may reach the"

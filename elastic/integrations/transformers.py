@@ -1,7 +1,7 @@
 """Hugging Face's Trainer in an elastic job: `ElasticTrainer` in place of ``Trainer``. See docs/transformers.md.
 
-The loop is the Trainer's own. Its work within an epoch is resumed from the last commit, with the number of batches that
-are left of the epoch in the present world.
+The Trainer's own loop runs. Within an epoch, it resumes from the last commit with the number of batches that remain in
+the present world.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ _OWN_PACE = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, Schedul
 class ElasticTrainerMixin:
     """Mixin placed before ``Trainer`` or a subclass: ``class MyTrainer(ElasticTrainerMixin, Seq2SeqTrainer)``.
 
-    Commits after every ``commit_every``-th optimizer step, including what belongs to it (logs, evaluation,
-    checkpoints), and after each epoch. Raises Invalid, before training starts, for what cannot follow a world.
+    Commits after every ``commit_every``-th optimizer step, including its logs, evaluation and checkpoints, and after
+    each epoch.
+
+    Raises:
+        Invalid: before training starts, for arguments that cannot follow a change of the world.
     """
 
     commit_every = 1
@@ -99,9 +102,9 @@ class ElasticTrainerMixin:
     ) -> tuple[int, int]:
         """Return the whole epochs of a checkpoint, and the batches of the next.
 
-        The Trainer divides its steps by the present number per epoch, which differs in another world, so the
-        checkpoint's own number of epochs is used. With ``max_steps`` it trains as many epochs as these steps make now,
-        and its own division is right.
+        The Trainer divides the steps by the number per epoch, which differs between worlds, so the number of epochs in
+        the checkpoint is used instead. With ``max_steps``, it trains as many epochs as these steps fill in the present
+        world, and its own division is correct.
         """
         init = super()._init_training_state  # type: ignore[misc]
         found: tuple[int, int] = init(max_steps, num_update_steps_per_epoch, *rest, **named)
@@ -118,7 +121,7 @@ class ElasticTrainerMixin:
         return whole, skipped * self.args.gradient_accumulation_steps
 
     def _run_epoch(self, **epoch: Any) -> None:
-        """Train all epochs in the Trainer's call for its first one; the Trainer then finds nothing left to do."""
+        """Train all epochs in the Trainer's call for the first one, so that nothing is left for later calls."""
         loader = accelerate.deal(epoch["train_dataloader"])
         self._steps.begin(epoch["epoch"])
         if epoch["resume_from_checkpoint"] is not None:
@@ -156,7 +159,7 @@ class ElasticTrainerMixin:
             factor.resume(schedule.last_epoch, self.state.epoch / self.args.num_train_epochs)
 
     def go_on(self, first: Epoch, loader: DataLoader) -> None:
-        """Run from the position of the state, in the present world, to the end."""
+        """Run from the position of the state to the end, in the present world."""
         epochs = self._epochs(first)
         steps = self._steps
         accelerate.follow(self.accelerator)

@@ -266,7 +266,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 class _Position(keras.callbacks.Callback):
-    """Keeps part of the position in a state. A commit at the same moment includes it in any order of callbacks."""
+    """Keeps part of the position in a state. A commit at the same moment includes it, in any order of the callbacks."""
 
     def __init__(self, state: ObjectState) -> None:
         super().__init__()

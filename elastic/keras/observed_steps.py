@@ -187,7 +187,7 @@ class KerasSteps:
 
 
 def _owners() -> list[type]:
-    """Return Keras's own classes that define ``apply``, which overrides call."""
+    """Return Keras's own classes that define ``apply``; overrides of the method call it."""
     return list({next(k for k in kind.__mro__ if APPLY in vars(k)) for kind in reducing.kinds()})
 
 
@@ -225,7 +225,7 @@ def _of_tensorflow(module: str, name: str) -> list[type]:
 
 
 def _lineage(dataset: Any) -> Iterator[Any]:
-    """Yield a data set and those that it was made from."""
+    """Yield a data set and the data sets from which it was made."""
     waiting = [dataset]
     while waiting:
         each = waiting.pop()

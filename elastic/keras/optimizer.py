@@ -120,7 +120,7 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def is_built(optimizer: Any) -> bool:
-    if LEGACY:  # those of tf_keras.optimizers.legacy show it by their weights
+    if LEGACY:  # optimizers of tf_keras.optimizers.legacy have no flag, only weights
         optimizer = inside(optimizer)
         return bool(getattr(optimizer, "_built", False) or getattr(optimizer, "weights", None))
     return bool(optimizer.built)

@@ -71,7 +71,7 @@ def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any
 def _in_tensorflow(value: Any) -> bool:
     """Return whether TensorFlow's collectives handle the value.
 
-    In a TensorFlow 1 graph a number is reduced at once, as in Horovod, which runs a session for it.
+    In a TensorFlow 1 graph a number is reduced immediately, as in Horovod, which runs a session for it.
     """
     if tensors.backend() != "tensorflow":
         return False

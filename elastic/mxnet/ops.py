@@ -56,7 +56,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> Array:
-    """Like `allreduce`, into the array itself, which is returned."""
+    """Like `allreduce`, but in place. Returns the array."""
     factors = (prescale_factor, postscale_factor)
     grouped_allreduce_([tensor], None, name, priority, *factors, process_set, as_op(op, average))
     return tensor
@@ -90,7 +90,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> list[Array]:
-    """Like `grouped_allreduce`, into the arrays themselves, which are returned."""
+    """Like `grouped_allreduce`, but in place. Returns the arrays."""
     reduction = as_op(op, average)
     if tensors:
         scales = (prescale_factor, postscale_factor)
@@ -147,7 +147,7 @@ def broadcast_(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Like `broadcast`, into the array itself, which is returned."""
+    """Like `broadcast`, but in place. Returns the array."""
     ops.broadcast_(view(tensor, write=True), root_rank, name, process_set)
     return tensor
 

@@ -76,8 +76,9 @@ def call(
         dtypes: of the results; those of ``tensors`` by default.
         blocks: ``compute`` waits for other ranks itself, so in a graph it runs in a separate thread.
 
-    Raises what ``compute`` raises, converted by `error_classes.for_eager`; out of a graph, an error of TensorFlow from
-    which `original` finds it.
+    Raises:
+        Exception: any error of ``compute``, converted by `error_classes.for_eager`. A graph raises an error of
+            TensorFlow instead, from which `original` finds it.
     """
     if not tensors and dtypes is None:
         return []

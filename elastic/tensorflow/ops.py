@@ -19,8 +19,8 @@ These arguments are common to all functions:
 
 All functions raise the errors of torch's collectives (see `elastic.api.ops`), which are also instances of TensorFlow's
 classes: mismatched tensors of ``tf.errors.FailedPreconditionError``, invalid arguments of
-``tf.errors.InvalidArgumentError``. Out of a ``tf.function`` or a session, an error is of that class only, with the same
-text; ``tf.errors.UnknownError`` for a lost rank. ``hvd.elastic.run`` recovers from both.
+``tf.errors.InvalidArgumentError``. An error of a ``tf.function`` or a session is of that class only, with the same
+text; a lost rank is a ``tf.errors.UnknownError``. ``hvd.elastic.run`` recovers from both.
 """
 
 from __future__ import annotations
@@ -476,10 +476,9 @@ def _scatter(
 
 
 def join() -> tf.Tensor:
-    """Contribute no more data on this rank. Returns, once all ranks have joined, an int32 with the last rank to
-    join.
+    """Contribute no more data on this rank, and wait until all ranks have joined.
 
-    See `elastic.optimizer.join.join`.
+    Returns an int32 with the last rank to join. See `elastic.optimizer.join.join`.
     """
     return bridge.asked(joining.join, "join", blocks=True)
 

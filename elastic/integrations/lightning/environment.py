@@ -1,4 +1,4 @@
-"""This worker's place in the world, for Lightning. Computed at each query, so that a new world applies at once."""
+"""This worker's place in the world, for Lightning. Computed at each query, so that a new world applies immediately."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from elastic.runtime import lifecycle
 
 
 class ElasticEnvironment(ClusterEnvironment):
-    """A worker started by elasticrun, or by another launcher whose ranks `elastic.init` finds. Otherwise raises
-    Invalid.
+    """Environment of a worker started by elasticrun, or by another launcher whose ranks `elastic.init` finds.
+
+    Raises:
+        Invalid: no such launcher has started this process.
     """
 
     def __init__(self) -> None:

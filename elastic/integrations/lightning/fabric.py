@@ -22,8 +22,10 @@ class ElasticFabricStrategy(DDPStrategy):
     """Strategy for Fabric: ``strategy=ElasticFabricStrategy()``, or ``"elastic"`` once this module is imported.
 
     Fabric has no loop, so the script decides what is committed and when, with a `TorchState`, ``elastic.run`` and
-    ``commit()``. ``kwargs`` are those of `DDPStrategy`, including DDP's own. Raises Invalid outside a job of
-    elasticrun.
+    ``commit()``. ``kwargs`` are those of `DDPStrategy`, including DDP's own.
+
+    Raises:
+        Invalid: the process was not started by elasticrun.
     """
 
     strategy_name = "elastic"

@@ -112,7 +112,7 @@ class ElasticFitLoop(Trained):
     # ---- data ----------------------------------------------------------------------------------------------------
 
     def setup_data(self) -> None:
-        """Like Lightning's own, but with a loader whose position belongs to the job. Raises Invalid."""
+        """Set up data like Lightning, but with a loader whose position belongs to the job. Raises Invalid."""
         if self._combined_loader is not None:
             return
         trainer = self.trainer
@@ -202,7 +202,7 @@ class ElasticFitLoop(Trained):
             self.state = None
 
     def go_on(self) -> None:
-        """Run from the position of the loops, in the present world, to the end."""
+        """Run the loops from their position to the end, in the present world."""
         self.strategy.follow()
         self._tidy()
         self._show()
@@ -268,7 +268,7 @@ class ElasticFitLoop(Trained):
                 bar.disable()
 
     def _leave_signals_alone(self) -> None:
-        """Remove Lightning's handler of SIGTERM, which stops all workers; here SIGTERM makes one worker leave."""
+        """Remove Lightning's handler of SIGTERM, which stops all workers; here SIGTERM makes only one worker leave."""
         handlers = self.trainer._signal_connector._original_handlers
         if signal.SIGTERM in handlers:
             self.trainer._signal_connector._register_signal(

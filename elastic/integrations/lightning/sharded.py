@@ -1,7 +1,7 @@
 """Training steps of Lightning divided into shards: forward and backward of each, then one optimizer step.
 
 Lightning passes ``training_step`` a batch, takes the loss, and lets the optimizer step. Here a "batch" is a step of the
-loader, divided into shards; ``training_step`` is called for each shard of this rank, followed at once by its backward
+loader, divided into shards. ``training_step`` is called for each shard of this rank, directly followed by its backward
 pass. When the loop over the shards ends, gradients are the mean over all shards, so the module is not wrapped in DDP.
 """
 

@@ -36,10 +36,13 @@ class ElasticStrategy(DDPStrategy):
     The state is committed after every ``commit_every``-th optimizer step and at the end of each epoch. After a failure,
     training resumes from the last commit, in the middle of an epoch, with everything that Lightning keeps: loops,
     optimizers, schedulers, callbacks, scaler, logged means, and the position in the data. ``kwargs`` are those of
-    `DDPStrategy`, including DDP's own. Raises Invalid outside a job of elasticrun.
+    `DDPStrategy`, including DDP's own.
 
     With ``shards=elastic.Shards(8)`` a step is 8 batches of the train dataloader in any world, and weights are bitwise
     identical to those of an undisturbed run. The module is not wrapped in DDP then. See docs/exact.md.
+
+    Raises:
+        Invalid: the process was not started by elasticrun.
     """
 
     strategy_name = NAME
@@ -93,7 +96,7 @@ class ElasticStrategy(DDPStrategy):
             self._sharded.prepare(trainer)
 
     def configure_ddp(self) -> None:
-        """Skip DDP with shards, over which gradients are reduced instead."""
+        """Skip DDP if there are shards, since gradients are then reduced over these."""
         if self._sharded is None:
             super().configure_ddp()
 
@@ -108,7 +111,7 @@ class ElasticStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run Lightning's own step, or all of this rank's shards.
 
-        A module with manual optimization gets the whole step.
+        A module with manual optimization receives the whole step.
         """
         module = self.lightning_module
         if self._sharded is None or not module.automatic_optimization:

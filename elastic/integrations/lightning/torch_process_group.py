@@ -70,7 +70,7 @@ def order_of(loader: Any) -> dict[str, Any]:
 
 
 def device_of(devices: list[torch.device] | None) -> torch.device:
-    """Return this worker's device, of those of its host."""
+    """Return this worker's device on its host."""
     if not devices:
         return torch.device("cpu")
     return devices[lifecycle.place().local_rank % len(devices)]

@@ -1,6 +1,6 @@
 """Mapping of collectives' errors to TensorFlow's error classes, as in Horovod.
 
-Out of a graph an error is of TensorFlow's class; eagerly it is of both.
+An error raised by a graph is of TensorFlow's class only; in eager mode it is of both classes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Memory of torch tensors that TensorFlow uses without a copy. It sets a flag, in any thread, when it has released
-one.
+"""Memory of torch tensors that TensorFlow uses without a copy.
+
+TensorFlow sets a flag, in any thread, when it has released a tensor.
 
 TensorFlow may do so after Python has exited. Therefore the deallocator is in the C++ library, and only the tensors are
 ever freed.
