@@ -1,7 +1,7 @@
 """Horovod's API for scripts that were written for it, including its quirks. The implementation is in `elastic`.
 
-``__version__`` names the version of Horovod whose API this is, so that scripts that compare versions work; the part
-after the ``+`` names the implementation.
+``__version__`` is the version of Horovod whose API is provided, for scripts that compare versions. The part after the
+``+`` names the implementation.
 """
 
 from __future__ import annotations

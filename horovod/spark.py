@@ -1,4 +1,4 @@
-"""Not provided: the import raises ImportError."""
+"""Placeholder for Horovod on Spark, which is not supported: the import raises ImportError."""
 
 from horovod.unavailable import refuse
 

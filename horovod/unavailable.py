@@ -1,4 +1,4 @@
-"""Errors of imports that are not provided, or not without another package."""
+"""Errors for imports that are not provided, or that need another package."""
 
 from __future__ import annotations
 
@@ -95,7 +95,11 @@ def need_keras(front_end: str) -> None:
 
 
 def need(package: str, front_end: str) -> None:
-    """Import a framework. Raises ImportError that names the extra to install; warns about an untested release."""
+    """Import a framework, and warn about an untested release.
+
+    Raises:
+        ImportError: the framework is missing; the message names the extra to install.
+    """
     try:
         module = importlib.import_module(package)
     except ModuleNotFoundError as error:

@@ -18,9 +18,12 @@ notification_manager = WorkerNotificationManager()
 def run_fn(func: Callable[..., Value], reset: Callable[[], None]) -> Callable[..., Value]:
     """Wrap a function in `elastic.run`, for front ends that use Horovod's form of it.
 
-    ``reset`` is Horovod's ``shutdown()`` and ``init()`` between two worlds. It is not called here, because the run loop
-    forms the next world itself and keeps the connections; use ``state.register_reset_callbacks`` for anything else in
-    it. Raises Invalid if ``reset`` is not a function.
+    In Horovod, ``reset`` calls ``shutdown()`` and ``init()`` between two worlds. It is not called here, because the run
+    loop forms the next world itself and keeps the connections. Move any other code in it to
+    ``state.register_reset_callbacks``.
+
+    Raises:
+        Invalid: ``reset`` is not a function.
     """
     if not callable(reset):
         raise Invalid(f"run_fn needs a reset function, not a {type(reset).__name__}")

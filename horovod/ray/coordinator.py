@@ -12,10 +12,10 @@ ANSWER_S = 60.0  # time for a task without a CPU to start on a node that has wor
 
 
 class Coordinator:
-    """Registration of workers one by one, with ranks from 0 on; then call the two other methods."""
+    """Registration of workers one by one, with ranks from 0 on, followed by calls of the two other methods."""
 
     def __init__(self, settings: Any) -> None:
-        """Only ``timeout_s`` of ``settings`` is used: the time for all workers to call ``hvd.init()``."""
+        """Take ``timeout_s`` from ``settings``: the time for all workers to call ``hvd.init()``."""
         self.settings = settings
         self.hostnames: set[str] = set()
         self._nodes: dict[int, str] = {}  # by rank
@@ -48,7 +48,7 @@ class Coordinator:
         return found
 
     def establish_rendezvous(self) -> dict[str, str]:
-        """Return the variables for all workers: address of rank 0, and a secret. Raises Invalid or JobFailed."""
+        """Return the variables for all workers: the address of rank 0 and a secret. Raises Invalid or JobFailed."""
         import ray
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

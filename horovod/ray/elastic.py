@@ -28,8 +28,9 @@ class ElasticRayExecutor:
         max_np: int | None = None,
         **kwargs: Any,
     ) -> ElasticSettings:
-        """Create settings; also accepts ``cooldown_range``, fields of MiniSettings, and the old names ``min_np`` and
-        ``max_np``.
+        """Create settings.
+
+        Also accepts ``cooldown_range``, the fields of MiniSettings, and the old names ``min_np`` and ``max_np``.
         """
         what = "create_settings"
         least = renamed(what, "min_num_proc", min_num_proc, "min_np", min_np, 1)

@@ -72,8 +72,9 @@ def rooms() -> list[tuple[str, dict[str, float]]]:
 def rooms_of(
     nodes: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
 ) -> list[tuple[str, dict[str, float]]]:
-    """Return the free resources of ``nodes`` (as of ``ray.nodes()``); ``free`` is by node id, a missing node is all
-    free.
+    """Return the free resources of ``nodes``, as from ``ray.nodes()``.
+
+    ``free``: free resources by node id. A node that is missing in it is entirely free.
     """
     return [
         (

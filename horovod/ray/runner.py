@@ -31,8 +31,11 @@ class RayExecutor:
         nics: Collection[str] | None = None,
         verbose: bool | int | None = None,
     ) -> MiniSettings:
-        """Create settings. Times are seconds: for all workers to call ``hvd.init()`` after the first one, and to be
-        placed.
+        """Create settings.
+
+        Args:
+            timeout_s: seconds for all workers to call ``hvd.init()`` after the first one.
+            placement_group_timeout_s: seconds for the workers to be placed.
         """
         settings = MiniSettings(
             nics=nics,
@@ -67,8 +70,8 @@ class RayExecutor:
     ) -> None:
         """Check the arguments; `start` starts the workers. Raises ValueError.
 
-        ``use_current_placement_group``: place the workers in the caller's placement group, if it runs in one, as in a
-        trial of Ray Tune. The last two arguments are old names of ``cpus_per_worker`` and ``gpus_per_worker``.
+        ``use_current_placement_group``: if the caller runs in a placement group, as in a trial of Ray Tune, place the
+        workers in it. The last two arguments are old names of ``cpus_per_worker`` and ``gpus_per_worker``.
         """
         cpus_per_worker = renamed(
             "RayExecutor", "cpus_per_worker", cpus_per_worker, "cpus_per_slot", cpus_per_slot, 1
@@ -131,8 +134,11 @@ class RayExecutor:
     ) -> None:
         """Reserve resources, and start a static job's workers, each with an object of ``executable_cls``.
 
-        An elastic job's workers create their objects at the beginning of each `execute`. Raises PlacementTimeout (a
-        ValueError and a TimeoutError) if the cluster has no room, and exceptions of the object's constructor.
+        An elastic job's workers create their objects at the beginning of each `execute`.
+
+        Raises:
+            PlacementTimeout: (a ValueError and a TimeoutError) the cluster has no room.
+            Exception: any exception of the object's constructor.
         """
         self._job.start(executable_cls, executable_args, executable_kwargs, extra_env_vars)
 
@@ -145,8 +151,11 @@ class RayExecutor:
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every worker, and return the values by rank.
 
-        ``callbacks`` are called in this thread with what workers log with ``ray_logger.log``. Raises the exception of
-        ``fn`` on a worker of a static job, and JobFailed (a RuntimeError).
+        ``callbacks`` are called in this thread with the values that workers log with ``ray_logger.log``.
+
+        Raises:
+            JobFailed: (a RuntimeError) the job failed.
+            Exception: in a static job, the exception of ``fn`` on a worker.
         """
         return self._job.run(fn, args, kwargs, callbacks)
 

@@ -20,8 +20,9 @@ def detect_nics(
     all_host_names: Collection[str] | None = None,
     node_workers: Collection[Any] | None = None,
 ) -> Collection[str]:
-    """Return the interfaces of the settings. No search is needed: each worker listens on the address that reaches
-    rank 0.
+    """Return the interfaces of the settings.
+
+    No search is needed, because each worker listens on the address through which it reaches rank 0.
     """
     return settings.nics or []
 

@@ -43,12 +43,13 @@ def run(
     ``num_proc`` is 1 by default, or ``min_num_proc`` if that is given. ``min_num_proc``, ``max_num_proc`` or
     ``host_discovery_script`` make the job elastic; it then returns all values of the last world.
 
-    Times are seconds. The other arguments are Horovod's; ``disable_cache`` and ``use_gloo`` have no effect, because
-    there is no such cache and no alternative to Gloo. ``np``, ``min_np`` and ``max_np`` are old names of ``num_proc``
+    Times are in seconds. The other arguments are Horovod's; ``disable_cache`` and ``use_gloo`` have no effect, because
+    checks are not cached and Gloo has no alternative. ``np``, ``min_np`` and ``max_np`` are old names of ``num_proc``
     and its limits. HOROVOD_* variables apply as for ``horovodrun``, such as HOROVOD_LOG_LEVEL.
 
-    Raises Invalid (a ValueError) for arguments without a meaning here, JobFailed (a RuntimeError) if the job does not
-    succeed.
+    Raises:
+        Invalid: (a ValueError) an argument is not supported.
+        JobFailed: (a RuntimeError) the job failed.
     """
     for name, value in {"use_mpi": use_mpi, "mpi_args": mpi_args}.items():
         if value:

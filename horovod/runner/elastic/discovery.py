@@ -31,8 +31,9 @@ class HostDiscoveryScript(HostDiscovery):
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """Run the script, for at most SCRIPT_S seconds.
 
-        Raises Invalid (a ValueError) if the script can't be run or prints a wrong line, RuntimeError if it fails or
-        does not end.
+        Raises:
+            Invalid: (a ValueError) the script can't be run or prints an invalid line.
+            RuntimeError: the script fails or does not end.
         """
         from elastic.driver.discovery.script import find_script
         from elastic.driver.network.hosts import parse_lines

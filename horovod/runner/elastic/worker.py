@@ -1,7 +1,6 @@
 """Horovod's notifications of host changes.
 
-They arrive over the connection that a worker has to its driver, so workers have no service of their own, and there is
-nothing to connect to.
+They arrive over the worker's connection to the driver, so a worker runs no service that could be connected to.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class WorkerNotificationManager:
         hostname: str | None = None,
         local_rank: int | None = None,
     ) -> None:
-        """Do nothing: ``hvd.init()`` has made the connection. The arguments are Horovod's."""
+        """Do nothing, because ``hvd.init()`` has already connected. The arguments are Horovod's."""
 
     def register_listener(self, listener: HostUpdateListener) -> None:
         host_updates.register(listener)
@@ -33,7 +32,7 @@ class WorkerNotificationManager:
         host_updates.remove(listener)
 
     def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Notify all listeners as if the driver had sent it. ``timestamp`` is in seconds since 1970."""
+        """Notify all listeners as if the driver had sent the update. ``timestamp`` is in seconds since 1970."""
         host_updates.tell(timestamp, update_res)
 
 

@@ -38,9 +38,14 @@ _ANSWER_S = 2.0  # time for a running compute job to answer
 class TfDataServiceConfig:
     """Configuration of the service of a compute job. Its file contains a secret.
 
-    ``dispatcher_side``: the job in which dispatchers run, "compute" or "training". ``addresses``: addresses of the
-    service by which the jobs find each other; ``key``: its secret. ``timeout``: seconds for both jobs to be ready.
-    Raises Invalid.
+    Args:
+        dispatcher_side: the job in which dispatchers run, "compute" or "training".
+        addresses: addresses of the service by which the jobs find each other.
+        key: secret of that service.
+        timeout: seconds for both jobs to be ready.
+
+    Raises:
+        Invalid: a value is invalid.
     """
 
     dispatchers: int
@@ -62,7 +67,7 @@ class TfDataServiceConfig:
             raise Invalid("addresses is empty: take those of the ComputeService")
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
-        """Return a client, by which a training ends the service: ``compute_client().shutdown()``."""
+        """Return a client of the service. A training ends the service with ``compute_client().shutdown()``."""
         return ComputeClient(self.addresses, self.key, verbose, self.timeout)
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,9 +108,15 @@ class TfDataServiceConfig:
     ) -> TfDataServiceConfig:
         """Read a configuration.
 
-        ``wait_for_file_creation``: wait also until the named compute job answers, because the file may be an old one.
-        ``timeout``: seconds to wait. Raises TimeoutException, FileNotFoundError; Invalid, also if the file belongs to
-        another user or is writable for others.
+        Args:
+            wait_for_file_creation: wait for the file and for an answer of the compute job named in it, because the file
+                may be outdated.
+            timeout: seconds to wait.
+
+        Raises:
+            TimeoutException: the wait took longer than ``timeout``.
+            FileNotFoundError: the file does not exist.
+            Invalid: the file is invalid, belongs to another user, or is writable by other users.
         """
         path = Path(filename)
         deadline = Timeout(
@@ -164,9 +175,13 @@ def _read(path: Path) -> TfDataServiceConfig:
 def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
     """Wait for the dispatcher of this rank and its workers; yield its address ``grpc://HOST:PORT``. For training jobs.
 
-    If dispatchers run in the training job, this rank's dispatcher ends with the block. Raises Invalid for a rank
-    without a dispatcher; TimeoutException; ConnectionError if the compute job ended or the dispatcher can't be reached.
-    Rank 0 logs an error if the compute job ends early, because TensorFlow continues to wait for its data.
+    If dispatchers run in the training job, this rank's dispatcher ends with the block. Rank 0 logs an error if the
+    compute job ends early, because TensorFlow continues to wait for its data.
+
+    Raises:
+        Invalid: this rank has no dispatcher.
+        TimeoutException: the compute job was not ready in time.
+        ConnectionError: the compute job has ended, or the dispatcher can't be reached.
     """
     one = compute_config.dispatchers == 1
     if not one and not 0 <= rank < compute_config.dispatchers:
@@ -206,7 +221,7 @@ def send_to_data_service(
         round_robin: with ``reuse_dataset``: the ranks take turns. The dataset must be endless.
 
     Raises:
-        Invalid: if dispatchers run in the training job, which uses `tf_data_service` instead; also as that does.
+        Invalid: if dispatchers run in the training job, which requires `tf_data_service` instead.
         NotInitialized: with ``reuse_dataset`` before ``hvd.init()``.
     """
     if compute_config.dispatcher_side == "training":
@@ -235,7 +250,10 @@ tf.data.Dataset.send_to_data_service = send_to_data_service
 def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     """Run one rank of a compute job: a worker, on some ranks also a dispatcher, until a training ends it.
 
-    Raises Invalid if the job has another size than the configuration, TimeoutException, ConnectionError.
+    Raises:
+        Invalid: the size of the job differs from the configuration.
+        TimeoutException: the training was not ready in time.
+        ConnectionError: the service cannot be reached.
     """
     hvd.init()
     index, workers = hvd.rank(), compute_config.workers_per_dispatcher
@@ -250,7 +268,7 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     own = compute_config.dispatcher_side == "compute" and index % workers == 0
     with _dispatcher(dispatcher_id, compute) if own else contextlib.nullcontext():
         address = compute.wait_for_dispatcher_registration(dispatcher_id, compute_config.timeout)
-        # Without an answer, WorkerServer would hold the GIL and retry forever, whatever the timeout.
+        # If it did not answer, WorkerServer would hold the GIL and retry forever, regardless of the timeout.
         _check_reached(address, dispatcher_id, compute_config.timeout)
         protocol, _, where = address.partition("://")
         worker = tf.data.experimental.service.WorkerServer(
@@ -295,7 +313,7 @@ def _pass() -> str:
 
 
 def _host(compute: ComputeClient) -> str:
-    """Return the host at which others reach this process, as part of an address.
+    """Return the host part of the address at which other processes reach this one.
 
     A job on one host listens on loopback; it returns the address on the route to the compute job, because TensorFlow's
     servers listen on all addresses.

@@ -22,8 +22,11 @@ from horovod.tensorflow.data.compute_service import SIDES, TfDataServiceConfig, 
 def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float) -> None:
     """Serve until a training calls ``compute_client().shutdown()``. Every rank calls it.
 
-    Rank 0 writes ``configfile`` for training jobs, and removes it at the end. Raises Invalid, also if the file exists
-    with other content; otherwise as `compute_worker_fn`.
+    Rank 0 writes ``configfile`` for training jobs, and removes it at the end.
+
+    Raises:
+        Invalid: an option is invalid, or the file exists with other content.
+        TimeoutException, ConnectionError: as `compute_worker_fn`.
     """
     hvd.init()
     if dispatchers < 1 or hvd.size() % dispatchers:
@@ -51,7 +54,7 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
 
 
 def _make_way(file: Path) -> None:
-    """Remove the file of a killed compute job. Raises Invalid if the file has another origin."""
+    """Remove the file of a killed compute job. Raises Invalid if a compute job did not write the file."""
     try:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):

@@ -1,6 +1,6 @@
 """Service by which a compute job and the training jobs that use it find each other: addresses, registrations, end.
 
-It uses the sealed frames of `elastic.rendezvous.store`: only callers with the key are answered.
+It uses the sealed frames of `elastic.rendezvous.store` and answers only callers that have the key.
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ _Value = TypeVar("_Value")
 
 
 class ComputeService:
-    """Serves on one rank of the compute job, from now until `shutdown`.
+    """Server on one rank of the compute job, which serves from its creation until `shutdown`.
 
-    ``key`` authorizes callers. ``host`` is the numeric address to listen on; by default that of this job's workers,
-    which needs ``hvd.init()``. Raises Invalid, NotInitialized, OSError.
+    ``key`` authorizes callers. ``host`` is the numeric address to listen on; the default is the address of this job's
+    workers, which requires ``hvd.init()``.
+
+    Raises:
+        Invalid: an argument is invalid.
+        NotInitialized: ``host`` is not given and ``init()`` was not called.
+        OSError: the address cannot be used.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class ComputeService:
 
 
 class ComputeClient:
-    """Client of a service. Every method raises ConnectionError if the service does not exist (any more).
+    """Client of a service. Every method raises ConnectionError if the service cannot be reached.
 
     Methods that wait raise TimeoutException after ``timeout`` seconds. ``verbose`` has no effect.
     """
@@ -112,7 +117,7 @@ class ComputeClient:
             self._hear(_worker(dispatcher_id, worker_id), timeout)
 
     def shutdown(self) -> None:
-        """End the compute job: no training needs it any more."""
+        """End the compute job when no training needs it any more."""
         _ended.add(self._service)  # first, because the service may end before its answer arrives
         self._call(lambda: self._store.announce(_END, 0))
 
@@ -123,7 +128,7 @@ class ComputeClient:
     def wait_for_shutdown(self) -> None:
         """Wait for the end without a deadline, as long as the service exists.
 
-        A service that this process has shut down may end before it is asked again; that is also an end.
+        A service that this process has shut down may exit before the next request; this also counts as the end.
         """
         try:
             while True:
@@ -137,7 +142,7 @@ class ComputeClient:
                 raise
 
     def leave(self, worker_id: int) -> None:
-        """Wait until all workers of all dispatchers have called this after the end; then the service may exit."""
+        """Wait until all workers of all dispatchers have called this after the end; the service may then exit."""
         dispatchers, workers = self._shape()
         count = dispatchers * workers
         self._call(

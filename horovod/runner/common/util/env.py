@@ -13,9 +13,10 @@ PAIRS = (
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """Return rank and size as set by the launcher, or 0 and 1. In an elastic job they are those of the start.
+    """Return rank and size as set by the launcher, or 0 and 1. In an elastic job they are the initial ones.
 
-    Raises RuntimeError if only one of a pair is set.
+    Raises:
+        RuntimeError: only one variable of a pair is set.
     """
     for names in PAIRS:
         found = [os.environ[name] for name in names if name in os.environ]
