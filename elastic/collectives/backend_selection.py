@@ -1,8 +1,8 @@
 """Choice of how the ranks of a CPU group communicate: shared memory, Gloo or both. Pure: no clock, network or memory.
 
-Every rank has the same rows and therefore computes the same plan. Processes on one host can share memory: they have the
-same boot of one kernel, the same PID namespace, so that a process is found by its ID, and the same network, so that a
-network failure separates all of them.
+Every rank has the same rows and therefore computes the same plan. Processes share memory if they are on one host: on
+the same boot of one kernel, in one PID namespace (so that a process is found by its ID), and in one network namespace
+(so that a network failure separates all of them).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _hosts(rows: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
 
 
 def _unknown(rows: Sequence[RankInfo]) -> str:
-    """Return a warning if a rank does not know its host, since it may share one that was meant to be used."""
+    """Return a warning if a rank cannot identify its host, since other ranks may be on the same one."""
     for rank, row in enumerate(rows):
         if row.native and row.identity is None:
             return f"rank {rank}: {row.why_not}"

@@ -28,18 +28,18 @@ from elastic.errors import CollectiveFailed
 from elastic.rendezvous.store import Call, Store
 
 log = logging.getLogger("elastic.collectives")
-# Log each message once per process, since all groups of all generations give the same.
+# Log each message once per process, since all groups of all generations produce it.
 _logged: set[str] = set()
 
 
 class CpuGroup:
-    """Call `connect` once. `abort` works at any time, from any thread.
+    """Group of CPU ranks. Call `connect` once; `abort` works at any time, from any thread.
 
     Args:
         timeout_s: to connect.
         collective_timeout_s: for a late rank, at its first collective as at any other.
         apart: each rank was started on its own host, as all ranks know, so Gloo will be used. The ranks exchange Gloo's
-            addresses at once rather than in a second exchange.
+            addresses immediately rather than in a second exchange.
         messages: the group is for messages, which use Gloo unless all ranks are on one host.
         agreed: see `GlooCollectives`.
     """

@@ -26,9 +26,9 @@ def meeting(purpose: str, device_type: str, size: int) -> str:
 
 
 def prepare(native: bool) -> None:
-    """Import and load what CPU groups need.
+    """Import modules and load libraries that CPU groups need.
 
-    Otherwise their first creation would, while other ranks wait for this one.
+    Otherwise, the creation of the first group would do this while other ranks wait for this one.
     """
     from elastic.collectives import cpu  # noqa: F401
     from elastic.collectives.shared_memory import native_library
@@ -38,7 +38,7 @@ def prepare(native: bool) -> None:
 
 
 def prepare_gpu(device: torch.device) -> None:
-    """Likewise for groups on this GPU, on which this worker already has tensors."""
+    """Import and load what groups on this GPU need. This worker already has tensors on it."""
     if distributed.is_nccl_available():
         from elastic.collectives import nccl
 

@@ -34,7 +34,7 @@ class Work(Protocol):
     """A collective in flight."""
 
     def done(self) -> bool:
-        """Return whether `wait` would return or raise at once."""
+        """Return whether `wait` would return or raise immediately."""
 
     def within(self, timeout_s: float) -> bool:
         """Like `wait`, for at most ``timeout_s`` seconds. Return whether it is done."""
@@ -94,7 +94,8 @@ class Collectives(Protocol):
     def drain(self, timeout_s: float) -> bool:
         """Wait, after `abort`, until no collective of this group writes to any tensor.
 
-        Call it before tensors that were in flight are written again. Returns whether this was so within ``timeout_s``.
+        Call it before tensors that were in flight are written again. Returns False if a collective still writes after
+        ``timeout_s`` seconds.
         """
 
     def close(self) -> None:

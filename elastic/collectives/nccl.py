@@ -8,12 +8,12 @@ the next commit.
 A group ends in two phases, each in its own thread. `abort` revokes the communicator: its kernels end and nothing is
 freed, because kernels of peers may still read this rank's memory. `close` frees it, after the next world is formed; a
 member reports ready for that world only after its own kernels have ended. A communicator that is not connected yet, or
-whose NCCL cannot revoke, is aborted and freed at once.
+whose NCCL cannot revoke, is aborted and freed immediately.
 
 After an abort the stream continues, and the kernels that were waiting leave invalid data behind: no result and no
 gradient of an aborted step may be used. Unless a side stream follows a collective, nothing that reads a result is
 queued before the collective is known to have succeeded. After a side stream has followed one, parameters can contain
-such data, until the newest commit is restored; no commit can, because it calls `settle` first.
+such data, until the newest commit is restored; commits cannot, because they call `settle` first.
 
 Requires TORCH_NCCL_ASYNC_ERROR_HANDLING=0; otherwise torch's watchdog ends the process when a communicator is aborted.
 This and other variables that torch and NCCL read are set at startup: `elastic.rendezvous.nccl_settings`.

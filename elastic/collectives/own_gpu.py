@@ -1,6 +1,6 @@
 """The GPU that this process trains on, the same in all threads and groups. CUDA starts every thread on device 0.
 
-It is that of the tensors reduced in the training thread; before there are any, the device chosen in that thread.
+It is the GPU of the tensors that the training thread reduces or, before the first reduction, the device chosen there.
 """
 
 from __future__ import annotations

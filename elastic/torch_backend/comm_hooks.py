@@ -5,7 +5,7 @@ groups can produce: a Python future holds a Python object. The equivalent hook i
 
 A Python hook may call further collectives in callbacks of its futures, as PowerSGD's does. All ranks must call them in
 the same order. With NCCL they do: its futures are complete when the call returns, so a callback runs where it is
-attached. The futures of such a hook are therefore completed at once here too, at the cost of the overlap with the
+attached. The futures of such a hook are therefore completed immediately here too, at the cost of the overlap with the
 backward pass. Otherwise the order would depend on which collective ends first on which rank.
 """
 

@@ -1,8 +1,8 @@
 """Exclude process groups from ``torch.compile``.
 
-torch's own process groups are C++, which the compiler never sees. It would compile a Python method that a compiled
-model calls, as DistributedDataParallel does for its buffers, and fail at the first attribute. The compiler is not
-imported here.
+torch's own process groups are C++, which the compiler never sees. If a compiled model calls a Python method of a
+process group, as DistributedDataParallel does for its buffers, the compiler tries to compile the method and fails at
+the first attribute. The compiler is not imported here.
 """
 
 from __future__ import annotations

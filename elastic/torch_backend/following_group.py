@@ -1,6 +1,6 @@
 """A ``torch.distributed.ProcessGroup`` that remains one object while worlds change: its ranks and its calls.
 
-Rank and size are computed at each use, for torch's C++ code as well, which caches neither. A collective is carried out
+Rank and size are computed at each use, because torch's C++ code does not cache them either. A collective is carried out
 by the group of the world in which it is called.
 """
 

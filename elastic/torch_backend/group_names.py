@@ -35,9 +35,9 @@ class GroupNames:
         self._made.clear()
 
     def next(self, key: str = "") -> str:
-        """Return ``3.0``, ``3.1``, ...
+        """Return the next name of a group.
 
-        for groups that all ranks create, ``3.KEY.0`` for groups created by their members only.
+        ``3.0``, ``3.1``, ... for groups that all ranks create; ``3.KEY.0``, ... for those that only members create.
         """
         number = self._made.get(key, 0)
         self._made[key] = number + 1

@@ -1,8 +1,8 @@
 """Point-to-point messages between the ranks of a process group.
 
 Messages use shared memory if all ranks of the process group are on one host, else a Gloo group of their own; CUDA
-tensors are copied through host memory. All ranks connect together: with the process group if the world is fixed, else
-at the first message of a world, for which ranks that neither send nor receive take part in a thread.
+tensors are copied through host memory. All ranks connect at the same time: with the process group if the world is
+fixed, otherwise at the first message of a world. Ranks that neither send nor receive then take part in a thread.
 """
 
 from __future__ import annotations

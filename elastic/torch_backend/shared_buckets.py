@@ -1,7 +1,7 @@
 """Allocation of DDP's buckets in the memory that the ranks of a host share, so that they are reduced in place.
 
-DDP's reducer, in C++, allocates each bucket by a call of ``empty``, when it is created and when it has learned the
-order in which gradients become ready. Both are called from Python, and the ``empty`` call in them is intercepted here.
+DDP's reducer, in C++, allocates each bucket with ``empty``: when the reducer is created, and again when it has learned
+the order in which gradients become ready. Both are called from Python, so their calls of ``empty`` can be intercepted.
 If another version of torch allocates differently, buckets are copied to shared memory and back.
 """
 

@@ -37,13 +37,13 @@ _NAMED = 8  # ranks to name in a message
 
 
 _TorchWork: Any = distributed.Work
-# Whether futures requested by this thread are completed at once.
+# Whether futures requested by this thread are completed immediately.
 _at_once: ContextVar[bool] = ContextVar("_at_once", default=False)
 
 
 @contextmanager
 def complete_at_once() -> Iterator[None]:
-    """Complete futures that this thread requests in the block at once; callbacks run where they are attached."""
+    """Complete futures that this thread requests in the block immediately; callbacks run where they are attached."""
     before = _at_once.set(True)
     try:
         yield

@@ -4,8 +4,9 @@ For two vectors a and b::
 
     Adasum(a, b) = (1 - a.b / 2|a|^2) a  +  (1 - a.b / 2|b|^2) b
 
-Equal vectors give that vector, like an average; orthogonal ones give their sum. More vectors are combined in pairs:
-with 4 ranks, Adasum(Adasum(0, 1), Adasum(2, 3)). From Maleki et al., "Scaling Distributed Training with Adaptive
+The Adasum of equal vectors is that vector, like an average; the Adasum of orthogonal vectors is their sum. More vectors
+are combined in pairs: with 4 ranks, Adasum(Adasum(0, 1), Adasum(2, 3)).
+From Maleki et al., "Scaling Distributed Training with Adaptive
 Summation", MLSys 2021, arXiv 2006.02924, implemented as in its algorithm 1, by recursive vector halving and distance
 doubling. At level k, two ranks that differ in bit k swap halves of the slice that both hold, so a rank sends and
 computes on 1/2, 1/4, 1/8 .. of the vector; at the end, all ranks gather the finished slices. The dot products of a
@@ -115,7 +116,7 @@ def _reduce_alike(group: Collectives, vectors: list[torch.Tensor]) -> None:
 
 
 def slice_start(rank: int, size: int, length: int) -> int:
-    """Return where the slice begins that ``rank`` holds after all halvings of ``length``, a multiple of ``size``."""
+    """Return the start of the slice that ``rank`` holds after all halvings of ``length``, a multiple of ``size``."""
     start, distance = 0, 1
     while distance < size:
         length //= 2

@@ -1,7 +1,8 @@
 """Header that ranks exchange at the beginning of a collective: the call itself and, if small, the tensor.
 
-Gloo ends the process if a rank sends more than another expects, and gives wrong results if it sends less. So each
-collective begins with a message of variable length, for which the longest possible one has room. Its header describes
+Gloo ends the process if a rank sends more than another expects, and returns wrong results if it sends less. Each
+collective therefore begins with a message of variable length, and every receiver has room for the longest one.
+Its header describes
 the rank's call, and all ranks compare them. If the rank's tensor is small, it follows the header, and no second
 exchange is needed.
 """

@@ -1,7 +1,7 @@
 """Find, by address, the sockets that one group opened inside Gloo, and close or hide them; never any other socket.
 
 Gloo has no abort: a rank that waits for a frozen peer blocks in the kernel until the group's timeout. ``shutdown(2)``
-on the group's connections ends the wait at once. Python does not own them, so they are found in the list of open
+on the group's connections ends the wait immediately. Python does not own them, so they are found in the list of open
 descriptors: a group has one listener, on its own port; accepted connections have that port, and opened ones lead to a
 peer's listener. No other socket in the process can have these addresses.
 """

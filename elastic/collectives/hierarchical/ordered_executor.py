@@ -21,7 +21,7 @@ _SLICE_S = (
 
 
 class OrderedExecutor:
-    """``wake`` ends the waits of the running work; it is called by `stop` and never blocks."""
+    """Executor with one thread. ``wake`` ends the waits of the running work; `stop` calls it. It never blocks."""
 
     def __init__(self, name: str, wake: Callable[[], None]) -> None:
         self._name = name
@@ -34,7 +34,7 @@ class OrderedExecutor:
         self.forgotten = False
 
     def submit(self, run: Callable[[], None]) -> OrderedWork:
-        """Execute after all work submitted before.
+        """Submit work, which is executed after all work submitted before.
 
         Raises:
             CollectiveFailed: after `stop`.
@@ -57,7 +57,7 @@ class OrderedExecutor:
         self._wake()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait, after `stop`, until no work is running. Return whether this is so."""
+        """Wait, after `stop`, until no work is running. Return False if some still is at the deadline."""
         if self.forgotten:
             return True
         with self._changed:
@@ -65,7 +65,7 @@ class OrderedExecutor:
             return self._changed.wait_for(lambda: not self._running, timeout_s)
 
     def close_in_forked_child(self, reason: str) -> None:
-        """Disable it in a forked child, which does not have the thread and whose lock may be held forever."""
+        """Disable the executor in a forked child, which lacks the thread and whose lock may be held forever."""
         self.failure = CollectiveFailed(reason)
         self.forgotten = True
 

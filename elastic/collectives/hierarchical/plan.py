@@ -4,7 +4,7 @@ A rank communicates through its host's memory and through the network between ho
 host and its index on that host. Some of the ranks, the carriers, send data between hosts:
 
 - If all hosts have equally many ranks, every rank is a carrier: the ranks with one index form an *inter-node group*,
-  one rank of each host. All ranks of a host send at once, each its own share.
+  one rank of each host. All ranks of a host send at the same time, each its own share.
 - Otherwise the *leaders*, the ranks with index 0, send for all ranks of their host.
 
 Ranks are numbered within the group and may be placed on the hosts in any order.

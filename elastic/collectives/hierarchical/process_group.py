@@ -3,7 +3,7 @@
 A large allreduce proceeds chunk by chunk. The ranks of a host reduce a chunk in shared memory, after which each owns a
 share of it. Each rank reduces its share with the ranks of the same index on the other hosts (an *inter-node group*),
 and the ranks of the host read each other's shares. Every byte crosses the network once per host instead of once per
-rank, all ranks of a host send at once, and some chunks are on the network while others are in memory. If hosts have
+rank, all ranks of a host send in parallel, and some chunks are on the network while others are in memory. If hosts have
 unequally many ranks, one rank of each, its leader, sends for all.
 
 There is no group of all ranks, only that of this host and the inter-node group, so a rank has as many connections as
