@@ -18,7 +18,7 @@ Finish = Callable[[], None]
 
 
 class Completions:
-    """Thread-safe. The thread starts with the first collective that does not complete at once."""
+    """Callbacks for collectives in flight. Thread-safe. The thread starts at the first collective that must wait."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -29,11 +29,11 @@ class Completions:
         self._thread: threading.Thread | None = None
 
     def when_over(self, handle: int, finish: Finish) -> None:
-        """Call ``finish`` once ``synchronize(handle)`` would return or raise soon, in this thread or in the waiting
-        thread.
+        """Call ``finish`` once ``synchronize(handle)`` would return or raise soon.
 
-        ``finish`` calls `submission.synchronize` and must not raise. Completions are noticed in any order, so that a
-        collective delayed by another rank does not hold up the ones submitted after it.
+        ``finish`` is called in this thread or in the waiting thread. It calls `submission.synchronize` and must not
+        raise. Completions are detected in any order, so a collective that another rank delays does not hold up those
+        submitted after it.
         """
         if submission.over(handle) or self._ends_soon(handle):
             finish()

@@ -1,8 +1,8 @@
 """Decide which collectives can run now, and in what order: those that every member has requested. Pure.
 
 Each generation has one coordinator, on rank 0, for the world and all its process sets. Ranks request collectives in any
-order; what all members have requested runs at once, in the same order on every rank. The coordinator handles no
-tensors.
+order. A collective that all members have requested runs immediately, in the same order on every rank. The coordinator
+handles no tensors.
 
 A name that is requested again gets a cache number. From then on a rank requests it with one bit, and the coordinator
 only intersects bit masks: for 1,024 names, one `and` of 128 bytes per rank. A number means "the same request as last
@@ -205,7 +205,7 @@ class Coordinator:
         return made
 
     def _what_is_left(self) -> list[ResponseList]:
-        """Settle what was submitted before the submitter joined: the ranks that never submit it add zeros."""
+        """Settle collectives submitted before the submitter joined. Ranks that never submit them add zeros."""
         made: list[ResponseList] = []
         for each in self._sets.values():
             for rank, offered in [*each.offered.items()]:
@@ -279,8 +279,9 @@ class Coordinator:
 
         Call it about once a second; times are on the caller's clock, and 0 disables a limit.
 
-        Returns: one sentence per newly stalled group (waiting for ``warn_s`` seconds), and the decisions that fail what
-        has waited for ``end_s`` seconds.
+        Returns:
+            One sentence per newly stalled group (waiting for ``warn_s`` seconds), and the decisions that fail
+            collectives that have waited for ``end_s`` seconds.
         """
         waiting = {
             (each.named_as, name): ranks

@@ -1,4 +1,4 @@
-"""Run the collectives that a script calls by name: request them, and start what was decided, in that order.
+"""Run the collectives that a script calls by name: request them, and start them in the order that was decided.
 
 `coordinator` on rank 0 decides what may run and when; `fusion` decides what is fused. Each generation has one engine,
 created by its first such collective.
@@ -104,8 +104,10 @@ class Engine:
     # ---- submitting ------------------------------------------------------------------------------------------------
 
     def submit(self, pending: Pending, soon: bool) -> None:
-        """Queue a collective. ``soon``: the caller is about to wait for it. Raises CollectiveFailed if the world is
-        over.
+        """Queue a collective. ``soon``: the caller is about to wait for it.
+
+        Raises:
+            CollectiveFailed: the world is over.
         """
         pending.submitted_to(self)
         members = pending.members
@@ -430,7 +432,7 @@ class Engine:
 
 
 def _left_of(until: float | None, most_s: float | None = None) -> float | None:
-    """Return the seconds until then, at most ``most_s``; None for no limit."""
+    """Return the seconds until the deadline, at most ``most_s``; None for no limit."""
     if until is None:
         return most_s
     left_s = max(0.0, until - time.monotonic())

@@ -24,7 +24,7 @@ def start(
     batch: list[tuple[Response, Pending | None]],
     group_for: Callable[[str, torch.device, Members], Collectives],
 ) -> None:
-    """Start a batch of settled responses, the same on every rank. Raises whatever starting raises."""
+    """Start a batch of settled responses, the same on every rank. Raises any error of starting a collective."""
     response, pending = batch[0]
     request = response.request
     if timeline.on:

@@ -47,8 +47,10 @@ class Handles:
         self._world: tuple[Context, int] | None = None  # whose handles these are
 
     def claim(self, rt: Context, pending: Pending, pick: Callable[[Any], Any] | None) -> int:
-        """Return a handle for a collective that is about to be submitted. Raises DuplicateName if its name is in
-        flight.
+        """Return a handle for a collective that is about to be submitted.
+
+        Raises:
+            DuplicateName: a collective of this name is in flight.
         """
         name = pending.name
         with self._lock:
@@ -87,8 +89,10 @@ class Handles:
             del self._names[full]
 
     def done(self, handle: int, rt: Context) -> bool:
-        """Return whether `synchronize` would return or raise at once. Raises Invalid for a handle that is not in
-        flight.
+        """Return whether `synchronize` would return or raise immediately.
+
+        Raises:
+            Invalid: the handle is not in flight.
         """
         with self._lock:
             claimed = self._claimed.get(handle)

@@ -36,7 +36,7 @@ def silence_s(env: Environment) -> float:
 
 
 class LocalController:
-    """Rank 0's connection to the local coordinator: requests are decided at once, in the thread that makes them."""
+    """Rank 0's connection to the local coordinator: requests are decided immediately, in the thread that makes them."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ _dtype_names: dict[torch.dtype, str] = {}
 
 
 class Driver(Protocol):
-    """What `Pending` needs of an engine that gets its collective decided; see `engine`."""
+    """The part of an engine that `Pending` uses; see `engine`."""
 
     @property
     def failed(self) -> bool: ...
@@ -195,7 +195,7 @@ class Pending:
             return self._engine is not None and self._engine.failed
         if self.error is not None or self._batch is None or self._batch.done():
             return True
-        return self._engine is not None and self._engine.failed  # the wait ends at once
+        return self._engine is not None and self._engine.failed  # the wait ends immediately
 
     def over(self, error: BaseException) -> bool:
         """Return whether this error ended the collective itself."""
@@ -214,7 +214,7 @@ class Pending:
             self._batch.wait()
 
     def offer(self) -> None:
-        """Send it at once. Not needed if the submitter is about to wait for it, which sends it too."""
+        """Send it now. Not needed if the submitter is about to wait for it, which sends it too."""
         if self._engine is not None:
             self._engine.offer()
 

@@ -41,8 +41,10 @@ _dynamic = False
 class ProcessSet:
     """A set of ranks. Register it with ``init(process_sets=[...])`` or `add_process_set`, then pass it to collectives.
 
-    ``ranks_or_comm`` is a list of ranks in any order. Raises Invalid (a ValueError) for anything else; MPI
-    communicators are not supported.
+    ``ranks_or_comm`` is a list of ranks in any order.
+
+    Raises:
+        Invalid: (a ValueError) for anything else; MPI communicators are not supported.
     """
 
     mpi_comm = None
@@ -67,8 +69,10 @@ class ProcessSet:
         return len(present(self._entry.ranks, context.current().place.size))
 
     def rank(self) -> int | None:
-        """Return this worker's index in the set; None if it is not registered. Raises Invalid on a rank outside the
-        set.
+        """Return this worker's index in the set; None if the set is not registered.
+
+        Raises:
+            Invalid: this rank is not in the set.
         """
         if not self._entry.number:
             return None
@@ -218,11 +222,12 @@ def begin(sets: Sequence[ProcessSet], dynamic: bool) -> None:
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a set, or a list of ranks, and return the set. Collective over all ranks of the world.
 
-    Raises Invalid (a ValueError) if dynamic process sets are not enabled (``init(process_sets="dynamic")``), a rank
-    does not exist in this job, or the set is already registered; and on every rank if the ranks ask for different sets.
+    After a change of the world, a set that was registered before the change is returned unchanged, because training
+    functions restart and new workers run them for the first time.
 
-    After a change of the world, a set that was registered before it is returned as it is: training functions restart
-    then, and new workers run them for the first time.
+    Raises:
+        Invalid: (a ValueError) dynamic process sets are not enabled (``init(process_sets="dynamic")``), a rank does not
+            exist in this job, or the set is already registered; on every rank, if the ranks ask for different sets.
     """
     rt = context.current()
     _need_dynamic("added")
@@ -236,9 +241,11 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a set, which can then no longer be used. Collective over all ranks of the world.
 
-    Returns whether it was registered; False for ``global_process_set``, which cannot be removed. Raises Invalid (a
-    ValueError) if dynamic process sets are not enabled (see `add_process_set`), and on every rank if the ranks ask for
-    different sets.
+    Returns whether it was registered; False for ``global_process_set``, which cannot be removed.
+
+    Raises:
+        Invalid: (a ValueError) dynamic process sets are not enabled (see `add_process_set`); on every rank, if the
+            ranks ask for different sets.
     """
     rt = context.current()
     if not isinstance(process_set, ProcessSet):
@@ -328,7 +335,7 @@ def _found(ranks: Ranks) -> ProcessSet:
 def bring(rt: Context, lacking: Sequence[int]) -> list[str]:
     """Send rank 0's sets to members that lack the newest commit, before any message that refers to one.
 
-    Collective among rank 0 and ``lacking``; returns at once on other ranks. Returns what users should know.
+    Collective among rank 0 and ``lacking``; returns immediately on other ranks. Returns what users should know.
     """
     rank = rt.place.rank
     news: list[str] = []

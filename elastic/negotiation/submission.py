@@ -4,7 +4,7 @@ All arguments are checked before anything is sent. `engine` compares what the ra
 `exchanges` compute the results. ``members`` are the ranks of a process set, or None for the world.
 
 In all ``start_*`` functions ``pick`` makes the user's result from what was computed, and ``soon`` means that the caller
-waits at once.
+waits immediately.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _submit(
     splits: tuple[int, ...] = (),
     payload: str = "",
 ) -> int:
-    """Claim a handle and submit; in a world or set of one, complete at once."""
+    """Claim a handle and submit; in a world or set of one, complete it now."""
     if why := context.refusal():
         raise Invalid(f"{kind}{f' {name}' if name else ''} was called {why}")
     if not tensors and kind not in (BARRIER, AGREE, JOIN):

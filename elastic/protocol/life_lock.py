@@ -39,8 +39,9 @@ _held = False  # by this process, until it exits
 
 
 def hold(location: str) -> None:
-    """Take the lock at ``location``, the value of the worker's variable. Main thread only: it lives as long as the
-    process.
+    """Take the lock at ``location``, the value of the worker's variable.
+
+    Has an effect in the main thread only, because that lives as long as the process.
     """
     global _held
     if not location or _held or threading.current_thread() is not threading.main_thread():

@@ -296,8 +296,9 @@ class Pace(Message):
 
 
 class TimeSpent(Message):
-    """How this worker has spent its time since ``init()``. Sent periodically, when training begins in a world, and
-    at exit.
+    """How this worker has spent its time since ``init()``.
+
+    Sent periodically, when training begins in a world, and at exit.
     """
 
     generation: int
@@ -458,9 +459,7 @@ class ShareWritten(Message):
 
 
 class ShareDropped(Message):
-    """This rank cannot write its part, which cancels the checkpoint. ``timing``: the request only came at the wrong
-    time.
-    """
+    """This rank cannot write its part, which cancels the checkpoint. ``timing``: only the time was wrong."""
 
     generation: int
     number: int
@@ -546,7 +545,7 @@ class Proceed(Message):
 class Leave(Message):
     """The receiver is no longer part of the job: exit with code 0.
 
-    ``fenced``: it had been given up, so its work since then does not count, and the exit code says so.
+    ``fenced``: the driver had given the worker up, so its work since then is discarded, as its exit code shows.
     """
 
     reason: str

@@ -84,7 +84,7 @@ def check(cert: str, key: str, ca: str) -> None:
 class TlsEndpoint:
     """One end of one connection. Received bytes go into `feed`; bytes to be sent come out of `due`. Not thread-safe.
 
-    What is said before the handshake is over is sent after it.
+    Data passed to it before the handshake is complete is sent afterwards.
     """
 
     def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:

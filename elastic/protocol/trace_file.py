@@ -81,7 +81,7 @@ class TraceFile:
         self.size = self._end + len(CLOSING)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -55,7 +55,7 @@ class Environment:
     strict: bool = False  # their findings end the job
     # admit workers whose results are not bitwise identical; see elastic.exact.probe
     allow_inexact: bool = False
-    cycle_s: float = 0.001  # between two rounds of negotiation and fusion; 0: at once
+    cycle_s: float = 0.001  # between two rounds of negotiation and fusion; 0: immediately
     cache_capacity: int = 1024  # number of names whose negotiation is cached; 0: none
     fusion_bytes: int | None = None  # maximum size of a fused collective; None: not given
     group_fusion: bool = True  # whether a group may be fused with other tensors
@@ -71,7 +71,7 @@ class Environment:
     started: LauncherEnv | None = None  # by a launcher other than elasticrun
     start_timeout_s: float = START_TIMEOUT_S  # without a driver: for every rank to call init()
     native: bool = True  # ranks of one host reduce in shared memory where they can
-    life_lock: str = ""  # lets the agent detect at once that this process has died
+    life_lock: str = ""  # lets the agent detect immediately that this process has died
 
     def core(self, local_rank: int) -> int | None:
         """Return the core for this rank's background thread; None: any."""
@@ -117,7 +117,7 @@ def read(
         bind_host=env.get("ELASTIC_BIND") or ("127.0.0.1" if launched is None else ""),
         elastic=env.get("HOROVOD_ELASTIC", "0") == "1",
         timeout_s=timeout_s,
-        # With a driver, which detects stuck ranks, this is the last resort and longer.
+        # With a driver, which detects stuck ranks, this limit is a last resort and therefore longer.
         collective_timeout_s=_seconds(env, "ELASTIC_COLLECTIVE_TIMEOUT", patience_s),
         wait_timeout_s=_seconds(env, "ELASTIC_WAIT_TIMEOUT", WAIT_TIMEOUT_S),
         digest_commits=digests(env),

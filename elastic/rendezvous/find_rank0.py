@@ -142,7 +142,7 @@ def arrive(
 
 
 def _greet(store: Store, started: LauncherEnv, deadline: float) -> None:
-    """Wait for all ranks: one that gets here serves or has reached the right store."""
+    """Wait for all ranks. A rank that gets here serves the store or has reached the right one."""
     left_s = max(deadline - time.monotonic(), 0.001)
     try:
         store.exchange("greetings", started.rank, started.size, b"", left_s)

@@ -110,7 +110,7 @@ class Store:
         self._calls: set[Call] = set()
 
     def open(self) -> None:
-        """Start serving on rank 0; other ranks connect at their first exchange. Returns at once."""
+        """Start serving on rank 0; other ranks connect at their first exchange. Does not wait."""
         if self._listener is not None and self._server is None:
             self._server = _Server(
                 self._listener.socket,
@@ -174,7 +174,7 @@ class Store:
         """On rank 0, answer fetches of this key with what ``make`` returns. ``make`` runs in the store's thread.
 
         What it raises is logged, and sent to the fetching rank. Call this before `open`, because peers may already have
-        connected and are answered at once.
+        connected and are answered immediately.
         """
         assert self._server is None
         self._provided[key] = make

@@ -1,7 +1,7 @@
 """Imported first by Python in a worker: sends an exception that ends the script to the agent instead of printing it.
 
-The agent puts this folder in front of PYTHONPATH. It is removed at once, so that neither the script nor its children
-find it, and the user's own sitecustomize is imported as usual.
+The agent puts this folder in front of PYTHONPATH. It is removed immediately, so that neither the script nor its
+children find it, and the user's own sitecustomize is imported as usual.
 """
 
 from __future__ import annotations
