@@ -37,8 +37,8 @@ several values, as in ``rank=0,2``. ``hit=3``: the third time that the other con
 per process.
 
 A file is read again whenever it is replaced (write another one, then rename it). A rule in a file takes effect in
-``victims=N`` processes (default: 1), which wait for each other so that they are hit at once; each creates a file
-``FILE.ID.N`` with its identity and the time. ``id=`` gives the ID (default: the place).
+``victims=N`` processes (default: 1), which wait for each other so that they are hit at the same time; each creates a
+file ``FILE.ID.N`` with its identity and the time. ``id=`` gives the ID (default: the place).
 """
 
 from __future__ import annotations

@@ -69,14 +69,15 @@ def launch(
     `elastic.report` of a worker, one at a time, and blocks the driver meanwhile. If it raises, this is logged once, and
     the job continues.
 
-    Raises Invalid (a ValueError) for bad arguments, before anything is started, and JobFailed if the job fails; the
-    workers' output has been forwarded by then.
+    Raises:
+        Invalid: (a ValueError) for bad arguments, before anything is started.
+        JobFailed: the job failed; the workers' output has been forwarded by then.
 
     Example::
 
         losses = elastic.launch(train, args=(0.1,), np=4)  # what train(0.1) returned, by rank
     """
-    given = dict(locals())  # flags of elasticrun, except for these
+    given = dict(locals())  # all but the following are flags of elasticrun
     for name in ("func", "args", "kwargs", "env", "executable", "on_report"):
         del given[name]
     if not callable(func):
@@ -90,7 +91,7 @@ def launch(
     from elastic.driver.job.start import Outcome, start
 
     environ = dict(os.environ if env is None else env)
-    # The worker imports what the function needs from where this process would.
+    # The worker searches for modules in the same folders as this process.
     environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
 
     with tempfile.TemporaryDirectory(prefix="elastic-launch-") as folder:  # mode 0700
@@ -110,7 +111,7 @@ def launch(
 
 
 def values_of(results: Sequence[bytes | None]) -> list[Any]:
-    """The values by rank. Raises JobFailed if one is missing, since the others must not change places."""
+    """Return the values by rank. Raises JobFailed if one is missing, since later values would shift."""
     missing = [str(rank) for rank, blob in enumerate(results) if blob is None]
     if missing:
         named = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing[:8])}"

@@ -25,7 +25,7 @@ CARRIED_LIMIT = 512 * 1024  # bytes; all variables and arguments together may ha
 
 
 def carried(call: bytes) -> dict[str, str]:
-    """The pickled call as variables for a worker on another machine; none if it is too large."""
+    """Return the pickled call as variables for a worker on another machine; none if it is too large."""
     if len(call) > CARRIED_LIMIT:
         return {}
     text = base64.b64encode(call).decode()
@@ -61,7 +61,7 @@ def _call(path: str, environ: MutableMapping[str, str]) -> bytes:
 
 
 def main(path: str = "") -> None:
-    """Raises Invalid if no file is given."""
+    """Run the pickled call. Raises Invalid if no file is given."""
     from elastic.runtime import lifecycle
 
     function, args, kwargs = cloudpickle.loads(_call(path, os.environ))

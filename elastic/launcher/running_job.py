@@ -11,12 +11,18 @@ from elastic.errors import RequestRefused
 
 
 class Job:
-    """A running job: on this machine by name or driver process, or the only one; through etcd by ``etcd``, ``name`` and
-    ``secret_file``, as with the flags of ``elasticrun status``; with ``ray`` a detached job of the Ray cluster by name.
+    """A running job, selected by the same options as those of ``elasticrun status``.
 
-    No connection is kept open between calls. They raise Invalid if the job does not exist, RequestRefused (an
-    ElasticError) with the reason if the job refuses, and another ElasticError if its driver can't be reached. Each
-    returns within half a minute.
+    - On this machine: ``name``, the name of the job or the process ID of its driver; or nothing, if it is the only job.
+    - Through etcd: ``etcd``, ``name`` and ``secret_file``.
+    - On a Ray cluster: ``ray=True`` and the ``name`` of a detached job.
+
+    No connection is kept open between calls. Each call returns within half a minute.
+
+    Raises:
+        Invalid: the job does not exist.
+        RequestRefused: (an ElasticError) the job refuses the request; the message gives the reason.
+        ElasticError: the driver can't be reached.
     """
 
     def __init__(
@@ -29,7 +35,7 @@ class Job:
         ray: bool = False,
         flags: Sequence[str] = (),
     ) -> None:
-        """``flags``: further flags of ``elasticrun status``, as for TLS."""
+        """Select the job. ``flags``: further flags of ``elasticrun status``, for example for TLS."""
         given = {"--job": name, "--journal": journal, "--etcd": etcd, "--secret-file": secret_file}
         words = [f"{flag}={value}" for flag, value in given.items() if value]
         words += ["--ray"] if ray else []
@@ -40,14 +46,14 @@ class Job:
         self._found: Any = found
 
     def status(self) -> dict[str, Any]:
-        """The contents of the live page: ``set``, ``rows`` and ``add``; see docs/commands.md."""
+        """Return the contents of the live page: ``set``, ``rows`` and ``add``; see docs/commands.md."""
         from elastic.driver.job.operator_api.messages import AskStatus
 
         state: dict[str, Any] = json.loads(self._ask(AskStatus)[1])
         return state
 
     def scale(self, workers: int) -> str:
-        """Set the number of workers. Returns the expected outcome at once; see `status`."""
+        """Set the number of workers. Returns the expected outcome immediately; see `status`."""
         from elastic.driver.job.operator_api.messages import AskScale
 
         return self._ask(AskScale, workers)[0]
@@ -65,9 +71,9 @@ class Job:
         return self._ask(AskRemove, str(worker))[0]
 
     def stacks(self, worker: int | str | None = None) -> dict[str, str]:
-        """Python stacks of all threads by worker, ``"host:slot#start"``: of one worker, or of the first eight ranks.
+        """Return the Python stacks of all threads of one worker, or of the first eight ranks, by ``"host:slot#start"``.
 
-        That of the thread that called ``init()`` starts with ``Training thread``.
+        The stack of the thread that called ``init()`` starts with ``Training thread``.
         """
         from elastic.driver.job.operator_api.messages import AskStacks
 
@@ -76,14 +82,14 @@ class Job:
         return stacks
 
     def logs(self, worker: int | str | None = None) -> list[tuple[float, str, str, str]]:
-        """The last 500 lines: seconds since 1970, level or stream, worker (empty: the driver), text."""
+        """Return the last 500 lines: seconds since 1970, level or stream, worker (empty: the driver), text."""
         from elastic.driver.job.operator_api.messages import AskLogs
 
         _, lines = json.loads(self._ask(AskLogs, "" if worker is None else str(worker))[1])
         return [(at, level, who, text) for at, level, who, text in lines]
 
     def stop(self) -> str:
-        """Stop the job, as SIGTERM to its driver does; a second time, at once."""
+        """Stop the job, like SIGTERM to its driver. A second call stops it immediately."""
         from elastic.driver.job.operator_api.messages import AskStop
 
         return self._ask(AskStop)[0]

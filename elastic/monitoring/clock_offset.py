@@ -3,16 +3,17 @@
     asked (here)  ->  heard, told (there)  ->  answered (here)
 
 As in NTP (Mills et al., RFC 5905, section 8; the bound is Cristian's, 1989): if both ways take equally long, the clocks
-differ by ``((heard - asked) + (told - answered)) / 2``, and in any case the error is at most half of the round trip. So
-the fastest request is used, and no average: slow ones add no information.
+differ by ``((heard - asked) + (told - answered)) / 2``, and the error is at most half of the round trip in any case.
+The fastest request is therefore used instead of an average, because slower ones add no information.
 """
 
 from __future__ import annotations
 
 
 class ClockOffset:
-    """Estimate from one round of requests. Create a new one for each round, since clocks drift by some 10 us per
-    second.
+    """Estimate from one round of requests.
+
+    Create a new object for each round, since clocks drift by some 10 us per second.
     """
 
     def __init__(self) -> None:

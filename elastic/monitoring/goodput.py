@@ -40,8 +40,10 @@ def goodput() -> Goodput:
     """Return how this worker's time was spent.
 
     ``elastic.goodput().goodput`` is the share spent on training that was not lost. Takes microseconds and no
-    communication. ``elasticrun --summary`` prints the same for all workers when the job ends. Raises NotInitialized
-    before ``init()``.
+    communication. ``elasticrun --summary`` prints the same for all workers when the job ends.
+
+    Raises:
+        NotInitialized: ``init()`` was not called.
     """
     times: Times = context.current().account.times(time.monotonic())
     return Goodput(**{f"{part}_s": spent for part, spent in msgspec.structs.asdict(times).items()})

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-SPARSE = sys.maxsize  # stands for a sparse gradient, of which only some rows are sent
+SPARSE = sys.maxsize  # marks a sparse gradient, of which only some rows are sent
 
 largest: int | None = None  # elements of the largest tensor; None: not observed
 

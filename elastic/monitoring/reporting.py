@@ -28,8 +28,10 @@ def report(metrics: Mapping[str, Any]) -> None:
     Never waits for the driver. While the driver is missing or slow, the last 1000 reports are kept and sent later; the
     log shows how many older ones were dropped. Without a driver it does nothing.
 
-    Raises NotInitialized before ``init()``, TypeError for any other value, naming its key, and Invalid (a ValueError)
-    for more than 64 KiB.
+    Raises:
+        NotInitialized: ``init()`` was not called.
+        TypeError: a value has another type; the message names its key.
+        Invalid: (a ValueError) the metrics are larger than 64 KiB.
     """
     rt = context.current()
     body = packed(metrics)
@@ -75,7 +77,7 @@ class Reporting:
             self._changed.notify_all()
 
     def settle(self) -> int:
-        """Wait, for a bounded time, until the driver has received all reports. Returns the number that it has not."""
+        """Wait, for a bounded time, until the driver has received all reports. Return the number of missing ones."""
         deadline = time.monotonic() + CLOSE_S
         with self._changed:
             while (left := len(self._queue)) and not self._lost:

@@ -77,9 +77,7 @@ class TracingThroughDriver:
         self._known: int | None = None
 
     def begin(self, place: Place) -> None:
-        """Request the timeline of HOROVOD_TIMELINE, unless the job has one already, which was announced before the
-        place.
-        """
+        """Request the timeline of HOROVOD_TIMELINE, unless the driver has already announced one."""
         path = self._env.timeline
         if path and path != DYNAMIC and self._known is None and place.rank == 0:
             try:
@@ -261,8 +259,10 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     determines the file. Under ``elasticrun`` the path is on the driver's host; a relative one is relative to this
     worker's folder. Returns when the file exists. HOROVOD_TIMELINE need not be set, not even to ``DYNAMIC``.
 
-    Raises NotInitialized (a ValueError) before ``init()``, Invalid (a ValueError) if the file cannot be written, and
-    DriverLost if the driver does not answer.
+    Raises:
+        NotInitialized: (a ValueError) ``init()`` was not called.
+        Invalid: (a ValueError) the file cannot be written.
+        DriverLost: the driver does not answer.
     """
     tracing = context.current().tracing
     if not isinstance(file_path, str | os.PathLike) or not os.fspath(file_path):
@@ -273,8 +273,11 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 def stop_timeline() -> None:
     """End the timeline that this script has started or found running. Its file is complete on return.
 
-    It ends for all workers at the first call; later calls have no effect. Raises NotInitialized (a ValueError) before
-    ``init()``, and DriverLost.
+    It ends for all workers at the first call; later calls have no effect.
+
+    Raises:
+        NotInitialized: (a ValueError) ``init()`` was not called.
+        DriverLost: the driver does not answer.
     """
     context.current().tracing.stop()
 

@@ -1,7 +1,7 @@
 """Requests to persistent workers, and their answers: pickled at one end, opened only at the other.
 
-A worker answers every request, in order. `REGROUP` takes effect at once, whatever the worker is doing: it gives up its
-world, so that collectives which other ranks never join raise, and then forms a new world with the others.
+A worker answers every request, in order. `REGROUP` takes effect immediately, even during a call. The worker gives up
+its world, so that collectives that other ranks never join raise an error, and then forms a new world with the others.
 """
 
 from __future__ import annotations

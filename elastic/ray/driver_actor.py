@@ -76,7 +76,7 @@ class Ended:
 
 
 class DriverActor:
-    """An async actor. A detached one begins its job at once, and continues it when Ray has restarted the actor."""
+    """An async actor. A detached one begins its job immediately, and continues it when Ray has restarted the actor."""
 
     def __init__(self, spec: DriverSpec) -> None:
         end_with_raylet()

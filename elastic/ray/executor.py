@@ -77,8 +77,10 @@ def run(
     Checkpoints are those of ``elasticrun`` (docs/checkpoints.md), in a folder shared by all nodes or at a URL. The same
     call resumes from the newest one, unless ``fresh``.
 
-    Raises Invalid (a ValueError) for invalid arguments, before anything is started, and if the cluster has no resources
-    for the workers within ``placement_timeout``; JobFailed if the job fails.
+    Raises:
+        Invalid: (a ValueError) an argument is invalid, before anything is started; or the cluster has no resources for
+            the workers within ``placement_timeout``.
+        JobFailed: the job failed.
     """
     options = dict(locals())
     del options["train_fn"], options["config"], options["detached"]
@@ -103,7 +105,11 @@ def attach(
 ) -> Result:
     """Follow a job started with ``detached=job``, and wait for its end. Ctrl-C only stops following.
 
-    The outcome is available once; afterwards the name is free. Raises Invalid if there is no such job, and JobFailed.
+    The outcome is available once; afterwards the name is free.
+
+    Raises:
+        Invalid: there is no such job.
+        JobFailed: the job failed.
     """
     driver_client = _following()
     driver_client.connect()
@@ -163,8 +169,12 @@ class Executor:
         dashboard: str | None = None,
         verbose: bool = False,
     ) -> None:
-        """Check the arguments; start nothing. ``num_hosts``: the exact number of nodes, with equal numbers of workers.
-        Raises Invalid.
+        """Check the arguments; start nothing.
+
+        ``num_hosts``: the exact number of nodes, with equal numbers of workers.
+
+        Raises:
+            Invalid: an argument is invalid.
         """
         given = locals()
         self._wanted = arguments.wanted(
@@ -278,8 +288,11 @@ class Executor:
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every worker; return the values by rank. Raises what a worker raised,
-        JobFailed.
+        """Call ``fn(*args, **kwargs)`` on every worker; return the values by rank.
+
+        Raises:
+            JobFailed: the job failed.
+            Exception: the exception of ``fn`` on a worker.
         """
         self._need_start("run", fn)
         if not self._wanted.elastic:
@@ -287,7 +300,7 @@ class Executor:
         return self.run_once(_pickled(fn, args, kwargs)).values
 
     def run_remote(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Like `run`, but return Ray references at once. Persistent workers only."""
+        """Like `run`, but return Ray references immediately. Persistent workers only."""
         self._need_start("run_remote", fn)
         self._need_static("run_remote")
         return list(self._calling.references(call_results.call(call_results.RUN, fn, args, kwargs)))

@@ -17,7 +17,7 @@ AT_ONCE_BYTES = 1 << 20
 
 
 class JobUpdate(NamedTuple):
-    """``kind`` is stdout or stderr, with bytes as ``value``; or report, with a `Report`."""
+    """One item. ``kind`` is stdout or stderr, with bytes as ``value``; or report, with a `Report`."""
 
     kind: str
     value: Any

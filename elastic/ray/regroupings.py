@@ -24,7 +24,7 @@ class Regroupings:
     def tell(self) -> bool:
         """Count a request. Return whether the present world is over.
 
-        It is not if it was formed for this request, nor while ranks meet, which `met` decides.
+        It is not over if it was formed for this request. While ranks meet, `met` decides later.
         """
         self._requests += 1
         return self._requests > self._met and not self._meeting

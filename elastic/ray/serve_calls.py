@@ -45,7 +45,7 @@ class CallWorld(Protocol):
 
 
 class Calls:
-    """The connection. `take` is for the working thread; another one reads."""
+    """Connection over which calls arrive. The working thread calls `take`; another thread reads."""
 
     def __init__(self, connection: socket.socket, call_off: Callable[[], None]) -> None:
         """``call_off`` is called in the reading thread when `REGROUP` arrives or the connection is closed."""

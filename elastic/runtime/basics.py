@@ -23,8 +23,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         DriverLost, JobFailed: if there is no job to join.
         Invalid: (a ValueError) for unsupported arguments.
 
-    If a world is already training, a joining worker returns at once, with a provisional size and a rank other than 0.
-    Both become final when it enters ``elastic.run``.
+    If a world is already training, a joining worker returns immediately, with a provisional size and a rank other than
+    0. Both become final when it enters ``elastic.run``.
 
     Example::
 

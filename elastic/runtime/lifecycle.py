@@ -87,9 +87,9 @@ def init() -> None:
     """Join the job that this process was started for; without ``elasticrun``, create a world of size 1. Idempotent.
 
     In a job of fixed size, and at the first start of an elastic one, this returns when the first world is formed. A
-    worker that joins a training world returns at once, with a provisional size and a rank other than 0. Under another
-    launcher, it returns when all ranks have called it; see docs/launchers.md. In a forked child of a worker it does
-    nothing, since the queries already work there.
+    worker that joins a training world returns immediately, with a provisional size and a rank other than 0. Under
+    another launcher, it returns when all ranks have called it; see docs/launchers.md. In a forked child of a worker it
+    does nothing, since the queries already work there.
 
     Raises:
         DriverLost, JobFailed: there is no job to join.

@@ -108,7 +108,7 @@ class Groups:
     def open(self, world: messages.World, broken: Callable[[str], None]) -> None:
         """Open the store of a new world.
 
-        Rank 0 serves it at once, since other ranks may connect as soon as they know the world.
+        Rank 0 serves it immediately, since other ranks may connect as soon as they know the world.
 
         Args:
             world: the new world.
@@ -220,7 +220,7 @@ class Groups:
             self._store.announce(_meeting(key, place), place.rank)
 
     def form_when_wanted(self, key: GroupKey, generation: int, place: Place) -> None:
-        """Take part in creating this group, in a thread, once another rank wants it. Returns at once."""
+        """Take part in creating this group, in a thread, once another rank wants it. Does not wait."""
         store = self._store
 
         def listen() -> None:

@@ -52,7 +52,7 @@ class ProgressCounter:
         self.inside = name
 
     def leave(self, now: float) -> bool:
-        """Record its end. Return whether to notify the driver at once, because the wait was reported."""
+        """Record that the collective has ended. Return whether the wait was reported, so that the driver must know."""
         self._depth -= 1
         if self._depth:
             return False

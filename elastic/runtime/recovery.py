@@ -64,7 +64,7 @@ class Send:
 
 @dataclass(frozen=True)
 class AbortGroups:
-    """Abort every collective of this generation at once."""
+    """Abort every collective of this generation immediately."""
 
     generation: int
     reason: str

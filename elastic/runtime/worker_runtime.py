@@ -107,7 +107,7 @@ class WorkerRuntime:
         return self._groups.messages(purpose, ranks)
 
     def expect_messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> None:
-        """Prepare for the first message of this world, and return at once.
+        """Prepare for the first message of this world, and return immediately.
 
         When another rank sends or receives it, this rank is connected as well, whatever its training thread is doing.
         """

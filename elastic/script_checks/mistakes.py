@@ -105,7 +105,7 @@ class Mistake:
 
     @property
     def sentence(self) -> str:
-        """What is wrong, its consequence, and how to fix it."""
+        """Sentence that states what is wrong, the consequence, and how to fix it."""
         return f"{_SENTENCES[self.kind].format(**dict(self.facts))} (elasticrun docs {PAGE}#{self.kind.value})"
 
 

@@ -1,6 +1,6 @@
 """Observation of the first steps of a training function, whose mistakes are reported.
 
-After the check the step hook returns at once but stays until the training ends: torch iterates over its hooks while
+After the check the step hook returns immediately but stays until the training ends: torch iterates over its hooks while
 they run, so one must not remove another.
 """
 
