@@ -143,7 +143,7 @@ class Failures(Part):
         self.worlds.lose(record, lost)
 
     def quit(self, event: WorkerQuit) -> None:
-        """Handle a worker that is about to exit; the others, disconnected from it, continue at once.
+        """Handle a worker that is about to exit; the others, disconnected from it, continue immediately.
 
         Its interpreter, with torch loaded, takes seconds to end.
         """

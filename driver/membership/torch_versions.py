@@ -1,6 +1,6 @@
 """Detection of hosts with different versions of torch. Pure.
 
-They may train together and usually can, but the warning explains differences in results, or errors on one host only.
+Such hosts may train together, and usually can. The warning helps to explain different results, or errors on one host.
 """
 
 from __future__ import annotations

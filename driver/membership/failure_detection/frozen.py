@@ -1,8 +1,8 @@
 """Handling of workers that cannot run or cannot be reached. Deterministic.
 
-Their processes are alive as far as is known, so nothing fails by itself and their world makes no progress:
+Their processes are alive as far as is known, so no collective fails, but their world makes no progress:
 
-    frozen    its agent has found it unable to run (stopped, or its container is paused): fenced at once if another
+    frozen    its agent has found it unable to run (stopped, or its container is paused): fenced immediately if another
               worker trains with it, is about to, or waits for it; a worker that is alone in its world may have been
               stopped on purpose
     cut off   its host acknowledges nothing any more: fenced at once; if the kill cannot reach it, it is given up

@@ -3,8 +3,8 @@
                      no worker waits for it any more, or it made progress: forgotten
                         ^
     suspected --two answers to a probe--> IDLE --idle_s--> condemned --dump_s--> to be fenced
-|                  ^ |                 ^
-|                  | v                 |
+                        |                  ^ |                 ^
+                        |                  | v                 |
                         +----------------> BUSY --busy_s-------+
                         +--under a debugger, or in a phase marked as long--> EXCUSED: only logged
 

@@ -1,7 +1,7 @@
 """Detection of hosts that do not respond although workers wait for them. Pure; `stuck` determines which wait for which.
 
     others wait --half of silence_s--> asked --no answer for the other half, in two checks--> silent: given up
-|
+                                         |
                                          +--all have answered: asked again after silence_s, as long as others wait
 
 A host's kernel acknowledges packets whether its processes run or not, so it cannot distinguish a stopped agent (a

@@ -1,7 +1,7 @@
 """Selection of the slots that get a worker. Pure.
 
-A slot is free if it is listed, has no live process, is not cooling down after a failure, was not vacated on request,
-its program has not ended successfully, and its machine will not be reclaimed.
+A slot is free if it is listed, has no live process, is not cooling down after a failure, and was not vacated on
+request. In addition, its program must not have ended successfully, and its machine must not be about to be reclaimed.
 """
 
 from __future__ import annotations

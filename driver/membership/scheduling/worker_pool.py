@@ -1,7 +1,7 @@
 """Decisions about worker processes: start them in free slots, release them, and kill those that are late. Pure.
 
-The pool knows the current members but no phases or worlds: `membership` decides when a worker may start or has to
-leave, and the pool how and by when.
+The pool knows the current members but no phases or worlds. `membership` decides when a worker may start or has to
+leave; the pool decides how, and by which deadline.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class WorkerPool:
     def ask_to_leave(
         self, record: WorkerRecord, reason: Reason, members: Collection[Worker]
     ) -> None:
-        """Ask a worker to leave: a member at a planned change, any other worker at once."""
+        """Ask a worker to leave: a member at a planned change, any other worker immediately."""
         record.leaving = reason
         if record.stage is WorkerStage.STARTING:
             self.dismiss(record, reason, self.settings.leave_s)
@@ -201,7 +201,7 @@ class WorkerPool:
     def disconnected(self, record: WorkerRecord, *, silent: bool) -> None:
         """Handle a lost connection.
 
-        Its exit usually follows at once; not if ``silent``, since its host is unreachable.
+        Its exit usually follows immediately; not if ``silent``, since its host is unreachable.
         """
         if record.in_plans and silent and not record.killed_for:
             self.fence(record, because(ReasonKind.CUT_OFF))

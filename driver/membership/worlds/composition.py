@@ -1,9 +1,10 @@
 """Composition of the next world, and selection of the workers that may leave before it. Pure.
 
 State must survive departures: the last holder of the newest commit stays until a worker that stays holds it too. A
-worker whose host left the list leaves only if enough others stay, so that a list that is empty by mistake stops
-nothing; so does a worker whose machine will be reclaimed, while there is time. A worker that was itself asked to leave
-(SIGTERM) leaves regardless of how few stay. No worker leaves before the last checkpoint of a job that stops.
+worker whose host left the list leaves only if enough others stay, so that a list that is empty by mistake stops no
+worker. The same applies to a worker whose machine will be reclaimed, while time is left. A worker that received
+SIGTERM leaves regardless of how few stay.
+No worker leaves before the last checkpoint of a job that stops.
 """
 
 from __future__ import annotations

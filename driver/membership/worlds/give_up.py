@@ -109,7 +109,10 @@ class GiveUpRules:
         )
 
     def shards_lost(self, world: World, text: str) -> Reason:
-        """No worker holds some shards: ``text``. With a member that was turned away, its shards are gone."""
+        """Return the reason to end the job because no worker holds some shards, which ``text`` describes.
+
+        If a member was turned away, the reason is that its state differs.
+        """
         away = self.script_failures.turned_away_before(world.generation)
         if away is None:
             return because(ReasonKind.SHARDS_LOST, text=text)

@@ -1,7 +1,7 @@
 """Decisions about the end of a job that is requested to stop. Deterministic.
 
-It ends at once or, if the request leaves time for it and the job makes checkpoints, once a last one is durable. Until
-then the world changes only when workers are lost, and a second request ends the job.
+It ends immediately or, if the request leaves time for it and the job makes checkpoints, once a last one is durable.
+Until then the world changes only when workers are lost, and a second request ends the job.
 """
 
 from __future__ import annotations

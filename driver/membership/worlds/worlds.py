@@ -206,7 +206,7 @@ class Worlds:
         if self.root_cause_search is not None and self.root_cause_search.settled(arranged.order):
             self.root_cause_search = None
         if gathering.kind is Kind.CHANGE and set(before.members) == set(arranged.order):
-            self.change.put_off(self.now)  # a needless interruption: not again at once
+            self.change.put_off(self.now)  # a needless interruption: do not repeat it soon
         # A worker that is too late for this world joins as a newcomer: from init(), or when it enters elastic.run.
         for record in self.roster.at(WorkerStage.MEMBER, WorkerStage.RETURNED):
             record.stage = WorkerStage.CONNECTED
