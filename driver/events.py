@@ -241,7 +241,7 @@ class WorkerReturned(Event):
 class WorkerDisconnected(Event):
     """A worker's control connection closed.
 
-    An exit usually follows at once; if none does, the worker must be fenced. ``silent``: the connection was not
+    An exit usually follows immediately; if none does, the worker must be fenced. ``silent``: the connection was not
     closed, but the host no longer acknowledges packets.
     """
 
@@ -291,8 +291,7 @@ class HostReported(Event):
     Args:
         running: the workers that run on the host.
         ordered: workers that it was ordered to start earlier; one that is not in ``running`` has exited, while other
-            start
-            orders may still be in transit. None: every order was received.
+            start orders may still be in transit. None: every order was received.
         notice: the preemption notice in effect, if any.
     """
 

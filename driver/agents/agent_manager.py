@@ -1,4 +1,4 @@
-"""The driver's side of all agents: a launcher and the connections of all workers in one. Decides nothing.
+"""The driver's side of all agents: their launcher, and the connections of all workers. Decides nothing.
 
 `agent_pool.AgentPool` decides. This module has the server that agents connect to, the starter, the timer, and the
 callbacks of the job's loop.

@@ -61,7 +61,7 @@ from elastic.protocol.messages import Worker
 
 ARRIVE_S = 30.0  # seconds from the start of an agent to its connection
 CALL_S = 3.0  # seconds for a running agent to connect; it retries every second
-RETURN_S = 0.5  # seconds from a closed connection to the next; an agent reconnects at once
+RETURN_S = 0.5  # seconds from a closed connection to the next; an agent reconnects immediately
 BEATS = 4  # beats per liveness timeout
 REPEATED_S = 0.2  # minimum time after which the kernel retransmits unacknowledged data
 # seconds without a message from an agent; its host's kernel acknowledges data even if the agent is stopped

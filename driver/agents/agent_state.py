@@ -6,7 +6,7 @@
              +--detached, or attached to another job: kill the workers --> IDLE
 
 Each driver has a term, which grows with every driver of a job and, in etcd, with every job of the same name. An agent
-never serves a driver with a lower term than one that it has served: that driver was replaced while it could not know.
+never serves a driver with a lower term than one that it has served: such a driver was replaced without knowing it.
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ class HostAgent:
             self._in_background(self._clear(why))
 
     def _missing(self, reason: str) -> None:
-        """Log that no driver is found: at once for a new reason, and otherwise at intervals."""
+        """Log that no driver is found: immediately for a new reason, and otherwise at intervals."""
         now = self._now()
         least_s = MISSING_SAID_S if reason == self._missing_said else ANOTHER_REASON_S
         if now - self._missing_said_at >= least_s:

@@ -1,8 +1,8 @@
 """Decision whether a silent host is lost, or this driver itself is disconnected. Pure.
 
 A driver that reaches no host cannot tell whether all are lost, or only its own network. The hosts continue training
-meanwhile, and no decision could be sent to them. So if several hosts were reachable and none is, none is given up;
-once one is reachable again, each of the others gets its full time again.
+meanwhile, and no decision could be sent to them. If several hosts were reachable before and none is now, no host
+is therefore given up. Once one is reachable again, each of the others gets its full time again.
 """
 
 from __future__ import annotations

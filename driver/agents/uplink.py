@@ -99,7 +99,7 @@ class Uplink:
                 reason = await self._read(reader)
                 self._hang_up()
                 self._closed(reason)
-                # A driver that closes at once would do so again, so that retries are delayed.
+                # A driver that closes immediately would do so again, so that retries are delayed.
                 quick = loop.time() - began < RETRY_S[1]
                 pause_s = min(2 * pause_s, RETRY_S[1]) if quick else RETRY_S[0]
                 await asyncio.sleep(pause_s)
@@ -123,7 +123,7 @@ class Uplink:
         return True
 
     def drop(self, reason: str) -> None:
-        """Abort this connection, and search for the next one at once."""
+        """Abort this connection, and immediately search for the next one."""
         if self._writer is not None:
             self._drop_reason = reason
             self._writer.transport.abort()

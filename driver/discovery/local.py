@@ -12,8 +12,8 @@ class LocalDiscovery:
     """Yields the hosts of ``source`` that are this machine, and logs the others once.
 
     Args:
-        elsewhere: returns None for a name of this machine, else the reason why it is none. It may resolve names, and
-            is thus called in a thread; it must have a timeout of its own.
+        elsewhere: returns None for a name of this machine, else the reason why it is not. It may resolve names, so it
+            is called in a thread and must have its own timeout.
     """
 
     def __init__(self, source: Discovery, elsewhere: Callable[[str], str | None], log: Log) -> None:

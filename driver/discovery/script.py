@@ -194,7 +194,7 @@ async def _execute(command: list[str], timeout_s: float) -> tuple[int, bytes, by
     """
     with _Output() as output, _Output() as errors:
         process = await asyncio.create_subprocess_exec(
-            # The shell starts at once and then executes the script, whose file access may hang (unreachable network
+            # The shell starts immediately and then executes the script, whose file access may hang (unreachable network
             # disk).
             *("/bin/sh", "-c", 'exec "$@"', "sh", *command),
             stdin=asyncio.subprocess.DEVNULL,

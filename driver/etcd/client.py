@@ -1,7 +1,7 @@
 """Client for the few operations on etcd that are needed, with failover between members. Decides nothing.
 
-Every request has a deadline. If a member does not answer, the next one is tried at once; if none does, this is logged
-once (see `availability`). Requests with ``within_s=None`` wait until etcd is back.
+Every request has a deadline. If a member does not answer, the next one is tried immediately; if none does, this is
+logged once (see `availability`). Requests with ``within_s=None`` wait until etcd is back.
 """
 
 from __future__ import annotations

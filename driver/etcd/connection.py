@@ -16,7 +16,7 @@ from elastic.errors import ElasticError, Invalid
 Answer = TypeVar("Answer")
 
 OPTIONS = [
-    # a new channel connects at once, regardless of earlier failures
+    # a new channel connects immediately, regardless of earlier failures
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),

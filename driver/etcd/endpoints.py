@@ -174,7 +174,7 @@ class Endpoints:
             self._log_reason(*line)
 
     async def failed(self, error: Exception, connection: EtcdConnection | None) -> None:
-        """Wait briefly, unless another member can be tried at once."""
+        """Wait briefly, unless another member can be tried immediately."""
         self._report(error, connection)
         rounds, rest = divmod(self._failures, len(self._access.endpoints))
         if rest == 0:

@@ -1,4 +1,4 @@
-"""Process that revokes the lease of a killed driver, so that its seat is free at once. Decides and renews nothing.
+"""Process that revokes the lease of a killed driver, so that its seat is free immediately. Decides and renews nothing.
 
 It runs in its own session. Its standard input is a pipe from the driver: a line with the access to etcd, then one for
 each lease of the driver. When the driver's process exits, the last of them is revoked. If this fails, the lease

@@ -4,7 +4,7 @@
     actions = decisions.follow(event, answer, now)   all actions to perform
 
 After an exception of membership it is not called again, and the job ends. An operator's first stop request sets the
-exit code and limits waiting; the second one kills at once.
+exit code and limits waiting; the second one kills immediately.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ STOP_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class WorkerConnections(Protocol):
-    """The connections of all workers: a `Server` that workers connect to, or a `AgentManager` of agents."""
+    """The connections of all workers: a `ControlServer` that workers connect to, or an `AgentManager`."""
 
     async def open(
         self,
@@ -235,7 +235,7 @@ class Driver:
         return self._reports.by_rank(self.places)
 
     def stop(self, reason: str, code: int = 1) -> None:
-        """End the job with this exit code; on the second call, kill everything at once. Thread-safe."""
+        """End the job with this exit code; on the second call, kill everything immediately. Thread-safe."""
         if self._loop is None:
             self._early_stop = (reason, code)
         elif not self._loop.is_closed():

@@ -275,7 +275,7 @@ def _asked_to_end() -> bool:
     """Return whether Ctrl-C was pressed after the job's end.
 
     asyncio has then cancelled this task, which waits for nothing any more, and raises KeyboardInterrupt when the task
-    ends. Python 3.10 raises it at once.
+    ends. Python 3.10 raises it immediately.
     """
     cancelling = getattr(asyncio.current_task(), "cancelling", None)
     return cancelling is not None and cancelling() > 0

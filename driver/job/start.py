@@ -89,9 +89,7 @@ async def _started(job: Job, job_io: JobIO, this_host: ThisHost) -> Outcome:
 
 
 async def _may_grow(fleet: MultiHostPlan) -> bool:
-    """Return whether a script that lists only this machine may list others later, whose workers must reach those
-    here.
-    """
+    """Return whether a script that lists only this machine may list others later, whose workers must reach this one."""
     return not is_loopback(await listen_address(fleet.interfaces, (), grows=True))
 
 

@@ -134,7 +134,7 @@ class FileArchive:
             ) from error
 
     def keep_private(self) -> None:
-        """An old file keeps its mode when it is opened. Raises Invalid."""
+        """Make the file private, since an existing file keeps its mode when it is opened. Raises Invalid."""
         try:
             os.fchmod(self.fd, 0o600)
         except OSError as error:

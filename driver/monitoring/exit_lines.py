@@ -1,4 +1,4 @@
-"""Log lines about slots whose workers exited: the first at once, and one summary of those that closely follow it."""
+"""Log lines about slots whose workers exited: the first immediately, and one summary of those that follow closely."""
 
 from __future__ import annotations
 

@@ -413,7 +413,7 @@ def _counter(name: str, text: str, label: str, values: Iterable[tuple[str, float
 def bound_visitors(server: Any) -> None:
     """Limit the connections of a server that is open to untrusted clients.
 
-    At most VISITORS are served at a time, with VISIT_S for each read and write; further ones are closed at once.
+    At most VISITORS are served at a time, with VISIT_S for each read and write; further ones are closed immediately.
     Errors of a connection are not logged.
     """
     inside = threading.BoundedSemaphore(VISITORS)

@@ -9,7 +9,9 @@ from collections.abc import Container
 
 from elastic.protocol.messages import Reported, ReportsTaken, Worker
 
-PRESSING_BYTES = 32 * 1024  # a quarter of what a worker may have in flight: acknowledged at once
+PRESSING_BYTES = (
+    32 * 1024
+)  # a quarter of what a worker may have in flight: acknowledged immediately
 OVERHEAD_BYTES = 100
 
 

@@ -105,7 +105,7 @@ class Reports:
         self._log_dropped()
 
     def _log_dropped(self, *, always: bool = False) -> None:
-        """Log dropped reports: the first at once, later ones at intervals in one line."""
+        """Log dropped reports: the first immediately, later ones at intervals in one line."""
         dropped = self._ledger.dropped
         if not dropped:
             return

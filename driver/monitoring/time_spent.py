@@ -5,8 +5,9 @@ joining, and from its last report to its exit it continues its last activity. A 
 lost: it lost as much as the first survivor of its world or, if all died, its training since the newest checkpoint. The
 parts of a worker therefore sum to the time from its start to its exit.
 
-A worker that trains alternates between the parts of a step, so the time since its last report is not all attributed to
-the activity at that moment, such as a commit of a millisecond. It is divided in the proportions between two reports of
+A worker that trains alternates between the parts of a step. The time since its last report is therefore not attributed
+entirely to its activity at that moment, such as a commit of a millisecond.
+It is divided in the proportions between two reports of
 this worker, or of another one.
 
 Time during which the world stalled (`stalls`) is counted as stalled instead of as training, waiting for data or lost,

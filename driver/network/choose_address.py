@@ -63,11 +63,9 @@ def choose_bind(
         wanted: value of --network-interface.
         own: addresses of this machine.
         local: this host's address of its connection to the driver. It is the default, and selects the family if a
-            wanted
-            interface has both.
+            wanted interface has both.
         several: other machines are known to take part, so that loopback is excluded even if the driver is reached
-            through
-            a tunnel. Otherwise, a driver reached over loopback has all its hosts on one machine.
+            through a tunnel. Otherwise, a driver reached over loopback has all its hosts on one machine.
 
     Raises Invalid.
     """

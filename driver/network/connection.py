@@ -196,7 +196,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self._end(f"not authenticated within {HANDSHAKE_S:.0f} s{hint if silent else ''}")
 
     def _end(self, trouble: str, *, silent: bool = False) -> None:
-        """Close at once. The server is notified once, before this returns."""
+        """Close immediately. The server is notified once, before this returns."""
         if self._over:
             return
         self._over = True

@@ -37,7 +37,7 @@ async def resolved(
 ) -> Found:
     """Return all addresses of a name or numeric address, each once.
 
-    Raises OSError with a clause that names it: ``driver.lab could not be resolved: CommitName or service not known``.
+    Raises OSError with a clause that names it: ``driver.lab could not be resolved: Name or service not known``.
     """
     with _starting:
         under_way = _under_way.get((name, port))

@@ -52,7 +52,7 @@ from elastic.protocol.uncaught.sending import DIAGNOSTICS
 
 LINGER_S = 0.5  # seconds for reading a dead worker's pipes, in case another process holds them
 SWEEP_S = 0.01  # delay that combines the sweeps of workers that die together
-DEATH_S = 10.0  # SIGKILL works at once, except for a process stuck in the kernel
+DEATH_S = 10.0  # SIGKILL works immediately, except for a process stuck in the kernel
 # interval between two checks of all processes; a quarter of a shorter liveness timeout ...
 LOOK_S = 0.25
 LEAST_LOOK_S = 0.05  # ... but at least this
@@ -415,7 +415,7 @@ class ProcessSupervisor:
         orphan_reaper.kill_sessions({process.pid for process in dead})
         for process in dead:
             self._has_exited(process.pid)
-            process.popen.wait()  # a zombie: returns at once
+            process.popen.wait()  # a zombie: returns immediately
 
     def _groups(self) -> list[int]:
         processes = (*self._processes.values(), *self._dying, *self._unreaped)

@@ -32,7 +32,7 @@ class Actors(Protocol):
         """Call a method; the result is a future of its return value."""
 
     def kill(self, actor: Any) -> None:
-        """Kill an actor at once, whether it runs, is dead, or has not started."""
+        """Kill an actor immediately, whether it runs, is dead, or has not started."""
 
 
 class RayActors:

@@ -33,7 +33,7 @@ CHART = Path(__file__).parents[3] / "charts" / "hvd-elastic"
 HELM_S = 120.0
 LOOK_S = 1.0
 AWAY_S = 300.0  # seconds without an answer of the API server while a job is followed
-# Errors of helm about a name in use: at its first check, and if two install it at once.
+# Errors of helm about a name in use: at its first check, and if two install it at the same time.
 TAKEN = ("name that is still in use", "release: already exists")
 STAMP = re.compile(rb"^(\d{4}-\d\d-\d\dT\S+Z) ?(.*)$", re.DOTALL)
 

@@ -2,8 +2,8 @@
 
 It has finished if a job with the same flags, program, environment and folder ended with exit code 0 after its training
 function returned, if its last commit is still the newest durable one, and if the modules that it imported, the files
-that its workers read, and the programs and settings around it are unchanged. In doubt it has not, for example if
-workers may have read unobserved files: the job then resumes from its last commit.
+that its workers read, and the programs and settings around it are unchanged. In case of doubt,
+for example if workers may have read unobserved files, it has not: the job then resumes from its last commit.
 """
 
 from __future__ import annotations

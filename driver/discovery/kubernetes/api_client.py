@@ -60,7 +60,7 @@ class KubernetesApi(Protocol):
     def events(self, kind: Resource, version: str) -> Iterator[Json]:
         """Yield the changes since ``version`` as ``{"type": ..., "object": ...}``, until the server ends the watch.
 
-        The request is sent at once.
+        The request is sent immediately.
         """
 
     def delete_by_force(self, name: str, uid: str) -> None:

@@ -77,7 +77,7 @@ class AskLogs(OperatorMessage):
 
 
 class AskStop(OperatorMessage):
-    """End the job; a second request kills it at once."""
+    """End the job; a second request kills it immediately."""
 
     number: int
     why: str = ""

@@ -94,7 +94,7 @@ class PageModel:
         self._at(now)
         self.spent.note(event, actions, now)
         if self.spent.stalls.count != self._stalls_told:
-            self._looked_at = -math.inf  # a stall ended: show it at once
+            self._looked_at = -math.inf  # a stall ended: show it immediately
         self._happened(event)
         if any(isinstance(action, events.AnswerRequest) and action.done for action in actions):
             self._requested(event)

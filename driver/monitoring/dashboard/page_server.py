@@ -213,7 +213,7 @@ class PageVisit(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close without sending pending data."""
         with contextlib.suppress(OSError):
             self._transport.abort()
         self.connection_lost(None)

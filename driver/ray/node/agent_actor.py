@@ -96,7 +96,7 @@ class RayEngine:
         ray.get_runtime_context().current_actor.leave.remote()
 
     def die(self, code: int = 1) -> None:
-        """End the process at once, when Ray cannot be reached any more."""
+        """End the process immediately, when Ray cannot be reached any more."""
         os._exit(code)
 
     def exit(self) -> None:
