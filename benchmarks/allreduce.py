@@ -4,7 +4,7 @@
 
 Four variants take turns in the same processes: our group, in place, on memory that the workers share; our group on an
 ordinary tensor, which must be copied there and back; torch's ProcessGroupGloo with its defaults; and the minimum
-traffic without a reduction: every rank copies a private buffer of the same size, all at once. To reduce, every rank
+traffic without a reduction: all ranks copy private buffers of the same size concurrently. To reduce, every rank
 must at least read its input once and write the result once.
 
 Small tensors are reduced many times in a row, and the mean is taken. Before the measurement, every variant must prove

@@ -3,7 +3,7 @@
     python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py [--parameters 100] [--json FILE]
     python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py --fsdp 4 [--json FILE]
 
-With --fsdp the whole step of a model of so many layers, each sharded by FSDP2, is counted over the process group of
+With --fsdp the whole step of a model of that many layers, each sharded by FSDP2, is counted over the process group of
 this package and over torch's NCCL.
 
 A count is that of a step with reduction minus that of one without, of one rank of two. The counts are those of a real

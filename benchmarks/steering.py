@@ -60,7 +60,7 @@ class Steered:
         self.effects: list[Effect] = []
 
     def world(self, condition: Callable[[list[Step]], bool], expected: str) -> list[Step]:
-        """Return the last step of each member once all of them have made a step and the condition is condition."""
+        """Return the last step of each member once all of them have made a step and fulfil the condition."""
         deadline = time.monotonic() + CHANGE_S
         while time.monotonic() < deadline:
             world = self.files.newest_world()
@@ -85,7 +85,7 @@ class Steered:
     def told(
         self, command: str, send: Callable[[], str], condition: Callable[[list[Step]], bool]
     ) -> list[Step]:
-        """Send a command, and measure until the condition is condition of a newer world."""
+        """Send a command, and measure until a newer world fulfils the condition."""
         before = self.files.newest_world()[0].generation
         asked_at = time.monotonic()
         send()

@@ -310,10 +310,9 @@ def is_last(cell: Cell) -> bool:
 
 
 def batches(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Divide cells into jobs of one kind, in order; in a job, either all cells shut connections between workers or none
-    does.
+    """Divide cells into jobs of one kind, in order. In a job, either all cells shut connections or none does.
 
-    Few jobs, because the start of a job takes longer than most cells.
+    Returns as few jobs as possible, because starting a job takes longer than most cells.
     """
     chosen = list(cells)
     kinds: dict[tuple[bool, str], list[Cell]] = {}
@@ -336,12 +335,12 @@ def _batches(chosen: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def pairwise(cells: Iterable[Cell]) -> list[Cell]:
-    """Return a small set of cells in which every pair of values occurs that occurs in any cell."""
+    """Return a small set of cells with every pair of values that occurs in any cell."""
     return covering(cells, 2)
 
 
 def covering(cells: Iterable[Cell], together: int) -> list[Cell]:
-    """Return a small set of cells in which every combination of ``together`` values occurs that occurs in any cell.
+    """Return a small set of cells with every combination of ``together`` values that occurs in any cell.
 
     Greedy and deterministic; among cells that cover equally much, it prefers the cheaper one.
     """

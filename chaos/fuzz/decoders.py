@@ -1,5 +1,6 @@
-"""Fuzzing of the four decoders with corrupted messages, and of sealed connections with changed streams, without
-sockets.
+"""Fuzzing of the four decoders with corrupted messages, and of sealed connections with changed streams.
+
+No sockets are used.
 
 A decoder must return a message or raise ProtocolError. A stream must return the original messages, in order, up to the
 first change.

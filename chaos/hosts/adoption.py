@@ -7,7 +7,7 @@ from elastic.protocol.messages import Worker
 
 
 class Adoptions(JobProgress):
-    """``done``: number of successor drivers that have heard from every worker of their world."""
+    """Counter of failovers. ``done``: number of successor drivers that every worker of their world has contacted."""
 
     def __init__(self, members: list[Worker] | None = None) -> None:
         """``members``: of the previous world, if the entries do not include it."""

@@ -209,7 +209,7 @@ def _adopted(job: HostedJob, what: str, at: float, adopted_ms: float, mark: Mark
 
 
 def driver_and_worker_killed(bench: HostCluster) -> ScenarioOutcome:
-    """Driver and worker are killed at once: the standby finds a world that has lost a member."""
+    """Driver and worker are killed at the same time: the standby finds a world that has lost a member."""
     with bench.job("driver and worker killed") as job:
         job.start()
         stand_by(job)
@@ -225,7 +225,7 @@ def driver_and_worker_killed(bench: HostCluster) -> ScenarioOutcome:
 
 
 def two_drivers(bench: HostCluster) -> ScenarioOutcome:
-    """Two drivers are started at once: one leads. Stopped and continued, it must not act any more."""
+    """Two drivers are started at the same time: one leads. Stopped and continued, it must not act any more."""
     with bench.job("two drivers") as job:
         for host in HOSTS:
             job.start_agent(host)

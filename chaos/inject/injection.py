@@ -72,8 +72,9 @@ class _Lasting:
 
 
 class Injector:
-    """Injects faults, and reports each through ``say``. Call `turn` at `next_at`; `close` undoes everything.
-    Idempotent.
+    """Injects faults, and reports each through ``say``.
+
+    Call `turn` at `next_at`. `close` undoes everything and is idempotent.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Injector:
         place: tuple[int, int],
         now: float,
     ) -> None:
-        """Begin a fault at once. Raises NotOurs and OSError.
+        """Begin a fault immediately. Raises NotOurs and OSError.
 
         ``pids``: of all workers; ``place``: rank and size of the worker.
         """

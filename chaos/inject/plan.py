@@ -66,8 +66,9 @@ class Fault:
         return self.kind not in ("slow", "cut", SPOILS_FILE)
 
     def least_members(self) -> int:
-        """Return the number of unaffected members required for a drawn fault. With two replicas the right one is
-        unknown.
+        """Return the number of unaffected members required for a drawn fault.
+
+        With only two replicas, the correct one would be unknown.
         """
         return 3 if self.kind in FLIPPED else 2 if self.hurts() else 1
 

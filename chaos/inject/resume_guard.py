@@ -20,7 +20,7 @@ except ProcessLookupError:
 
 
 class Guard:
-    """Starts at once, before its victim is stopped. `close` it when the victim continues."""
+    """Starts immediately, before its victim is stopped. `close` it when the victim continues."""
 
     def __init__(self, pidfd: int) -> None:
         self._process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """Large numbers of agents and workers as tasks of one process, for a real driver. The protocol is real.
 
 Each agent has the connection, the handshake and the rules of a real one (`Uplink`, `AgentState`); each worker is the
-pure `Recovery` and `Progress` of a real one, without a process: its steps take no time, and it restores at once.
+pure `Recovery` and `Progress` of a real one, without a process: its steps and its restores take no time.
 
     python -m elastic.chaos.load.agents < orders    one JSON object per line: Begin, then Lose, Count or Finish
 
@@ -67,7 +67,7 @@ class Begin(msgspec.Struct, tag=True):
 
 
 class Lose(msgspec.Struct, tag=True):
-    """Lose a host at once, with its agent and its workers."""
+    """Lose a host suddenly, with its agent and its workers."""
 
     host: str
 

@@ -1,7 +1,7 @@
 """A worker without a process: the pure state machines of a real one, and a script that only trains. See `agents`. Pure.
 
-Its steps take no time, and it restores at once. Unlike a real worker, it makes one step per second, and commits when it
-must stop.
+Its steps and its restores take no time. Unlike a real worker, it makes one step per second, and commits when it must
+stop.
 """
 
 from __future__ import annotations

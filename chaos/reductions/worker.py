@@ -145,7 +145,7 @@ class ReductionWorker:
 
 
 class _Attempt:
-    """A round on one rank. The expected results are computed before it begins, so that errors are noticed at once."""
+    """A round on one rank. Expected results are computed before it begins, so that errors are noticed immediately."""
 
     def __init__(self, numbers: Numbers, told: Round, rank: int) -> None:
         self._round = told

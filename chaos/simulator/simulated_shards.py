@@ -5,8 +5,8 @@ background. The next commit, or a planned change of the world, seals it. In anot
 whole commit, and its rows move to their new owners. Each row holds the history of the state that it belongs to, so that
 a row of another commit is noticed.
 
-What must hold: as long as workers on no more than ``copies`` hosts are missing since the newest seal, that commit is
-restored, or a newer one.
+Invariant: if workers on no more than ``copies`` hosts were lost since the newest seal, that commit or a newer one is
+restored.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ class ShardedJob:
 
     @classmethod
     def drawn(cls, seed: int) -> ShardedJob:
-        """With one copy or two, and with replicas in every other job."""
+        """Create a job with one copy or two, and with replicas in every other job."""
         return cls(1 + seed % 2, (None, None, 1, 2)[seed // 2 % 4])
 
     def shards(self, size: int) -> int:
         return size if self.least is None else mesh_shape(size, min(self.least, size)).shards
 
     def sealed(self, steps: int, workers: tuple[Worker, ...]) -> None:
-        """A rank knows that all ranks have mirrored this commit."""
+        """Record that all ranks have mirrored this commit, as one rank knows now."""
         self.newest = Sealed(steps, workers)
 
     def met(self, present: tuple[Worker, ...], steps: int | None) -> None:
-        """These workers restore the commit of this step; None: they have no whole one. Raises AssertionError."""
+        """Check the step whose commit these workers restore; None: they have no whole one. Raises AssertionError."""
         newest = self.newest
         self.lost += steps is None
         self.restored += steps is not None
@@ -100,7 +100,7 @@ class ShardedJob:
 
 
 class ShardedWorker(SimulatedWorker):
-    """One process of which the state is sharded."""
+    """One process whose state is sharded."""
 
     def __init__(self, sim: SimulatedJob, agent: Any, worker: Worker) -> None:
         super().__init__(sim, agent, worker)
@@ -117,7 +117,7 @@ class ShardedWorker(SimulatedWorker):
     # ---- commits ---------------------------------------------------------------------------------------------------
 
     def begin_training(self) -> None:
-        """The state as the script has made it, in the world of init()."""
+        """Begin with the state that the script has created, in the world of init()."""
         place = self.recovery.place
         if self.recovery.newcomer or not place.size:
             return
@@ -197,7 +197,7 @@ class ShardedWorker(SimulatedWorker):
         return tuple(member.worker for member in world.members)
 
     def _exchange(self, purpose: str, value: Any) -> Generator[Any, None, list[Any]]:
-        """All ranks of the world give a value. Returns those of all, by rank. Raises PeerLost."""
+        """Exchange a value between all ranks of the world. Return the values by rank. Raises PeerLost."""
         collective = self._begin_exchange(purpose, value)
         yield from self.arrive(collective)
         return [collective.values[rank] for rank in collective.ranks]

@@ -271,7 +271,7 @@ class SimulatedWorker:
         self.sim.labelled(self)
 
     def begin_training(self) -> None:
-        """The script enters elastic.run."""
+        """Enter elastic.run, like a script."""
 
     def bring(self) -> Thread:
         """Send the state to the ranks of a new world that lack it."""
