@@ -76,7 +76,7 @@ class Settings:
             raise Invalid(f"--standbys is {self.standbys}: pass 0 or more")
         if self.standbys and (not self.elastic or self.workers_max == UNBOUNDED):
             raise Invalid(
-                f"--standbys {self.standbys} waits for places in a world of a largest size: pass --max-np"
+                f"--standbys {self.standbys} requires a largest world size: pass --max-np"
             )
         for name in ("start_timeout_s", "elastic_timeout_s", "cooldown_min_s", "cooldown_max_s"):
             if getattr(self, name) <= 0:

@@ -58,8 +58,9 @@ def group_for_ddp() -> Any:
         from elastic.errors import Invalid
 
         raise Invalid(
-            "DistributedDataParallel was made before there is a world: call torch.distributed.init_process_group()"
-            " first; it takes no arguments here, because elasticrun has told this worker its rank"
+            "DistributedDataParallel was created before the process group: call"
+            " torch.distributed.init_process_group() first; it needs no arguments here, because elasticrun sets this"
+            " worker's rank"
         )
     return c10d._get_default_group()
 

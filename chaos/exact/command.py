@@ -76,9 +76,9 @@ def main(options: argparse.Namespace) -> int:
     if options.undisturbed is None:
         if DIR in disturbed.settings.env:
             raise Invalid(
-                "the job has a --checkpoint-dir, so the second run would resume where the first one ended: leave"
-                " it out, or run the job with --digests --journal FILE first, and pass --undisturbed FILE and"
-                " another folder"
+                "the second run would resume from the --checkpoint-dir of the first: omit --checkpoint-dir, or run"
+                " the job once with --digests --journal FILE, then pass --undisturbed FILE and another"
+                " --checkpoint-dir"
             )
         first = faults.check_job(options.command, Plan(), folder=folder / "undisturbed")
         code, _ = _run(first, Plan(), "undisturbed")
@@ -96,8 +96,8 @@ def main(options: argparse.Namespace) -> int:
     wanted, _ = _read(before)
     if not wanted:
         raise Invalid(
-            f"{before} has no digests of tensors: the state of the job needs an elastic.Shards and has to commit;"
-            " an earlier run needs elasticrun --digests"
+            f"{before} contains no tensor digests: pass an elastic.Shards to the job's state, call commit(), and run"
+            " the job with elasticrun --digests"
         )
     inside = digests.difference(wanted, wanted)
     if inside is not None:
@@ -127,7 +127,7 @@ def _run(job: Job, plan: Plan, how: str) -> tuple[int, int]:
     say(f"the job runs {how}: {' '.join(job.words)}")
     job.journal.parent.mkdir(parents=True, exist_ok=True)
     done = under_fire(job, plan, digests=False, env=ASKED, each_turn=_check_steps)
-    say(f"it ended with exit code {done.code}, after {len(done.injected)} faults")
+    say(f"the job ended with exit code {done.code} after {len(done.injected)} faults")
     return done.code, len(done.injected)
 
 
@@ -165,22 +165,22 @@ def _verdict(before: Path, disturbed: Path, code: int) -> int:
     compared = digests.in_both(wanted, found)
     if not compared:
         print(
-            f"nothing was compared: none of the {len(found)} commits of the disturbed run is of a step at which the"
-            f" undisturbed run committed; it committed after {len(steps)} steps: decide by shards.step when to commit"
+            f"no commits to compare: none of the {len(found)} commits of the disturbed run is at one of the"
+            f" {len(steps)} steps at which the undisturbed run committed; commit at fixed values of shards.step"
         )
         return NOTHING
     last = max(each.step for each in found)
     if whole and ended and last != max(steps):
         print(
-            f"both runs finished, but the last commit of the undisturbed one is after {max(steps)} steps, and that"
-            f" of the disturbed one after {last}: steps are missing or repeated; or commit once more at the end, so"
-            " that the ends can be compared"
+            f"both runs finished, but the undisturbed run last committed after {max(steps)} steps and the disturbed"
+            f" run after {last}: steps are missing or repeated, or the script does not commit after its last step"
         )
         return DIFFER
     both = {each.step for each in compared}
     print(
         f"equal: {len(compared)} of {len(found)} commits of {len({each.worker for each in found})} workers, after"
-        f" {len(both)} of {len(steps)} committed steps, up to step {max(both)}; each bit is that of the undisturbed run"
+        f" {len(both)} of {len(steps)} committed steps, up to step {max(both)}; all are bitwise identical to the"
+        " undisturbed run"
     )
     if code:
         print(

@@ -57,29 +57,29 @@ class DigestDifference:
         if self.since < self.step:
             steps = f"one of the steps {self.since} to {self.step}"
         return (
-            f"{steps} made other bits: {shown}{f' and {more} more' if more > 0 else ''} of worker"
-            f" {self.worker}{others}, in generation {self.generation}{self._cause()}"
+            f"{steps} differs: {shown}{f' and {more} more' if more > 0 else ''} of worker {self.worker}{others}, in"
+            f" generation {self.generation}{self._cause()}"
         )
 
     def _cause(self) -> str:
         cause, odd = "", self.gradient
         if self.since < self.step:
-            cause = "; commit after every step, and the one that did is named"
+            cause = "; commit after every step to identify the step"
         elif odd is not None:
             more = f", and {odd.others} more" if odd.others else ""
             cause = (
-                f". Shard {odd.shard} is where it begins: worker {odd.worker} computed another gradient of"
+                f". The first difference is in shard {odd.shard}: worker {odd.worker} computed another gradient of"
                 f" {odd.parameter}{more}"
             )
         elif self.compared:
             cause = (
-                f". The shards' own gradients, {self.compared} of them, are equal: what differs is their sum, a buffer,"
-                " or what the optimizer does"
+                f". The {self.compared} gradients of single shards are equal: their sum, a buffer or the optimizer"
+                " step differs"
             )
         if self.since == 0 and odd is not None and odd.all:
             cause += (
-                f". No gradient of step {self.step} is equal, as where two runs begin with other weights: call"
-                " torch.manual_seed() before the model is made"
+                f". All gradients of step {self.step} differ, which suggests different initial weights: call"
+                " torch.manual_seed() before creating the model"
             )
         return cause
 

@@ -112,7 +112,7 @@ class Inputs:
                 return pick.random() < 0.5
             case inspect.NoneType():
                 return None
-        raise AssertionError(f"nothing is known about {kind}")
+        raise AssertionError(f"no values can be generated for the type {kind}")
 
     # ---- invalid values
 

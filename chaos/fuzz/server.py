@@ -123,7 +123,7 @@ class LoopbackServer:
 
     def _raised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.strangers.found(
-            f"the event loop met {context.get('exception') or context['message']!r}"
+            f"the event loop reported {context.get('exception') or context['message']!r}"
         )
 
     def _heard(self, worker: Worker, message: Any) -> None:
@@ -158,7 +158,9 @@ class LoopbackServer:
             answer = await peer.hear()
             self.answered_s = max(self.answered_s, time.monotonic() - began)
             if answer != messages.Finish(number):
-                self.strangers.found(f"{worker} was answered {answer!r} to its word {number}")
+                self.strangers.found(
+                    f"{worker} received {answer!r} as the answer to its message {number}"
+                )
                 return
             await asyncio.sleep(0.005)
         await self._leave(peer)

@@ -54,7 +54,7 @@ def check_possible() -> None:
         raise Invalid("network namespaces need root; run as root")
     for program, package in NEEDED.items():
         if shutil.which(program) is None:
-            raise Invalid(f"there is no program {program}; install it (apt-get install {package})")
+            raise Invalid(f"program {program} not found: install it (apt-get install {package})")
     probe = _namespace("probe")
     try:
         _ip("netns", "add", probe)
@@ -174,7 +174,7 @@ class Network:
     def cut_one_way(self, host: str, way: str) -> float:
         """Drop all packets in one direction. ``way``: ``from`` the host, or ``towards`` it."""
         if way not in ("from", "towards"):
-            raise Invalid(f"{way!r} is no way of a link: pass from or towards")
+            raise Invalid(f"{way!r} is not a direction of a link: pass from or towards")
         return self._change(host, **{"from_host" if way == "from" else "to_host": False})
 
     def lose(self, host: str, share: float) -> float:
@@ -248,7 +248,7 @@ class Network:
         line = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._lines[name] = line
         if _answer(line) != "ready":
-            raise NetworkTrouble("the delay line did not begin; is there /dev/net/tun?")
+            raise NetworkTrouble("the delay line did not start: check that /dev/net/tun exists")
         _ip("-n", self._switch, "link", "add", between, "type", "bridge")
         for device, master in (near, between), (far, BRIDGE):
             _ip("-n", self._switch, "link", "set", device, "master", master, "up")

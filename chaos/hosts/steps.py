@@ -62,7 +62,7 @@ def notes_of(text: str) -> list[Note]:
         except ValueError:
             raise Invalid(f"{line!r} is not a note of a step") from None
         if kind not in KINDS:
-            raise Invalid(f"{line!r} is not a note of a step: there is no {kind!r}")
+            raise Invalid(f"{line!r} is not a note of a step: unknown kind {kind!r}")
     return notes
 
 

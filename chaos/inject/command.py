@@ -136,7 +136,9 @@ def plan_of(options: argparse.Namespace) -> Plan:
         raise Invalid(f"--seed is {options.seed}: pass 0 or more")
     if options.plan is not None:
         if given:
-            raise Invalid(f"{given[0]} and --plan exclude each other: put it into the plan")
+            raise Invalid(
+                f"{given[0]} and --plan exclude each other: move {given[0]} into the plan"
+            )
         try:
             text = options.plan.read_text()
         except (OSError, UnicodeDecodeError) as error:
@@ -145,11 +147,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
         plan = read_plan(text, str(options.plan))
         if options.seed is not None and plan.chance is None:
             raise Invalid(
-                f"--seed is given, but {options.plan} draws nothing at random: leave it out, or add [random] to the"
-                " plan"
+                f"--seed has no effect, because {options.plan} contains no random faults: omit --seed, or add"
+                " [random] to the plan"
             )
         if options.seed is not None and plan.chance is not None and plan.chance.seed is not None:
-            raise Invalid(f"--seed is given, and {options.plan} has a seed too: keep one of them")
+            raise Invalid(f"both --seed and {options.plan} specify a seed: keep one of them")
     else:
         plan = Plan(chance=_chance_of(options))
     return plan.seeded(secrets.randbelow(2**31) if options.seed is None else options.seed)
@@ -214,8 +216,7 @@ def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
         network.check_cut()
     if plan.counts_commits() and not digests:
         raise Invalid(
-            "after_commits needs digests, which show the commits: drop --no-digests, and faults that flip bits,"
-            " which exclude them"
+            "after_commits needs digests, which record the commits: omit --no-digests and faults that flip bits"
         )
     if plan.flips():
         check_flips(plan, settings)
@@ -232,8 +233,8 @@ def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
         factors.append(plan.chance.factor)
     if factors and RUN_S * (max(factors) - 1) > longest:
         raise Invalid(
-            f"a worker slowed {max(factors):g} times pauses for {RUN_S * (max(factors) - 1):.1f} s at a time and"
-            f" counts as frozen, since the lease is {settings.lease_s:g} s: give a factor of at most"
+            f"a worker slowed {max(factors):g} times pauses for {RUN_S * (max(factors) - 1):.1f} s at a time and is"
+            f" treated as frozen, because the lease is {settings.lease_s:g} s: pass a factor of at most"
             f" {1 + int(10 * longest / RUN_S) / 10:g}"
         )
 
@@ -253,7 +254,7 @@ def check_flips(plan: Plan, settings: Settings) -> None:
     if SPOILS_FILE in plan.kinds() and not Storage(settings.env[DIR]).local:
         raise Invalid(f"{SPOILS_FILE} needs a local folder: pass one with --checkpoint-dir")
     if RULES in os.environ:
-        raise Invalid(f"{RULES} is set, but flipping bits needs it: unset it")
+        raise Invalid(f"{RULES} is set, but faults that flip bits set it themselves: unset it")
 
 
 def check_json(path: Path) -> None:

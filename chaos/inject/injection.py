@@ -196,13 +196,13 @@ class Injector:
             case kind if kind == SPOILS_FILE:
                 return self._spoil(injected)
             case _:
-                raise AssertionError(f"nothing is known about a {fault.kind}")
+                raise AssertionError(f"unknown kind of fault: {fault.kind}")
 
     def _spoil(self, injected: Injected) -> bool:
         assert self._flips is not None, "checked before the job was started"
         spoilt = self._flips.spoil()
         if spoilt is None:
-            raise NotOurs("there is no checkpoint yet")
+            raise NotOurs("no checkpoint exists yet")
         self._spoilt.append((injected, spoilt))
         injected.note = f"{spoilt.file} of {spoilt.checkpoint}"
         return True
@@ -242,7 +242,7 @@ class Injector:
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
-            raise NotOurs(f"{worker} is gone (process {pid})") from None
+            raise NotOurs(f"{worker} has exited (process {pid})") from None
         process = _Process(pid, pidfd)
         # A prefork process keeps the environment of the worker for which it was created, and becomes another one.
         named = carries(pid, [self._mark, f"ELASTIC_WORKER={worker}"])

@@ -48,11 +48,13 @@ def read_plan(text: str, name: str) -> plan.Plan:
     except tomllib.TOMLDecodeError as error:
         raise Invalid(f"{name} is not TOML: {error}") from None
     except (ValueError, RecursionError):  # a number of thousands of digits, or endless brackets
-        raise Invalid(f"{name} has a number or a nesting that is too long to be read") from None
+        raise Invalid(
+            f"{name} contains a number that is too long, or is nested too deeply"
+        ) from None
     for key in tables:
         if key not in ("random", "fault"):
             where = _Where(text, name, key, 0)
-            where.fail("", f"{key!r} means nothing here: pass [random] or [[fault]]")
+            where.fail("", f"unknown section {key!r}: pass [random] or [[fault]]")
     faults, chance = tables.get("fault", []), tables.get("random")
     if not isinstance(faults, list) or not all(isinstance(each, dict) for each in faults):
         _Where(text, name, "fault", 0).fail("", "write [[fault]], in double brackets")
@@ -74,7 +76,7 @@ def _fault(table: dict[str, Any], where: _Where) -> plan.Fault:
         where.fail("victim", f"{victim!r} is not a victim: pass one of {VICTIMS}")
     given = [key for key in MOMENTS if key in table]
     if len(given) != 1:
-        problem = f"has {' and '.join(given)}" if given else "does not say when"
+        problem = f"has {' and '.join(given)}" if given else "has no time"
         where.fail(
             given[1] if given else "", f"the fault {problem}: pass one of {', '.join(MOMENTS)}"
         )
@@ -86,9 +88,9 @@ def _fault(table: dict[str, Any], where: _Where) -> plan.Fault:
         at_generation=where.whole("at_generation", table.get("at_generation")),
     )
     if "for_s" in table and kind not in plan.LASTING:
-        where.fail("for_s", f"a {kind} does not last; leave for_s out")
+        where.fail("for_s", f"for_s does not apply to a {kind}, which has no duration: omit it")
     if "factor" in table and kind != "slow":
-        where.fail("factor", f"a {kind} has no factor; leave it out, or give kind = 'slow'")
+        where.fail("factor", f"factor does not apply to a {kind}: omit it, or pass kind = 'slow'")
     if kind in plan.LASTING:
         fault = replace(fault, for_s=where.positive("for_s", table.get("for_s", FOR_S)))
     if kind == "slow":
@@ -154,7 +156,7 @@ class _Where:
     def known(self, table: dict[str, Any], keys: Sequence[str]) -> None:
         for key in table:
             if key not in keys:
-                self.fail(key, f"{key!r} is not known here: pass one of {', '.join(keys)}")
+                self.fail(key, f"unknown key {key!r}: pass one of {', '.join(keys)}")
 
     def kind(self, key: str, value: Any) -> str:
         if not isinstance(value, str) or value not in plan.KINDS:
@@ -186,7 +188,7 @@ class _Where:
         if value == math.inf:
             self.fail(key, f"{key} is {value!r}: pass a finite number")
         if value > most:  # not shown: it may have any number of digits
-            self.fail(key, f"{key} is too much: pass at most {most:.0f}")
+            self.fail(key, f"{key} is too large: pass at most {most:.0f}")
         return float(value)
 
     def whole(self, key: str, value: Any, *, least: int = 1) -> int | None:
@@ -195,7 +197,7 @@ class _Where:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self.fail(key, f"{key} is {value!r}: pass a whole number, {least} or more")
         if value > WHOLE_MAX:
-            self.fail(key, f"{key} is too much: pass at most {WHOLE_MAX}")
+            self.fail(key, f"{key} is too large: pass at most {WHOLE_MAX}")
         return int(value)
 
     def _line(self, key: str) -> int:

@@ -86,10 +86,10 @@ def _verdicts(report: Report) -> Table:
         f"; {report.spared} more were drawn, but no worker could be spared" if report.spared else ""
     )
     if not report.trained:
-        table.add_row("training", Text("no training was seen: nothing was tested", style="red"))
+        table.add_row("training", Text("no training was observed: nothing was tested", style="red"))
     table.add_row("faults", f"{len(report.faults)}{spared}")
     if report.planned and len(report.missed) == report.planned:
-        text = f"no planned fault came ({report.planned} in the plan): they tested nothing"
+        text = f"none of the {report.planned} planned faults was injected: nothing was tested"
         table.add_row("", Text(text, style="red"))
     for line in report.missed:
         table.add_row("", Text(line))
@@ -103,14 +103,13 @@ def _verdicts(report: Report) -> Table:
         table.add_row("", Text(line))
     table.add_row(
         "done again",
-        f"{steps.again_s:.2f} s from the last commit to the break of a world; {steps.gone} commits"
-        " were gone with their only holders",
+        f"{steps.again_s:.2f} s between the last commits and the failures; {steps.gone} commits were lost with all"
+        " workers that held them",
     )
     table.add_row(
         "goodput",
-        f"{goodput.share:.1%} of {goodput.total_s:.1f} s training;"
-        f" {goodput.full_share:.1%} with all {goodput.workers} workers;"
-        f" {goodput.worker_share:.1%} of what {goodput.workers} could do;"
+        f"{goodput.share:.1%} of {goodput.total_s:.1f} s training; {goodput.full_share:.1%} with all"
+        f" {goodput.workers} workers; {goodput.worker_share:.1%} of the maximum of {goodput.workers} workers;"
         f" {goodput.stalled_s:.1f} s stalled",
     )
     of = "commits" if digests.of_commits else "copies of the state"

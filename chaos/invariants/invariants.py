@@ -181,7 +181,7 @@ class Invariants:
                 self.job.waits.end(("init", worker))
                 self._leaves(worker, "was killed", self._dies_within_s(worker))
             case LetGo(worker) | RejectWorker(worker):
-                self._leaves(worker, "was told to leave", self.job.settings.leave_s)
+                self._leaves(worker, "was asked to leave", self.job.settings.leave_s)
                 if worker in self.job.workers:
                     self.job.workers[worker].dismissed = True
             case PublishWorld():
@@ -221,12 +221,12 @@ class Invariants:
             case StopMembersAt(generation, _, check, members):
                 self._concerns(action, generation, members)
                 passed = max(self.job.checks.values(), default=-1)
-                what = f"all are to stop at check {check}, which one that has passed {passed} can't"
+                what = f"all members have to stop at safepoint {check}, but one has already passed safepoint {passed}"
                 self.job.must(check > passed, "NEVER BACK", what)
                 self.job.stop_at = check
                 by = self.job.now + self.job.settings.elastic_timeout_s
                 self.job.waits.begin(
-                    "stop", by, f"expected all members to have stopped at check {check}"
+                    "stop", by, f"expected all members to have stopped at safepoint {check}"
                 )
             case CallOffChange(generation, _, members):
                 self._concerns(action, generation, members)

@@ -74,16 +74,16 @@ class JobEnd:
         for worker, known in live:
             what = f"the job ends with success, and {worker} has not returned"
             self.job.must(known.finished, "THE END", what)
-        what = f"{number} members are said to have returned, expected {len(live)}"
+        what = f"{number} members are reported to have returned, expected {len(live)}"
         self.job.must(number == len(live) > 0, "THE END", what)
 
     def _all_ran_to_their_end(self, number: int) -> None:
         for worker, known in self.job.workers.items():
-            what = f"all have come to their end, and {worker} has not"
+            what = f"all workers are reported to have ended, but {worker} has not"
             self.job.must(bool(known.going), "THE END", what)
         # Workers about to leave do not count, and only the driver knows when that was withdrawn.
         sure = [s for s, k in self.job.ended_well.items() if self._ran(s, k)]
-        what = f"{number} workers are said to have ended with exit code 0, {len(self.job.ended_well)} have"
+        what = f"{number} workers are reported to have ended with exit code 0, expected {len(self.job.ended_well)}"
         self.job.must(max(1, len(sure)) <= number <= len(self.job.ended_well), "THE END", what)
 
     def _ran(self, slot: tuple[str, int], known: LiveWorker) -> bool:

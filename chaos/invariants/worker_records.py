@@ -47,7 +47,7 @@ class WorkerRecords:
             case events.ReplicasSpoilt(generation) if generation == self.job.generation:
                 for worker, known in self.job.here():
                     if not known.finished:
-                        self.job.goes(worker, known, "holds what is spoilt")
+                        self.job.goes(worker, known, "holds a corrupted commit")
                         known.dismissed = True
             case events.WorkerExited(worker, code):
                 self._was_started(worker)
@@ -199,10 +199,10 @@ class WorkerRecords:
         was_there = known.first <= generation or not (generation or known.said_at_first)
         late = known.reconnected and was_there and generation < known.placed
         if generation not in places and not late:
-            what = f"{worker} speaks of generation {generation}, expected one of {places}, its own"
+            what = f"{worker} reports generation {generation}, expected one of {places}, its own"
             self.job.broken("NO MIXING", what)
         if generation < known.said and not known.reconnected:
-            what = f"{worker} speaks of generation {generation} after {known.said}"
+            what = f"{worker} reports generation {generation} after {known.said}"
             self.job.broken("NO MIXING", what)
         known.said = max(generation, known.said)
 

@@ -138,7 +138,7 @@ class LightJob:
         """Return the link of the live page with its token, from the driver's log."""
         found = re.findall(r"page of this job: (\S+)", (self.folder / "log").read_text())
         if not found:
-            raise RuntimeError(f"there is no page; output of the driver:\n{self._tail('log')}")
+            raise RuntimeError(f"the driver serves no page; its output:\n{self._tail('log')}")
         return str(found[-1])
 
     def lost_at(self, host: str) -> float:

@@ -312,7 +312,7 @@ class SimulatedDriver:
         if not self.up or pool is not self.pool:
             return
         if self.sim.agents[host].lost or self.sim.network.is_cut(host):
-            self._meet(pool_events.AgentNotStarted(host, "there is no way to it"))
+            self._meet(pool_events.AgentNotStarted(host, "no route to this host"))
         else:
             self.sim.agents[host].restart()
             self._meet(pool_events.AgentStarted(host))

@@ -134,8 +134,10 @@ class Training:
         generation, place = process.recovery.generation, process.recovery.place
         members = self.worlds[generation].members
         mine = self.ranks[generation].get(process.worker)
-        assert mine == place.rank, f"{process.worker} has another's rank in generation {generation}"
-        assert place.size == len(members), f"{process.worker} sees a world of another size"
+        assert mine == place.rank, (
+            f"{process.worker} has the rank of another worker in generation {generation}"
+        )
+        assert place.size == len(members), f"{process.worker} has a wrong world size"
         key = (generation, purpose, number)
         ranks = ranks or self.copying(1, place.size)
         found = self._collectives.get(key)
@@ -146,7 +148,7 @@ class Training:
         return found
 
     def arrives(self, collective: Collective, rank: int, process: Process) -> None:
-        assert rank not in collective.came, f"{process.worker} came twice to {collective.key}"
+        assert rank not in collective.came, f"{process.worker} joined {collective.key} twice"
         if not collective.came:
             self.sim.clock.after(LOOK_S, self._look, collective)
         collective.came[rank] = process
@@ -156,7 +158,9 @@ class Training:
         if collective.key[1] == "gradients":
             collective.brought = collective.brought or process.state
             same = process.state == collective.brought
-            assert same, f"{process.worker} brings {process.state}, others {collective.brought}"
+            assert same, (
+                f"{process.worker} submitted {process.state}, other ranks {collective.brought}"
+            )
             collective.samples[rank] = process.state.sample(rank, self.epoch)
         if collective.complete:
             self._try_to_complete(collective)
@@ -276,7 +280,7 @@ class Training:
         assert process.state.steps == steps, f"{process.worker} finished after {process.state}"
         history = process.state.history
         assert not self._is_corrupted(history), (
-            f"{process.worker} has finished with what was spoilt"
+            f"{process.worker} has finished with a corrupted state"
         )
         seen: list[int] = []
         while history in self._made:

@@ -200,7 +200,7 @@ class AgentPool:
         for name in self._heard_of.expired(self._actions.now):
             stopped = self._hosts[name].agent
             if stopped is not None:
-                why = f"it has sent nothing for {STOPPED_S:g} s although it is connected: is it stopped?"
+                why = f"it is connected but has sent nothing for {STOPPED_S:g} s; it may be stopped"
                 self._actions.log("error", f"gave up the agent of {name}: {why}")
                 self._actions.add(pool_events.DisconnectAgent(stopped))
 

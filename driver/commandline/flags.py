@@ -291,7 +291,7 @@ class DetectionFlags:
         given(
             "--no-stall-check",
             False,
-            "Disable the last five; also HOROVOD_STALL_CHECK_DISABLE=1. --stall-check: leave them enabled.",
+            "Disable all of the above but --lease; also HOROVOD_STALL_CHECK_DISABLE=1. On: --stall-check.",
             variable="HOROVOD_STALL_CHECK_DISABLE",
             keys=("stall_check.enabled=false",),
         ),
@@ -363,7 +363,7 @@ class OutputFlags:
     )
     strict: bool = switch(
         "--strict",
-        "Exit 2 on script mistakes in the first steps; 1 if failed scripts left fewer workers.",
+        "Exit with 2 on script mistakes in the first steps, with 1 if scripts failed.",
         variable="ELASTIC_STRICT",
         keys=("checks.strict=true",),
     )

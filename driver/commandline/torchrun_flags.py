@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[bool, str]] = {
         True,
         "leave it out, and pass --journal or --metrics-port",
     ),
-    "--monitor-interval --monitor_interval": (True, "leave it out: an exit is seen at once"),
+    "--monitor-interval --monitor_interval": (True, "leave it out: exits are detected immediately"),
     "--start-method --start_method": (True, _NOTHING),
     "--role": (True, _NOTHING),
     "--numa-binding --numa_binding": (True, "leave it out, and start the script with numactl"),
@@ -162,7 +162,9 @@ def translated(options: Options, cores: int, gpus: int) -> Options:
     nodes = options.nnodes or (1, 1)
     several = nodes[1] > 1
     if options.standalone and several:
-        raise Invalid("--standalone means one host, but --nnodes several: keep one of them")
+        raise Invalid(
+            "--standalone uses one host, but --nnodes specifies several: keep one of them"
+        )
     if options.nproc_per_node is not None or options.nnodes is not None:
         changes |= _counted(options, nodes, _workers(options.nproc_per_node or "1", cores, gpus))
     elastic = nodes[0] < nodes[1] or options.min_num_proc is not None

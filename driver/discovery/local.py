@@ -44,6 +44,6 @@ class LocalDiscovery:
 
 
 BEGUN_ALONE = (
-    "the workers of this job listen on loopback, which other machines can't reach, because this machine had no"
-    " other address at the start, or by --network-interface. Logged once"
+    "the workers of this job listen on loopback, which other machines can't reach: this machine had no other address"
+    " when the job started, or --network-interface selected loopback. Logged once"
 )

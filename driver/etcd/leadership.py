@@ -140,7 +140,8 @@ class Leadership:
                 term = int(last.value) + 1 if last else 1
             except ValueError:
                 raise Invalid(
-                    f"etcd key {self._term} holds no number: delete it if no job {self._job} runs"
+                    f"etcd key {self._term} does not contain a number: delete the key if job {self._job} is not"
+                    " running"
                 ) from None
             lease = await self._live_lease()
             record = LeaderRecord(term)

@@ -102,8 +102,8 @@ async def _past(
     unawaited = plan.standby and lead is not None and not lead.waited
     if found is None and lead is not None and lead.waited and not plan.fresh:
         raise Invalid(
-            f"job {plan.name} has no journal in etcd, although a driver led it until now, so it can't be resumed;"
-            " --fresh discards what is left of it and starts a new job"
+            f"job {plan.name} can't be resumed: its journal is missing in etcd, although a driver led the job until"
+            " now. Pass --fresh to discard its remaining data and start a new job"
         )
     if begun_alone or (found is not None and found.ended is not None and unawaited):
         return None  # its workers ended with their driver; or no driver has waited for its outcome

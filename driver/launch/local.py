@@ -45,13 +45,13 @@ class LocalLauncher:
 
     @property
     def agent(self) -> ProcessSupervisor:
-        assert self._agent is not None, "open() comes first"
+        assert self._agent is not None, "call open() first"
         return self._agent
 
     async def open(
         self, exited: Callable[[WorkerExited], None], noticed: Callable[[Event], None]
     ) -> None:
-        assert self._agent is None, "open() is called once"
+        assert self._agent is None, "open() was already called"
         self._agent = ProcessSupervisor(
             exited=exited, noticed=noticed, sink=self._sink, log=self._log, lease_s=self._lease_s
         )

@@ -60,7 +60,7 @@ def unread(environ: Mapping[str, str], flags: Collection[str]) -> list[str]:
             continue
         near = difflib.get_close_matches(rest, names, 1, _ALIKE)
         if near:
-            sentences.append(f"{name} has no effect; is {names[near[0]]} meant?")
+            sentences.append(f"{name} has no effect; did you mean {names[near[0]]}?")
         elif prefix == "HOROVOD":
             sentences.append(f"{name} has no effect: it is not a variable of this program")
     return sentences

@@ -203,11 +203,11 @@ class Notices(Part):
 
     def _all_leave(self, last: float | None) -> None:
         if self.settings.restarts is None:
-            text = "all machines of this job will be reclaimed, and its commits are in memory only"
-            self.actions.log("error", f"{text}; with --checkpoint-dir it could be resumed")
+            text = "all machines of this job will be reclaimed, and the job has its commits in memory only"
+            self.actions.log("error", f"{text}; to resume such a job, use --checkpoint-dir")
             return
         which = "all machines" if self.settings.elastic else "a machine"
-        text = f"{which} of this job will be reclaimed: it keeps training, and writes a checkpoint first"
+        text = f"{which} of this job will be reclaimed; the job keeps training and writes a checkpoint first"
         self.actions.log("warning", text)
         self._ask_at = [self.actions.now]
         self._schedule(last)

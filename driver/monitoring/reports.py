@@ -115,8 +115,8 @@ class Reports:
             senders = str(next(iter(dropped))) if workers == 1 else f"{workers} workers"
             self._log(
                 "warning",
-                f"{count} reports of {senders} were dropped, the oldest: they arrived faster than they were processed,"
-                " or without a driver",
+                f"the oldest {count} reports of {senders} were dropped: reports arrived faster than they were"
+                " processed, or while no driver was connected",
             )
             self._dropped_said_at = now
             dropped.clear()

@@ -127,7 +127,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
     def _count(self, data: bytes) -> None:
         """Limit the data of an unauthenticated caller. Raises ProtocolError."""
         if not self._unproved and self._tls is None and data[:2] == _TLS_HELLO:
-            raise ProtocolError(f"it uses TLS, which this job was not given: {FLAGS}")
+            raise ProtocolError(f"it uses TLS, but this job was started without {FLAGS}")
         self._unproved += len(data)
         limit = HANDSHAKE_LIMIT if self._tls is None else TLS_HANDSHAKE_LIMIT
         if self._unproved > limit:

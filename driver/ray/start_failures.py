@@ -27,13 +27,13 @@ def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) 
     if kind == "RuntimeEnvSetupError":
         return f"the job's runtime_env can't be set up on {host}: {_last_line(message)}; correct it"
     if kind == "ActorUnschedulableError":
-        return f"Ray has no node {node} any more, which was {host}: another has to replace it"
+        return f"node {node} ({host}) has left the Ray cluster: add another node"
     if "its node has died" in message or "node was terminated" in message:
-        return f"the node {node} of {host} died: another has to replace it"
+        return f"node {node} ({host}) died: add another node"
     if kind in ("GetTimeoutError", "TimeoutError"):
         return (
-            f"Ray has started no actor on {host} within {limit_s:g} s: its node {node} is dead and not yet reported"
-            " so, or overloaded, or still sets up the job's runtime_env; see `ray list nodes` and the load there"
+            f"Ray did not start an actor on {host} within {limit_s:g} s: node {node} may be dead, overloaded or still"
+            " setting up the job's runtime_env; see `ray list nodes`"
         )
     return f"Ray can't run an actor on {host}, node {node}: {kind}: {_cause(message)}; see `ray list actors`"
 

@@ -117,12 +117,13 @@ def broadcast_optimizer_state(
         raise TypeError(f"a {type(optimizer).__name__} is not a torch.optim.Optimizer; pass one")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
-            "the state of LBFGS can't be broadcast; construct it after broadcast_parameters, with equal options"
+            "the state of LBFGS can't be broadcast: create the optimizer after broadcast_parameters, with the same"
+            " options on all ranks"
         )
     if optimizer.state and hasattr(optimizer, "zero_order"):
         raise ValueError(
-            "each rank has a part of the state of an optimizer with zero=1, and would get the root's: give the"
-            " optimizer to elastic.TorchState, or broadcast it before its first step"
+            "an optimizer with zero=1 can't be broadcast after its first step, because each rank holds a different"
+            " part of its state: pass it to elastic.TorchState, or broadcast it before its first step"
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     lengths = [str(len(group["params"])) for group in optimizer.param_groups]

@@ -132,7 +132,7 @@ def read(storage: Storage, name: CommitName) -> Manifest:
     except FileNotFoundError:
         raise IncompleteCommit("it was not completed: there is no manifest.json") from None
     if found.name != name:
-        raise UnreadableCommit(f"its manifest is that of {found.name}")
+        raise UnreadableCommit(f"its manifest belongs to {found.name}")
     files = storage.sizes(str(name))
     if manifest.MANIFEST not in files:
         raise IncompleteCommit("it was removed meanwhile")
@@ -163,8 +163,8 @@ def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
     """
     if found.newer:
         raise Invalid(
-            f"{storage.url}/{found.name} can't be used: {found.trouble}; nothing was changed there: run the version"
-            " that wrote it, or start over with --fresh, which leaves it alone"
+            f"{storage.url}/{found.name} can't be used: {found.trouble}. It was not changed: run the version that"
+            " wrote it, or start over with --fresh, which keeps it"
         )
 
 
@@ -199,10 +199,10 @@ def chosen(storage: Storage, which: str) -> Manifest:
     have = names(storage)
     fitting = [name for name in have if which in (str(name), str(name.commit), name.commit.dotted)]
     if len(fitting) != 1:
-        what = "no commit" if not fitting else "several commits"
+        what = "no commit" if not fitting else "several commits for"
         there = ", ".join(map(str, (fitting or have)[-8:])) or "none"
         how = "; pass the full name of one of them" if fitting else ""
-        raise Invalid(f"{storage.url} has {what} {which}; there are: {there}{how}")
+        raise Invalid(f"{storage.url} has {what} {which}; existing commits: {there}{how}")
     try:
         return read(storage, fitting[0])
     except UnreadableCommit as error:

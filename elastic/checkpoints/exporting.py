@@ -102,7 +102,9 @@ def _named(models: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
                 found[name] = tensor.clone() if tensor.data_ptr() in used else tensor
                 used.add(tensor.data_ptr())
     if not found:
-        raise Invalid("the checkpoint has no model, of which a file of safetensors would be made")
+        raise Invalid(
+            "the checkpoint contains no model to write to a .safetensors file: choose a name such as state.pt"
+        )
     return found
 
 
@@ -154,7 +156,7 @@ def _take_part(
                 made.left_out.append(SkippedValue(f"{name}.{key}"))
     elif {"origins", "options"} <= kinds:
         if name not in found.group_sizes:
-            raise UnreadableCommit(f"its manifest does not have the groups of the optimizer {name}")
+            raise UnreadableCommit(f"its manifest lacks the parameter groups of optimizer {name}")
         sizes = found.group_sizes[name]
         _take(made, name, lambda: _portable(optimizer_state.described(structure, sizes, tensors)))
     elif tensors:  # of an unknown kind, or with pickled Python values

@@ -23,7 +23,7 @@ from elastic.state.snapshots import change_detection
 from elastic.state.state import ObjectState, names_of, parts_of, take_random, take_values
 
 COMPUTE_AS_BEFORE = (
-    "let workers compute as before (OMP_NUM_THREADS, processor, versions), or pass --allow-inexact"
+    "restore the earlier OMP_NUM_THREADS, processor type and versions, or pass --allow-inexact"
 )
 
 
@@ -52,13 +52,14 @@ def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
     values, structures = _python(storage, found, {name: part.value for name, part in parts.items()})
     if parts.keys() != structures.keys():
         raise StateMismatch(
-            f"{where} has {sorted(structures)}, and this state {sorted(parts)}: run the script that wrote it"
+            f"{where} contains {sorted(structures)}, but this state has {sorted(parts)}: run the script that wrote"
+            " the checkpoint"
         )
     missing = sorted({name for name in names_of(state) if name not in values})
     if missing:
         raise StateMismatch(
-            f"{where} has no value of the state called {', '.join(missing)}: run the script that wrote it, or"
-            " start over with --fresh"
+            f"{where} lacks the values {', '.join(missing)} of this state: run the script that wrote the checkpoint,"
+            " or start over with --fresh"
         )
     change_detection.notice()
     with torch.no_grad():
@@ -167,7 +168,9 @@ def read_file(
             except Exception as error:
                 raise UnreadableCommit(f"{file} is damaged: {stored.name} can't be read") from error
             if not isinstance(tensor, torch.Tensor) or list(tensor.shape) != stored.stored_shape:
-                raise UnreadableCommit(f"{file} is damaged: {stored.name} is another tensor")
+                raise UnreadableCommit(
+                    f"{file} is damaged: {stored.name} has another type or shape"
+                )
             read.append((stored, tensor))
         while block := stream.read(1 << 20):
             check.update(block)

@@ -78,8 +78,8 @@ def proposal(
     troubles = [f"{name}: {why}" for (url, name), why in passed.items() if url == storage.url]
     if troubles:
         raise Invalid(
-            f"no checkpoint in {storage.url} can be read ({'; '.join(troubles[:3])}); nothing was changed. Restore"
-            " one back, or start over with --fresh"
+            f"no checkpoint in {storage.url} can be read ({'; '.join(troubles[:3])}); nothing was changed. Restore a"
+            " checkpoint, or start over with --fresh"
         )
     if options.start is None:
         return None
@@ -94,7 +94,7 @@ def proposal(
 def pass_over(url: str, manifest: Manifest, trouble: str, passed: Passed) -> None:
     """Record that the commit cannot be read, so that `proposal` does not return it again."""
     passed[url, manifest.name] = trouble
-    _say(f"{url}/{manifest.name} is passed over: {trouble}")
+    _say(f"skipped {url}/{manifest.name}: {trouble}")
 
 
 def patiently(storage: Storage, work: Callable[[], Value]) -> Value:

@@ -80,7 +80,7 @@ def check_ranges(tensors: Sequence[StoredTensor]) -> None:
     for found in by_name.values():
         name, kinds = found[0].name, {(each.dtype, *each.shape) for each in found}
         if len(kinds) > 1:
-            raise UnreadableCommit(f"its ranks have written {name} with other shapes or dtypes")
+            raise UnreadableCommit(f"its ranks wrote {name} with different shapes or dtypes")
         at = 0
         for rows in sorted((each.rows for each in found if each.rows), key=lambda r: r.begin):
             pieces = -(-(rows.end - rows.begin) // rows.step) if rows.step > 0 else -1

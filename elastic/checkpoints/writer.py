@@ -278,7 +278,7 @@ class CheckpointWriter:
         match message:
             case messages.MakeDurable(generation, number) if self._latest == (generation, number):
                 if self._settled:  # a rank has not received the outcome
-                    over = "it is over for this rank"
+                    over = "this rank has already received its outcome"
                     self._send(messages.ShareDropped(generation, number, over, True))
             case messages.MakeDurable(generation, number):
                 before = self._schedule.target

@@ -189,7 +189,9 @@ def seal(
     )
     trouble = manifest.missing(whole, storage.sizes(str(name)))
     if trouble:
-        raise UnreadableCommit(f"{trouble}; is {storage.url} one folder that all hosts share?")
+        raise UnreadableCommit(
+            f"{trouble}; check that {storage.url} is one folder shared by all hosts"
+        )
     alive()
     failpoint("durable-manifest")
     storage.write(f"{name}/{manifest.MANIFEST}", manifest.encoded(whole))
@@ -203,8 +205,8 @@ def _share(storage: Storage, name: CommitName, rank: int, size: int) -> Share:
         share = manifest.decode_share(storage.read(file))
     except FileNotFoundError:
         raise UnreadableCommit(
-            f"{file} is missing, although rank {rank} reported it written: is {storage.url} one folder that all hosts"
-            " share?"
+            f"{file} is missing, although rank {rank} reported it written: check that {storage.url} is one folder"
+            " shared by all hosts"
         ) from None
     if (share.rank, share.size) != (rank, size):
         raise UnreadableCommit(f"{file} was written in another world")

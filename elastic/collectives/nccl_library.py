@@ -49,7 +49,7 @@ def revoke(communicator: int) -> int:
         NCCL's error code, 0 for none.
     """
     function = _function("ncclCommRevoke", ctypes.c_void_p, ctypes.c_int)
-    assert function is not None, "call can_revoke() before"
+    assert function is not None, "call can_revoke() first"
     return _error(function(communicator, _DEFAULT))
 
 
@@ -71,7 +71,7 @@ def _error(result: int) -> int:
 def words(error: int) -> str:
     """Return NCCL's message for an error."""
     library = _linked()
-    assert library is not None, "there is no error without NCCL"
+    assert library is not None, "NCCL is not loaded, so it returned no error"
     library.ncclGetErrorString.restype = ctypes.c_char_p
     text: bytes = library.ncclGetErrorString(error)
     return text.decode()

@@ -45,7 +45,8 @@ class SamplePartition:
     def __post_init__(self) -> None:
         if self.parts < 1 or self.batch < 1:
             raise Invalid(
-                f"a step of {self.batch} samples can't be dealt to {self.parts}: pass at least 1 of both"
+                f"a step of {self.batch} samples can't be divided among {self.parts} parts: both numbers must be at"
+                " least 1"
             )
 
     @property

@@ -38,9 +38,9 @@ class DataProgress:
         """Start an iteration where the previous one stopped. Raises Invalid if the dataset has changed."""
         if self.position.consumed and self.length is not None and length != self.length:
             raise Invalid(
-                f"the dataset has {length} samples, but had {self.length} when epoch {self.position.epoch} started,"
-                f" of which {self.position.consumed} are consumed, so its order is different now: change a dataset"
-                f" between epochs, or skip the rest of this epoch with set_epoch({self.position.epoch + 1})"
+                f"the dataset has {length} samples, but had {self.length} when epoch {self.position.epoch} started"
+                f" ({self.position.consumed} samples consumed), so the rest of the epoch has another order: change a"
+                f" dataset between epochs, or skip the rest of this epoch with set_epoch({self.position.epoch + 1})"
             )
         self.length = length
         self._handed = deque([self.position], maxlen=self.ahead + 1)

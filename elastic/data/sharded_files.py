@@ -48,7 +48,7 @@ class ShardedFiles(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} does not exist among {len(self)}")
+            raise IndexError(f"sample {index} is out of range: the dataset has {len(self)} samples")
         number = bisect_right(self._ends, index)
         place = index - (self._ends[number] - self.lengths[number])
         if self.indexed:

@@ -45,8 +45,8 @@ def check(batches: object, shards: GivenShards, committed: bool) -> None:
         return
     if batches.shards is not shards:
         raise Invalid(
-            "the loader divides steps into other shards than these, or into a number of shards: pass the Shards"
-            " object, as in DataLoader(..., shards=shards)"
+            "the loader was created with another Shards object, or with a number of shards: pass this Shards object,"
+            " as in DataLoader(..., shards=shards)"
         )
     if held and batches.taken:
         raise Invalid(
@@ -56,8 +56,8 @@ def check(batches: object, shards: GivenShards, committed: bool) -> None:
         )
     if committed and not batches.in_state:
         raise Invalid(
-            "the loader is not in a state, so a commit does not have its position, and training would continue"
-            " with other samples after a failure: add it, as in TorchState(..., shards=shards, loader=loader)"
+            "the loader is in no state, so commits lack its position and training would continue with other samples"
+            " after a failure: add the loader, as in TorchState(..., shards=shards, loader=loader)"
         )
 
 

@@ -172,10 +172,10 @@ class BufferKeeper:
         for each in self._parameters.values():
             if each.changed():
                 raise Invalid(
-                    f"{self._say(each.name)} was changed within the loop over the shards, in shard {shard}, as"
-                    " nn.Embedding(max_norm=...) changes its weight in the forward pass: each worker would change"
-                    " it once for each of its shards. Change it after the loop, on every worker, or make untrained"
-                    " values a buffer, for which shard 0 counts"
+                    f"{self._say(each.name)} was changed within the loop over the shards, in shard {shard}, for"
+                    " example by nn.Embedding(max_norm=...) in its forward pass. Each worker would change it once"
+                    " per shard that it computes: change it after the loop on every worker, or make it a buffer if"
+                    " it is not trained; buffers get the value of shard 0"
                 )
         names = [name for name, _ in self._named()]
         if names != self._names:

@@ -167,7 +167,8 @@ class Shards:
         if self._done == len(own) or own[self._done].shard != shard:
             wanted = [each.shard for each in own]
             raise Invalid(
-                f"shard {shard} of step {step.number} comes out of turn: this rank has {wanted}"
+                f"shard {shard} of step {step.number} is out of order: this rank computes the shards {wanted}, in"
+                " this order"
             )
         self._end_shard()
         self._done += 1
@@ -334,8 +335,8 @@ class Shards:
         for name, module in model.named_modules():
             if isinstance(module, DistributedDataParallel):
                 raise Invalid(
-                    f"{name or 'the model'} is a DistributedDataParallel, which sums gradients over ranks after"
-                    " each backward pass, but shards are summed here: use the module inside, and"
+                    f"{name or 'the model'} is a DistributedDataParallel, which sums gradients over ranks after each"
+                    " backward pass, but shards are summed here: pass the wrapped module, and use"
                     " DistributedOptimizer(..., shards=shards)"
                 )
             if isinstance(module, SyncBatchNorm | torch.nn.SyncBatchNorm):

@@ -161,7 +161,7 @@ def _flip(argument: str) -> None:
     what, _, seed = argument.partition(":")
     flipper = flippers.get(what)
     which = flipper(int(seed)) if flipper is not None else ""
-    said = f"flipped {which}" if which else f"there are no {what} here"
+    said = f"flipped {which}" if which else f"no {what} exist here"
     print(f"elastic: {said}", file=sys.stderr, flush=True)
 
 

@@ -93,8 +93,8 @@ class DividedOptimizer(WrappedOptimizer):
             Invalid: always.
         """
         raise Invalid(
-            "each rank has a part of this optimizer's state (zero=1), so that there is no whole state_dict() of it;"
-            " give the optimizer to elastic.TorchState, which commits all parts"
+            "an optimizer with zero=1 has no complete state_dict(), because each rank holds a part of its state:"
+            " pass the optimizer to elastic.TorchState, which commits all parts"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -114,8 +114,8 @@ class DividedOptimizer(WrappedOptimizer):
         size = lifecycle.current().place.size
         if size != len(self.zero_order):
             raise NotElastic(
-                f"this optimizer (zero=1) is divided among {len(self.zero_order)} workers, and there are {size} now:"
-                " put it into elastic.TorchState with its model",
+                f"this optimizer (zero=1) is divided among {len(self.zero_order)} workers, but the world has {size}"
+                " now: pass it to elastic.TorchState together with its model",
                 Fixed.OPTIMIZER,
             )
         loss = None

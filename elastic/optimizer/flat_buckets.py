@@ -237,7 +237,7 @@ class FlatBucket:
         self._work = _reduce(group, self._sent, op, self.scales)
 
     def finish(self) -> int | None:
-        assert self._work is not None, "a bucket is waited for that was never launched"
+        assert self._work is not None, "waiting for a bucket that was never launched"
         # Host work comes first: a GPU is idle from the end of the last reduction to the next launch.
         changed, self._changed = self._changed, None
         for position, gradient, version in self._watched:
@@ -342,7 +342,7 @@ class CompressedGradient:
         self._work = _reduce(group, self._wire, op, self.scales)
 
     def finish(self) -> int | None:
-        assert self._work is not None, "a gradient is waited for that was never launched"
+        assert self._work is not None, "waiting for a gradient that was never launched"
         assert self._wire is not None
         self._work.wait()
         self._work = None
@@ -389,14 +389,14 @@ class FlagBucket:
         return wire_of(self._wire)
 
     def fill(self, position: int, *, watch: bool) -> None:
-        raise AssertionError("no gradient has its place here")
+        raise AssertionError("this bucket has no place for a gradient")
 
     def launch(self, group: Collectives, op: Op, mark: StepFlag = StepFlag.STEP) -> None:
         self._wire.fill_(mark_value(op, mark))
         self._work = _reduce(group, self._wire, op, self.scales)
 
     def finish(self) -> int | None:
-        assert self._work is not None, "a mark is waited for that was never launched"
+        assert self._work is not None, "waiting for a mark that was never launched"
         self._work.wait()
         self._work = None
         self._heard.fetch()

@@ -50,7 +50,7 @@ def join(device: int = -1) -> int:
     if any(hasattr(each.optimizer, "zero_order") for each in gradient_reducer.reducers):
         raise Invalid(
             "join() can't be used with a DistributedOptimizer that has zero=1: a rank that has joined takes no"
-            " steps, so its part of the parameters would not be updated; give all ranks equally many batches"
+            " steps, so its part of the parameters would not be updated; give all ranks the same number of batches"
         )
     own_gpu.settle()
     handle = submission.start_join()

@@ -206,7 +206,9 @@ def check_environ(given: object) -> None:
         if not isinstance(name, str) or not isinstance(value, str):
             raise Invalid(f"env[{name!r}] is {value!r}; names and values are strings")
         if not name or "=" in name or "\0" in name + value:
-            raise Invalid(f"env has {name!r}, which can't be the name of a variable, or its value")
+            raise Invalid(
+                f"env has {name!r}: its name or value is not allowed in an environment variable"
+            )
 
 
 def telemetry(caller: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:

@@ -127,7 +127,7 @@ class Serving:
             (function,) = parts
             return function(*self._made)
         raise Invalid(
-            f"a persistent worker got an unknown request {kind!r}: is another release running there?"
+            f"a persistent worker received an unknown request {kind!r}: install the same release on all nodes"
         )
 
 

@@ -18,8 +18,8 @@ def spread(wanted: WorkerRequest) -> WorkerRequest:
     bundle = {name: amount * each for name, amount in wanted.resources.items()}
     if bundle.get("GPU", 1.0) % 1 and each > 1:
         raise Invalid(
-            f"{each} workers on each host with {wanted.gpus:g} GPU each need {bundle['GPU']:g}, of which Ray"
-            " grants only whole ones: pass a share that adds up"
+            f"{each} workers on each host with {wanted.gpus:g} GPU each need {bundle['GPU']:g} GPUs per host, but Ray"
+            " grants only whole GPUs: pass a share that adds up to a whole number"
         )
     group: Any = ray.util.placement_group([bundle] * wanted.hosts, strategy="STRICT_SPREAD")
     return replace(wanted, placement_group=group, per_bundle=each)

@@ -170,7 +170,7 @@ def _serve(address: Address, secret: bytes, way: object) -> Store:
         listener = listen(address.host, address.port)
     except OSError as error:
         raise Invalid(
-            f"rank 0 can't listen on {address.host} port {address.port}, where the others connect to:"
+            f"rank 0 can't listen on {address.host} port {address.port}, to which the other ranks connect:"
             f" {error.strerror}; set {launcher_env.ASKS_FOR_PORT} to another port for all ranks, or ELASTIC_BIND to"
             " another address of this host"
         ) from None

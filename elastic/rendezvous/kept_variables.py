@@ -46,7 +46,7 @@ class KeptVariables:
         )
         return (
             f"the world changed: this worker is rank 0 of {place.size} now. The script reads environment variables"
-            f" ({', '.join(lines)}{more}) that had other values when it started. os.environ has the present RANK"
-            f" and WORLD_SIZE; a stored value does not follow.{slot} Check dist.get_rank() == 0 or elastic.rank()"
-            " == 0 whenever the script saves or prints, and use LOCAL_RANK for the device only"
+            f" ({', '.join(lines)}{more}) that had other values when it started. os.environ has the current RANK and"
+            f" WORLD_SIZE, but values that the script stored are not updated.{slot} Check dist.get_rank() == 0 or"
+            " elastic.rank() == 0 whenever the script saves or prints, and use LOCAL_RANK for the device only"
         )

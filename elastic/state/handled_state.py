@@ -181,9 +181,9 @@ class HandledState(_OfThisProcess, ObjectState):
             raise unsupported_sharding.refuse_together(models[0].name, partitioned[0].name)
         if own := overridden(self):
             raise Invalid(
-                f"{type(self).__name__} overrides {' and '.join(own)}(), but state.{[*models, *partitioned][0].name} is"
-                " sharded: after a failure all ranks may restore an older commit than the one they saved last, of which"
-                " the subclass would not know; keep its values as attributes of the state"
+                f"{type(self).__name__} overrides {' and '.join(own)}(), but state.{[*models, *partitioned][0].name}"
+                " is sharded: after a failure all ranks may restore an older commit than the one they saved last,"
+                " which the subclass would not notice; store its values as attributes of the state"
             )
         self._check_parameters()
         if not isinstance(copies, int) or copies < 0:

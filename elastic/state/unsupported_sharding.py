@@ -36,9 +36,15 @@ _followed_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 # Two-dimensional meshes that the script has created for such modules.
 _followed_meshes: list[Any] = []
 _WHY = {
-    Fixed.MODULE: "is fully sharded (FSDP): each rank has a part of its parameters, and a lost rank's would be lost",
-    Fixed.PARAMETERS: "has DTensor parameters: each rank has a part of them, and a lost rank's would be lost",
-    Fixed.OPTIMIZER: "is sharded (ZeRO): each rank has a part of its state, and a lost rank's would be lost",
+    Fixed.MODULE: (
+        "is fully sharded (FSDP): each rank has a part of its parameters, and the part of a lost rank would be lost"
+    ),
+    Fixed.PARAMETERS: (
+        "has DTensor parameters: each rank has a part of them, and the part of a lost rank would be lost"
+    ),
+    Fixed.OPTIMIZER: (
+        "is sharded (ZeRO): each rank has a part of its state, and the part of a lost rank would be lost"
+    ),
 }
 
 
@@ -131,8 +137,8 @@ def least_shards(models: Mapping[str, torch.nn.Module], given: Any) -> int | Non
     rt = lifecycle.active()
     if rt is not None and rt.elastic and rt.env.workers_min < least:
         raise Invalid(
-            f"a world may have {rt.env.workers_min} workers (--min-np), and the state has {least} shards at least"
-            f" (least_shards, or the mesh given to fully_shard): give --min-np {least}, or a lower least_shards if one"
+            f"a world may have {rt.env.workers_min} workers (--min-np), but the state has at least {least} shards"
+            f" (least_shards, or the mesh given to fully_shard): pass --min-np {least}, or a lower least_shards if a"
             " worker has memory for more of the state"
         )
     return least
@@ -165,8 +171,8 @@ def refuse_unfollowed(optimizer: torch.optim.Optimizer) -> NotElastic:
 def refuse_micro_batches(optimizer: torch.optim.Optimizer, kind: Fixed) -> NotElastic:
     """Return the error for a sharded optimizer, or one of a sharded model, in a script that uses elastic.Shards."""
     return NotElastic(
-        f"{type(optimizer).__name__} is sharded, or trains a sharded model, whose gradients are reduced in each"
-        " backward pass, and this script loops over elastic.Shards, of which ranks have different numbers: use one of"
+        f"{type(optimizer).__name__} can't be combined with elastic.Shards: it is sharded, or trains a sharded model,"
+        " so gradients are reduced in each backward pass, but ranks compute different numbers of shards. Use one of"
         " the two",
         kind,
     )
@@ -222,8 +228,8 @@ def refuse_together(model: str, optimizer: str) -> NotElastic:
 def refuse_late(name: str) -> NotElastic:
     """Return the error for an assignment to ``state.name`` if the present or the new value is sharded."""
     return NotElastic(
-        f"state.{name} is assigned another value, and it or the present one is a sharded model or optimizer: commits"
-        f" are of the shards that the state was made with; make a new state, as in TorchState({name}=...)",
+        f"state.{name} can't be replaced: its old or new value is a sharded model or optimizer, and commits contain"
+        f" the shards with which the state was created; create a new state, as in TorchState({name}=...)",
         Fixed.MODULE,
     )
 
@@ -290,8 +296,8 @@ def check_within(what: str, tensors: Iterable[Any]) -> None:
     """Raise NotElastic for a value of a state that contains a DTensor."""
     if of_parameters(each for each in tensors if isinstance(each, torch.Tensor)) is not None:
         raise NotElastic(
-            f"{what} holds a DTensor, of which each rank has a part, while values of a state are the same on all ranks;"
-            " keep tensor.full_tensor() there",
+            f"{what} contains a DTensor, which differs between ranks, but values of a state must be the same on all"
+            " ranks: store tensor.full_tensor() instead",
             Fixed.PARAMETERS,
         )
 

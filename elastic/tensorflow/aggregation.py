@@ -40,7 +40,7 @@ class GradientAggregation:
         average: bool,
     ) -> None:
         if not isinstance(passes, int) or passes < 1:
-            raise Invalid(f"backward_passes_per_step is {passes!r}: pass a number from 1 on")
+            raise Invalid(f"backward_passes_per_step is {passes!r}: pass a number of 1 or more")
         self.backward_passes_per_step = passes
         self._reduce = reduce
         self._sparse_as_dense = sparse_as_dense

@@ -223,7 +223,7 @@ def _allreduce_sparse(
     """Reduce a sparse tensor. Blocks, since message sizes depend on the other ranks' tensors."""
     if reduction.op is not Op.SUM or tensor.layout is not torch.sparse_coo:
         raise TypeError(
-            "of sparse tensors, COO ones can be summed or averaged; use to_dense() for others"
+            "only sparse COO tensors can be reduced, and only with SUM or AVG: convert other tensors with to_dense()"
         )
     (found,) = sparse.total(group, [tensor.detach()], *reduction.scale(group.size))
     with torch.no_grad():
@@ -313,7 +313,8 @@ def _shares(tensor: torch.Tensor, size: int, which: str) -> list[int]:
     rows = tensor.shape[0] if tensor.dim() else 0
     if rows % size:
         raise ValueError(
-            f"the {which} of an all_to_all has {rows} rows, which {size} ranks can't share equally: pass split sizes"
+            f"the {which} of an all_to_all has {rows} rows, which can't be divided evenly among {size} ranks: pass"
+            " split sizes"
         )
     return [rows // size] * size
 

@@ -206,9 +206,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         """
         rt = lifecycle.current()
         if rt.provisional or self.getSize() == 1:
-            raise Invalid(
-                f"{name}: there is no other rank in this world yet to exchange messages with"
-            )
+            raise Invalid(f"{name}: no other rank has joined this world yet")
         return rt
 
     def _group(self, rt: WorkerRuntime, device: torch.device) -> Collectives:

@@ -241,7 +241,7 @@ class ElasticProcessGroup(FollowingGroup):
 def _listed(tensors: Any) -> list[torch.Tensor]:
     found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if not found:
-        raise Invalid("a collective takes one tensor at least")
+        raise Invalid("a collective needs at least one tensor")
     return found
 
 

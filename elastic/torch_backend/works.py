@@ -252,7 +252,7 @@ def _wait(work: Work, limit_s: float | None, name: str, owner: WorkOwner) -> Non
     until = time.monotonic() + limit_s
     while not work.within(min(_SLICE_S, max(until - time.monotonic(), 0.0))):
         if time.monotonic() >= until:
-            cause, missing = "the other ranks did not come", []
+            cause, missing = "the other ranks did not join", []
             if isinstance(work, ReportsMissingRanks):
                 missing = sorted(map(owner.in_world, work.missing()))
                 cause = late(missing)
@@ -267,10 +267,10 @@ def _wait(work: Work, limit_s: float | None, name: str, owner: WorkOwner) -> Non
 def late(missing: list[int]) -> str:
     """Describe which ranks of the world did not arrive in time."""
     if not missing:
-        return "all ranks have come, and need more time for this much"
+        return "all ranks have joined, but the transfer did not finish in time"
     listed = ", ".join(map(str, missing[:_NAMED]))
     more = f" and {len(missing) - _NAMED} more" if missing[_NAMED:] else ""
-    return f"rank{'s' if missing[1:] else ''} {listed}{more} did not come"
+    return f"rank{'s' if missing[1:] else ''} {listed}{more} did not join"
 
 
 class ElasticFuture(torch.futures.Future):  # type: ignore[type-arg]

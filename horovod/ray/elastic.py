@@ -51,7 +51,7 @@ class ElasticRayExecutor:
         except TypeError:
             known = ElasticSettings.__dataclass_fields__
             strange = ", ".join(name for name in kwargs if name not in known)
-            raise Invalid(f"create_settings() knows no {strange}; leave it out") from None
+            raise Invalid(f"create_settings() has no parameter {strange}: leave it out") from None
         limits(settings)  # warns about fields without effect
         return settings
 

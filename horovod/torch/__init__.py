@@ -27,8 +27,8 @@ def _warn_of_another_horovod() -> None:
     except metadata.PackageNotFoundError:
         return
     warnings.warn(
-        f"Horovod {version} is installed next to hvd-elastic, which `import horovod` means here;"
-        " run `pip uninstall horovod`, or keep the two in separate environments",
+        f"Horovod {version} is installed too, but `import horovod` loads hvd-elastic; run `pip uninstall horovod`, or"
+        " keep the two in separate environments",
         stacklevel=3,
     )
 

@@ -38,7 +38,7 @@ def probe_every_s(settings: Settings) -> float:
 
 
 class Verdict(enum.Enum):
-    UNKNOWN = "nothing is known of it yet"
+    UNKNOWN = "no report received yet"
     IDLE = "idle"
     BUSY = "busy"
     EXCUSED = "excused"
@@ -145,7 +145,7 @@ class Suspicion:
                 what = f"busy ({self.rates()})"
                 if not left:
                     return what, ""
-                return what, f"{left} (--busy-timeout), unless its code marks this as long"
+                return what, f"{left} (--busy-timeout), unless its code marks this as a long phase"
             case Verdict.EXCUSED if self.traced:
                 return "under a debugger: not treated as stuck", ""
             case Verdict.EXCUSED:

@@ -68,7 +68,8 @@ class Deadlines(Part):
             case Phase.ENDING if self.actions.expired(self.worlds.ending_by):
                 self.worlds.ending_by = None
                 self.worlds.finish(
-                    f"waited {self.settings.elastic_timeout_s:g} s for the others to return; continuing"
+                    f"waited {self.settings.elastic_timeout_s:g} s for the remaining workers to return; continuing"
+                    " without them"
                 )
             case Phase.GATHERING:
                 if self.worlds.members and not self.worlds.gathering.late:

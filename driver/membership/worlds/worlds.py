@@ -30,7 +30,7 @@ from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Place, Worker
 
 NO_INIT = (
-    "no worker called init(), so nothing was trained together: does the script call it, and was it run at all?"
+    "no worker called init(), so no training took place: check that the script calls init(), and that it ran at all"
     " (workers have no standard input)"
 )
 

@@ -101,7 +101,7 @@ def shown(text: str, limit: int = LINE) -> str:
 # ---- losses and their causes ----------------------------------------------------------------------------------------
 
 _CRASHES = {
-    "SIGSEGV": "it touched memory that is not its own (segmentation fault)",
+    "SIGSEGV": "it accessed invalid memory (segmentation fault)",
     "SIGBUS": "the backing of a memory mapping was missing, as with a full /dev/shm",
     "SIGABRT": "a library called abort()",
     "SIGFPE": "an arithmetic error",
@@ -200,8 +200,8 @@ def _done(facts: Facts) -> str:
 
 def _runs(facts: Facts) -> str:
     return (
-        f"The job runs: {counted(facts['workers'], 'worker')} in the present world, {duration(facts['after_s'])} since"
-        " its start."
+        f"The job runs: {counted(facts['workers'], 'worker')} in the current world, {duration(facts['after_s'])}"
+        " since its start."
     )
 
 
@@ -209,7 +209,7 @@ def _cut_off(facts: Facts) -> str:
     if facts["abandoned"]:
         return (
             f"The journal ends in the middle of the job, after {duration(facts['after_s'])}: its driver could not"
-            " write any more of it, as with a full disk, and the job continued."
+            " write more of it (for example, because the disk was full), and the job continued."
         )
     if "after_store_s" in facts:
         return (
@@ -470,7 +470,7 @@ def _lines_left_out(facts: Facts) -> str:
     if facts["count"]:
         clauses.append(f"{counted(facts['count'], 'line')} could not be read and were skipped")
     if facts["torn"]:
-        clauses.append("the last line is incomplete, as after a crash or in a copy")
+        clauses.append("the last line is incomplete (after a crash, or in a copy)")
     return _capital("; ".join(clauses)) + "."
 
 
@@ -491,8 +491,8 @@ _ADVICE = {
         " kept between steps. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces fragmentation."
     ),
     Advice.FREE_DISK: (
-        "Free space on {host} on the disk that the script writes to in the last line of its own in the traceback,"
-        " or write elsewhere."
+        "Free disk space on {host} where the script writes (see the last line of its own code in the traceback), or"
+        " write elsewhere."
     ),
     Advice.SAME_CALLS: (
         "Make the same collective calls on all ranks, with tensors of the same shapes and dtypes. A rank with"
@@ -648,7 +648,7 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
         "This copy starts in the middle of the job: earlier events are missing."
     ),
     FindingKind.NOT_WRITTEN_ON: lambda f: (
-        "Its driver could not write it completely, as with a full disk: the job continued after the last event"
-        " shown here."
+        "Its driver could not write it completely (for example, because the disk was full): the job continued after"
+        " the last event shown here."
     ),
 }

@@ -170,7 +170,7 @@ class AgentActor:
         Return the last number, the lines, and why it ended.
         """
         while self._number <= after and self._ended is None:
-            assert self._news is not None, "start() comes first"
+            assert self._news is not None, "call start() first"
             await self._news.wait()
         count = min(self._number - after, len(self._lines))
         lines = list(self._lines)[len(self._lines) - count :]

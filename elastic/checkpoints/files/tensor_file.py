@@ -65,8 +65,8 @@ def write_rows(tensor: torch.Tensor, file: CheckedFile, step: int) -> tuple[int,
     frame = _frame(tensor.dtype, tensor.shape, tensor.stride()) if _plain(tensor) else None
     if frame is None:
         raise UnreadableCommit(
-            f"torch {torch.__version__} writes rows of {tensor.dtype} in a way that is not known, so they could not be"
-            " read again"
+            f"torch {torch.__version__} writes tensors of {tensor.dtype} in an unknown format, so their rows could"
+            " not be read back"
         )
     file.write(frame.head)
     begin, crc = file.count, 0

@@ -35,7 +35,7 @@ class Topology:
         ranks = sorted(rank for host in self.hosts for rank in host)
         if ranks != list(range(len(ranks))) or not all(self.hosts):
             raise ValueError(
-                f"{self.hosts} are not hosts that share the ranks 0, 1, ... among them"
+                f"{self.hosts} does not assign each of the ranks 0, 1, ... to exactly one host"
             )
         if self.rank not in self._ranks:
             raise ValueError(f"rank {self.rank} is on none of the hosts {self.hosts}")

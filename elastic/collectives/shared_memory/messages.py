@@ -86,7 +86,7 @@ class SharedMessage:
             return
         named = None if self._peer is None else self._group.named(self._peer)
         who = "no rank" if named is None else f"rank {named}"
-        verb = "sent a message of this tag" if named is None else "did not come"
+        verb = "sent a message of this tag" if named is None else "did not arrive"
         raise self._group.fail(f"{who} of this group {verb} within {limit_s:g} s", named)
 
 

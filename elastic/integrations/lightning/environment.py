@@ -21,8 +21,8 @@ class ElasticEnvironment(ClusterEnvironment):
         env = environment.read()
         if env.driver is None and env.started is None:
             raise Invalid(
-                'strategy="elastic" trains in workers that elasticrun started, and this process is none: run it as'
-                '  elasticrun -np 2 python script.py  or leave strategy="elastic" out'
+                'strategy="elastic" requires a worker that elasticrun started: run  elasticrun -np 2 python'
+                ' script.py  or leave strategy="elastic" out'
             )
 
     @property

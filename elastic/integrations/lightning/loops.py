@@ -125,8 +125,8 @@ class ElasticFitLoop(Trained):
             _select_data_fetcher(trainer, RunningStage.TRAINING), _DataLoaderIterDataFetcher
         ):
             raise Invalid(
-                'with strategy="elastic" a training_step can\'t take a dataloader_iter, since the batches that it'
-                " used would be unknown: let it take the batch"
+                'training_step can\'t take a dataloader_iter with strategy="elastic", which has to know which batches'
+                " were used: take the batch as an argument"
             )
         with self.strategy.dealing():
             super().setup_data()
@@ -136,8 +136,8 @@ class ElasticFitLoop(Trained):
         loaders = combined.flattened
         if len(loaders) != 1 or not isinstance(loaders[0], DataLoader):
             raise Invalid(
-                f'strategy="elastic" keeps the position of one train dataloader, and there are {len(loaders)}: pass one'
-                " whose dataset has the others' samples too"
+                f'strategy="elastic" keeps the position of one train dataloader, but got {len(loaders)}: combine'
+                " their datasets in one dataloader"
             )
         (self.loader,) = loaders
         if self._data_fetcher.length is None:

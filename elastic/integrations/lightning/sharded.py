@@ -45,7 +45,7 @@ class ShardedSteps:
         """Reduce the gradients of the trainer's optimizers over shards. Raises Invalid for conflicting settings."""
         if trainer.accumulate_grad_batches != 1:
             raise Invalid(
-                "a step accumulates its shards: leave accumulate_grad_batches out, and use more shards for a"
+                "a step already accumulates its shards: omit accumulate_grad_batches, and use more shards for a"
                 " larger batch"
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -66,8 +66,8 @@ class ShardedSteps:
         if isinstance(dataloader, DataLoader):
             if dataloader.shards is not self.shards:
                 raise Invalid(
-                    "the train dataloader is divided into other shards than ElasticStrategy(shards=...) has, or"
-                    " into none: pass elastic.data.DataLoader the same ones, or use torch's DataLoader"
+                    "the train dataloader does not have the Shards of ElasticStrategy(shards=...): pass the same"
+                    " object to elastic.data.DataLoader, or use torch's DataLoader"
                 )
             return dataloader
         size = getattr(dataloader, "batch_size", None)
@@ -95,8 +95,8 @@ class ShardedSteps:
             loss = output["loss"] if isinstance(output, Mapping) else output
             if not isinstance(loss, torch.Tensor):
                 raise Invalid(
-                    f"training_step returned {type(loss).__name__} for shard {loader.shard}, but every shard of a"
-                    " step counts: return a loss, which may be zero"
+                    f"training_step returned {type(loss).__name__} for shard {loader.shard}, but every shard needs a"
+                    " loss: return one, which may be zero"
                 )
             losses.append(loss.detach() * loader.weight)
             backward(loss * loader.weight)

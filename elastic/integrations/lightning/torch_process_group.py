@@ -20,8 +20,10 @@ REFUSED = {
     "start_method": "elasticrun starts the workers",
     "process_group_backend": "the process group is elastic's own",
     "cluster_environment": "elasticrun assigns the ranks",
-    "model_averaging_period": "ranks that average their parameters from time to time differ, so the state of one"
-    " could not replace that of a lost one",
+    "model_averaging_period": (
+        "ranks that average their parameters only periodically differ in between, so no rank could replace a lost"
+        " one"
+    ),
 }
 
 

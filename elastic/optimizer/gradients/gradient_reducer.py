@@ -713,25 +713,25 @@ def _too_many(slot: Slot, passes: int, *, twice: bool) -> str:
     if twice:
         return (
             f"two DistributedOptimizers hold {slot.name}, and one of them received its gradient more than"
-            f" backward_passes_per_step={passes} times before its step(): keep one, and drop the old one also from"
+            f" backward_passes_per_step={passes} times before its step(): keep one, and remove the other, also from"
             " schedulers and states"
         )
     return (
-        f"{slot.name} received more than backward_passes_per_step={passes} gradients before step(),"
-        " or its first one after as many backward passes as other steps had; increase"
-        " backward_passes_per_step to the most backward passes that there are before a step()"
+        f"{slot.name} received more than backward_passes_per_step={passes} gradients before step(), or its first"
+        " gradient after as many backward passes as earlier steps had: set backward_passes_per_step to the largest"
+        " number of backward passes before a step()"
     )
 
 
 def _too_early(slot: Slot) -> str:
     return (
-        f"the gradient of {slot.name} was changed when its reduction had begun and was not over, so that change is lost"
-        " or garbled. The reduction is over when the backward pass returns that brings the last gradient of a step, or"
-        " after as many passes as other steps had. This step had fewer, or fewer than backward_passes_per_step for"
-        " some parameters: run the same number of backward passes in every step, or call optimizer.synchronize()"
-        " before gradients are clipped or changed, and optimizer.step() inside"
-        " `with optimizer.skip_synchronize():`. A hook that changes gradients has to be registered before"
-        " DistributedOptimizer is made, and a parameter belongs to one of them only"
+        f"the gradient of {slot.name} was changed while it was being reduced, so the change is lost or garbled. A"
+        " reduction ends with the backward pass that produces the last gradient of a step, or after as many passes"
+        " as earlier steps had. This step had fewer, or fewer than backward_passes_per_step for some parameters: run"
+        " the same number of backward passes in every step, or call optimizer.synchronize() before you clip or"
+        " change gradients, and then optimizer.step() inside `with optimizer.skip_synchronize():`. Register hooks"
+        " that change gradients before you create DistributedOptimizer, and pass each parameter to one"
+        " DistributedOptimizer only"
     )
 
 

@@ -241,8 +241,8 @@ class ShardBucket:
         ):
             if parameter.grad is not given or given._version != version:
                 raise Invalid(
-                    f"the gradient of {name_of(parameter)} was changed within the loop over the shards, before it"
-                    " was the mean over all of them: clip and change gradients after the loop, and remove code that"
-                    " changes gradients by itself, such as DistributedDataParallel or a second optimizer of the same"
-                    " parameters"
+                    f"the gradient of {name_of(parameter)} was changed within the loop over the shards, before it was"
+                    " averaged over all shards: clip and change gradients after the loop, and remove code that"
+                    " changes gradients implicitly, such as DistributedDataParallel or a second optimizer of the"
+                    " same parameters"
                 )

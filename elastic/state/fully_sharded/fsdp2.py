@@ -47,7 +47,7 @@ def obstacle(model: nn.Module) -> str | None:
     """Return why this fully sharded model cannot follow another world, or None if it can."""
     if not torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
         return (
-            f"is fully sharded, which elastic.run follows with torch {' and '.join(TESTED)}, and this is torch"
+            f"is fully sharded, which is supported with torch {' and '.join(TESTED)}, but not with torch"
             f" {torch.__version__}"
         )
     # Needed by `remesh`. Importing it there would add 0.2 s to the first recovery.

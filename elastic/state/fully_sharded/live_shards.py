@@ -132,9 +132,9 @@ class FullyShardedHandler(ModelStateHandler):
         for name in {**before, **present}:
             if present.get(name) is not before.get(name):
                 raise NotElastic(
-                    f"{self.what} has another parameter {name} than when the state was made, or has lost it: only"
-                    " parameters of that time follow another world; change modules, and apply fully_shard to them,"
-                    " before you make optimizer and state",
+                    f"{self.what} has replaced or removed the parameter {name} after the state was created, so it"
+                    " can't be resharded when the world changes: change modules and apply fully_shard before you"
+                    " create the optimizer and the state",
                     Fixed.PARAMETERS,
                 )
 
@@ -250,8 +250,8 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
             elif alike or entry.dim():
                 raise Invalid(
                     f"{self.what} keeps {key} of shape {list(entry.shape)} for a fully sharded parameter of shape"
-                    f" {list(parameter.shape)}: only entries that are sharded as the parameter is, and single numbers,"
-                    " follow another world; use an optimizer such as SGD, Adam or AdamW"
+                    f" {list(parameter.shape)}: only entries sharded like the parameter, and single numbers, can be"
+                    " resharded when the world changes; use an optimizer such as SGD, Adam or AdamW"
                 )
         return found
 

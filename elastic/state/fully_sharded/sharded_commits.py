@@ -370,8 +370,8 @@ class ShardedCommits:
         other = next((rank for rank, each in enumerate(found) if each[:2] != same), None)
         if other is not None:
             error = StateMismatch(
-                f"this rank commits other sharded tensors than rank {other}, or another number of commits: all ranks"
-                " have to step the same optimizers and call commit() alike"
+                f"this rank commits other sharded tensors than rank {other}, or has made another number of commits:"
+                " step the same optimizers and call commit() equally often on all ranks"
             )
             agreement.raise_together(group, error)
         for shard, column in enumerate(replicas):

@@ -43,22 +43,22 @@ def obstacle(zero: Any) -> str | None:
     """Return why this optimizer cannot follow another world, or None if it can."""
     if not torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
         return (
-            f"is a ZeroRedundancyOptimizer, which elastic.run follows with torch {' and '.join(TESTED)}, and this is"
-            f" torch {torch.__version__}"
+            f"is a ZeroRedundancyOptimizer, which is supported with torch {' and '.join(TESTED)}, but not with torch"
+            f" {torch.__version__}"
         )
     if zero._overlap_with_ddp:
         return (
-            "has overlap_with_ddp=True: it updates parameters during the backward pass, so that a pass that breaks"
-            " leaves parameters of two steps"
+            "has overlap_with_ddp=True, which updates parameters during the backward pass: an interrupted pass would"
+            " leave a mix of the parameters of two steps"
         )
     if hasattr(zero, "gradient_layout"):
-        return "is a ZeroRedundancyOptimizer in a DistributedOptimizer, whose gradients each reduce"
+        return "is a ZeroRedundancyOptimizer in a DistributedOptimizer, and both would reduce gradients"
     if zero.process_group is not torch.distributed.group.WORLD:
         return "has a process group of its own, which does not follow the world"
     if any(hasattr(each, "device_mesh") for each in parameters(zero)):
-        return "trains DTensors, of which each rank has a part already"
+        return "trains DTensors, which are already divided among ranks"
     if not steps_shard(zero, partition_of(zero), zero.rank, zero.world_size):
-        return "divides parameters by a rule that is not torch's"
+        return "divides parameters by another rule than torch's"
     return None
 
 

@@ -89,8 +89,8 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
             for key, entry in optimizer.optim.state.get(parameter, {}).items():
                 if not _can_be_sent(key, entry):
                     raise Invalid(
-                        f"{self.what} keeps {key!r}, which is no dense tensor on one device: only such entries follow"
-                        " another world; use an optimizer such as SGD, Adam or AdamW"
+                        f"{self.what} keeps {key!r}, which is not a dense tensor on one device, so it can't be"
+                        " redistributed when the world changes; use an optimizer such as SGD, Adam or AdamW"
                     )
                 spec = EntrySpec(
                     (entry.numel(),),
@@ -166,7 +166,8 @@ class DividedOptimizerHandler(ShardedOptimizerHandler):
             elif entry.dim():
                 raise Invalid(
                     f"{self.what} keeps {key} of shape {list(entry.shape)} for a part of a parameter of {elements}"
-                    " elements: only entries of each element, and single numbers, follow another world"
+                    " elements: only elementwise entries and single numbers can be redistributed when the world"
+                    " changes"
                 )
         return found
 

@@ -135,8 +135,8 @@ class TfDataServiceConfig:
                     return config
                 if not silent:
                     silent = (
-                        f"{config.compute_client().address}, which it names, does not answer from here. If that job"
-                        " runs on another host, start it again with --network-interface; else "
+                        f"the compute service at {config.compute_client().address} does not answer from here. If its"
+                        " job runs on another host, restart it with --network-interface; otherwise "
                     )
                     log.warning("%s: %s%s", path, silent, start)
             deadline.check_time_out_for(silent + start)

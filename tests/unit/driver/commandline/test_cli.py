@@ -614,9 +614,12 @@ def test_flags_without_effect_are_reported_with_the_reason():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("HOROVOD_CYCEL_TIME", ["HOROVOD_CYCEL_TIME has no effect; is HOROVOD_CYCLE_TIME meant?"]),
+        (
+            "HOROVOD_CYCEL_TIME",
+            ["HOROVOD_CYCEL_TIME has no effect; did you mean HOROVOD_CYCLE_TIME?"],
+        ),
         ("HOROVOD_BOGUS", ["HOROVOD_BOGUS has no effect: it is not a variable of this program"]),
-        ("ELASTIC_STANDBY", ["ELASTIC_STANDBY has no effect; is ELASTIC_STANDBYS meant?"]),
+        ("ELASTIC_STANDBY", ["ELASTIC_STANDBY has no effect; did you mean ELASTIC_STANDBYS?"]),
         ("ELASTIC_APM_LOG_LEVEL", []),  # of another product
         ("HOROVOD_WITH_PYTORCH", []),  # of images made for Horovod
         ("HOROVOD_LOCAL_RANK", []),  # of the job that starts this one
