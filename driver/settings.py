@@ -65,12 +65,13 @@ class Settings:
             raise Invalid(f"-np is {self.np}: pass at least 1 worker")
         if not 1 <= self.workers_min <= self.workers_max:
             raise Invalid(
-                f"--min-np {self.workers_min} and --max-np {self.workers_max} leave no possible size;"
-                " give 1 <= min <= max"
+                f"--min-np {self.workers_min} and --max-np {self.workers_max} allow no world size: pass 1 <= min <="
+                " max"
             )
         if not self.workers_min <= self.np <= self.workers_max:
             raise Invalid(
-                f"-np {self.np} is outside --min-np {self.workers_min} .. --max-np {self.workers_max}"
+                f"-np {self.np} is outside --min-np {self.workers_min} .. --max-np {self.workers_max}: pass min <= np"
+                " <= max"
             )
         if self.standbys < 0:
             raise Invalid(f"--standbys is {self.standbys}: pass 0 or more")

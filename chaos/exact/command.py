@@ -71,7 +71,9 @@ def main(options: argparse.Namespace) -> int:
     folder = Path(tempfile.gettempdir(), name)
     disturbed = faults.check_job(options.command, plan, folder=folder / "disturbed")
     if disturbed.journal.parent != folder / "disturbed":
-        raise Invalid("each of the two runs writes a journal of its own: leave --journal out")
+        raise Invalid(
+            "--journal can't be used here, because each of the two runs writes its own journal: leave it out"
+        )
     faults.check_plan(plan, disturbed.settings, digests=True)
     if options.undisturbed is None:
         if DIR in disturbed.settings.env:
@@ -119,7 +121,7 @@ def main(options: argparse.Namespace) -> int:
 def _print_faults(plan: Plan) -> None:
     chance = plan.chance
     assert isinstance(chance, Chance)
-    say(f"faults are drawn with --seed {chance.seed}")
+    say(f"drawing faults with --seed {chance.seed}")
 
 
 def _run(job: Job, plan: Plan, how: str) -> tuple[int, int]:

@@ -30,9 +30,9 @@ FAULTS = {
     TERM: "a request to leave",
     STOP: "the process is stopped, and continued after 1.5 s unless it is fenced",
     SEGV: "the process reads address 0",
-    EXIT: "the process exits at once with code 7",
+    EXIT: "the process exits immediately with code 7",
     RAISE: "RuntimeError",
-    GIL: "a call into C that sleeps and keeps the GIL: no thread of the process runs any Python",
+    GIL: "a call into C that sleeps and keeps the GIL: no thread of the process runs Python",
     SHUT: "all its connections to other workers are shut down; ELASTIC_NATIVE=0, so that reductions use them",
     DROP: "nftables drops every packet to and from all its sockets, permanently",
     SLOW: "the phase takes 0.4 s once, ten times as long as a step",
@@ -69,23 +69,29 @@ PHASES = {  # failpoint of each phase
     PREPARED: "before-init",
 }
 MEANINGS = {
-    BEFORE_INIT: "the script has started, and has not called init()",
+    BEFORE_INIT: "the script has started, but has not called init() yet",
     RENDEZVOUS: "the worker has reported ready, and waits for the next world",
     FORWARD: "in the forward pass",
     BUCKET: "in the second gradient bucket of a backward pass",
-    STEP: "gradients are averaged, parameters not changed yet",
-    BEFORE_COMMIT: "the step is complete and not committed",
+    STEP: "gradients are averaged, but parameters are not changed yet",
+    BEFORE_COMMIT: "the step is complete, but not committed",
     SNAPSHOT: "half of a commit is saved",
-    COPY: "a joining worker has received the header of the state, and not its tensors",
+    COPY: "a joining worker has received the header of the state, but not its tensors",
     RESET: "in a reset callback, after the world has changed",
     EVALUATION: "in a forward pass without gradients",
-    SHUTDOWN: "training has ended, the process has not",
+    SHUTDOWN: "training has ended, but the process has not",
     WRITING: "the background thread has written half of its share of a durable commit",
-    SHARES: "the same thread of rank 0: all shares and the index are written, the manifest is not",
-    MANIFEST: "the manifest is written, and no process has been notified",
+    SHARES: (
+        "the same thread of rank 0 has written the index after all shares, but not the manifest"
+    ),
+    MANIFEST: "the manifest is written, but no process has been notified",
     RESUME: "all members were killed; rank 0 of the new workers starts to read the newest checkpoint",
-    CHANGE: "rank 1 (or 3) leaves as on a preemption notice; at the check where all hold or stop",
-    STANDBY: "a standby takes the place of rank 3, and has received the header of the state, not its tensors",
+    CHANGE: (
+        "rank 1 (or 3) leaves as after a preemption notice, and all members wait or stop at a safepoint"
+    ),
+    STANDBY: (
+        "a standby replaces rank 3, and has received the header of the state, but not its tensors"
+    ),
     PREPARED: "a prepared process has become a worker, in which the script has started",
 }
 IN_BACKGROUND = (WRITING, SHARES, MANIFEST)  # not in the thread that trains
@@ -122,7 +128,7 @@ def impossible(cell: Cell) -> str:
     if phase == BEFORE_INIT and fault in (SHUT, DROP):
         return "before init() a worker has no connection"
     if fault == SHUT and phase in (RENDEZVOUS, RESET):
-        return "the old world's connections are closed already, and the new world's not made yet"
+        return "the old world's connections are already closed, and those of the new world do not exist yet"
     return _impossible_phase(victim, fault, phase)
 
 
@@ -132,9 +138,9 @@ def _impossible_phase(victim: str, fault: str, phase: str) -> str:
     if phase == RESUME and victim != RANK_0:
         return "only rank 0 reads, and sends to the others: see state copy"
     if phase == CHANGE and victim == JOINER:
-        return "a joiner has no check to hold at"
+        return "a joiner has no safepoint to wait at"
     if phase == CHANGE and fault == SHUT:
-        return "the world ends at this check: its connections are not used again"
+        return "the world ends at this safepoint: its connections are not used again"
     if phase in (STANDBY, PREPARED) and victim != JOINER:
         return "only a joiner has this phase"
     if phase == PREPARED and fault in (SHUT, DROP):
@@ -148,5 +154,5 @@ def _impossible_for_driver(fault: str) -> str:
     if fault == MEMORY:
         return "the driver holds no tensors; the kernel's out-of-memory killer is SIGKILL"
     if fault in (SHUT, DROP):
-        return "the driver's connections stay on its own machine, where no network can fail; a worker's side may"
+        return "the driver's connections are local to its machine, so only a worker's end can fail"
     return ""

@@ -41,8 +41,8 @@ def page(
     parts = [
         HEAD,
         f"{passed} of {len(possible)} cells passed, {len(failed)} failed, {len(missing)} have not run;"
-        f" {len(cells) - len(possible)} are not possible, for the reasons at the end."
-        f"{_dates(results[c] for c in possible if c in results)}\n",
+        f" {len(cells) - len(possible)} are not applicable, for the reasons at the"
+        f" end.{_dates(results[c] for c in possible if c in results)}\n",
         "## Outcomes\n",
         _list({end.value: text for end, text in ENDS.items()}),
         "## Faults\n",
@@ -50,7 +50,7 @@ def page(
         "## Phases\n",
         _list(faults.MEANINGS),
         *tables,
-        "## Cells that are not possible\n",
+        "## Cells that are not applicable\n",
         "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)) + "\n",
     ]
     if failed:

@@ -29,7 +29,9 @@ def free_ports(number: int) -> list[int]:
     ports = itertools.islice(_block(os.getpid()), number + BLOCK)
     found = list(itertools.islice(filter(_is_free, ports), number))
     if len(found) < number:
-        raise RuntimeError(f"{number} ports were wanted; of {BLOCK} only {len(found)} are free")
+        raise RuntimeError(
+            f"{number} free ports are needed, but only {len(found)} of {BLOCK} are free"
+        )
     return found
 
 
@@ -50,7 +52,9 @@ def _block(pid: int) -> Iterator[int]:
         else:
             claim.detach()  # open until this process ends
             return itertools.cycle(range(first, first + BLOCK))
-    raise RuntimeError(f"all blocks of {BLOCK} ports are claimed by processes of tests that run")
+    raise RuntimeError(
+        f"all blocks of {BLOCK} ports are used by running tests: wait until one ends"
+    )
 
 
 def _is_free(port: int) -> bool:

@@ -58,7 +58,7 @@ def main(options: argparse.Namespace) -> int:
             raise Invalid(f"--only: unknown scenario {name!r}; choose from {', '.join(SCENARIOS)}")
     if options.seed is not None and (options.only or options.report):
         raise Invalid(
-            "--seed runs drawn faults only and writes no page; leave out --only and --report"
+            "--seed injects only random faults and writes no page: leave out --only and --report"
         )
     if options.rounds < 1:
         raise Invalid(f"--rounds is {options.rounds}: pass 1 or more")

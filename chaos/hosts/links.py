@@ -37,9 +37,9 @@ class Link:
         if not 0.0 <= self.loss < 1.0:
             raise Invalid(f"a loss of {self.loss:g} is not a share of packets: pass 0 <= loss < 1")
         if self.rate and not _RATE.fullmatch(self.rate):
-            raise Invalid(f"{self.rate!r} is not a rate: pass one as in 10mbit")
+            raise Invalid(f"{self.rate!r} is not a rate: pass one such as 10mbit")
         if self.delay_s < 0:
-            raise Invalid(f"a delay of {self.delay_s:g} s is in the past: pass 0 or more")
+            raise Invalid(f"a delay of {self.delay_s:g} s is negative: pass 0 or more")
 
 
 def check_name(host: str) -> str:

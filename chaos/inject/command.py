@@ -104,7 +104,7 @@ def main(options: argparse.Namespace) -> int:
         print("\n".join(dry_run(plan, job)))
         return 0
     if plan.chance is not None:
-        say(f"faults are drawn with --seed {plan.chance.seed}")
+        say(f"drawing faults with --seed {plan.chance.seed}")
     faulty_job = under_fire(job, plan, digests=digests)
     if not job.journal.stat().st_size:  # elasticrun has printed the reason
         print(f"the job ended with exit code {faulty_job.code} before a fault could be injected")
@@ -263,9 +263,9 @@ def check_json(path: Path) -> None:
     if not folder.is_dir():
         raise Invalid(f"--json {path}: the folder {folder} does not exist")
     if path.is_dir():
-        raise Invalid(f"--json {path} is a folder: give a file name")
+        raise Invalid(f"--json {path} is a folder: pass a file name")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise Invalid(f"--json {path} is not writable: give a file that is")
+        raise Invalid(f"--json {path} is not writable: pass a writable file")
 
 
 def dry_run(plan: Plan, job: Job) -> list[str]:

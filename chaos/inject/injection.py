@@ -106,7 +106,7 @@ class Injector:
         )
         try:
             if not self._begin(fault, injected, process, pids):
-                raise NotOurs(f"{worker} is gone")
+                raise NotOurs(f"{worker} has exited")
         except BaseException:
             process.close()
             raise
@@ -236,7 +236,7 @@ class Injector:
         each.close()
         each.process.close()
         if alive:
-            self._say(f"the {each.injected.kind} of {each.injected.worker} is over")
+            self._say(f"the {each.injected.kind} of {each.injected.worker} ended")
 
     def _hold(self, worker: Worker, pid: int) -> _Process:
         try:

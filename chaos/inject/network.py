@@ -197,7 +197,8 @@ class PacketFilter:
                 return
             time.sleep(0.01)
         raise OSError(
-            "nft could not make a table that belongs to its process (Linux 5.12, nft 0.9.9)"
+            "nft could not create a table that belongs to its process: Linux 5.12 and nft 0.9.9 or later are"
+            " required"
         )
 
 

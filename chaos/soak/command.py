@@ -116,7 +116,9 @@ def _plan(options: argparse.Namespace) -> Plan:
         if not 0 < value < float("inf"):
             raise Invalid(f"{flag} is {value:g}: pass more than 0")
     if options.workers < 2:
-        raise Invalid(f"--workers is {options.workers}: give at least 2, since one is spared")
+        raise Invalid(
+            f"--workers is {options.workers}: pass 2 or more, because one worker is spared"
+        )
     kinds = (options.faults or FAULTS).split(",")
     for kind in kinds:
         if kind not in KINDS:
@@ -126,7 +128,7 @@ def _plan(options: argparse.Namespace) -> Plan:
             network.check_cut()
         except Invalid as error:
             kinds.remove("cut")
-            say(f"without cut: {error}")
+            say(f"cut is omitted: {error}")
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     chance = Chance(
         options.fault_every,

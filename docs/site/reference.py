@@ -1,9 +1,9 @@
-"""Writes the pages of docs/reference that are made from the code: commands, variables, metrics, Python.
+"""Write the pages of docs/reference that are generated from the code: commands, variables, metrics, Python.
 
-    python docs/site/reference.py           # writes them
-    python docs/site/reference.py --check   # says which are out of date, and exits with 1
+    python docs/site/reference.py           # write the pages
+    python docs/site/reference.py --check   # list outdated pages, and exit with 1 if there are any
 
-Flags stand in one place, `driver/commandline`, with their help: what `--help-all` shows is what stands here.
+Flags and their help are defined in `driver/commandline`, so these pages show the text of `--help-all`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def commands() -> str:
     parts = [
         MADE,
         "# Commands",
-        "`horovodrun` is another name of `elasticrun`. Every command shows its flags with `--help`, `elasticrun` all of"
-        " them with `--help-all`. A flag wins over the configuration"
-        " file (`--config-file`), that over the environment, that over the default.",
+        "`horovodrun` is another name of `elasticrun`. Every command shows its flags with `--help`; `elasticrun` shows"
+        " all of its flags with `--help-all`. Flags take precedence over the configuration file (`--config-file`), the"
+        " file over environment variables, and these over defaults.",
     ]
     for name, parser in COMMANDS.items():
         made = parser()
@@ -91,7 +91,7 @@ def _cell(text: str) -> str:
 
 
 def variables() -> str:
-    """What the environment says in place of flags, and keys of the configuration file."""
+    """Environment variables, and keys of the configuration file."""
     parser = flags.parser()
     rows = [
         f"| `{name}` | `{flag}` |"
@@ -104,24 +104,24 @@ def variables() -> str:
     parts = [
         MADE,
         "# Variables and keys",
-        "Each says what a flag says; the flag wins. A switch is 1 or 0.",
+        "Each variable and key sets a flag; the flag itself takes precedence. A switch is 1 or 0.",
         "## Environment variables",
         "\n".join(["| variable | flag |", "|---|---|", *rows]),
         "## Keys of the configuration file",
-        "Of `--config-file FILE`, a YAML file with sections, as in Horovod: `section.key`.",
+        "`--config-file FILE` is a YAML file with sections, as in Horovod. Keys are given as `section.key`.",
         "\n".join(["| key | flag |", "|---|---|", *keys]),
-        "Variables that other launchers set are in [launchers](../launchers.md), those of Horovod that have no"
-        " meaning here in [horovod](../horovod.md).",
+        "[launchers](../launchers.md) lists the variables that other launchers set, and [horovod](../horovod.md) those"
+        " of Horovod that have no meaning here.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def metrics() -> str:
-    """What `--metrics-port` serves."""
+    """Metrics that `--metrics-port` serves."""
     parts = [
         MADE,
         "# Metrics",
-        "Served for Prometheus at `/metrics` of `--metrics-port`. Counters end in `_total` there.",
+        "`--metrics-port` serves these metrics for Prometheus at `/metrics`. There, names of counters end in `_total`.",
         "\n".join(["| name | kind | labels | meaning |", "|---|---|---|---|", *_metric_rows()]),
     ]
     return "\n\n".join(parts) + "\n"
@@ -139,14 +139,14 @@ def _metric_rows() -> Iterator[str]:
 
 
 def api() -> str:
-    """Every public name of `elastic`, by what it is for, with its docstring and an example."""
+    """Every public name of `elastic`, grouped by purpose, with its docstring and an example."""
     homes: dict[str, str] = vars(elastic)["_HOME"]
     parts = [
         MADE,
         "# Python",
-        "All of it is `elastic.NAME`; nothing is imported before its first use. `horovod.torch` has the same under"
-        " Horovod's names: [every name](../horovod.md). Each example continues the previous ones in its section,"
-        " and all but those that start jobs from this:",
+        "Every name is available as `elastic.NAME`, and is imported at its first use. `horovod.torch` provides the same"
+        " under Horovod's names: [every name](../horovod.md). Each example continues the previous examples of its"
+        " section. All examples except those that start jobs begin with this code:",
         f"```python\n{PRELUDE}```",
     ]
     for group in GROUPS:
@@ -168,7 +168,7 @@ PAGES = {
 
 
 def outdated() -> list[str]:
-    """Pages that are not what the code says now."""
+    """Return the names of outdated pages."""
     return [
         name
         for name, make in PAGES.items()

@@ -201,7 +201,7 @@ class AgentPool:
             stopped = self._hosts[name].agent
             if stopped is not None:
                 why = f"it is connected but has sent nothing for {STOPPED_S:g} s; it may be stopped"
-                self._actions.log("error", f"gave up the agent of {name}: {why}")
+                self._actions.log("error", f"agent of {name} given up: {why}")
                 self._actions.add(pool_events.DisconnectAgent(stopped))
 
     def _end_job(self) -> None:
@@ -306,14 +306,14 @@ class AgentPool:
         if silent:
             self._expect(host, TOGETHER_S, "its agent does not acknowledge data any more")
         else:
-            self._actions.log("warning", f"closed the connection to the agent of {host.name}")
+            self._actions.log("warning", f"connection to the agent of {host.name} closed")
             self._expect(host, RETURN_S, f"its agent has not reconnected within {RETURN_S:g} s")
 
     def _give_up_host(self, host: AgentRecord, why: str) -> None:
         """Give up a host; its agent may return like any lost agent."""
         if not host.here or host.agent is None or self._closing:
             return
-        self._actions.log("error", f"gave up the agent of {host.name}: {why}")
+        self._actions.log("error", f"agent of {host.name} given up: {why}")
         self._actions.add(pool_events.DisconnectAgent(host.agent))
         host.here, host.given_up, host.overdue_why = False, True, why
         self._heard_of.drop(host.name)

@@ -190,7 +190,7 @@ class HostAgent:
         """Kill the workers, and return this code from `run`."""
         if self._over is not None and not self._over.done():
             level = "error" if code else "debug" if self._bound else "info"
-            self._log(level, f"the agent exits: {why}")
+            self._log(level, f"agent exiting: {why}")
             self._over.set_result(code)
 
     def driver_leads(self, term: int) -> None:
@@ -389,7 +389,7 @@ class HostAgent:
         if folder and not os.path.isdir(folder):
             home = os.path.expanduser("~")
             self._log(
-                "warning", f"the folder {folder} does not exist here; workers start in {home}"
+                "warning", f"folder {folder} does not exist on this host; workers start in {home}"
             )
             folder = home
         self._agent.start(worker, start.command, env, folder=folder or None)

@@ -147,7 +147,7 @@ class Uplink:
         async for attempt in retrying:
             with attempt:
                 return await self._reach()
-        raise AssertionError("it retries for ever")
+        raise AssertionError("not reachable, because the connection is retried indefinitely")
 
     async def _reach(self) -> asyncio.StreamReader:
         failures = []

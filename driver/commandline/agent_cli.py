@@ -113,12 +113,12 @@ def agent_parser() -> ArgumentParser:
         usage="elasticrun agent --job NAME (--etcd HOST:PORT | --driver HOST:PORT) [flags]",
         description=AGENT,
     )
-    add = parser.group("driver", "Exactly one of --etcd and --driver.")
+    add = parser.group("driver", "Pass exactly one of --etcd and --driver.")
     add_declared(add, EtcdFlags)
     add_declared(add, AgentOptions, "drivers")
     here = ("host", "slots", "network_interfaces", "grace", "ready_file")
     add_declared(parser.group("host"), AgentOptions, *here)
-    add_declared(parser.group("security", "The same as for the driver."), SecurityFlags)
+    add_declared(parser.group("security", "Same flags and files as for the driver."), SecurityFlags)
     add = parser.group("general")
     add_declared(add, AgentOptions, "log_level")
     add("-h --help", None, None, "Show this help and exit.", action="help")

@@ -71,7 +71,7 @@ def _word(meant: Mapping[str, str], value: object, where: str) -> str:
 
 def _mapping(value: object, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise Invalid(f"{where} must hold entries such as key: value")
+        raise Invalid(f"{where} must contain entries such as key: value")
     return {str(key): entry for key, entry in value.items()}
 
 

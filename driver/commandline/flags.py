@@ -92,7 +92,7 @@ class WorkerFlags:
     standbys: int | None = flag(
         "--standbys",
         "N",
-        "Elastic: spare workers that replace a lost one at once (default: ELASTIC_STANDBYS, or 0).",
+        "Elastic: spare workers that replace a lost one immediately (default: ELASTIC_STANDBYS, or 0).",
         whole(0),
         variable="ELASTIC_STANDBYS",
         keys=("standbys.count",),
@@ -115,7 +115,7 @@ class WorkerFlags:
     reset_limit: int | None = flag(
         "--reset-limit",
         "N",
-        "Failures to survive before the job ends, without planned changes (default: no limit).",
+        "Failures to survive before the job ends; planned changes are not counted (default: no limit).",
         whole(0),
     )
     cooldown_range: Sequence[float] | None = flag(
@@ -433,7 +433,7 @@ class GeneralFlags:
     config_file: str | None = flag(
         "--config-file",
         "FILE",
-        "Read flags from a YAML file of Horovod's format; command-line flags take precedence.",
+        "Read flags from a YAML file in Horovod's format; command-line flags take precedence.",
     )
     check_build: bool = switch("-cb --check-build", "Print build information and exit.")
     version: bool = switch("-v --version", "Print the version and exit.")
@@ -469,8 +469,8 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ("workers", None, (WorkerFlags,)),
     (
         "hosts",
-        "At most one of the first three. Default, without --etcd: this machine, with one slot per worker, up to 8"
-        " per core.",
+        "Pass at most one of the first three flags. Default without --etcd: this machine, one slot per worker, up to"
+        " 8 per core.",
         (HostFlags,),
     ),
     (
@@ -571,7 +571,7 @@ def build_parser() -> ArgumentParser:
     _add_without_meaning(
         parser.group(
             "accepted from Horovod, without effect",
-            "A log line at the start lists those that were given, with the reason.",
+            "A log line at startup lists the given flags, with the reason.",
         )
     )
     return parser

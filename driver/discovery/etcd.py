@@ -79,7 +79,7 @@ class EtcdDiscovery:
                 hosts[name] = record.slots
             elif (key, item.value) not in self._reported:
                 self._reported.add((key, item.value))
-                self._log("warning", f"skipped etcd key {key}, which does not describe a host")
+                self._log("warning", f"etcd key {key} skipped: it does not describe a host")
         return hosts
 
 

@@ -185,7 +185,7 @@ class Leadership:
                         conditions, [Put(self._seat, value, lease)], within_s=None
                     ):
                         if not anew:
-                            self._log("info", f"leader of job {self._job} again")
+                            self._log("info", f"elected leader of job {self._job} again")
                         return
                 except LeaseExpired:
                     self._lease = 0

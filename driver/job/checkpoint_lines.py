@@ -49,7 +49,7 @@ class CheckpointLines:
 
     def failed(self, failed: CheckpointFailed) -> None:
         level = "warning" if failed.unusual and self._may_log(CheckpointFailed) else "debug"
-        self._log(level, f"skipped a checkpoint: {failed.who} reports {failed.reason}")
+        self._log(level, f"checkpoint skipped: {failed.who} reports {failed.reason}")
 
     def not_equal(self, found: ReplicasDiffer) -> None:
         if not self._may_log(ReplicasDiffer):

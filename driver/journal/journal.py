@@ -284,8 +284,8 @@ def _replayed(
             raised = type(error).__name__
         if raised != entry.error.partition(":")[0]:
             raise ReplayDiffers(
-                f"line {number}, {describe(entry.event)}: the replay raised {raised or 'nothing'},"
-                f" the recording {entry.error or 'nothing'}"
+                f"line {number}, {describe(entry.event)}: the replay raised {raised or 'nothing'}, but the recording"
+                f" has {entry.error or 'nothing'}"
             )
         if entry.digest is None:
             _compare(number, entry, actions)

@@ -131,8 +131,8 @@ def check_same_job(past: RecoveredJob, command: Sequence[str], settings: Setting
     found = differences(past, command, settings)
     if found:
         raise Invalid(
-            f"the options differ from those at the start of the job: {'; '.join(found)}. Resume with the same, or"
-            " pass --fresh to discard the job and start a new one"
+            f"the options differ from those at the start of the job: {'; '.join(found)}. Resume with the same"
+            " options, or pass --fresh to discard the job and start a new one"
         )
 
 

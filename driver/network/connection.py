@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
                 if answer is None:
                     return
                 if self._wire.unread:
-                    raise ProtocolError("it sent more before it was accepted")
+                    raise ProtocolError("it sent more data before it was accepted")
                 self._identity = self._server.authenticate(self, self._nonce, answer)
                 assert self._deadline is not None
                 self._deadline.cancel()

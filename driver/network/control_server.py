@@ -291,7 +291,7 @@ class ControlServer(Generic[Who]):
                 self._refuse(connection.peer, trouble)
             return
         if trouble:
-            self._log("warning", f"closed the connection of {peer}: {trouble}")
+            self._log("warning", f"connection of {peer} closed: {trouble}")
         if self._connections.get(peer) is connection:
             del self._connections[peer]
             self._gone(peer, silent)
@@ -303,7 +303,7 @@ class ControlServer(Generic[Who]):
             return
         more = f" ({self._refused} others were rejected before)" if self._refused else ""
         self._refused_at, self._refused = now, 0
-        self._log("warning", f"rejected a connection from {peer}: {trouble}{more}")
+        self._log("warning", f"connection from {peer} rejected: {trouble}{more}")
 
 
 def _a(role: str) -> str:

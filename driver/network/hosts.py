@@ -208,7 +208,7 @@ def _slots(text: str, slots: str, slots_min: int) -> int:
         raise Invalid(f"{text!r} needs a whole number of slots, {slots_min} or more, as in gpu7:4")
     if number > SLOTS_LIMIT:
         raise Invalid(
-            f"{text!r} gives one host more than {SLOTS_LIMIT} slots; write host:slots, no port"
+            f"{text!r} has more than {SLOTS_LIMIT} slots for one host; write host:slots, without a port"
         )
     return number
 

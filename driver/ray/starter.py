@@ -98,7 +98,9 @@ class RayStarter:
         try:
             node = self._node_of(host)
         except KeyError:
-            raise StartFailed(f"no agent was started on {host}: Ray has no such node now") from None
+            raise StartFailed(
+                f"no agent was started on {host}: its node has left the Ray cluster"
+            ) from None
         async with self._turns:
             self._refuse_if_closed(host)
             self._forget(host)
@@ -156,7 +158,7 @@ class RayStarter:
             )
         except Exception as error:
             raise CallFailed(
-                f"the worker of rank {rank} is gone: {exit_cause(held.host, str(error))}"
+                f"the worker of rank {rank} has exited: {exit_cause(held.host, str(error))}"
             ) from None
         if answer[1]:
             raise CallFailed(answer[1])

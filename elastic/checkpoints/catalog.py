@@ -130,7 +130,7 @@ def read(storage: Storage, name: CommitName) -> Manifest:
     try:
         found = manifest.decode_manifest(storage.read(f"{name}/{manifest.MANIFEST}"))
     except FileNotFoundError:
-        raise IncompleteCommit("it was not completed: there is no manifest.json") from None
+        raise IncompleteCommit("it was not completed: manifest.json is missing") from None
     if found.name != name:
         raise UnreadableCommit(f"its manifest belongs to {found.name}")
     files = storage.sizes(str(name))

@@ -58,7 +58,7 @@ def parse_every(text: str) -> tuple[int | None, float | None]:
         seconds = 0.0
     if not 0 < seconds < 1e9:
         raise Invalid(
-            f"--checkpoint-every is {text!r}; give seconds, minutes or hours (60s, 10m, 1h), a number of commits"
+            f"--checkpoint-every is {text!r}: pass seconds, minutes or hours (60s, 10m, 1h), a number of commits"
             f" (500commits), or {MANUAL}, where the script calls elastic.Checkpoints().save()"
         )
     return None, seconds
@@ -73,7 +73,7 @@ def parse_from(text: str) -> tuple[str, str]:
     url, _, commit = text.rpartition("@")
     if not url or not commit:
         raise Invalid(
-            f"--from is {text!r}; give a folder of checkpoints and a commit in it, as in /checkpoints@g3c450"
+            f"--from is {text!r}: pass a folder of checkpoints and a commit in it, as in /checkpoints@g3c450"
             " (elasticrun checkpoints DIR lists them)"
         )
     return url, commit
@@ -104,5 +104,5 @@ def read(environ: Mapping[str, str]) -> CheckpointOptions | None:
 def _whole(environ: Mapping[str, str], name: str, default: int, least: int) -> int:
     text = environ.get(name) or str(default)
     if not text.isdecimal() or int(text) < least:
-        raise Invalid(f"{name} is {text!r}; give a whole number, {least} or more")
+        raise Invalid(f"{name} is {text!r}: pass a whole number, {least} or more")
     return int(text)

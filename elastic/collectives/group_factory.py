@@ -152,7 +152,7 @@ def _making(
             return nccl
 
         return nccl, connect
-    raise AssertionError(f"check_device lets {device_type!r} pass, and nothing serves it")
+    raise AssertionError(f"check_device accepts {device_type!r}, but no backend supports it")
 
 
 def check_device(device_type: str) -> None:

@@ -311,8 +311,8 @@ class DataLoader:
             self._gradients.look()
         if length is not None and dealing.steps(length) == 0:
             raise Invalid(
-                f"drop_last with {length} samples, but a step takes {dealing.batch}: every epoch would be empty;"
-                " use a smaller batch size, or leave drop_last out"
+                f"drop_last with {length} samples, but a step needs {dealing.batch}: every epoch would be empty; use"
+                " a smaller batch size, or leave drop_last out"
             )
         return self._source.begin(position, dealing, self._mine(world))
 
@@ -353,7 +353,7 @@ class DataLoader:
         if number != self._passes:
             raise Invalid(
                 "a second iteration of this loader started, and a loader has only one position, so the older"
-                " iteration can't continue: create a second loader to read two at once"
+                " iteration can't continue: create a second loader to iterate twice at the same time"
             )
         self._look_for_steps()
         self._gradients.count()

@@ -11,7 +11,9 @@ def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
     few partials. A buddy allocator divides memory in the same way (Knowlton, CACM 1965).
     """
     if shards < 1 or ranks < 1:
-        raise ValueError(f"{shards} shards can't be assigned to {ranks} ranks; both are at least 1")
+        raise ValueError(
+            f"{shards} shards can't be assigned to {ranks} ranks: both numbers must be at least 1"
+        )
     least, larger = divmod(shards, ranks)
     sizes = [least + (rank < larger) for rank in range(ranks)]
     pieces = [

@@ -189,9 +189,9 @@ class BufferKeeper:
         for module, children in zip(self._modules, self._children, strict=True):
             if len(module._modules) != children:
                 raise Invalid(
-                    f"a module within {type(module).__name__} was created or removed within the loop over the"
-                    f" shards, in shard {shard}: no optimizer and no state has it, and workers would differ. Create"
-                    " modules before training"
+                    f"a module within {type(module).__name__} was created or removed within the loop over the shards,"
+                    f" in shard {shard}: it is in no optimizer and no state, so workers would differ. Create modules"
+                    " before training"
                 )
 
     def _put(self, kept: KeptBuffer, buffer: torch.Tensor, value: torch.Tensor) -> None:

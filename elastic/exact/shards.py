@@ -180,7 +180,10 @@ class Shards:
         """Wait until gradients and buffers are those of the whole step, on every rank. Raises PeerLost."""
         step = self._under_way()
         if self._done < len(step.merges):
-            raise Invalid(f"step {step.number} ends before {len(step.merges) - self._done} shards")
+            raise Invalid(
+                f"step {step.number} ended before {len(step.merges) - self._done} shards were computed: iterate over"
+                " all shards"
+            )
         self._check_threads()
         self._end_shard()
         for listener in self._all():
@@ -442,7 +445,7 @@ class Shards:
             if saved[name] != own:
                 raise StateMismatch(
                     f"the resumed run used Shards({name}={saved[name]!r}), but this script has {own!r}: another"
-                    f" {name} gives other results; change it back, or start a new job"
+                    f" {name} changes the results: change it back, or start a new job"
                 )
         self.abandon()
         self.gradients = {}

@@ -57,7 +57,7 @@ def _claim(rule: Rule, facts: Mapping[str, str], file: Path) -> bool:
         if time.monotonic() > deadline:
             came = sum(path.exists() for path in paths)
             raise TimeoutError(
-                f"failpoint {rule.place}: {came} of {rule.victims} victims came within {TOGETHER_S:g} s"
+                f"failpoint {rule.place}: {came} of {rule.victims} victims reached it within {TOGETHER_S:g} s"
             )
         time.sleep(LOOK_S)
     return True

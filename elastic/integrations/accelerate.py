@@ -158,8 +158,8 @@ def deal(prepared: Any, **changes: Any) -> DataLoader:
     base = getattr(prepared, "base_dataloader", None)
     if base is None:
         raise Invalid(
-            f"the batches come from a {type(prepared).__name__} that Accelerate has not prepared: pass it torch's"
-            " DataLoader, as in return self.accelerator.prepare(loader) of get_train_dataloader(); a Trainer's"
+            f"the batches come from a {type(prepared).__name__} that Accelerate has not prepared: let"
+            " get_train_dataloader() return self.accelerator.prepare(loader) for a torch DataLoader. A Trainer's"
             " steps can't be divided into shards"
         )
     if isinstance(base, DataLoader):

@@ -94,9 +94,9 @@ def counts_steps(scheduler: Any) -> bool:
 def warn(scheduler: Any, first: int, now: int, what: str, remedy: str) -> None:
     """Warn that ``scheduler`` does not follow the number of ``what``: steps, or batches of an epoch."""
     warnings.warn(
-        f"the world changed, and with it the number of {what}: {first} at the start, {now} now. The schedule"
-        f" {type(scheduler).__name__} of the script keeps its number of steps, so its learning rate may reach the"
-        f" end too early or never. {remedy}",
+        f"the number of {what} changed with the world: {first} at the start, {now} now. The script's schedule"
+        f" {type(scheduler).__name__} keeps its number of steps, so its learning rate may reach the end too early or"
+        f" never. {remedy}",
         StaleValueWarning,
         stacklevel=1,  # Lightning omits the category of warnings from its own folders
     )

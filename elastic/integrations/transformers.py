@@ -217,7 +217,7 @@ class ElasticTrainerMixin:
                 changed.first,
                 self.state.max_steps,
                 "steps",
-                "Leave the schedule to the Trainer (lr_scheduler_type), which follows, or give max_steps",
+                "Leave the schedule to the Trainer (lr_scheduler_type), which adapts it, or pass max_steps",
             )
 
     def _factor(self) -> tuple[schedules.ScaledSchedule | None, Any]:

@@ -58,8 +58,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Exclude ``var`` from the broadcast. Raises Invalid if it is not a variable."""
         if not _is_variable(var):
             raise Invalid(
-                f"local_variables has a {type(var).__name__}, which is not a variable: pass variables of the model, as"
-                " layer.trainable_variables has them"
+                f"local_variables has a {type(var).__name__}, which is not a variable: pass variables of the model,"
+                " such as layer.trainable_variables"
             )
         self._local.append(var)
 

@@ -40,11 +40,11 @@ class KerasState(HandledState):
     ) -> None:
         if not isinstance(model, keras.Model):
             raise Invalid(
-                f"model is a {type(model).__name__}; pass the keras.Model itself, of the Keras that this process has"
+                f"model is a {type(model).__name__}: pass a keras.Model of the Keras that this process uses"
             )
         optimizer = optimizer or getattr(model, "optimizer", None)
         if optimizer is not None and not reducing.is_optimizer(optimizer):
-            raise Invalid(f"optimizer is a {type(optimizer).__name__}; pass one of Keras's")
+            raise Invalid(f"optimizer is a {type(optimizer).__name__}: pass a Keras optimizer")
         if optimizer is not None and model.built and not reducing.is_built(optimizer):
             reducing.build(optimizer, model.trainable_variables)
         values = {"model": model, "optimizer": optimizer}

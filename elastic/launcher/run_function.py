@@ -48,7 +48,7 @@ def _call(path: str, environ: MutableMapping[str, str]) -> bytes:
     path = path or environ.get("ELASTIC_CALL", "")
     if not path:
         raise Invalid(
-            "no call to run: pass its file, or start this by elastic.launch or elastic.ray"
+            "no call to run: pass the file of a call, or start this program through elastic.launch or elastic.ray"
         )
     try:
         return Path(path).read_bytes()
@@ -70,12 +70,14 @@ def main(path: str = "") -> None:
     try:
         blob = cloudpickle.dumps(value)
     except Exception as error:
-        what = f"what {name} returned, a {type(value).__name__}, can't be pickled and sent back"
+        what = (
+            f"the return value of {name}, a {type(value).__name__}, can't be pickled and sent back"
+        )
         raise TypeError(f"{what}: {error}") from error
     if len(blob) > RESULT_LIMIT:
         raise ValueError(
-            f"what {name} returned has {len(blob):,} bytes, and {RESULT_LIMIT:,} can be sent back;"
-            " write it to a file or to storage, and return where it is"
+            f"the return value of {name} has {len(blob):,} bytes, but at most {RESULT_LIMIT:,} can be sent back:"
+            " write it to a file or to storage, and return its location"
         )
     lifecycle.send_result(blob)
 

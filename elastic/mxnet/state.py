@@ -140,9 +140,9 @@ class MXNetState(HandledState):
         **kwargs: Any,
     ) -> None:
         if not isinstance(net, mx.gluon.Block):
-            raise Invalid(f"net is a {type(net).__name__}; pass the block of Gluon itself")
+            raise Invalid(f"net is a {type(net).__name__}: pass a Gluon block")
         if trainer is not None and not isinstance(trainer, mx.gluon.Trainer):
-            raise Invalid(f"trainer is a {type(trainer).__name__}; pass one of Gluon")
+            raise Invalid(f"trainer is a {type(trainer).__name__}: pass a Gluon trainer")
         values = {"net": net} if trainer is None else {"net": net, "trainer": trainer}
         super().__init__({**values, **kwargs}, rng)
 

@@ -168,8 +168,8 @@ def _members(process_set: ProcessSet) -> Ranks:
     if place.rank not in members:
         if not members:
             raise Invalid(
-                f"{_called(entry)} has no rank in the present world, whose size is {place.size}; it can be used"
-                " again when the world grows"
+                f"{_called(entry)} has no rank in the current world of size {place.size}; it can be used again when"
+                " the world grows"
             )
         raise Invalid(
             f"rank {place.rank} is not in {_called(entry)}; call this only where process_set.included() is True"

@@ -112,7 +112,7 @@ def DistributedOptimizer(
             shards, reduction, compression, gradient_predivide_factor, groups, process_set
         )
     if zero not in (0, 1):
-        raise Invalid(f"zero is {zero!r}; give 0, or 1 for ZeRO-1")
+        raise Invalid(f"zero is {zero!r}: pass 0, or 1 for ZeRO-1")
     if zero:
         _check_zero(optimizer, reduction, shards, sparse_as_dense, process_set)
     world = lifecycle.current()
@@ -271,8 +271,8 @@ def _checked_names(
     twice = sorted({name for name, _ in named if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
     if twice:
         raise Invalid(
-            f"named_parameters has names more than once: {', '.join(twice)}; make them unique,"
-            " for example with a prefix for each model"
+            f"named_parameters contains duplicate names: {', '.join(twice)}; make them unique, for example with a"
+            " prefix for each model"
         )
     names = {parameter: name for name, parameter in named}
     missing = [

@@ -50,8 +50,8 @@ def check(optimizer: torch.optim.Optimizer) -> None:
         for index, parameter in enumerate(group["params"]):
             if not parameter.is_contiguous():
                 raise Invalid(
-                    f"zero=1 takes contiguous parameters, and parameter {index} of group {number} has strides"
-                    f" {tuple(parameter.stride())}; leave out memory_format, or zero"
+                    f"zero=1 requires contiguous parameters, but parameter {index} of group {number} has strides"
+                    f" {tuple(parameter.stride())}: omit memory_format or zero"
                 )
 
 
@@ -159,8 +159,8 @@ class DividedOptimizer(WrappedOptimizer):
         if gradient is not None:
             if gradient.is_sparse:
                 raise Invalid(
-                    "zero=1 takes dense gradients, and a parameter has a sparse one; pass sparse=False to its"
-                    " Embedding, or leave zero out"
+                    "zero=1 requires dense gradients, but a parameter has a sparse gradient: pass sparse=False to"
+                    " its Embedding, or omit zero"
                 )
             part.grad = gradient.detach().reshape(-1)[own.begin : own.end]
         return part

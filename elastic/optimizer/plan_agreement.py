@@ -335,8 +335,8 @@ class Plans:
                 return None
             if agreed.layout.digest != digest:
                 raise StateMismatch(
-                    "while this rank had joined, the parameters of the other ranks' optimizer changed:"
-                    " make the same changes on all ranks before the next step"
+                    "the parameters of the other ranks' optimizer changed while this rank had joined: make the same"
+                    " changes on all ranks before the next step"
                 )
             return agreed
         for agreed in self.agreed:

@@ -79,7 +79,7 @@ def _plain(value: Any, path: Path) -> Any:
     if isinstance(value, int):
         number = int.__int__(value)
         if number not in INTEGERS:
-            raise Invalid(f"report(): {_where(path)} is an integer that does not fit 64 bits")
+            raise Invalid(f"report(): {_where(path)} is an integer that does not fit into 64 bits")
         return number
     if isinstance(value, str):
         return _text(value)

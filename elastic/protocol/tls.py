@@ -44,7 +44,7 @@ def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
         made.load_verify_locations(ca)
     except ssl.SSLError:
         raise Invalid(
-            f"--tls-ca {ca} holds no certificate: pass a PEM file with one or more"
+            f"--tls-ca {ca} contains no certificate: pass a PEM file with one or more certificates"
         ) from None
     try:
         made.load_cert_chain(cert, key, password=_no_passphrase)

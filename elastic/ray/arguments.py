@@ -144,7 +144,7 @@ def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, flo
         raise Invalid("resources_per_worker has GPUs: pass use_gpu=True too")
     if found.get("GPU", 0.0) > 1 and found["GPU"] != int(found["GPU"]):
         raise Invalid(
-            f"resources_per_worker['GPU'] is {found['GPU']:g}: pass a whole number, or less than 1"
+            f"resources_per_worker['GPU'] is {found['GPU']:g}: pass a whole number, or a fraction below 1"
         )
     found = {name: amount for name, amount in found.items() if amount}
     if not found:

@@ -132,8 +132,8 @@ class DriverClient:
         except GetTimeoutError:
             ray.kill(actor)
             raise JobFailed(
-                f"Ray has not started the driver's actor within {START_S:g} s; see `ray list actors`: can a node"
-                " run an actor without a CPU?"
+                f"Ray has not started the driver's actor within {START_S:g} s; see `ray list actors`, and check that"
+                " a node can run an actor without a CPU"
             ) from None
         except RayError as error:
             raise JobFailed(f"the driver's actor can't be started: {brief(error)}") from error
@@ -234,7 +234,7 @@ class DriverClient:
         except GetTimeoutError:
             raise JobFailed(f"the driver's actor does not answer within {within_s:g} s") from None
         except RayActorError as error:
-            raise JobFailed(f"the driver's actor is gone: {brief(error)}") from error
+            raise JobFailed(f"the driver's actor has exited: {brief(error)}") from error
         except RayTaskError as error:
             cause: Exception = error.as_instanceof_cause()  # type: ignore[no-untyped-call]
             raise cause from None

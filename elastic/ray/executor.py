@@ -343,13 +343,13 @@ class Executor:
         if not callable(fn):
             raise Invalid(f"{what}() calls a function, not a {type(fn).__name__}")
         if self._follower is None:
-            raise Invalid(f"{what}() was called after start(): this executor has no workers")
+            raise Invalid(f"this executor has no workers: call start() before {what}()")
 
     def _need_static(self, what: str) -> None:
         if self._wanted.elastic:
             raise NotImplementedError(
-                f"{what}() needs workers that persist; an elastic executor has new ones for each"
-                " run(), which does the same"
+                f"{what}() needs persistent workers, but an elastic executor starts new ones for each run(): call"
+                " run() instead"
             )
 
 

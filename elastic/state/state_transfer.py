@@ -171,8 +171,8 @@ def _unpickled(content: bytes, referred: dict[str, object]) -> tuple[dict[str, A
         values, structures = loads(content, referred)
     except Exception as error:
         raise StateMismatch(
-            f"this worker can't read the world's Python values ({type(error).__name__}: {error});"
-            " do all workers run the same script?"
+            f"this worker can't read the world's Python values ({type(error).__name__}: {error}): run the same script"
+            " on all workers"
         ) from error
     return values, structures
 
@@ -182,8 +182,8 @@ def _destinations(
 ) -> dict[Key, torch.Tensor | Destination]:
     if parts.keys() != structures.keys():
         raise StateMismatch(
-            f"the world's state handles {sorted(structures)}, this worker's {sorted(parts)};"
-            " do all workers run the same script?"
+            f"the world's state handles {sorted(structures)}, but this worker's state handles {sorted(parts)}: run"
+            " the same script on all workers"
         )
     where: dict[Key, torch.Tensor | Destination] = {}
     for name, part in parts.items():

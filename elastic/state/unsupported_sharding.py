@@ -132,7 +132,7 @@ def least_shards(models: Mapping[str, torch.nn.Module], given: Any) -> int | Non
     least = meshes[0].size(1) if given is None else given
     if not isinstance(least, int) or isinstance(least, bool) or least < 1:
         raise Invalid(
-            f"least_shards is {least!r}; give the smallest number of shards that memory allows"
+            f"least_shards is {least!r}: pass the smallest number of shards that memory allows"
         )
     rt = lifecycle.active()
     if rt is not None and rt.elastic and rt.env.workers_min < least:

@@ -69,11 +69,12 @@ class TensorFlowState(HandledState):
             with session.graph.as_default():
                 variables = tf.compat.v1.global_variables()
         if not variables:
-            raise Invalid("TensorFlowState has no variables: pass those that exist, in a list")
+            raise Invalid("TensorFlowState got no variables: pass existing variables in a list")
         for variable in variables:
             if not hasattr(variable, "assign"):
                 raise Invalid(
-                    f"variables has a {type(variable).__name__}, which is not a variable: pass TensorFlow's or Keras's"
+                    f"variables has a {type(variable).__name__}, which is not a variable: pass variables of"
+                    " TensorFlow or Keras"
                 )
         kept = _Variables(variables)
         if session is not None:

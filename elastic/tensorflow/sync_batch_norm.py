@@ -27,7 +27,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self, fused: bool = False, process_set: ProcessSet = global_process_set, **kwargs: Any
     ) -> None:
         if fused:
-            raise ValueError("fused=True works on one rank alone; leave it out")
+            raise ValueError("fused=True normalizes over a single rank only: omit it")
         super().__init__(**(kwargs | ({"fused": False} if LEGACY else {})))
         self._process_set = process_set
 

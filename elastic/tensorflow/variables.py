@@ -53,8 +53,8 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
     """
     if tf.executing_eagerly():
         raise RuntimeError(
-            "there are no global variables where TensorFlow runs eagerly; name those of the model and of the optimizer"
-            " in broadcast_variables()"
+            "TensorFlow has no global variables in eager mode: pass the variables of the model and of the optimizer"
+            " to broadcast_variables()"
         )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 

@@ -216,9 +216,8 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
             return known[1]
         if not self.fits(rt.place.size):
             raise NotElastic(
-                f"a process group of ranks {list(self.ranks or range(self._of))} was made in an earlier world, of"
-                f" {self._of} workers: create it with new_group() at the beginning of the function under"
-                " elastic.run",
+                f"a process group of ranks {list(self.ranks or range(self._of))} was created in an earlier world of"
+                f" {self._of} workers: create it with new_group() at the beginning of the function under elastic.run",
                 Fixed.PROCESS_GROUP,
             )
         if rt.provisional:

@@ -87,8 +87,8 @@ class ElasticProcessGroup(FollowingGroup):
             _same_kind("all_gather_into_tensor", output, tensor)
             if output.numel() != size * tensor.numel():
                 raise ValueError(
-                    f"the output of all_gather_into_tensor has {output.numel()} elements; {size} ranks"
-                    f" with {tensor.numel()} each fill {size * tensor.numel()}"
+                    f"the output of all_gather_into_tensor has {output.numel()} elements, but {size} ranks with"
+                    f" {tensor.numel()} elements each need {size * tensor.numel()}"
                 )
 
         def begin(group: Collectives) -> CollectiveCall:
@@ -139,8 +139,8 @@ class ElasticProcessGroup(FollowingGroup):
             _same_kind("reduce_scatter_tensor", output, tensor)
             if tensor.numel() != size * output.numel():
                 raise ValueError(
-                    f"the input of reduce_scatter_tensor has {tensor.numel()} elements; {size} ranks"
-                    f" that get {output.numel()} each take {size * output.numel()}"
+                    f"the input of reduce_scatter_tensor has {tensor.numel()} elements, but {size} ranks that receive"
+                    f" {output.numel()} elements each need {size * output.numel()}"
                 )
         return self._reduce_scatter("reduce_scatter_tensor", outputs, inputs, opts)
 
@@ -162,7 +162,8 @@ class ElasticProcessGroup(FollowingGroup):
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> ElasticWork:
         if not len(outputs) == len(inputs) == self.getSize():
             raise ValueError(
-                f"all_to_all takes a tensor for each of {self.getSize()} ranks, not {len(inputs)} and {len(outputs)}"
+                f"all_to_all needs an input and an output tensor for each of {self.getSize()} ranks, but got"
+                f" {len(inputs)} and {len(outputs)}"
             )
 
         def begin(group: Collectives) -> CollectiveCall:
@@ -247,7 +248,7 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
 
 def _check_tag(name: str, tag: int) -> None:
     if not 0 <= tag <= MAX_TAG:
-        raise Invalid(f"{name} with tag {tag}: give a tag of 0 to {MAX_TAG}")
+        raise Invalid(f"{name} with tag {tag}: pass a tag of 0 to {MAX_TAG}")
 
 
 def _device(opts: Any) -> torch.device:
@@ -259,8 +260,8 @@ def _device(opts: Any) -> torch.device:
 def _same_kind(name: str, one: torch.Tensor, other: torch.Tensor) -> None:
     if one.dtype is not other.dtype or one.device.type != other.device.type:
         raise ValueError(
-            f"{name}: a tensor of {one.dtype} on {one.device} and one of {other.dtype} on {other.device};"
-            " give all one dtype and device"
+            f"{name}: a tensor of {one.dtype} on {one.device} and one of {other.dtype} on {other.device}: all tensors"
+            " need the same dtype and device"
         )
 
 

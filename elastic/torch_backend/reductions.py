@@ -71,14 +71,16 @@ def reducible(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     """
     if tensor.is_complex():
         if reduction.kind not in (Kind.SUM, Kind.AVG, Kind.PREMUL_SUM):
-            raise TypeError(f"{reduction.kind.name} has no meaning for {tensor.dtype}; use SUM")
+            raise TypeError(f"{reduction.kind.name} is not defined for {tensor.dtype}: use SUM")
         return torch.view_as_real(tensor)
     bitwise = reduction.kind in _BITWISE
     if bitwise and tensor.is_floating_point():
-        raise TypeError(f"{reduction.kind.name} has no meaning for {tensor.dtype}; use an integer")
+        raise TypeError(
+            f"{reduction.kind.name} is not defined for {tensor.dtype}: use an integer type"
+        )
     if tensor.dtype is torch.bool:
         if reduction.kind in (Kind.AVG, Kind.PREMUL_SUM):
-            raise TypeError(f"{reduction.kind.name} has no meaning for bools; use SUM, MIN or MAX")
+            raise TypeError(f"{reduction.kind.name} is not defined for bools: use SUM, MIN or MAX")
         return tensor
     if tensor.dtype not in dtypes_and_ops.DTYPES and not bitwise:
         raise TypeError(

@@ -54,7 +54,9 @@ class Coordinator:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if sorted(self._nodes) != [*range(len(self._nodes))] or not self._nodes:
-            raise Invalid(f"ranks {sorted(self._nodes)} are registered; register each from 0 on")
+            raise Invalid(
+                f"only ranks {sorted(self._nodes)} are registered: register every rank, starting from 0"
+            )
         first = self._nodes[0]
         there = NodeAffinitySchedulingStrategy(first, soft=False)
         found = ray.remote(num_cpus=0)(_address).options(scheduling_strategy=there).remote()

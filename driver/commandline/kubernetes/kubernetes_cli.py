@@ -84,7 +84,7 @@ def kubernetes_parser() -> ArgumentParser:
     """Return the parser of ``elasticrun k8s``."""
     made = ArgumentParser(prog="elasticrun k8s", usage=USAGE, description=DESCRIPTION)
     of_run = ("image", "workers", "gpus", "name", "values", "settings", "detach")
-    add_declared(made.group("job", "For run."), KubernetesOptions, *of_run)
+    add_declared(made.group("job", "Flags of run."), KubernetesOptions, *of_run)
     add = made.group("general")
     add_declared(add, KubernetesOptions, "namespace")
     add("-h --help", None, None, "Show this help and exit.", action="help")

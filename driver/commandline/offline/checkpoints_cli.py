@@ -27,7 +27,7 @@ List the checkpoints of a folder, oldest first, and show which of them are compl
 elasticrun checkpoints export writes one of them as a single file for torch.load."""
 EXPORT = "export"  # first word of the command line
 EXPORT_DESCRIPTION = """\
-Write the newest checkpoint of a folder, or the given commit, as one file with whole tensors. Needs no job."""
+Write the newest checkpoint of a folder, or the given commit, as one file with whole tensors. No job is needed."""
 
 
 @dataclass
@@ -186,5 +186,5 @@ def _newest(storage: Storage) -> Manifest:
             return found.manifest
         print(f"{storage.url}/{name} is passed over: {found.trouble}", file=sys.stderr)
     if not storage.exists():
-        raise Invalid(f"{storage.url}: there is no such folder")
+        raise Invalid(f"{storage.url} does not exist")
     raise Invalid(f"{storage.url} has no checkpoint that can be exported")

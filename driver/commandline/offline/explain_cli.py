@@ -36,7 +36,7 @@ class ExplainOptions:
     """Flags as given."""
 
     html: str | None = flag(
-        "--html", "FILE", "Write the same as a self-contained page with a zoomable timeline."
+        "--html", "FILE", "Write the explanation as a self-contained page with a zoomable timeline."
     )
     json: bool = switch("--json", "Print findings, facts and sentences as JSON.")
 

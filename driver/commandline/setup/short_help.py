@@ -17,7 +17,7 @@ workers
   -np N                        number of workers to start with
   --min-np N                   smallest number of workers to continue with; makes the job elastic
   --max-np N                   largest number of workers (default: -np)
-  --standbys N                 spare workers that replace a lost one at once (default: 0)
+  --standbys N                 spare workers that replace a lost one immediately (default: 0)
   --reset-limit N              failures to survive before the job ends (default: no limit)
 hosts
   -H, --hosts LIST             hosts and slots: gpu1:4,gpu2:4 (default: this machine)

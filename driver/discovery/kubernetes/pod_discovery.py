@@ -185,4 +185,4 @@ class PodDiscovery:
             text = f"pod {pod.name} of node {pod.node}, which does not respond, can't be deleted: {error}{needs}"
             self._log("warning", text)
         else:
-            self._log("info", f"deleted pod {pod.name}: its node {pod.node} does not respond")
+            self._log("info", f"pod {pod.name} deleted: its node {pod.node} does not respond")

@@ -149,7 +149,7 @@ class JobClient:
                 if isinstance(reply, Told) and reply.number == request.number:
                     return reply
         except (OSError, ProtocolError) as error:
-            raise _unreachable(self.job, f"is gone: {error}", error, ANSWER_S) from None
+            raise _unreachable(self.job, f"has exited: {error}", error, ANSWER_S) from None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -175,7 +175,9 @@ class JobClient:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             data = self._socket.recv(1 << 18)
             if not data:
-                raise ProtocolError("it closed the connection: is this the secret of that job?")
+                raise ProtocolError(
+                    "it closed the connection: check that the secret is that of the job"
+                )
             self._wire.feed(data)
         return message
 

@@ -26,11 +26,11 @@ async def _desk_of(access: EtcdAccess, job: str) -> str:
         desk = await etcd.get(operators_key(job), within_s=WITHIN_S)
     except Unavailable as error:
         where = ", ".join(access.endpoints)
-        raise Invalid(f"etcd at {where} does not answer: {error}; is --etcd right?") from None
+        raise Invalid(f"etcd at {where} does not answer: {error}; check --etcd") from None
     finally:
         await etcd.close()
     if seat is None or read_leader(seat.value) is None or desk is None:
         raise Invalid(
-            f"no driver leads job {job} in this etcd; elasticrun jobs lists those on this machine"
+            f"no driver leads job {job} in this etcd; elasticrun jobs lists the jobs on this machine"
         )
     return desk.value.decode("ascii", errors="replace")

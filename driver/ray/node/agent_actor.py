@@ -193,7 +193,7 @@ class AgentActor:
     ) -> tuple[bytes, str]:
         """Call a worker; return its answer, or b"" and the reason."""
         if self._calls is None:
-            return b"", f"the worker of rank {rank} is gone: so is the agent of its host"
+            return b"", f"the worker of rank {rank} has exited together with the agent of its host"
         try:
             return await self._calls.call(rank, blob, timeout_s), ""
         except CallFailed as error:

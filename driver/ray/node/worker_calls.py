@@ -38,7 +38,9 @@ class _Caller:
         self.writer.transport.abort()
         for answer in self.waiting:
             if not answer.done():
-                answer.set_exception(CallFailed(f"the worker of rank {self.rank} is gone: {why}"))
+                answer.set_exception(
+                    CallFailed(f"the worker of rank {self.rank} has exited: {why}")
+                )
         self.waiting.clear()
 
 
@@ -76,8 +78,8 @@ class WorkerCalls:
         """
         if len(blob) > FRAME_LIMIT:
             raise CallFailed(
-                f"a call for rank {rank} has {len(blob)} bytes, and {FRAME_LIMIT} is the limit: let the function"
-                " load its data itself"
+                f"a call for rank {rank} has {len(blob)} bytes, but the limit is {FRAME_LIMIT}: load the data inside"
+                " the function"
             )
         caller = self._workers.get(rank)
         if caller is None:
@@ -156,5 +158,5 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
     """Read a frame. Raises EOFError and OSError if the connection ends first, ValueError if it is too long."""
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
     if length > FRAME_LIMIT:
-        raise ValueError(f"its answer has {length} bytes, and {FRAME_LIMIT} is the limit")
+        raise ValueError(f"its answer has {length} bytes, but the limit is {FRAME_LIMIT}")
     return await reader.readexactly(length)

@@ -54,7 +54,7 @@ class Storage:
                 sorted({"file", "s3", "gs", "az"} & set(fsspec.available_protocols()))
             )
             raise Invalid(
-                f"{url}: {error}; give a folder, or a URL of a protocol that fsspec knows ({known}, ...)"
+                f"{url}: {error}; pass a folder, or a URL of a protocol that fsspec supports ({known}, ...)"
             ) from error
         self._fs: Any = fs
         loop = getattr(fs, "loop", None)
@@ -305,8 +305,8 @@ def _refuse_misspelt(url: str) -> None:
     known = set(fsspec.available_protocols()) - {"file", "local"}  # valid without slashes
     if colon and not rest.startswith("//") and protocol in known:
         raise Invalid(
-            f"{url}: a URL has two slashes after its protocol: {protocol}://{rest.lstrip('/')};"
-            f" for a folder of that name give ./{url}"
+            f"{url}: a URL has two slashes after its protocol: {protocol}://{rest.lstrip('/')}; for a folder of that"
+            f" name, pass ./{url}"
         )
 
 

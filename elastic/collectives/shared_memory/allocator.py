@@ -22,7 +22,7 @@ class Allocator:
     def allocate(self, size: int) -> int | None:
         """Return the offset of a new region of ``size`` bytes, rounded up to pages; None if no gap is large enough."""
         if size <= 0:
-            raise ValueError(f"a region of {size} bytes")
+            raise ValueError(f"a region can't have {size} bytes")
         needed = -(-size // self._page) * self._page
         offset = 0
         for position, start in enumerate(self._starts):

@@ -185,7 +185,9 @@ def _map(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
         pidfd = os.pidfd_open(owner.pid)
         undo.callback(os.close, pidfd)
         if _started(str(owner.pid)) != owner.started:
-            raise PeerMemoryUnavailable(f"process {owner.pid} exited, and another has its ID")
+            raise PeerMemoryUnavailable(
+                f"process {owner.pid} exited, and another process has its ID"
+            )
         fd = os.open(f"{_PROC}/{owner.pid}/fd/{offered.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             found = os.fstat(fd)

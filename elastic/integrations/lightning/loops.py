@@ -182,7 +182,8 @@ class ElasticFitLoop(Trained):
                 self.changed.first,
                 batches,
                 "batches of an epoch",
-                'Step it once per epoch (interval="epoch"), or give Trainer max_steps and the schedule as many',
+                'Step it once per epoch (interval="epoch"), or set max_steps of the Trainer and create the schedule'
+                " for that number",
             )
 
     # ---- training ------------------------------------------------------------------------------------------------

@@ -73,8 +73,8 @@ class ShardedSteps:
         size = getattr(dataloader, "batch_size", None)
         if size is None:
             raise Invalid(
-                "a shard has as many samples as a batch of the train dataloader, and this one has no batch_size; give"
-                " elastic.data.DataLoader(dataset, global_batch_size=64, shards=shards)"
+                "a shard has as many samples as a batch of the train dataloader, but this dataloader has no"
+                " batch_size: pass elastic.data.DataLoader(dataset, global_batch_size=64, shards=shards)"
             )
         whole = size * self.shards.count
         return from_torch(dataloader, global_batch_size=whole, shards=self.shards, **order)

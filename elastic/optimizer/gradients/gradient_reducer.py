@@ -271,8 +271,8 @@ class GradientReducer:
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
             raise AssertionError(
-                f"the gradient of {slot.name} requires a gradient itself: create_graph=True cannot be combined with"
-                " DistributedOptimizer, compute such gradients with torch.autograd.grad()"
+                f"the gradient of {slot.name} requires a gradient itself: create_graph=True can't be combined with"
+                " DistributedOptimizer; compute such gradients with torch.autograd.grad()"
             )
         notify_end(self)
         self._partial += slot.passes_left == self._passes

@@ -313,7 +313,7 @@ class _TensorFlowLibrary:
             self.lent.collect()
             held = _starts.get(token)
             if held is None:
-                raise RuntimeError("this graph was made by another process, or is gone")
+                raise RuntimeError("this graph was created by another process, or no longer exists")
             held.start(call)
         except BaseException as error:
             call.fail(tf.errors.INTERNAL, f"{type(error).__name__}: {error}")

@@ -64,7 +64,7 @@ class TfDataServiceConfig:
         if not self.timeout > 0:
             raise Invalid(f"timeout is {self.timeout}: pass a number of seconds, more than 0")
         if not any(self.addresses.values()):
-            raise Invalid("addresses is empty: take those of the ComputeService")
+            raise Invalid("addresses is empty: pass the addresses of the ComputeService")
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
         """Return a client of the service. A training ends the service with ``compute_client().shutdown()``."""

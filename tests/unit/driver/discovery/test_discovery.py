@@ -197,7 +197,7 @@ def test_invalid_host_is_logged_once_and_omitted(value):
     table = registered("a:2") | {HOSTS + "c": Item(value, 9, 9, 0)}
     lists, log = listed(Registered(table, table | registered("a:2", "b:1")))
     assert lists == [A, AB]
-    assert log == [("warning", f"skipped etcd key {HOSTS}c, which does not describe a host")]
+    assert log == [("warning", f"etcd key {HOSTS}c skipped: it does not describe a host")]
 
 
 def test_invalid_name_is_omitted():

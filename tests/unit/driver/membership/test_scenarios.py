@@ -20,12 +20,12 @@ INDEX = ROOT / "docs" / "scenarios.md"
 INTRODUCTION = """\
 # Scenarios
 
-Messages between driver and workers when a worker dies, joins, freezes or gets stuck: each case in plain text, with the
+Read in plain text what driver and workers do when a worker dies, joins, freezes or gets stuck. Each scenario shows the
 full output of the code. Lines that begin with `>` are events; indented lines are the actions of the driver, or of the
 worker, with the seconds since the start. `h:2` is the first worker on slot 2 of host h, `h:2#2` the second one there.
 
-The scenarios are tests too: `pytest tests/unit/driver/membership/test_scenarios.py` runs each one and compares, and
-`--rewrite-scenarios` updates them, and this page, to the present code. Review the diff.
+The scenarios are also tests: `pytest tests/unit/driver/membership/test_scenarios.py` runs each one and compares the
+output, and `--rewrite-scenarios` updates the scenarios and this page to the current code. Review the diff.
 
 ```
  started ─► init() ─► ready ─► generation 1 ─► elastic.run ─► generation 2: training ─────────────► returned
