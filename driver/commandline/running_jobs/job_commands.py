@@ -88,9 +88,11 @@ VERBS: dict[str, Verb] = {
         (0, 1),
         ("json", "follow", "least_lines"),
     ),
-    "stop": Verb("[JOB]", (
-        "Stop a running job, as with SIGTERM; a second call stops it immediately."
-    ), (0, 0)),
+    "stop": Verb(
+        "[JOB]",
+        ("Stop a running job, as with SIGTERM; a second call stops it immediately."),
+        (0, 0),
+    ),
 }
 
 
