@@ -16,6 +16,9 @@ from elastic.protocol.messages import (
     Launches,
     Part,
     Place,
+    RowBytes,
+    ShardsHeld,
+    ShardsPlaced,
     Times,
     Value,
     Worker,
@@ -58,6 +61,7 @@ class WorkerReady(Event):
     layout: str = ""
     running: bool = True
     number: int = 0
+    shards: ShardsHeld | None = None
 
 
 class WorkerFailed(Event):
@@ -107,6 +111,7 @@ class WorkerResumed(Event):
     phases_ms: dict[str, float]
     copied_bytes: int = 0
     from_checkpoint: bool = False
+    shards: ShardsPlaced | None = None
 
 
 class WorkerDigested(Event):
@@ -168,6 +173,7 @@ class WorkerSpent(Event):
     step: int | None = None
     steps: int | None = None
     batch: int | None = None
+    sealed: Commit | None = None
 
 
 class WorkerFrozen(Event):
@@ -571,11 +577,33 @@ class Report(Action):
     about: Reason | None = None
 
 
+class ShardsDivided(Value):
+    """Division of a sharded state among the workers of a world, and where its rows came from.
+
+    Args:
+        shards: their number; fewer than workers if there are replicas.
+        copy_hosts: number of hosts other than its first that hold each shard.
+        restored: the commit that the world went back to, as numbered by the sharded state; None: a checkpoint.
+        rows: bytes of all workers' rows, by where they came from.
+        received: bytes of them that workers sent to others.
+        lost: shards of the restored commit that no worker of this world had trained.
+        lost_rows: bytes of rows from these.
+    """
+
+    shards: int
+    copy_hosts: int
+    restored: Commit | None
+    rows: RowBytes
+    received: int
+    lost: tuple[int, ...] = ()
+    lost_rows: RowBytes = RowBytes()
+
+
 class ReportRecovery(Action, omit_defaults=True):
     """Report that every member has resumed after a failure or a planned change.
 
     Times are milliseconds since the cause was noticed. ``from_checkpoint``: survivors restored a durable commit.
-    Journals of earlier versions lack it, and are replayed to the same bytes.
+    ``shards``: of a sharded state. Journals of earlier versions lack both, and are replayed to the same bytes.
     """
 
     generation: int
@@ -586,3 +614,4 @@ class ReportRecovery(Action, omit_defaults=True):
     phases_ms: dict[str, float]
     copied_bytes: int
     from_checkpoint: bool = False
+    shards: ShardsDivided | None = None

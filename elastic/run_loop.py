@@ -318,7 +318,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         step_input = rt.session.recovery.step_input
         join_preparation.prepare(state, native=rt.env.native, step_input=step_input)
     joined = rt.provisional
-    world = rt.worlds.next(digest, text)
+    world = rt.worlds.next(digest, text, state.held_shards())
     durable.entered(rt, world)
     following_group.follow(rt, first=first and not joined)
     rt.kept_variables.follow(rt.place, first=first)
@@ -328,9 +328,9 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     reset = state.reset if first else state.on_reset
     if state.is_sharded():
         with timeline.during("state", COPY):
-            copied, from_checkpoint = durable.bring_shards(rt, state, reset)
+            copied, from_checkpoint, shards = durable.bring_shards(rt, state, reset)
         preallocated_memory.leave()
-        rt.commits.adopt(copied, from_checkpoint=from_checkpoint)
+        rt.commits.adopt(copied, from_checkpoint=from_checkpoint, shards=shards)
         if world.checkpoint:
             durable.finish(rt, state)
         return

@@ -11,8 +11,8 @@ from elastic.errors import Invalid
 
 DESCRIPTION = """\
 Check the invariants of a finished job in the journals of all its drivers (elasticrun --journal FILE): no commit that
-a survivor held is lost, replicas are equal, a killed worker stays out, every wait ends, and more. Exits with 1 if an
-invariant is broken, and prints the line of the journal that shows it."""
+a survivor held is lost, no sealed commit of a sharded state, replicas are equal, a killed worker stays out, every wait
+ends, and more. Exits with 1 if an invariant is broken, and prints the line of the journal that shows it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +45,12 @@ def main(options: argparse.Namespace) -> int:
                     file=sys.stderr,
                 )
                 continue
+            sharded = f", {found.shards_restored} sharded commits restored" * bool(
+                found.shards_restored
+            )
             print(
                 f"{path}: all invariants hold; {found.worlds} worlds, {found.recoveries} recoveries,"
-                f" {found.commits_compared} digests compared, {found.samples_counted} samples counted"
+                f" {found.commits_compared} digests compared, {found.samples_counted} samples counted{sharded}"
             )
     return int(failed)
 

@@ -24,6 +24,13 @@ proportional to the length of the answer.
                        does not end for lack of a holder while one lives.
     EVERY WAIT ENDS    Starts, exits, answers, stops, gatherings and the end happen within their timeouts; the job
                        ends. Not visible: waits that a worker does not report.
+    SEALED IS KEPT     A sharded state does not go back behind a commit that a worker reported as sealed, while members
+                       hold all shards of it, or workers on no more than `copies` hosts are missing. Not visible:
+                       seals that no worker reported before it was lost.
+    SEALED IS MIRRORED Each member of the world that sealed a commit holds its shard and the copies that it keeps.
+    EVERY SHARD HELD   Members hold every shard of the commit that a world restores. Then each shard is trained by a
+                       member, and kept on 1 + `copies` hosts, or all.
+    ONE COMMIT RESTORED All members of a world restore the same commit of a sharded state.
     ONE PER SLOT       No worker is started in a slot whose last worker was not seen to exit; incarnations grow. Only
                        started workers report.
     NOTICES            No worker is started on a machine that has announced its end, before that time.
@@ -45,6 +52,7 @@ from pathlib import Path
 
 from elastic.chaos.invariants.job_end import JobEnd
 from elastic.chaos.invariants.observed_job import BrokenInvariant, LiveWorker, ObservedJob
+from elastic.chaos.invariants.shard_records import ShardRecords
 from elastic.chaos.invariants.worker_records import WorkerRecords
 from elastic.chaos.invariants.world_sequence import WorldSequence
 from elastic.driver.events import (
@@ -96,6 +104,7 @@ class Summary:
     recoveries: int
     commits_compared: int
     samples_counted: int
+    shards_restored: int = 0  # worlds that restored a commit of a sharded state
 
 
 class Invariants:
@@ -105,6 +114,7 @@ class Invariants:
         self.job = ObservedJob(settings, samples)
         self._workers = WorkerRecords(self.job)
         self._sequence = WorldSequence(self.job)
+        self._shards = ShardRecords(self.job)
         self._job_end = JobEnd(self.job)
         self._explained = False
         self._recoveries = 0
@@ -114,7 +124,11 @@ class Invariants:
     @property
     def summary(self) -> Summary:
         return Summary(
-            self._sequence.worlds, self._recoveries, self.job.compared, self.job.samples.counted
+            self._sequence.worlds,
+            self._recoveries,
+            self.job.compared,
+            self.job.samples.counted,
+            self._shards.restored,
         )
 
     def begun(self, writer: Writer) -> None:
@@ -146,6 +160,7 @@ class Invariants:
             self._nothing_after_the_end(answer)
             return
         self._workers.heard(event)
+        self._shards.heard(event)
         let_go = {a.worker for a in answer if isinstance(a, LetGo | RejectWorker)}
         self._job_end.finishes = any(isinstance(action, FinishWorld) for action in answer)
         for action in answer:
@@ -186,6 +201,7 @@ class Invariants:
                     self.job.workers[worker].dismissed = True
             case PublishWorld():
                 self._sequence.publishes(action, let_go)
+                self._shards.published(action)
             case TellWorld():
                 pass
             case ProbeWorkers(workers):

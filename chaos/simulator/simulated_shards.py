@@ -18,17 +18,19 @@ from elastic.chaos.simulator.interface import SimulatedJob
 from elastic.chaos.simulator.simulated_training import Collective, State
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.errors import ShardLost
-from elastic.protocol.messages import Worker
-from elastic.sharding import placement, resharding, shard_inventory
+from elastic.protocol import messages
+from elastic.protocol.messages import ShardsHeld, ShardsPlaced, Worker
+from elastic.sharding import placement, resharding, shard_inventory, shard_reports
 from elastic.sharding.device_mesh import columns, mesh_shape, sender
 from elastic.sharding.double_buffer import BufferRecord, DoubleBuffer
 from elastic.sharding.placement import Placement, copied_to
 from elastic.sharding.resharding import ReshardingMove
-from elastic.sharding.rows import ShardedTensor, owners
+from elastic.sharding.rows import ShardedTensor, ShardLayout, owners
 from elastic.sharding.shard_inventory import CommitId, Inventory, WholeCommit
 
 TENSORS = (ShardedTensor("weight", 7, 8), ShardedTensor("bias", 1, 4), ShardedTensor("odd", 5, 3))
 LIMIT = 10  # bytes of a move
+SPENT_EVERY = 4  # commits between two reports of rank 0
 Rows = dict[tuple[int, int], int]  # by tensor and row: the history of the state that it belongs to
 Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
@@ -110,6 +112,7 @@ class ShardedWorker(SimulatedWorker):
         self._live: Rows = {}
         self._order: list[int] = []
         self._placement: Placement = ()
+        self._placed: ShardsPlaced | None = None  # in this world
         self._count = 0  # commits of this generation
         self._exchanges = 0
         self._transfer: Mirroring | None = None  # of the newest commit; None: it is sealed
@@ -175,9 +178,17 @@ class ShardedWorker(SimulatedWorker):
         self._receive(transfer)
         yield "shard mirrored", 0.0
         yield from self._exchange("shards seal", None)
+        commit = self._cycle.written().commit
         self._cycle.sealed()
         self._transfer = None
         self._job.sealed(transfer.steps, self._members())
+        self.recovery.seal(shard_reports.as_commit(commit))
+        if self.recovery.place.rank == 0 and self._count % SPENT_EVERY == 0:
+            self.say(
+                messages.TimeSpent(
+                    commit.generation, messages.Times(), "training", sealed=self.recovery.sealed
+                )
+            )
 
     def _receive(self, transfer: Mirroring) -> None:
         for other, source in transfer.senders.items():
@@ -191,6 +202,13 @@ class ShardedWorker(SimulatedWorker):
             begun = all(source in transfer.sent.values for source in transfer.senders.values())
             if begun and self.sim.clock.random.random() < 0.5:
                 self._receive(transfer)
+
+    def held_shards(self) -> ShardsHeld:
+        held, sealed = self._cycle.inventory(), self._cycle.newest_sealed
+        return shard_reports.as_held(held, self._job.copies, sealed)
+
+    def placed_shards(self) -> ShardsPlaced | None:
+        return self._placed
 
     def _members(self) -> tuple[Worker, ...]:
         world = self.sim.training.worlds[self.recovery.generation]
@@ -236,17 +254,23 @@ class ShardedWorker(SimulatedWorker):
         else:
             order = resharding.order_of_replicas(whole, TENSORS, hosts, shards, self._job.copies)
         rows: Rows = {}
-        for move in self._plan(whole, order, hosts, shards):
+        plan = self._plan(whole, order, hosts, shards)
+        for move in plan:
             if move.target == rank:
                 held = banks[move.source][0][move.shard]
                 rows.update(
                     {(move.tensor, row): held[move.tensor, row] for row in range(*move.rows)}
                 )
         assert {*rows} == _keys(owners(order, shards)[rank], shards), f"{self.worker} lacks rows"
+        self._placement = placement.place_copies(order, hosts, self._job.copies, (), shards)
+        shard, kept = owners(order, shards)[rank], tuple(copied_to(self._placement, rank))
+        layout, memory = ShardLayout(TENSORS, whole.shards), set() if mine is None else {*mine[0]}
+        self._placed = shard_reports.as_placed(
+            ShardsPlaced(shards, shard, kept), whole, plan, layout, rank, hosts, memory
+        )
         first = whole.commit.generation == 0
         assert first or {*rows.values()} <= {restored.history}, f"{self.worker} mixes commits"
         self._live, self._order = rows, order
-        self._placement = placement.place_copies(order, hosts, self._job.copies, (), shards)
         self.state = self.saved = restored
         self.reports.samples = []
         yield from self._copy()

@@ -15,7 +15,7 @@ from elastic.chaos.simulator.simulated_reports import SimulatedReports
 from elastic.chaos.simulator.simulated_training import Collective, State
 from elastic.errors import DeviceLost, LeaveRequested, PeerLost, ShardLost, WorldChanging
 from elastic.protocol import messages
-from elastic.protocol.messages import Address, Commit, Message, Worker
+from elastic.protocol.messages import Address, Commit, Message, ShardsHeld, ShardsPlaced, Worker
 from elastic.runtime import recovery
 from elastic.runtime.recovery import AbortGroups, Phase, Recovery, Send, Verdict
 
@@ -257,7 +257,8 @@ class SimulatedWorker:
                     self.reports.samples = []
 
     def _wait_for_world(self, layout: str) -> Thread:
-        self.perform(self.recovery.wait_for_world(Address("127.0.0.1", 1), layout))
+        held = self.held_shards() if layout else None
+        self.perform(self.recovery.wait_for_world(Address("127.0.0.1", 1), layout, held))
         yield "ready", lambda: self.recovery.phase is not Phase.WAITING
         self.entered = 0
         self.reports.begin_pace()
@@ -272,6 +273,14 @@ class SimulatedWorker:
 
     def begin_training(self) -> None:
         """Enter elastic.run, like a script."""
+
+    def held_shards(self) -> ShardsHeld | None:
+        """What it holds of a sharded state."""
+        return None
+
+    def placed_shards(self) -> ShardsPlaced | None:
+        """Its part of a sharded state in this world."""
+        return None
 
     def bring(self) -> Thread:
         """Send the state to the ranks of a new world that lack it."""
@@ -299,7 +308,7 @@ class SimulatedWorker:
             rank, size = self.recovery.place.rank, self.recovery.place.size
             yield from self.arrive(self.collective("gradients", self.entered))
             if self.entered == 1:
-                self.perform(self.recovery.resumed({}))
+                self.perform(self.recovery.resumed({}, shards=self.placed_shards()))
             epoch = self.sim.training.epoch
             self.reports.samples.append(self.state.sample(rank, epoch))
             self.state = self.state.after(self.recovery.generation, size, epoch)

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.driver.events import Action, Event, Member, Notice
+from elastic.driver.events import Action, Event, Member, Notice, ShardsDivided
 from elastic.driver.membership.actions import ActionList
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.idle_world import IdleWorld
@@ -56,7 +56,19 @@ from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
 from elastic.protocol.calls import Called
-from elastic.protocol.messages import Address, Commit, Launches, Place, Times, Value, Worker
+from elastic.protocol.messages import (
+    Address,
+    Commit,
+    HeldCommitShards,
+    Launches,
+    Place,
+    RowBytes,
+    ShardsHeld,
+    ShardsPlaced,
+    Times,
+    Value,
+    Worker,
+)
 
 OBJECTS: tuple[type, ...] = (  # created empty and then filled; compared by identity
     *(
@@ -100,6 +112,7 @@ CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
 ENUMS: tuple[type[enum.Enum], ...] = (Phase, WorkerStage, Kind, Verdict, ReasonKind)
 STRUCTS: tuple[type[msgspec.Struct], ...] = (  # created from their parts, as are enums and tuples
     *(Worker, Commit, Address, Place, Launches, Times, Member, Notice, Reason, Called),
+    *(HeldCommitShards, ShardsHeld, RowBytes, ShardsPlaced, ShardsDivided),
     *Event.__subclasses__(),
     *Action.__subclasses__(),
 )

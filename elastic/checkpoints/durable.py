@@ -18,7 +18,7 @@ from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.shard_reader import ShardReader
 from elastic.errors import Invalid, StateMismatch
-from elastic.protocol.messages import COPY, World
+from elastic.protocol.messages import COPY, ShardsPlaced, World
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state.fully_sharded.sharded_commits import WorldInventory
 from elastic.state.handled_state import HandledState, shards_of
@@ -117,10 +117,14 @@ def resume(rt: WorkerRuntime, state: State) -> None:
 
 
 class TransferOutcome(NamedTuple):
-    """Outcome of bringing a state to all ranks: bytes received from other ranks, and whether it is a checkpoint's."""
+    """Outcome of bringing a sharded state to all ranks.
+
+    Bytes received from other ranks, whether it is a checkpoint's, and this rank's part.
+    """
 
     copied_bytes: int
     from_checkpoint: bool
+    shards: ShardsPlaced | None = None
 
 
 def bring_shards(rt: WorkerRuntime, state: State, reset: Callable[[], None]) -> TransferOutcome:
@@ -146,8 +150,8 @@ def bring_shards(rt: WorkerRuntime, state: State, reset: Callable[[], None]) -> 
     if found is not None and (whole is None or whole.commit.generation == 0):
         with rt.account.during("storage"):
             if _resume_shards(rt, state, found, met, reset):
-                return TransferOutcome(0, True)
-    return TransferOutcome(state.bring_shards(reset, met), False)
+                return TransferOutcome(0, True, sharded.placed)
+    return TransferOutcome(state.bring_shards(reset, met), False, sharded.placed)
 
 
 def _resume_shards(

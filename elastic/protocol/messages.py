@@ -7,6 +7,7 @@ generation. The messages that a worker receives when the world changes do not gr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -25,6 +26,7 @@ SAMPLES_LIMIT = 1_000_000
 TRACES_LIMIT = 100_000
 TENSORS_LIMIT = 100_000
 LAUNCHES_LIMIT = 64  # groups on one GPU
+SHARDS_LIMIT = 100_000  # shards of which a worker has a copy
 REPORT_LIMIT = 64 * 1024  # bytes of one report of a script
 STEP_INPUT_LIMIT = 16 * 1024  # bytes
 COPY = "copy of the state"  # name of the wait for a copy of the state
@@ -135,6 +137,64 @@ class Launches(Value):
     failed: bool = False  # CUDA reports an error
 
 
+class HeldCommitShards(Value):
+    """Complete shards of one commit in memory that a worker can read: its own, and copies of others.
+
+    ``commit`` is numbered by the sharded state, which counts each of its saves in a world, from 0.
+    """
+
+    commit: Commit
+    shards: int  # of the commit
+    own: int | None  # shard of this worker; None: it has only copies
+    copies: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()  # other shards
+    mirrored: bool = True  # it also has all copies that it has to keep
+
+
+class ShardsHeld(Value):
+    """What a worker with a sharded state can contribute to the next world.
+
+    ``copies``: as given to the state. ``sealed``: the newest commit that it knows all ranks have copied and mirrored.
+    """
+
+    copies: int
+    sealed: Commit | None = None
+    held: Annotated[tuple[HeldCommitShards, ...], Meta(max_length=2)] = ()  # one for each bank
+
+
+class RowBytes(Value):
+    """Bytes of the rows of a new shard by where they came from.
+
+    ``memory``: this worker's own, including copies that it kept. ``host``: another worker of its host, even one that
+    has exited. ``network``: a worker of another host. ``checkpoint``: storage.
+    """
+
+    memory: int = 0
+    host: int = 0
+    network: int = 0
+    checkpoint: int = 0
+
+
+def total_rows(parts: Iterable[RowBytes]) -> RowBytes:
+    """Return the sum of the bytes of several workers."""
+    return RowBytes(*map(sum, zip(*map(msgspec.structs.astuple, parts), strict=True)))
+
+
+class ShardsPlaced(Value):
+    """A worker's part of a sharded state in a world, and where its rows came from."""
+
+    shards: int  # of the world
+    shard: int  # of this worker
+    keeps: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()  # other shards it mirrors
+    lasting: bool = False  # other workers of its host map its memory, which outlives it
+    # What the world went back to, as `HeldCommitShards.commit`; None: a checkpoint.
+    restored: Commit | None = None
+    rows: RowBytes = RowBytes()  # of all its rows
+    received: int = 0  # bytes of them that another worker sent
+    # Shards of the restored commit that no worker of this world had trained, and this worker's rows from them.
+    lost: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()
+    lost_rows: RowBytes = RowBytes()
+
+
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False):
     """Base of all messages on a control connection."""
 
@@ -214,6 +274,7 @@ class Ready(Message):
     layout: str = ""  # digest of the state's layout; empty before elastic.run
     running: bool = True  # False while still in init(), before elastic.run
     number: int = 0  # count of this process's waits: a late, older Ready is ignored
+    shards: ShardsHeld | None = None  # of a sharded state
 
 
 class Failed(Message):
@@ -252,13 +313,14 @@ class Resumed(Message):
     """The first collective of a generation completed here.
 
     ``phases_ms``: milliseconds by phase, in order. ``from_checkpoint``: no complete commit was left in memory, so the
-    world began with a durable one.
+    world began with a durable one. ``shards``: of a sharded state.
     """
 
     generation: int
     phases_ms: Annotated[dict[str, Finite], Meta(max_length=PHASES_LIMIT)]
     copied_bytes: int = 0
     from_checkpoint: bool = False
+    shards: ShardsPlaced | None = None
 
 
 class Progress(Message):
@@ -308,6 +370,7 @@ class TimeSpent(Message):
     step: int | None = None  # the state's own step at the newest commit, if it has one
     steps: int | None = None  # steps of an optimizer since training began; None: no step seen
     batch: int | None = None  # samples of such a step on this worker, if known
+    sealed: Commit | None = None  # of a sharded state: see `ShardsHeld`
 
 
 class Digested(Message):

@@ -92,6 +92,11 @@ class CommitLog:
         if self.durable is not None:
             self.durable.saved()
 
+    def sealed(self, commit: messages.Commit) -> None:
+        """Record that all ranks have copied and mirrored a commit of a sharded state."""
+        with self._session.lock:
+            self._session.recovery.seal(commit)
+
     def make_durable(self, state: Any) -> None:
         """Write the newest commit to storage if a checkpoint is due."""
         if self.durable is None:
@@ -217,12 +222,18 @@ class CommitLog:
         self._session.account.stepped_back()
         self._session.phases.restored(time.monotonic())
 
-    def adopt(self, copied_bytes: int, *, from_checkpoint: bool = False) -> None:
+    def adopt(
+        self,
+        copied_bytes: int,
+        *,
+        from_checkpoint: bool = False,
+        shards: messages.ShardsPlaced | None = None,
+    ) -> None:
         """Begin a world in which all states are equal; a later loss rolls back to this point at most.
 
         Args:
             copied_bytes: bytes received for it.
-            from_checkpoint: see `elastic.protocol.messages.Resumed`.
+            from_checkpoint, shards: see `elastic.protocol.messages.Resumed`.
         """
         with self._session.lock:
             generation = self._session.recovery.adopt().generation
@@ -231,4 +242,5 @@ class CommitLog:
         self._progress.begin_training()
         self._session.phases.copied_bytes = copied_bytes
         self._session.phases.from_checkpoint = from_checkpoint
+        self._session.phases.shards = shards
         self._session.phases.mark("synced", time.monotonic())

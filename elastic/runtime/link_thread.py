@@ -138,7 +138,8 @@ class LinkThread:
         holds = recovery.phase in (Phase.TRAINING, Phase.RETURNED)
         commit = recovery.agreed() if holds else None
         far = step_count.state_step, step_count.steps, step_count.batch
-        return messages.TimeSpent(recovery.generation, times, part, commit, *far)
+        sealed = recovery.sealed if holds else None
+        return messages.TimeSpent(recovery.generation, times, part, commit, *far, sealed)
 
     def receive(self, message: Message) -> None:
         """Handle a message of the driver."""

@@ -89,6 +89,7 @@ class Recovery:
     stands_by: bool = False  # has no place in the world and waits for one
     reason: str = ""  # why the world broke, or why it is over
     newest: Commit | None = None
+    sealed: Commit | None = None  # of a sharded state: see `elastic.protocol.messages.ShardsHeld`
     over: Message | None = None  # the message that ended it: Leave, Rejected or End
     _welcomed: bool = False
     _calls: tuple[Called, ...] = ()  # differing calls of its ranks that broke the world
@@ -234,10 +235,16 @@ class Recovery:
         return [Send(messages.Leaving(reason))]
 
     def resumed(
-        self, phases_ms: dict[str, float], copied_bytes: int = 0, from_checkpoint: bool = False
+        self,
+        phases_ms: dict[str, float],
+        copied_bytes: int = 0,
+        from_checkpoint: bool = False,
+        shards: messages.ShardsPlaced | None = None,
     ) -> list[Action]:
         """Report that the first collective of user code completed in this generation."""
-        self._resumed = messages.Resumed(self.generation, phases_ms, copied_bytes, from_checkpoint)
+        self._resumed = messages.Resumed(
+            self.generation, phases_ms, copied_bytes, from_checkpoint, shards
+        )
         return [Send(self._resumed)]
 
     # ---- events of the training thread -----------------------------------------------------------------------------
@@ -270,15 +277,17 @@ class Recovery:
         if self.phase is not Phase.OVER:
             self.phase = Phase.OUTSIDE
 
-    def wait_for_world(self, store: Address, layout: str) -> list[Action]:
-        """Report ready. The answer is a World or the end."""
+    def wait_for_world(
+        self, store: Address, layout: str, shards: messages.ShardsHeld | None = None
+    ) -> list[Action]:
+        """Report ready. The answer is a World or the end. ``shards``: what this worker holds of a sharded state."""
         if self.phase is Phase.OVER:
             return []
         self.phase = Phase.WAITING
         self._readies += 1
         commit = self.newest if self.running else None
         self._ready = messages.Ready(
-            self.generation, commit, store, layout, self.running, self._readies
+            self.generation, commit, store, layout, self.running, self._readies, shards
         )
         return [Send(self._ready)]
 
@@ -329,6 +338,10 @@ class Recovery:
         if self.running:
             self.newest = Commit(self.generation, ALONE - self.place.rank)
 
+    def seal(self, commit: Commit) -> None:
+        """Record that all ranks have copied and mirrored a commit of a sharded state."""
+        self.sealed = commit
+
     def agreed(self) -> Commit | None:
         """Return the newest commit, unless only this worker holds it. Thread-safe."""
         newest = self.newest
@@ -341,7 +354,7 @@ class Recovery:
 
     def discard_commit(self) -> None:
         """Discard the commit, because the saved state is incomplete and no worker could continue from it."""
-        self.newest = None
+        self.newest = self.sealed = None
 
     def arrive(self) -> Verdict:
         """Count a safepoint and return its verdict."""

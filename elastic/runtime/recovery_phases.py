@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from elastic.protocol.messages import ShardsPlaced
+
 
 class Phases:
     """Phases of one worker's recovery. Marks, in order: broken, raised, restored, ready, world, synced, stepped."""
@@ -9,6 +11,7 @@ class Phases:
     def __init__(self) -> None:
         self.copied_bytes = 0
         self.from_checkpoint = False  # see `elastic.protocol.messages.Resumed`
+        self.shards: ShardsPlaced | None = None  # the same
         self._marks: dict[str, float] = {}
         self._ms: dict[str, float] = {}
         self._resumed_generation = 0
@@ -36,10 +39,12 @@ class Phases:
         """Add the time of creating a group to the report."""
         self._ms["formed"] = self._ms.get("formed", 0.0) + seconds * 1e3
 
-    def stepped(self, generation: int, now: float) -> tuple[dict[str, float], int, bool] | None:
+    def stepped(
+        self, generation: int, now: float
+    ) -> tuple[dict[str, float], int, bool, ShardsPlaced | None] | None:
         """Record a completed collective. Return the report after the first one of user code in a generation, else None.
 
-        The report consists of milliseconds by phase, copied bytes, and whether it began with a checkpoint.
+        The report consists of milliseconds by phase, copied bytes, whether it began with a checkpoint, and shards.
         """
         if self._resumed_generation == generation:
             return None
@@ -51,8 +56,8 @@ class Phases:
         self._ms["synced"] = self._between("world", "synced")
         self._ms["first collective"] = self._between("synced", "stepped")
         self.spans = self._intervals()
-        report = self._ms, self.copied_bytes, self.from_checkpoint
-        self._ms, self.copied_bytes, self.from_checkpoint = {}, 0, False
+        report = self._ms, self.copied_bytes, self.from_checkpoint, self.shards
+        self._ms, self.copied_bytes, self.from_checkpoint, self.shards = {}, 0, False, None
         return report
 
     def _intervals(self) -> list[tuple[str, float, float]]:

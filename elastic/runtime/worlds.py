@@ -30,8 +30,12 @@ class DriverWorlds:
                 return
         self._wait("")
 
-    def next(self, layout: str, text: str) -> messages.World:
+    def next(
+        self, layout: str, text: str, shards: messages.ShardsHeld | None = None
+    ) -> messages.World:
         """Report ready with the state's layout, under ``elastic.run``, and wait for a world.
+
+        ``shards``: what this worker holds of a sharded state.
 
         Raises:
             PeerLost: the world broke. Other errors of `Session.raise_over` likewise.
@@ -39,7 +43,7 @@ class DriverWorlds:
         if self._layout is None or layout != self._layout.digest:
             self._layout = messages.Layout(layout, text)
             self._session.send(self._layout)
-        return self._wait(layout)
+        return self._wait(layout, shards)
 
     def restate(self) -> None:
         """Send the layout and step input again, for another driver or connection. Called in the link thread."""
@@ -53,7 +57,7 @@ class DriverWorlds:
             self._step_input = messages.StepInput(kind)
             self._session.send(self._step_input)
 
-    def _wait(self, layout: str) -> messages.World:
+    def _wait(self, layout: str, shards: messages.ShardsHeld | None = None) -> messages.World:
         """Report ready, wait for a world and take the place in it. Raises the error that ends the wait otherwise."""
         session = self._session
         session.groups.make_room()
@@ -61,7 +65,7 @@ class DriverWorlds:
 
         def ready(recovery: Recovery) -> list[Action]:
             session.phases.mark("ready", time.monotonic())
-            return recovery.wait_for_world(store, layout)
+            return recovery.wait_for_world(store, layout, shards)
 
         session.update(ready)
         failpoint("rendezvous")

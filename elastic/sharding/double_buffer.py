@@ -45,11 +45,18 @@ class BufferRecord:
 
 @dataclass
 class DoubleBuffer:
-    """The two banks of one rank. ``base``: the bank that must not be written; None until a commit is sealed."""
+    """The two banks of one rank.
+
+    Attributes:
+        base: the bank that must not be written; None until a commit is sealed.
+        newest_sealed: the newest commit known to be sealed, which a later world need not have adopted. None for the
+            initial state (generation 0), which each rank commits alone.
+    """
 
     banks: list[BufferRecord | None] = field(default_factory=lambda: [None, None])
     base: int | None = None
     writing: int | None = None
+    newest_sealed: CommitId | None = None
 
     def begin(self, record: BufferRecord) -> int:
         """Begin a commit. Return the bank to write it to."""
@@ -71,8 +78,10 @@ class DoubleBuffer:
 
     def sealed(self) -> None:
         """Record that all ranks have copied and mirrored the commit, which frees the other bank."""
-        assert self.written().state is BufferState.MIRRORED, "sealed before it is mirrored"
+        record = self.written()
+        assert record.state is BufferState.MIRRORED, "sealed before it is mirrored"
         self.base, self.writing = self.writing, None
+        self.newest_sealed = record.commit if record.commit.generation else None
 
     def inventory(self) -> Inventory:
         """Return the shards that this rank can send to other ranks."""
@@ -89,6 +98,7 @@ class DoubleBuffer:
     def forget(self) -> None:
         """Discard the contents of both banks."""
         self.banks, self.base, self.writing = [None, None], None, None
+        self.newest_sealed = None
 
     def written(self) -> BufferRecord:
         """Return the record of the commit in progress."""

@@ -180,6 +180,9 @@ def move_bytes(move: ReshardingMove, layout: ShardLayout) -> int:
     return len(move.rows) * layout.tensors[move.tensor].row_bytes
 
 
-def travelling(moves: Sequence[ReshardingMove], layout: ShardLayout) -> int:
-    """Return the number of bytes sent between ranks."""
-    return sum(move_bytes(move, layout) for move in moves if move.source != move.target)
+def travelling(
+    moves: Sequence[ReshardingMove], layout: ShardLayout, target: int | None = None
+) -> int:
+    """Return the number of bytes sent between ranks. ``target``: count only those sent to this rank."""
+    sent = (move for move in moves if move.source != move.target)
+    return sum(move_bytes(move, layout) for move in sent if target in (None, move.target))

@@ -15,7 +15,7 @@ from elastic.collectives.interface import Collectives
 from elastic.errors import Invalid, NotPicklable
 from elastic.exact.shards import Shards
 from elastic.failpoints import failpoint
-from elastic.protocol.messages import COPY
+from elastic.protocol.messages import COPY, ShardsHeld
 from elastic.runtime import lifecycle
 from elastic.state import shard_checks, state_transfer, unsupported_sharding
 from elastic.state.fully_sharded import fsdp2
@@ -354,6 +354,9 @@ class HandledState(_OfThisProcess, ObjectState):
 
     def is_sharded(self) -> bool:
         return self._sharded is not None
+
+    def held_shards(self) -> ShardsHeld | None:
+        return None if self._sharded is None else self._sharded.held()
 
     def capture_shards(self) -> None:
         sharded = self._sharded

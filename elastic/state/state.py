@@ -21,6 +21,7 @@ from elastic.errors import Invalid
 from elastic.failpoints import failpoint
 from elastic.monitoring import step_count, timeline
 from elastic.negotiation import submission
+from elastic.protocol.messages import ShardsHeld
 from elastic.runtime import lifecycle
 from elastic.state import state_transfer
 from elastic.state.handlers.python_values import copied
@@ -148,6 +149,10 @@ class State:
     def is_sharded(self) -> bool:
         """Return whether each rank holds a part of the state, so that all commit and restore together."""
         return False
+
+    def held_shards(self) -> ShardsHeld | None:
+        """What this worker holds of a sharded state, for the driver; None if the state is not sharded."""
+        return None
 
     def capture_shards(self) -> None:
         """Start training with a sharded state as it is, in the world of ``init()``."""

@@ -28,6 +28,9 @@ from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import take_snapshot
 from elastic.driver.reasons import Reason
 
+# Of tests/integration/jobs/test_sharded.py, four workers of one host: 0 is killed in generation 2, and 2 later while
+# it mirrors a commit.
+SHARDED = Path(__file__).parents[1] / "unit" / "chaos" / "invariants" / "sharded.jsonl.xz"
 KEPT = Path(__file__).parents[1] / "unit" / "driver" / "journal" / "kept"
 
 

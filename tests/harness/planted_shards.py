@@ -24,6 +24,12 @@ class WritesOverTheBase(DoubleBuffer):
         return 0 if self.base is None else self.base
 
 
+class SealsBeforeItsMirror(DoubleBuffer):
+    def copied(self) -> None:
+        super().copied()
+        self.newest_sealed = self.written().commit
+
+
 class SealsWhatIsNotMirrored(DoubleBuffer):
     def sealed(self) -> None:
         record = self.banks[self.writing or 0]

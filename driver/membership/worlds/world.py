@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from elastic.driver.events import Member, ReportRecovery, WorkerDigested, WorkerResumed
+from elastic.driver.events import (
+    Member,
+    ReportRecovery,
+    ShardsDivided,
+    WorkerDigested,
+    WorkerResumed,
+)
 from elastic.driver.membership.roster import Roster, WorkerStage
 from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.reasons import Reason, ReasonKind, because
-from elastic.protocol.messages import Commit, Place, Worker
+from elastic.protocol.messages import Commit, Place, Worker, total_rows
 
 DIGESTS = 64  # number of commits whose digests are kept
 
@@ -60,6 +67,7 @@ class World:
             phases_ms=phases,
             copied_bytes=sum(report.copied_bytes for report in reports),
             from_checkpoint=any(report.from_checkpoint for report in reports),
+            shards=_divided([*reports]),
         )
 
     def digested(self, event: WorkerDigested, roster: Roster) -> tuple[Worker, Worker] | None:
@@ -79,3 +87,24 @@ class World:
         # The copy of the lower rank is the one that was sent to others.
         right, wrong = sorted((first[0], event.worker), key=lambda w: self.places[w].rank)
         return wrong, right
+
+
+def _divided(reports: Sequence[WorkerResumed]) -> ShardsDivided | None:
+    """Return the division of a sharded state, as all members have reported it."""
+    parts = [(report.worker.host, report.shards) for report in reports if report.shards is not None]
+    if len(parts) < len(reports):
+        return None
+    hosts: dict[int, set[str]] = {}
+    for host, part in parts:
+        for shard in (part.shard, *part.keeps):
+            hosts.setdefault(shard, set()).add(host)
+    first = parts[0][1]
+    return ShardsDivided(
+        first.shards,
+        min(map(len, hosts.values())) - 1,
+        first.restored,
+        total_rows(part.rows for _, part in parts),
+        sum(part.received for _, part in parts),
+        first.lost,
+        total_rows(part.lost_rows for _, part in parts),
+    )

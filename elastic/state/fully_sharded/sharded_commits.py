@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from elastic.collectives import agreement
@@ -24,9 +25,10 @@ from elastic.collectives.interface import Collectives
 from elastic.collectives.shared_memory.peer_memory import PeerMemoryUnavailable
 from elastic.errors import CollectiveFailed, ShardLost, StateMismatch
 from elastic.failpoints import failpoint
-from elastic.protocol.messages import SHARDS_COMMIT
+from elastic.protocol.messages import SHARDS_COMMIT, RowBytes, ShardsHeld, ShardsPlaced
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
+from elastic.sharding import shard_reports
 from elastic.sharding.device_mesh import columns, mesh_shape, sender
 from elastic.sharding.division import Division
 from elastic.sharding.double_buffer import BufferRecord, DoubleBuffer
@@ -37,7 +39,6 @@ from elastic.sharding.resharding import (
     order_of_shards,
     plan_moves,
     rounds,
-    travelling,
 )
 from elastic.sharding.rows import Rows, ShardLayout, owners
 from elastic.sharding.shard_inventory import (
@@ -73,6 +74,7 @@ class ShardedWorld:
         hosts: the host of each rank.
         placement: by shard, the ranks that keep a copy.
         arenas: mapped arenas of other ranks on this host, by rank.
+        lasting: whether the memory of this rank outlives it.
     """
 
     generation: int
@@ -82,6 +84,7 @@ class ShardedWorld:
     hosts: tuple[str, ...]
     placement: Placement
     arenas: Mapping[int, PeerArena]  # by rank
+    lasting: bool = False
 
     @property
     def shard(self) -> int:
@@ -91,6 +94,11 @@ class ShardedWorld:
     def senders(self) -> list[int]:
         """The rank that sends each shard to the ranks that keep a copy."""
         return [sender(column, n) for n, column in enumerate(columns(self.order, self.shards))]
+
+    def placed(self) -> ShardsPlaced:
+        """Return the report of this rank's part, without the source of its rows."""
+        keeps = tuple(copied_to(self.placement, self.rank))
+        return ShardsPlaced(self.shards, self.shard, keeps, self.lasting)
 
     def where(self) -> tuple[tuple[str, ...], ...]:
         """Return the hosts that hold each shard, its owners' first."""
@@ -198,7 +206,7 @@ class ShardedCommits:
         self.given = given
         self.least = least  # as in `Choice`
         self.spent = CommitCost()
-        self.moved = 0  # bytes sent at the last change of the world
+        self.placed: ShardsPlaced | None = None  # at the last change of the world
         self._parts = parts
         self._cycle = DoubleBuffer()
         spares: list[torch.Tensor] = []
@@ -293,6 +301,7 @@ class ShardedCommits:
                 self._cycle.mirrored()
                 failpoint("shard-seal")
                 rt.group("state", CPU).barrier().wait()
+            rt.commits.sealed(shard_reports.as_commit(self._cycle.written().commit))
         else:
             self._cycle.mirrored()
         self._cycle.sealed()
@@ -433,6 +442,10 @@ class ShardedCommits:
         for part in self._parts():
             part.abandon_pass()
 
+    def held(self) -> ShardsHeld:
+        """Return what this rank can contribute to the next world, for the driver."""
+        return shard_reports.as_held(self._inventory(), self.copies, self._cycle.newest_sealed)
+
     def meet(self, rt: WorkerRuntime) -> WorldInventory:
         """Exchange what all ranks of this world hold. Collective.
 
@@ -493,7 +506,7 @@ class ShardedCommits:
     def follow(self, rt: WorkerRuntime, choice: Choice) -> int:
         """Receive the rows of this rank's new shard from the ranks that hold them.
 
-        Collective. Return the bytes sent.
+        Collective. Return the bytes received from other ranks.
         """
         rank, size = rt.place.rank, rt.place.size
         specs = self._agree(rt, choice)
@@ -508,7 +521,14 @@ class ShardedCommits:
             )
         placement = place_copies(order, choice.hosts, self.copies, choice.lasting, shards)
         self._world = world = ShardedWorld(
-            rt.generation, rank, tuple(order), shards, choice.hosts, placement, choice.arenas
+            rt.generation,
+            rank,
+            tuple(order),
+            shards,
+            choice.hosts,
+            placement,
+            choice.arenas,
+            choice.lasting[rank],
         )
         self._number, self._mine = 0, None
         ascending = tuple(range(size))
@@ -526,8 +546,12 @@ class ShardedCommits:
         failpoint("shard-moved")
         self._place(specs, found)
         failpoint("shard-placed")
-        self.moved = travelling(moves, layout)
-        return self.moved
+        whole, held = choice.whole, self._cycle.inventory()
+        memory = {each.shard for each in held if each.commit == whole.commit}
+        self.placed = shard_reports.as_placed(
+            world.placed(), whole, moves, layout, rank, choice.hosts, memory
+        )
+        return self.placed.received
 
     def hold(self, held: HeldCommit) -> None:
         """Add this rank's rows of the newest commit to ``held_commit``. They stay unchanged until ``held_commit``
@@ -583,11 +607,22 @@ class ShardedCommits:
         if met is not None:
             placement = place_copies([*order], met.hosts, self.copies, met.lasting, shards)
             self._world = ShardedWorld(
-                rt.generation, rank, order, shards, met.hosts, placement, met.arenas
+                rt.generation,
+                rank,
+                order,
+                shards,
+                met.hosts,
+                placement,
+                met.arenas,
+                met.lasting[rank],
             )
             self._number, self._mine = 0, None
         layout = as_layout(specs, shards)
         division = Division(order, rank, shards, self.least is not None)
+        if self._world is not None:
+            rows = ((len(layout.rows(each, division.shard)), each) for each in layout.tensors)
+            read = RowBytes(checkpoint=sum(count * each.row_bytes for count, each in rows))
+            self.placed = msgspec.structs.replace(self._world.placed(), rows=read)
         found = self._targets(specs, layout, division)
         return {
             each.name: (layout.rows(each, division.shard), found[each.name])
