@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic.driver.events import PublishWorld, ReportRecovery
+from elastic.driver.monitoring.shard_status import recovery_facts, source_sentence
 from elastic.driver.reasons import ReasonKind, because, counted
 
 _VERBS = {"recovery": "recovered", "change": "changed", "start": "started"}
@@ -42,7 +43,8 @@ def recovery_line(report: ReportRecovery, *, held: bool | None = None) -> str:
     lost = "no committed step lost" if held else "no worker held a commit"
     if report.from_checkpoint:
         lost = "back to the newest checkpoint"
-    return f"{text}; {lost}"
+    source = source_sentence(recovery_facts(report.shards))
+    return "; ".join(filter(None, (text, lost, source)))
 
 
 def phases_line(report: ReportRecovery) -> str:

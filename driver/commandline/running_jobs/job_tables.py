@@ -29,9 +29,12 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
     if job["ended"] is not None:
         lines.append(f"  ended with exit code {job['ended'][0]}: {job['ended'][1]}")
     lines.append(f"  {'; '.join(_progress(state))}")
+    if values.get("shards"):  # a driver of an earlier version does not report it
+        lines.append(f"  {values['shards']['text']}")
     last = [each for each in state["add"]["recoveries"] if each["kind"] == "recovery"][-1:]
     lines += [
         f"  last recovery {span(now - each['at'])} ago, in {each['total_ms']:.0f} ms: {each['why']}"
+        + (f"; {each['shards']}" if each.get("shards") else "")
         for each in last
     ]
     for each in state["add"]["stalls"][-1:]:

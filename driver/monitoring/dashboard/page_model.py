@@ -28,6 +28,12 @@ from elastic.driver import events
 from elastic.driver.monitoring.commit_rate import CommitRate
 from elastic.driver.monitoring.dashboard.page_state import PageState, Patch
 from elastic.driver.monitoring.dashboard.worker_grid import WorkerGrid, slot_of
+from elastic.driver.monitoring.shard_status import (
+    ShardStatus,
+    as_sentence,
+    recovery_facts,
+    source_sentence,
+)
 from elastic.driver.monitoring.step_rate import StepRate
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import brief
@@ -64,6 +70,7 @@ class PageModel:
                 },
                 "commit": None,
                 "durable": None,
+                "shards": None,
                 "rate": None,
                 "steps": None,
                 "samples": None,
@@ -79,6 +86,7 @@ class PageModel:
         self._looked_at = -math.inf  # time of the last walk over all workers
         self._rate = CommitRate(self.spent.stalls)
         self._step_rate = StepRate(self.spent.stalls)
+        self._shards = ShardStatus()
         self._rank0: Worker | None = None
         self._stalls_told = 0
         self._expects_stack: dict[Worker, float] = {}
@@ -96,6 +104,9 @@ class PageModel:
         if self.spent.stalls.count != self._stalls_told:
             self._looked_at = -math.inf  # a stall ended: show it immediately
         self._happened(event)
+        facts = self._shards.facts if self._shards.note(event, actions) else None
+        if facts is not None:
+            self.state.set("shards", {**facts, "text": as_sentence(facts)})
         if any(isinstance(action, events.AnswerRequest) and action.done for action in actions):
             self._requested(event)
         decided: dict[tuple[str, str], list[str]] = {}  # workers by action and reason
@@ -322,6 +333,7 @@ class PageModel:
                     "total_ms": action.total_ms,
                     "phases_ms": action.phases_ms,
                     "why": str(action.reason)[:LINE],
+                    "shards": source_sentence(recovery_facts(action.shards)),
                 }
                 self.state.add("recoveries", recovery)
             case events.EndJob(code, reason):

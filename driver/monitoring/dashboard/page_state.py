@@ -14,6 +14,8 @@ The whole state is the patch that creates it from nothing (`full`). The sections
           commit      generation, number, at, total: the newest known commit, and the number of commits; step: that
                       of the state at the commit, if it has one
           durable     the same for the newest complete checkpoint; total counts checkpoints
+          shards      null, or the division of a sharded state: workers, shards, copy_hosts, sealed (commit), step,
+                      and text: all of these as a sentence
           steps       optimizer steps per second now, decaying like rate; null: unknown, or none was observed
           samples     samples per second of all workers; null: no loader reports its batch size
           rate        commits per second now, decaying to 0 while none are possible; null: unknown
@@ -36,7 +38,8 @@ The whole state is the patch that creates it from nothing (`full`). The sections
           speed       [at, commits per second]
           metrics     [at, name, value]: of `reported`, once a second
           stalls      past ones: as stall, with end: resumed, killed, lost, broken, job ended
-          recoveries  {at, kind, generation, size, total_ms, phases_ms, why}
+          recoveries  {at, kind, generation, size, total_ms, phases_ms, why, shards}; shards: where lost shards of a
+                      sharded state came from, or ""
           decisions   [at, action, target, reason]
           log         [at, level, source, line]: an empty source is the driver
 """

@@ -17,6 +17,7 @@ import msgspec
 from elastic.driver.events import DrainRequested, Event, RemoveRequested, ScaleRequested
 from elastic.driver.monitoring.explain.causes import FOLLOWS, Cause, Death
 from elastic.driver.monitoring.explain.job_history import Incident, JobHistory, StoreOutage
+from elastic.driver.monitoring.shard_status import recovery_facts
 from elastic.driver.monitoring.stalls import Stall, StallEnd, blamed
 from elastic.driver.monitoring.time_spent import PARTS, STRETCHES
 from elastic.driver.reasons import Reason, ReasonKind
@@ -58,6 +59,7 @@ class FindingKind(enum.Enum):
     TRAINING_BEGAN = "training began"
     NEVER_TRAINED = "never trained"
     INCIDENT = "incident"
+    SHARDED = "sharded"
     STALL = "stall"
     MORE_STALLS = "more stalls"
     MORE_INCIDENTS = "more incidents"
@@ -347,6 +349,8 @@ def _course(story: JobHistory) -> Iterator[JobFinding]:
     if story.trained_at is None:
         yield JobFinding(FindingKind.NEVER_TRAINED, {"started": story.started})
     yield from (finding for _, finding in sorted(_in_time(story), key=lambda each: each[0]))
+    if (sharded := story.shards.facts) is not None:
+        yield JobFinding(FindingKind.SHARDED, {**sharded, "ended": story.end is not None})
     if story.planned.count:
         yield JobFinding(FindingKind.PLANNED, {**vars(story.planned)})
     if story.drivers > 1:
@@ -427,6 +431,7 @@ def _incident(incident: Incident, story: JobHistory) -> JobFinding:
         "recovered_ms": incident.recovered_ms,
         "phases_ms": incident.phases_ms,
         "copied_bytes": incident.copied_bytes,
+        "shards": recovery_facts(incident.shards),
         "commit": str(incident.commit) if incident.commit else None,
         "newest": str(incident.newest) if incident.newest else None,
         "from_checkpoint": incident.from_checkpoint,

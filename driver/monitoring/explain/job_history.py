@@ -23,6 +23,7 @@ from elastic.driver.monitoring.explain.causes import (
     of_raised,
 )
 from elastic.driver.monitoring.explain.reported_series import Series
+from elastic.driver.monitoring.shard_status import ShardStatus
 from elastic.driver.monitoring.step_rate import StepRate
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import Reason, ReasonKind
@@ -53,6 +54,7 @@ class Incident:
     recovered_ms: float | None = None  # from the cause to the first collective of all members
     phases_ms: dict[str, float] = field(default_factory=dict)
     copied_bytes: int = 0
+    shards: events.ShardsDivided | None = None  # of a sharded state, when it had resumed
     ended: bool = False  # the incident ended the job
 
     @property
@@ -90,6 +92,7 @@ class JobHistory:
     def __init__(self) -> None:
         self.spent = TimeSpent()
         self.step_rate = StepRate(self.spent.stalls)
+        self.shards = ShardStatus()
         self.began: float | None = None
         self.last = 0.0
         self.incidents: list[Incident] = []
@@ -135,6 +138,7 @@ class JobHistory:
             self.began = now
         self.last = now
         self.spent.note(event, actions, now)
+        self.shards.note(event, actions)
         fenced = {each.worker for each in actions if isinstance(each, events.KillWorker)}
         self._happened(event, now, fenced)
         for action in actions:
@@ -295,7 +299,7 @@ class JobHistory:
             case events.ReportRecovery(total_ms=total_ms):
                 if self._open is not None:
                     self._open.recovered_ms, self._open.phases_ms = total_ms, action.phases_ms
-                    self._open.copied_bytes = action.copied_bytes
+                    self._open.copied_bytes, self._open.shards = action.copied_bytes, action.shards
                     if action.from_checkpoint and not self._open.from_checkpoint:
                         self._open.from_checkpoint, self._open.commit = True, self.durable
                     self._open = None

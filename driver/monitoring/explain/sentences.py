@@ -8,6 +8,8 @@ from typing import Any
 
 from elastic.driver.monitoring.explain.causes import Cause
 from elastic.driver.monitoring.explain.findings import Advice, FindingKind, JobFinding
+from elastic.driver.monitoring.shard_status import as_sentence as sharded_sentence
+from elastic.driver.monitoring.shard_status import source_sentence
 from elastic.driver.monitoring.stalls import ENDS, StallEnd, as_sentence
 from elastic.driver.monitoring.time_spent import LEAST_S, WORDS
 from elastic.driver.reasons import ReasonKind, commit_id, counted
@@ -29,6 +31,7 @@ _SECTIONS = {
     FindingKind.TRAINING_BEGAN: "course",
     FindingKind.NEVER_TRAINED: "course",
     FindingKind.INCIDENT: "course",
+    FindingKind.SHARDED: "course",
     FindingKind.STALL: "course",
     FindingKind.MORE_STALLS: "course",
     FindingKind.MORE_INCIDENTS: "course",
@@ -350,7 +353,9 @@ def _after(facts: Facts) -> str:
     subject = counted(size, "worker") if size else "The others"
     copied = facts["copied_bytes"] / 1e6
     much = f", {copied:.1f} MB copied to new workers" if copied >= 0.1 else ""
-    return f"{subject} resumed training {milliseconds(facts['recovered_ms'])} later{held}{much}."
+    source = source_sentence(facts["shards"])
+    shards = f" {_capital(source)}." if source else ""
+    return f"{subject} resumed training {milliseconds(facts['recovered_ms'])} later{held}{much}.{shards}"
 
 
 def _checkpoint(facts: Facts) -> str:
@@ -619,6 +624,9 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
         f"Training never began; {counted(f['started'], 'worker')} started."
     ),
     FindingKind.INCIDENT: _incident,
+    FindingKind.SHARDED: lambda f: (
+        f"The state {'was' if f['ended'] else 'is'} {sharded_sentence(f)}."
+    ),
     FindingKind.STALL: lambda f: (
         f"{_at(f)} Training stalled for {f['seconds']:.1f} s: {as_sentence(f)}; {ENDS[StallEnd(f['end'])]}."
     ),
