@@ -48,6 +48,8 @@ RESET, EVALUATION, SHUTDOWN = "reset callback", "evaluation", "shutdown"
 WRITING, SHARES, MANIFEST = "share being written", "all shares written", "manifest written"
 RESUME, CHANGE = "resume", "planned change"
 STANDBY, PREPARED = "standby called", "prepared process"
+SHARD_COPY, SHARD_MIRROR, SHARD_SEAL = "shard copy", "shard mirror", "shard seal"
+SHARD_TRAVEL, SHARD_PLACING = "shard travel", "shard placing"
 PHASES = {  # failpoint of each phase
     BEFORE_INIT: "before-init",
     RENDEZVOUS: "rendezvous",
@@ -67,6 +69,11 @@ PHASES = {  # failpoint of each phase
     CHANGE: "hold",
     STANDBY: "state-copy",
     PREPARED: "before-init",
+    SHARD_COPY: "shard-copy",
+    SHARD_MIRROR: "shard-mirror",
+    SHARD_SEAL: "shard-seal",
+    SHARD_TRAVEL: "shard-moved",
+    SHARD_PLACING: "shard-placed",
 }
 MEANINGS = {
     BEFORE_INIT: "the script has started, but has not called init() yet",
@@ -93,8 +100,15 @@ MEANINGS = {
         "a standby replaces rank 3, and has received the header of the state, but not its tensors"
     ),
     PREPARED: "a prepared process has become a worker, in which the script has started",
+    SHARD_COPY: "sharded state (FSDP2): a commit has begun, and this rank's shard is not copied yet",
+    SHARD_MIRROR: "... the shard is copied, and not mirrored on other ranks",
+    SHARD_SEAL: "... the shard is mirrored, and it is not known yet that all are",
+    SHARD_TRAVEL: "... rank 1 was killed (or a worker joins), and the rows of the new shards have arrived",
+    SHARD_PLACING: "... the same, and the rows are in the parameters and the optimizer",
 }
 IN_BACKGROUND = (WRITING, SHARES, MANIFEST)  # not in the thread that trains
+COMMITS_SHARDS = (SHARD_COPY, SHARD_MIRROR, SHARD_SEAL)
+MOVES_SHARDS = (SHARD_TRAVEL, SHARD_PLACING)
 
 
 @dataclass(frozen=True, order=True)
@@ -143,6 +157,10 @@ def _impossible_phase(victim: str, fault: str, phase: str) -> str:
         return "the world ends at this safepoint: its connections are not used again"
     if phase in (STANDBY, PREPARED) and victim != JOINER:
         return "only a joiner has this phase"
+    if phase in (*COMMITS_SHARDS, *MOVES_SHARDS) and victim == LAST:
+        return "shards are alike on all ranks but 0, which sends replicated values: see middle"
+    if phase in MOVES_SHARDS and victim == ALL_BUT_ONE:
+        return "rank 1 is lost before: see two at once"
     if phase == PREPARED and fault in (SHUT, DROP):
         return "before init() a worker has no connection"
     return ""

@@ -35,6 +35,7 @@ EXAMPLES = """\
 examples:
   python -m elastic.chaos matrix --pairwise
   python -m elastic.chaos matrix --only victim=driver,fault=SIGKILL
+  python -m elastic.chaos matrix --sharded --jobs 2
 """
 
 
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run only these cells: victim=driver,phase=bucket",
     )
     add("--skip", metavar="WHAT", action="append", default=[], help="leave these cells out")
+    add("--sharded", action="store_true", help="run only the phases of a sharded state")
     add("--again", action="store_true", help="also run cells that passed before")
     add("--list", action="store_true", help="print the cells and exit")
     add(
@@ -102,6 +104,8 @@ def choose(options: argparse.Namespace) -> list[Cell]:
     cells = list(faults.all_cells())
     if options.pairwise:
         cells = expectations.pairwise(cell for cell in cells if not faults.impossible(cell))
+    if options.sharded:
+        cells = [c for c in cells if expectations.kind_of(c) is expectations.JobKind.SHARDED]
     for text in options.only:
         wanted = conditions(text)
         cells = [cell for cell in cells if _is(cell, wanted)]

@@ -29,6 +29,7 @@ IN_A_STEP = (
     faults.BEFORE_COMMIT,
     faults.SNAPSHOT,
     faults.EVALUATION,
+    *faults.COMMITS_SHARDS,
 )
 
 
@@ -214,6 +215,8 @@ def fault_rules(
         rules.append(f"forward term worker={leaver} id={name}-before")
     elif needs_joiner(cell):
         rules.append(f"forward kill worker={members[-1]} id={name}-before")
+    elif cell.phase in faults.MOVES_SHARDS:
+        rules.append(f"forward kill worker={members[1]} id={name}-before")
     elif is_disturbed(cell):
         rules.append(f"forward shut worker={members[1]} id={name}-before")
     return FaultRules(rules, count)
@@ -249,7 +252,7 @@ def needs_joiner(cell: Cell) -> bool:
 
 def is_disturbed(cell: Cell) -> bool:
     """Return whether something else must happen first, because no worker is in this phase otherwise."""
-    alone = (faults.RENDEZVOUS, faults.RESET, faults.RESUME, faults.CHANGE)
+    alone = (faults.RENDEZVOUS, faults.RESET, faults.RESUME, faults.CHANGE, *faults.MOVES_SHARDS)
     return needs_joiner(cell) or cell.phase in alone
 
 
@@ -294,12 +297,15 @@ class JobKind(enum.Enum):
     DURABLE = "with checkpoints"
     STANDBYS = "with a standby"
     PREPARED = "with a prepared process"
+    SHARDED = "with a sharded state"
 
 
 def kind_of(cell: Cell) -> JobKind:
     """Return the kind of job that can run this cell."""
     if cell.phase in (*faults.IN_BACKGROUND, faults.RESUME):
         return JobKind.DURABLE
+    if cell.phase in (*faults.COMMITS_SHARDS, *faults.MOVES_SHARDS):
+        return JobKind.SHARDED
     others = {faults.STANDBY: JobKind.STANDBYS, faults.PREPARED: JobKind.PREPARED}
     return others.get(cell.phase, JobKind.PLAIN)
 

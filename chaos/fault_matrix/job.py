@@ -32,6 +32,7 @@ SLOTS = 64  # enough for workers that must not return to their slot
 SMALL_DISK_BYTES = 16 << 20
 IMPORTED_BYTES = 100 << 20  # of a process that has imported torch
 TRAINING = "elastic.chaos.fault_matrix.training"
+SHARDED_TRAINING = "elastic.chaos.fault_matrix.sharded_training"
 FLAGS = (
     *("-np", str(WORKERS), "--min-np", "1", "--max-np", str(WORKERS), "-H", f"localhost:{SLOTS}"),
     *("--lease", "0.5", "--idle-timeout", "2", "--busy-warning", "2", "--busy-timeout", "6"),
@@ -43,6 +44,7 @@ MORE_FLAGS = {
     JobKind.DURABLE: ("--checkpoint-dir", "checkpoints", "--checkpoint-every", "10commits"),
     JobKind.STANDBYS: ("--standbys", "1"),
     JobKind.PREPARED: ("--preload", "torch"),
+    JobKind.SHARDED: ("--preload", "torch,torch.distributed.fsdp"),
 }
 
 
@@ -102,13 +104,14 @@ class MatrixJob:
         }
         if not self._shared_memory:
             settings["ELASTIC_NATIVE"] = "0"
+        script = SHARDED_TRAINING if self._kind is JobKind.SHARDED else TRAINING
         with (self.folder / "output.txt").open("wb") as output:
             self._driver = started(
                 [
                     str(Path(sys.executable).with_name("elasticrun")),
                     *FLAGS,
                     *MORE_FLAGS[self._kind],
-                    *("--journal", str(self.journal), sys.executable, "-m", TRAINING),
+                    *("--journal", str(self.journal), sys.executable, "-m", script),
                     str(self.over),
                 ],
                 self.folder,
@@ -245,7 +248,9 @@ class MatrixJob:
             if self._disk is None:
                 checked = check_journal(self.journal, ended=not killed)
                 trained = checked.samples_counted and checked.commits_compared
-                what = "the journal has no samples or no digests, so nothing was checked"
+                if self._kind is JobKind.SHARDED:  # whose script counts its samples itself
+                    trained = checked.shards_restored and checked.commits_compared
+                what = "the journal has no samples, shards or digests, so nothing was checked"
                 self.must(bool(trained) or self.driver.returncode != 0, what)
         except (Unexpected, BrokenInvariant) as trouble:
             return str(trouble)

@@ -22,6 +22,11 @@ that phase. A cell passes if:
 - every sample of an epoch is trained once,
 - no process is left, and the journal satisfies every invariant of `chaos/invariants/invariants.py`.
 
+The phases of shards have another script: a small FSDP2 model with one copy (`copies=1`) on one host. It commits
+checksums of the gathered parameters, which are compared instead of replicas, and counts the samples itself. These cells
+were run by `python -m elastic.chaos matrix --sharded --jobs 2` on 2026-11-28, on a busy virtual machine with 2 cores
+and torch 2.13 (CPU).
+
 A number is the time in milliseconds from the fault until all survivors trained again, including detection; the leases
 of these jobs are short (`--lease 0.5 --idle-timeout 2`).
 """

@@ -15,7 +15,7 @@ from elastic.chaos.fault_matrix.job import MatrixJob, Unexpected
 from elastic.chaos.fault_matrix.journal_facts import COMMITS, named
 from elastic.driver.reasons import Reason
 
-FULL_S = 60.0  # for a job to have all its workers training
+FULL_S = 120.0  # for a job to have all its workers training, on a busy machine
 CELL_S = 60.0  # time for a cell to end as expected
 AHEAD = 10  # steps from now until several workers are hit
 

@@ -44,7 +44,7 @@ def asked(victim: str, fault: str, phase: str) -> list[str]:
 
 def test_every_cell_is_there_once():
     cells = list(faults.all_cells())
-    assert len(cells) == len(set(cells)) == 8 * 12 * 18
+    assert len(cells) == len(set(cells)) == 8 * 12 * 23
 
 
 def test_no_victim_fault_or_phase_is_impossible_everywhere_but_the_agent():
@@ -64,6 +64,8 @@ def test_no_victim_fault_or_phase_is_impossible_everywhere_but_the_agent():
         Cell(faults.LAST, faults.SHUT, faults.RESET),
         Cell(faults.LAST, faults.KILL, faults.MANIFEST),
         Cell(faults.LAST, faults.KILL, faults.STANDBY),
+        Cell(faults.LAST, faults.KILL, faults.SHARD_COPY),
+        Cell(faults.ALL_BUT_ONE, faults.KILL, faults.SHARD_TRAVEL),
     ],
 )
 def test_an_impossible_cell_has_a_reason(cell):
@@ -91,6 +93,10 @@ def test_an_impossible_cell_has_a_reason(cell):
         (faults.RANK_0, faults.GIL, faults.RESUME, ExpectedEnd.GOES_ON),
         (faults.RANK_0, faults.KILL, faults.RESUME, ExpectedEnd.RECOVERS),
         (faults.JOINER, faults.TERM, faults.PREPARED, ExpectedEnd.RECOVERS),
+        (faults.MIDDLE, faults.KILL, faults.SHARD_MIRROR, ExpectedEnd.RECOVERS),
+        (faults.ALL_BUT_ONE, faults.SEGV, faults.SHARD_SEAL, ExpectedEnd.RECOVERS),
+        (faults.TWO, faults.RAISE, faults.SHARD_PLACING, ExpectedEnd.JOB_ENDS),
+        (faults.DRIVER, faults.STOP, faults.SHARD_TRAVEL, ExpectedEnd.GOES_ON),
         (faults.DRIVER, faults.KILL, faults.FORWARD, ExpectedEnd.ALL_GONE),
         (faults.DRIVER, faults.STOP, faults.FORWARD, ExpectedEnd.GOES_ON),
     ],
@@ -153,6 +159,29 @@ def test_a_checkpoint_is_read_by_new_workers_after_all_were_killed():
     ]
 
 
+def test_rows_travel_once_a_worker_was_lost_or_has_joined():
+    assert asked(faults.TWO, faults.KILL, faults.SHARD_TRAVEL) == [
+        "shard-moved kill worker=h:0#1,h:2#1 victims=2 id=x",
+        "forward kill worker=h:1#1 id=x-before",
+    ]
+    assert asked(faults.JOINER, faults.KILL, faults.SHARD_PLACING) == [
+        "shard-placed kill other-than=h:0#1,h:1#1,h:2#1,h:3#1 victims=1 id=x",
+        "forward kill worker=h:3#1 id=x-before",
+    ]
+
+
+def test_several_victims_of_a_sharded_commit_are_hit_in_the_same_one():
+    assert asked(faults.TWO, faults.KILL, faults.SHARD_SEAL) == [
+        "shard-seal kill worker=h:0#1,h:2#1 step=9 victims=2 id=x"
+    ]
+
+
+@pytest.mark.parametrize("phase", [*faults.COMMITS_SHARDS, *faults.MOVES_SHARDS])
+def test_phases_of_shards_are_in_jobs_with_a_sharded_state(phase):
+    cell = Cell(faults.MIDDLE, faults.KILL, phase)
+    assert expectations.kind_of(cell) is expectations.JobKind.SHARDED
+
+
 def test_a_worker_leaves_while_all_hold():
     assert asked(faults.RANK_0, faults.KILL, faults.CHANGE) == [
         "hold kill worker=h:0#1 victims=1 id=x",
@@ -177,7 +206,7 @@ def test_victims_of_an_outside_fault_wait_for_it():
 
 
 @pytest.mark.parametrize(
-    ("together", "at_most"), [(1, 30), pytest.param(2, 250, marks=pytest.mark.slow)]
+    ("together", "at_most"), [(1, 35), pytest.param(2, 330, marks=pytest.mark.slow)]
 )
 def test_all_values_that_can_be_together_are_in_a_few_cells(together, at_most):
     def values(cells) -> set[tuple[str, ...]]:
@@ -224,6 +253,8 @@ def test_cells_are_chosen_by_axis():
         Cell("last", "SIGSTOP, SIGCONT", "bucket")
     ]
     assert len(chosen_by("--only", "victim=last,phase=bucket", "--skip", "fault=GIL held")) == 11
+    sharded = chosen_by("--sharded", "--only", "victim=middle,fault=SIGKILL")
+    assert {cell.phase for cell in sharded} == {*faults.COMMITS_SHARDS, *faults.MOVES_SHARDS}
 
 
 @pytest.mark.parametrize("text", ["last", "who=last", "victim=nobody"])
