@@ -204,6 +204,7 @@ class ShardedWorker(SimulatedWorker):
                 self._receive(transfer)
 
     def held_shards(self) -> ShardsHeld:
+        self._stop_mirroring()
         held, sealed = self._cycle.inventory(), self._cycle.newest_sealed
         return shard_reports.as_held(held, self._job.copies, sealed)
 

@@ -444,6 +444,7 @@ class ShardedCommits:
 
     def held(self) -> ShardsHeld:
         """Return what this rank can contribute to the next world, for the driver."""
+        self._stop_mirroring()
         return shard_reports.as_held(self._inventory(), self.copies, self._cycle.newest_sealed)
 
     def meet(self, rt: WorkerRuntime) -> WorldInventory:
