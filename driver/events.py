@@ -30,9 +30,13 @@ class Event(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostsChanged(Event):
-    """A new list of hosts from discovery: the slots of each host, in order of preference."""
+    """A new list of hosts from discovery: the slots of each host, in order of preference.
+
+    ``fixed``: discovery cannot list more hosts or slots later; an operator still can add slots to this machine.
+    """
 
     hosts: dict[str, int]
+    fixed: bool = False
 
 
 class WorkerConnected(Event):

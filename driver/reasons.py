@@ -124,6 +124,7 @@ class ReasonKind(enum.Enum):
     ALL_LOST = "all lost"
     NO_COMMIT = "no commit"
     SLOTS_SPENT = "slots spent"
+    TOO_FEW_SLOTS = "too few slots"
     TOO_FEW = "too few"
     OTHERS_EXITED = "others exited"
     # ... or continuing is not worthwhile ...
@@ -343,6 +344,14 @@ def _only_slots(slots: int) -> str:
     )
 
 
+def _too_few_slots(facts: Mapping[str, Any]) -> str:
+    """``usable``: slots that have a worker or may get one. ``given_up``: the first slots that may not, as text."""
+    more = f" and {facts['more']} more" if facts["more"] else ""
+    begin = "{needed:+worker} needed, but {slots}: gave up {given_up}{more} after {attempts:+attempt} without progress"
+    facts = {**facts, "slots": _only_slots(facts["usable"]), "more": more}
+    return _words.vformat(f"{begin}, and the list of hosts is fixed{{wrote:wrote}}", (), facts)
+
+
 def _first_world(facts: Mapping[str, Any]) -> str:
     """Sentence of the first world. ``wanted``: the value of -np if fewer workers are ready."""
     members, wanted = facts["members"], facts.get("wanted")
@@ -507,6 +516,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     f" {{cause}}. {GONE}{{wrote:wrote}}",
     ReasonKind.NO_COMMIT: "no survivor holds a commit: {cause}",
     ReasonKind.SLOTS_SPENT: "every slot was given up after {attempts:+attempt}; {needed:+worker} needed{wrote:wrote}",
+    ReasonKind.TOO_FEW_SLOTS: _too_few_slots,
     ReasonKind.TOO_FEW: "only {ready} of {needed:+worker} ready after {within_s:g} s: start more hosts, lower --min-np,"
     " or raise --elastic-timeout",
     ReasonKind.OTHERS_EXITED: "{exited:+worker} ended with exit code 0 while {waiting:+other} waited in init()",

@@ -38,6 +38,7 @@ class SimulatedJob(Protocol):
     processes: dict[Worker, Any]  # simulated_worker: live ones
     hosts: dict[str, int]  # with their slots
     listed: dict[str, int]  # as in the present host list
+    fixed_hosts: bool  # the list does not grow, see `HostsChanged`
     steps: int
     step_s: float  # if positive, all members make a step in one event, at this interval
     mild: bool  # faults spare the last holder of the state

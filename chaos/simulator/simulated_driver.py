@@ -245,8 +245,9 @@ class SimulatedDriver:
 
     def listed(self, hosts: dict[str, int]) -> None:
         """Handle a new host list."""
-        self._meet(events.HostsChanged(dict(hosts)))
-        self.hear(events.HostsChanged(dict(hosts)))
+        event = events.HostsChanged(dict(hosts), self.sim.fixed_hosts)
+        self._meet(event)
+        self.hear(event)
 
     def agent_called(self, connection: Connection, agent: AgentId) -> None:
         """Accept a connection of an agent, which replaces an open one."""

@@ -106,6 +106,7 @@ class Simulation:
         starting_max: int | None = None,
         restarts: int | None = None,
         sharded: ShardedJob | None = None,
+        fixed_hosts: bool = False,
     ) -> None:
         self.seed = seed
         self.sharded = sharded
@@ -128,6 +129,7 @@ class Simulation:
         wanted = workers + standbys
         self.hosts = {f"h{n}": slots for n in range((wanted + slots - 1) // slots)}
         self.listed = self.hosts  # as in the present host list
+        self.fixed_hosts = fixed_hosts
         self.processes: dict[Worker, SimulatedWorker] = {}  # live ones
         self.training = Training(self)
         self.driver = SimulatedDriver(self)

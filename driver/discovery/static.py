@@ -39,3 +39,6 @@ class OwnSlots:
             yield {self._host: self.slots}
             self._yielded.set()
             await self._grown.wait()
+
+
+GivenHosts = StaticDiscovery | OwnSlots  # their lists do not grow by themselves

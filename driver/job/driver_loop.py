@@ -101,6 +101,7 @@ class JobRuntime:
     command: Sequence[str]
     environ: Mapping[str, str]  # inherited by workers
     by_agents: bool = False
+    fixed_hosts: bool = False  # discovery yields a given list, which does not grow by itself
     secret: str = ""  # hexadecimal
     tls: TlsFiles | None = None
     interface: str = "127.0.0.1"  # address on which the control server listens
@@ -311,7 +312,7 @@ class Driver:
         trouble = "discovery returned no list"
         try:
             async for hosts in self._discovery.watch():
-                self._post(events.HostsChanged(dict(hosts)))
+                self._post(events.HostsChanged(dict(hosts), self.job.fixed_hosts))
                 if listed:
                     # A hint to scripts that wait for hosts; no worker has to stop.
                     self._server.broadcast(self.places, protocol.HostsListed())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elastic.driver.discovery.interface import Discovery
+from elastic.driver.discovery.static import GivenHosts
 from elastic.driver.job import driver_loop
 from elastic.driver.job.job import Job, first_hosts, listed_hosts, room_for, script_discovery
 from elastic.driver.job.job_io import JobIO, open_job_io, serve_page
@@ -127,6 +128,7 @@ async def _alone(
             settings=job.settings,
             command=job.command,
             environ=job.environ,
+            fixed_hosts=isinstance(discovery, GivenHosts),
             secret=secret.hex(),
             tls=files,
             interface=bind,

@@ -22,6 +22,7 @@ from elastic.driver.agents.agent_pool import silence_s
 from elastic.driver.agents.messages import Attach
 from elastic.driver.agents.open_files import allow_hosts
 from elastic.driver.discovery.interface import Discovery, ResourceDemand
+from elastic.driver.discovery.static import GivenHosts
 from elastic.driver.etcd.journal import EtcdArchive
 from elastic.driver.etcd.keys import job_root, operators_key
 from elastic.driver.etcd.leadership import LeadershipLost
@@ -235,6 +236,7 @@ class _Run:
                 command=job.command,
                 environ=plan.forwarded,
                 by_agents=True,
+                fixed_hosts=isinstance(discovery, GivenHosts),
                 interface=address.host,
                 port=address.port,
                 collective_timeout_s=job.collective_timeout_s,

@@ -160,7 +160,7 @@ class Membership:
                 self.reconnections.reconnected(event)
             case events.HostsChanged(hosts):
                 self.notices.listed(hosts)
-                self.worlds.staff.announce(hosts, self.worlds.world.places)
+                self.worlds.staff.announce(hosts, self.worlds.world.places, fixed=event.fixed)
             case events.HostReported():
                 self.frozen.host_is_back(event.host)
                 for gone in self.reconnections.not_there(event):

@@ -165,6 +165,10 @@ def hosts(**slots: int) -> Event:
     return HostsChanged(slots)
 
 
+def fixed_hosts(**slots: int) -> Event:
+    return HostsChanged(slots, fixed=True)
+
+
 class MembershipConversation:
     """A conversation with a Membership ``m`` at the time ``now``."""
 

@@ -106,6 +106,23 @@ def test_members_that_step_together(seed):
     assert outcome.code == 0, f"seed {seed}: {outcome}"
 
 
+@pytest.mark.parametrize("fixed", [True, False])
+def test_job_of_fixed_hosts_ends_with_the_slot_that_it_lacks(fixed):
+    """A slot whose workers die while they start: only a list that may grow is worth the wait."""
+    calm = FaultConditions()
+    sim = Simulation(3, workers=2, steps=20, faults=0, mild=True, weather=calm, fixed_hosts=fixed)
+
+    def born(process) -> None:
+        if (process.worker.host, process.worker.slot) == ("h0", 1):
+            process.strike = ("imports", 0.0)
+
+    sim.born = born  # type: ignore[method-assign]
+    outcome = sim.run()
+    kind = ReasonKind.TOO_FEW_SLOTS if fixed else ReasonKind.TOO_FEW
+    assert (outcome.code, outcome.reason.kind) == (1, kind), f"{outcome}\n{sim.story()}"
+    assert (outcome.virtual_s < sim.settings.elastic_timeout_s) is fixed
+
+
 # ---- wherever control is given up --------------------------------------------------------------------------------
 
 PLACES = (

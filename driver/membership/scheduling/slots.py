@@ -19,6 +19,7 @@ class Slots:
 
     def __init__(self, settings: Settings) -> None:
         self.known = False  # whether discovery has returned a list
+        self.fixed = False  # whether that list cannot grow by itself
         self.version = 0  # incremented when a slot may have become usable
         # Slots whose program exited with code 0 outside elastic.run.
         self.completed: set[Slot] = set()
@@ -37,8 +38,8 @@ class Slots:
         self._closed: dict[str, float] = {}
         self._drained: set[str] = set()  # hosts drained by an operator
 
-    def announce(self, hosts: dict[str, int]) -> None:
-        """Set a new list from discovery, in order of preference."""
+    def announce(self, hosts: dict[str, int], *, fixed: bool = False) -> None:
+        """Set a new list from discovery, in order of preference. ``fixed``: see `HostsChanged`."""
         for host in self._hosts.keys() - hosts.keys():
             self.cooldown.forget_host(host)
             self._closed.pop(host, None)
@@ -46,7 +47,7 @@ class Slots:
         # Listed again or with more slots: vacated slots may be used again.
         grown = {host for host, count in hosts.items() if count > self._hosts.get(host, 0)}
         self._left = {slot for slot in self._left if slot[0] not in grown}
-        self.known = True
+        self.known, self.fixed = True, fixed
         self.version += 1
         self._hosts = dict(hosts)
         self._order = {host: index for index, host in enumerate(hosts)}
@@ -175,5 +176,16 @@ class Slots:
             slot in self.completed or self.cooldown.given_up(slot) for slot in listed
         )
 
+    def usable(self, taken: Collection[Slot]) -> int:
+        """Return the number of listed slots that have a worker or may get one, now or later."""
+        return sum(
+            slot in taken or not (slot in self.completed or self.cooldown.given_up(slot))
+            for slot in rank_order.slots(self._hosts)
+        )
+
+    def given_up(self) -> list[Slot]:
+        """Return the listed slots that are not used again after failures."""
+        return [s for s in rank_order.slots(self._hosts) if self.cooldown.given_up(s)]
+
     def any_given_up(self) -> bool:
-        return any(self.cooldown.given_up(slot) for slot in rank_order.slots(self._hosts))
+        return bool(self.given_up())

@@ -119,12 +119,14 @@ class WorkerPool:
 
     # ---- leaving ---------------------------------------------------------------------------------------------------
 
-    def announce(self, hosts: dict[str, int], members: Collection[Worker]) -> None:
+    def announce(
+        self, hosts: dict[str, int], members: Collection[Worker], *, fixed: bool = False
+    ) -> None:
         """Apply a new list from discovery.
 
         Workers on hosts that left it should leave, and those on listed hosts may stay.
         """
-        self.slots.announce(hosts)
+        self.slots.announce(hosts, fixed=fixed)
         for record in self.roster.values():
             listed = self.slots.lists(record.worker)
             if listed and record.unlisted and record.in_plans:

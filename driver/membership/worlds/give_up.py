@@ -8,7 +8,7 @@ from __future__ import annotations
 from elastic.driver.membership.actions import ActionList
 from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.worker_pool import WorkerPool
-from elastic.driver.membership.worlds.gathering import Gathering, Kind
+from elastic.driver.membership.worlds.gathering import NAMED, Gathering, Kind
 from elastic.driver.membership.worlds.script_failures import ScriptFailures
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.reasons import Reason, ReasonKind, because, counted
@@ -162,6 +162,8 @@ class GiveUpRules:
         coming = any(s.stage is not WorkerStage.READY for s in self._staff.roster.in_plans())
         if not coming and slots.spent():
             return self.spent()
+        if slots.fixed and (end := self._too_few_slots(need)) is not None:
+            return end
         if gathering.short_by is None:
             gathering.short_by = self._actions.now + self._settings.elastic_timeout_s
         if gathering.said != (have, need):
@@ -171,6 +173,24 @@ class GiveUpRules:
             text = f"{have} ready, {need} needed; giving up in {left:.0f} s"
             self._actions.log("warning", f"waiting for {more}: {text}")
         return None
+
+    def _too_few_slots(self, need: int) -> Reason | None:
+        """Return the reason for giving up if the slots of a fixed list are too few for ``need`` workers."""
+        slots = self._staff.slots
+        usable = slots.usable([record.slot for record in self._staff.roster.in_plans()])
+        given_up = slots.given_up()
+        if usable >= need or not given_up:
+            return None
+        named = ", ".join(f"{host}:{slot}" for host, slot in given_up[:NAMED])
+        return because(
+            ReasonKind.TOO_FEW_SLOTS,
+            usable=usable,
+            needed=need,
+            given_up=named,
+            more=max(0, len(given_up) - NAMED),
+            attempts=self._settings.slot_attempts,
+            wrote=self._staff.last_output,
+        )
 
     def too_few(self) -> Reason:
         """Return the reason for giving up after the timeout."""

@@ -283,6 +283,7 @@ _BRIEFLY = {
     ReasonKind.NO_COMMIT: (),
     ReasonKind.STUCK_AGAIN: ("worlds",),
     ReasonKind.IN_CIRCLES: ("worlds",),
+    ReasonKind.TOO_FEW_SLOTS: ("usable", "needed", "attempts"),
     ReasonKind.TOO_FEW: ("ready", "needed", "within_s"),
 }
 
@@ -549,7 +550,7 @@ def _advices(
         if not settings.elastic:
             if cause.cause not in OF_THE_SCRIPT:  # those would hit the next worker too
                 yield Advice.BE_ELASTIC, {"np": settings.np}
-        elif end is not None and end.reason.kind is ReasonKind.TOO_FEW:
+        elif end is not None and end.reason.kind in (ReasonKind.TOO_FEW, ReasonKind.TOO_FEW_SLOTS):
             yield Advice.FEWER_NEEDED, {"needed": settings.workers_min}
         elif end is not None and end.reason.kind is ReasonKind.RESET_LIMIT:
             yield Advice.RESET_LIMIT, {"limit": settings.reset_limit}

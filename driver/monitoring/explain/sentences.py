@@ -267,6 +267,12 @@ def _then(facts: Facts) -> str:
             return f"In each of the last {worlds} a worker was stuck without a new commit, so the job ended."
         case ReasonKind.IN_CIRCLES.value:
             return f"{facts['worlds']} consecutive recoveries made no progress, so the job ended."
+        case ReasonKind.TOO_FEW_SLOTS.value:
+            needed, usable = counted(facts["needed"], "worker"), counted(facts["usable"], "slot")
+            return (
+                f"The job needs at least {needed}: {usable} of its fixed list of hosts could still be used, the others"
+                f" were given up after {counted(facts['attempts'], 'attempt')}."
+            )
         case ReasonKind.TOO_FEW.value:
             needed = counted(facts["needed"], "worker")
             return (

@@ -86,3 +86,12 @@ def test_an_end_on_fewer_workers_names_whose_script_failed_and_fails_with_strict
     assert (ended["code"], ended["reason"]["kind"]) == (0, ReasonKind.ALL_RETURNED.value)
     assert (facts["members"], facts["began"], facts["strict"]) == (1, 2, bool(code))
     assert [each["kind"] for each in facts["failed"]] == [kind]
+
+
+def test_job_on_fixed_hosts_ends_when_a_needed_slot_is_given_up(job):
+    flags = "-np 2 --min-np 2 --slot-attempts 1 --elastic-timeout 600"
+    running = job(flags, FAILING, env={"CASE": "one slot"})
+    assert running.wait(60) == 1
+    assert verdict(running) == (1, ReasonKind.TOO_FEW_SLOTS.value)
+    assert running.events("HostsChanged")[0]["fixed"]
+    assert "copies=0" in running.actions("EndJob")[0]["reason"]["facts"]["wrote"]

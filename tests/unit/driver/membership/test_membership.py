@@ -3,10 +3,13 @@
 The scenarios cover the common cases.
 """
 
+from typing import Any
+
 import pytest
 
 from elastic.driver.events import (
     BreakWorld,
+    DrainRequested,
     EndJob,
     FinishWorld,
     KillWorker,
@@ -29,6 +32,7 @@ from harness.conversation import (
     disconnected,
     exited,
     failed,
+    fixed_hosts,
     has,
     hosts,
     names,
@@ -663,6 +667,59 @@ def test_job_does_not_wait_when_every_slot_is_given_up():
     talk.wait(1)
     end = the(EndJob, talk.tell(exited("h:0#2", 2, "bad\nflag")))
     assert end.reason == because(ReasonKind.SLOTS_SPENT, attempts=2, needed=1, wrote="bad\nflag")
+
+
+def short_by_a_slot(
+    listed=fixed_hosts, **settings: Any
+) -> tuple[MembershipConversation, list[Any]]:
+    """Two workers needed; the one on h:1 fails until its slot is given up. Returns the actions of that moment."""
+    talk = MembershipConversation(
+        np=2, workers_min=2, slot_attempts=2, elastic_timeout_s=600, **settings
+    )
+    talk.tell(listed(h=2))
+    talk.connect("h:0")
+    talk.ready("h:0", running=False)
+    talk.tell(exited("h:1", 1, "ValueError: copies=0"))
+    talk.wait(1)
+    return talk, talk.tell(exited("h:1#2", 1, "ValueError: copies=0"))
+
+
+def test_job_on_fixed_hosts_ends_when_the_slots_left_are_too_few():
+    _, actions = short_by_a_slot()
+    end = the(EndJob, actions)
+    assert end.code == 1
+    facts = end.reason.facts
+    assert end.reason.kind is ReasonKind.TOO_FEW_SLOTS
+    assert (facts["usable"], facts["needed"], facts["given_up"]) == (1, 2, "h:1")
+    assert (facts["attempts"], facts["wrote"]) == (2, "ValueError: copies=0")
+    recorded("reasons", end.reason)
+
+
+def test_job_whose_list_of_hosts_can_grow_waits_when_slots_are_given_up():
+    talk, actions = short_by_a_slot(listed=hosts)
+    assert not any(isinstance(each, EndJob) for each in actions)
+    assert names(talk.tell(hosts(h=3))) == ["h:2#1"]
+
+
+def test_job_on_fixed_hosts_waits_for_a_slot_that_is_drained_or_cools_down():
+    talk = MembershipConversation(np=3, workers_min=3, slot_attempts=2, elastic_timeout_s=600)
+    talk.tell(fixed_hosts(h=3, g=1))
+    talk.tell(DrainRequested(1, "g"))
+    talk.connect("h:0", "h:2")
+    talk.ready("h:0", "h:2", running=False)
+    talk.tell(exited("h:1", 1))
+    assert names(talk.wait(1)) == ["h:1#2"]  # after its cooldown
+    actions = talk.tell(exited("h:1#2", 1))
+    assert not any(isinstance(each, EndJob) for each in actions)  # an operator may refill g
+    assert the(EndJob, talk.wait(601)).reason.kind is ReasonKind.TOO_FEW
+
+
+def test_job_on_fixed_hosts_ends_in_a_recovery_that_lacks_slots():
+    talk = running(2, slot_attempts=2, workers_min=2, elastic_timeout_s=600)
+    talk.tell(fixed_hosts(h=2), exited("h:1", 3))
+    talk.ready("h:0", commit=(2, 0))
+    talk.wait(1)
+    assert the(EndJob, talk.tell(exited("h:1#2", 3))).reason.kind is ReasonKind.TOO_FEW_SLOTS
 
 
 # ---- the end ------------------------------------------------------------------------------------
