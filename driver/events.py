@@ -5,6 +5,8 @@ All are msgspec structs, so that the journal can write each as one JSON object a
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from elastic.driver.reasons import Reason
@@ -259,6 +261,15 @@ class WorkerDisconnected(Event):
     silent: bool = False
 
 
+class ExitCause(enum.Enum):
+    """Reason for an exit, as reported by the worker itself."""
+
+    UNKNOWN = "unknown"  # os._exit, a signal, a wrapper script, or a program that is not Python
+    EXCEPTION = "exception"  # uncaught, raised by the script
+    LOST_PEER = "lost peer"  # uncaught, raised because another worker was lost
+    LOST_DRIVER = "lost driver"
+
+
 class WorkerExited(Event):
     """A worker's process exited and was reaped.
 
@@ -267,6 +278,7 @@ class WorkerExited(Event):
         reason: set if the process could not be started.
         output: tail of its stderr.
         out_of_memory: the kernel killed it because memory ran out.
+        cause: as reported by the worker.
     """
 
     worker: Worker
@@ -274,6 +286,7 @@ class WorkerExited(Event):
     reason: str = ""
     output: str = ""
     out_of_memory: bool = False
+    cause: ExitCause = ExitCause.UNKNOWN
 
 
 class HostLost(Event):

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from elastic.driver.events import ExitCause
 from elastic.protocol.messages import Worker
 
 # "diagnostics": messages of a worker beside its output, see `elastic.protocol.uncaught`. "usage": each chunk is one
@@ -42,6 +43,9 @@ class Sink(Protocol):
 
     def tail(self, worker: Worker) -> str:
         """Return the end of the worker's stderr so far, about 20 KB at most, including its final exception."""
+
+    def cause(self, worker: Worker) -> ExitCause:
+        """Return what the worker reported so far of the reason for its exit."""
 
     def drop(self, worker: Worker) -> None:
         """Discard a worker that has exited and whose streams are finished."""

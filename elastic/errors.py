@@ -113,6 +113,10 @@ class DriverLost(ElasticError):
     """The connection to the driver failed, and this worker can't continue without it."""
 
 
+class WorkerOrphaned(JobFailed, DriverLost):
+    """JobFailed within a worker that lost its driver, so that only the worker can report why it ends."""
+
+
 class Differing(NamedTuple):
     """A group whose ranks called different collectives. ``key`` identifies it on all its ranks, within their world."""
 

@@ -48,6 +48,7 @@ from elastic.negotiation import process_sets
 from elastic.optimizer.gradients import gradient_layout
 from elastic.protocol.calls import distinct
 from elastic.protocol.messages import COPY, World
+from elastic.protocol.uncaught.sending import LostDriver, send_report
 from elastic.rendezvous import following_samplers
 from elastic.runtime import host_updates, lifecycle
 from elastic.runtime.failures import hardware_errors
@@ -126,6 +127,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
         except LeaveRequested as end:
             if rt.session.unheard:
                 print(f"elastic: {end}", file=sys.stderr)
+                send_report(LostDriver(), os.environ)
             sys.exit(0 if rt.session.asked_to_leave else 1)
         except SystemExit as end:
             if not rt.training.quits(end.code):

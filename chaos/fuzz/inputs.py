@@ -100,6 +100,8 @@ class Inputs:
                 return {key: self._draw(kind.value_type, depth + 1) for key in keys}
             case inspect.LiteralType():
                 return pick.choice(kind.values)
+            case inspect.EnumType():
+                return pick.choice([each.value for each in kind.cls])
             case inspect.IntType():
                 return pick.choice(_within(INTEGERS, kind))
             case inspect.FloatType():

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from elastic.driver.agents.messages import Printed
+from elastic.driver.events import ExitCause
 from elastic.driver.processes.stderr_tail import StderrTails
 from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Worker
@@ -47,6 +48,9 @@ class ForwardingSink:
 
     def tail(self, worker: Worker) -> str:
         return self._tails.of(worker)
+
+    def cause(self, worker: Worker) -> ExitCause:
+        return self._tails.cause(worker)
 
     def drop(self, worker: Worker) -> None:
         self._tails.drop(worker)

@@ -251,6 +251,8 @@ def describe(value: Any, *, limit: int = 160) -> str:
             if getattr(value, name) not in ("", None) and name != "about"
         )
         return f"{type(value).__name__} {fields}".rstrip()
+    if isinstance(value, events.ExitCause):
+        return repr(value.value)
     if isinstance(value, Reason):
         return describe(str(value), limit=limit)
     if isinstance(value, events.Member):

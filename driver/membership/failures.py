@@ -181,10 +181,11 @@ class Failures(Part):
         elif record.stage is not WorkerStage.DISMISSED:
             self.staff.last_output = ""
         if record.stage is not WorkerStage.DISMISSED:
+            failures = self.worlds.give_up.script_failures
             if event.code > 0 and record.killed_for is None:
-                self.worlds.give_up.script_failures.failed(record.slot, lost)
+                failures.exited(record.slot, event.code, event.cause, lost)
             else:
-                self.worlds.give_up.script_failures.lost(record.slot)
+                failures.lost(record.slot)
         if record.stage is WorkerStage.FINISHED:
             if event.code:
                 self.actions.log(

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.driver.events import Action, Event, Member, Notice, ShardsDivided
+from elastic.driver.events import Action, Event, ExitCause, Member, Notice, ShardsDivided
 from elastic.driver.membership.actions import ActionList
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.idle_world import IdleWorld
@@ -109,7 +109,7 @@ OBJECTS: tuple[type, ...] = (  # created empty and then filled; compared by iden
     ),
 )
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
-ENUMS: tuple[type[enum.Enum], ...] = (Phase, WorkerStage, Kind, Verdict, ReasonKind)
+ENUMS: tuple[type[enum.Enum], ...] = (Phase, WorkerStage, Kind, Verdict, ReasonKind, ExitCause)
 STRUCTS: tuple[type[msgspec.Struct], ...] = (  # created from their parts, as are enums and tuples
     *(Worker, Commit, Address, Place, Launches, Times, Member, Notice, Reason, Called),
     *(HeldCommitShards, ShardsHeld, RowBytes, ShardsPlaced, ShardsDivided),

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from elastic.driver.events import ExitCause
 from elastic.driver.monitoring.stacks import training_stack
 from elastic.driver.processes.console import Write, WriterThread
 from elastic.driver.processes.stderr_tail import DiagnosticLines, StderrTails, TracebackLedger
@@ -104,7 +105,7 @@ class Output:
             for each in self._diagnostics.add(worker, data):
                 if isinstance(each, Uncaught):
                     self._uncaught(worker, each)
-                else:
+                elif isinstance(each, bytes):
                     self._stack_line(worker, each)
             return
         rest = self._partial.setdefault((worker, stream), bytearray())
@@ -130,6 +131,10 @@ class Output:
     def tail(self, worker: Worker) -> str:
         """See `Sink.tail`."""
         return self._tails.of(worker)
+
+    def cause(self, worker: Worker) -> ExitCause:
+        """See `Sink.cause`."""
+        return self._tails.cause(worker)
 
     def drop(self, worker: Worker) -> None:
         """See `Sink.drop`."""

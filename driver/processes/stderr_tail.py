@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from elastic.driver.events import ExitCause
 from elastic.driver.monitoring.stacks import TRAINING
 from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Worker
-from elastic.protocol.uncaught.sending import TrainingThread, Uncaught
+from elastic.protocol.uncaught.sending import LostDriver, TrainingThread, Uncaught
 
 TAIL_LIMIT = 20 * 1024  # bytes
 LINE_LIMIT = 1024 * 1024  # bytes of an exception, as JSON
@@ -25,19 +26,19 @@ class DiagnosticLines:
         self._partial: dict[Worker, bytearray] = {}
         self._training: dict[Worker, bytes] = {}  # as named in its stacks
 
-    def add(self, worker: Worker, data: bytes) -> list[Uncaught | bytes]:
-        """Return complete exceptions, and lines of stacks without line ends. The training thread is marked."""
+    def add(self, worker: Worker, data: bytes) -> list[Uncaught | LostDriver | bytes]:
+        """Return complete reports, and lines of stacks without line ends. The training thread is marked."""
         rest = self._partial.setdefault(worker, bytearray())
         rest += data
         *lines, left = bytes(rest).split(b"\n")
         rest[:] = left[-LINE_LIMIT:]
-        found: list[Uncaught | bytes] = []
+        found: list[Uncaught | LostDriver | bytes] = []
         for line in lines:
             match _decoded(line):
                 case TrainingThread(thread):
                     self._training[worker] = b" 0x%016x" % thread
-                case Uncaught() as uncaught:
-                    found.append(uncaught)
+                case Uncaught() | LostDriver() as report:
+                    found.append(report)
                 case bytes():
                     found.append(self._named(worker, line))
         return found
@@ -51,12 +52,12 @@ class DiagnosticLines:
         self._training.pop(worker, None)
 
 
-_messages: msgspec.json.Decoder[Uncaught | TrainingThread] = msgspec.json.Decoder(
-    Uncaught | TrainingThread
+_messages: msgspec.json.Decoder[Uncaught | LostDriver | TrainingThread] = msgspec.json.Decoder(
+    Uncaught | LostDriver | TrainingThread
 )
 
 
-def _decoded(line: bytes) -> Uncaught | TrainingThread | bytes:
+def _decoded(line: bytes) -> Uncaught | LostDriver | TrainingThread | bytes:
     if not line.startswith(b"{"):
         return line
     try:
@@ -70,6 +71,7 @@ class StderrTails:
 
     def __init__(self) -> None:
         self._tails: dict[Worker, bytearray] = {}
+        self._causes: dict[Worker, ExitCause] = {}
         self._diagnostics = DiagnosticLines()
 
     def add(self, worker: Worker, stream: Stream, data: bytes) -> None:
@@ -79,6 +81,8 @@ class StderrTails:
             for each in self._diagnostics.add(worker, data):
                 if isinstance(each, Uncaught):
                     self._append(worker, each.whole.encode())
+                if not isinstance(each, bytes):
+                    self._causes[worker] = _cause_of(each)
 
     def _append(self, worker: Worker, data: bytes) -> None:
         tail = self._tails.setdefault(worker, bytearray())
@@ -88,9 +92,19 @@ class StderrTails:
     def of(self, worker: Worker) -> str:
         return bytes(self._tails.get(worker, b"")).decode(errors="replace")
 
+    def cause(self, worker: Worker) -> ExitCause:
+        return self._causes.get(worker, ExitCause.UNKNOWN)
+
     def drop(self, worker: Worker) -> None:
         self._tails.pop(worker, None)
+        self._causes.pop(worker, None)
         self._diagnostics.drop(worker)
+
+
+def _cause_of(report: Uncaught | LostDriver) -> ExitCause:
+    if isinstance(report, LostDriver) or report.driver:
+        return ExitCause.LOST_DRIVER
+    return ExitCause.LOST_PEER if report.peer else ExitCause.EXCEPTION
 
 
 class TracebackLedger:

@@ -397,7 +397,8 @@ class ProcessSupervisor:
         self._leases.drop(process.worker)
         tail = self._sink.tail(process.worker)
         process.reported = True
-        self._exited(WorkerExited(process.worker, code, reason, tail, bool(why)))
+        cause = self._sink.cause(process.worker)
+        self._exited(WorkerExited(process.worker, code, reason, tail, bool(why), cause))
 
     def _on_pipe_end(self, process: _Process, pipe: Pipe) -> None:
         self._pipes.discard(pipe)

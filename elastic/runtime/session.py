@@ -14,11 +14,11 @@ from collections.abc import Callable
 from elastic.errors import (
     CollectiveFailed,
     DriverLost,
-    JobFailed,
     JobOver,
     LeaveRequested,
     PeerLost,
     StateMismatch,
+    WorkerOrphaned,
 )
 from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
@@ -244,7 +244,7 @@ class Session:
             LeaveRequested: under elastic.run.
             SystemExit: the worker leaves, outside elastic.run.
             StateMismatch: its state was rejected.
-            JobFailed, JobOver: the job has ended.
+            WorkerOrphaned, JobOver: the job has ended.
         """
         message, reason = self.recovery.over, self.recovery.reason
         if isinstance(message, messages.Leave) and not message.fenced:
@@ -257,7 +257,7 @@ class Session:
             raise LeaveRequested(
                 reason
             )  # the driver reports once, for all workers, why the job ended
-        raise JobFailed(reason) if self.unheard else JobOver(reason)
+        raise WorkerOrphaned(reason) if self.unheard else JobOver(reason)
 
     @property
     def asked_to_leave(self) -> bool:

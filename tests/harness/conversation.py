@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from elastic.driver.events import (
     Action,
     Event,
+    ExitCause,
     HostLost,
     HostsChanged,
     ProbeWorkers,
@@ -157,8 +158,14 @@ def host_lost(host: str) -> Event:
     return HostLost(host, "its agent was not heard of for 2 s")
 
 
-def exited(name: str, code: int = -9, output: str = "", reason: str = "") -> Event:
-    return WorkerExited(worker(name), code, reason, output)
+def exited(
+    name: str,
+    code: int = -9,
+    output: str = "",
+    reason: str = "",
+    cause: ExitCause = ExitCause.UNKNOWN,
+) -> Event:
+    return WorkerExited(worker(name), code, reason, output, cause=cause)
 
 
 def hosts(**slots: int) -> Event:

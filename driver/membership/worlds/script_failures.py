@@ -1,6 +1,6 @@
 """Records of workers that are missing because their scripts failed, and of states that differ permanently. Pure.
 
-A kill or the loss of a machine does not count as a failure of the script.
+A kill, the loss of a machine, or a lost driver does not count as a failure of the script.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from elastic.driver.events import ExitCause
 from elastic.driver.membership.scheduling.cooldown import Slot
 from elastic.driver.reasons import Reason
 from elastic.protocol.messages import Worker
@@ -21,14 +22,30 @@ class ScriptFailures:
     _of: dict[Slot, Reason] = field(
         default_factory=dict
     )  # why the script of its last worker failed
+    _unexplained: dict[Slot, int] = field(default_factory=dict)  # exit code of its last worker
     # Rejected members and the digests of their layouts.
     _turned_away: dict[Slot, tuple[Worker, str]] = field(default_factory=dict)
     # The last of them, with the generation that it was a member of.
     _last_turned_away: tuple[Worker, int] | None = None
 
     def failed(self, slot: Slot, reason: Reason) -> None:
-        """Record a failed script: it raised, exited with a nonzero code, or has another state than the world."""
+        """Record a failed script: it raised, called sys.exit, or has another state than the world."""
         self._of[slot] = reason
+
+    def exited(self, slot: Slot, code: int, cause: ExitCause, reason: Reason) -> None:
+        """Record an exit with a nonzero code that the worker did not report before it exited.
+
+        An uncaught exception is the script's. An unexplained code is only if the slot's worker before it, too, exited
+        with it. A lost peer or driver never is.
+        """
+        unexplained = cause is ExitCause.UNKNOWN
+        again = unexplained and self._unexplained.pop(slot, None) == code
+        if unexplained:
+            self._unexplained[slot] = code
+        if again or cause is ExitCause.EXCEPTION:
+            self.failed(slot, reason)
+        else:
+            self.lost(slot)
 
     def lost(self, slot: Slot) -> None:
         """Record that a slot's worker was lost for another reason."""

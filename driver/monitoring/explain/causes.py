@@ -12,7 +12,7 @@ import signal
 from dataclasses import dataclass, field
 
 from elastic import errors
-from elastic.driver.events import WorkerExited, WorkerRaised
+from elastic.driver.events import ExitCause, WorkerExited, WorkerRaised
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Worker
 
@@ -211,6 +211,9 @@ def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool
         return Death(worker, at, Cause.OUT_OF_MEMORY, rank, code, limit, output, connected)
     if event.reason and not connected and code >= 0:
         return Death(worker, at, Cause.NOT_STARTED, rank, code, event.reason, output, False)
+    if event.cause is ExitCause.LOST_DRIVER:
+        what = "it had no driver any more"
+        return Death(worker, at, Cause.DISCONNECTED, rank, code, what, trained=connected)
     summary, trace = last_exception(output)
     if summary and code > 0:
         cause = kind_of(summary, trace)

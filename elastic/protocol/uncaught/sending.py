@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from elastic.errors import CollectiveFailed, Interrupted, summary_of
+from elastic.errors import CollectiveFailed, DriverLost, Interrupted, summary_of
 from elastic.protocol.uncaught import folded_traceback
 
 DIAGNOSTICS = "ELASTIC_DIAGNOSTICS"  # in a worker's environment: the pipe and its inode
@@ -25,7 +25,7 @@ class Uncaught(msgspec.Struct, frozen=True, tag=True):
     """An exception that ended a script.
 
     ``digest`` is equal for exceptions of the same classes raised at the same lines. ``line``: ``train.py:12``, or
-    empty. ``peer``: it was raised because another worker was lost or has failed.
+    empty. ``peer``: it was raised because another worker was lost or has failed. ``driver``: because the driver was.
     """
 
     digest: str
@@ -34,6 +34,11 @@ class Uncaught(msgspec.Struct, frozen=True, tag=True):
     whole: str
     line: str = ""
     peer: bool = False
+    driver: bool = False
+
+
+class LostDriver(msgspec.Struct, frozen=True, tag=True):
+    """The worker ends without an exception because it lost its driver, which may have been replaced meanwhile."""
 
 
 class TrainingThread(msgspec.Struct, frozen=True, tag=True):
@@ -50,6 +55,7 @@ def of(error: BaseException) -> Uncaught:
         whole=_sendable(folded_traceback.whole(error)),
         line=_sendable(folded_traceback.line_of(error)),
         peer=because_of_a_peer(error),
+        driver=any(isinstance(each, DriverLost) for each in folded_traceback.chain(error)),
     )
 
 
@@ -83,11 +89,16 @@ def _sendable(text: str) -> str:
 
 def send(error: BaseException, environ: Mapping[str, str]) -> bool:
     """Send the exception. Return whether the agent has received it and will print it."""
+    return send_report(of(error), environ)
+
+
+def send_report(report: Uncaught | LostDriver, environ: Mapping[str, str]) -> bool:
+    """Send why this worker ends. Return whether the agent has received it."""
     fd = opened(environ)
     if fd is None:
         return False
     try:
-        return _written(fd, memoryview(msgspec.json.encode(of(error)) + b"\n"))
+        return _written(fd, memoryview(msgspec.json.encode(report) + b"\n"))
     except OSError:
         return False
     finally:

@@ -7,6 +7,7 @@ import time
 import torch
 
 import horovod.torch as hvd
+from elastic.runtime import lifecycle
 
 
 class Mute(Exception):
@@ -42,6 +43,10 @@ def fail(case: str, rank: int) -> None:
             raise Mute
         case "exit code" if rank == 1:
             sys.exit(3)
+        case "unexplained" if rank == 1:
+            os._exit(7)
+        case "lost driver" if rank == 1:
+            lifecycle.current().session.driver_lost("it is tried out")
         case _:
             pass
 

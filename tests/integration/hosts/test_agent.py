@@ -533,6 +533,7 @@ async def test_the_reaper_holds_nothing_of_ours(host):
 
 DRIVER = """
 import asyncio, os, sys, time
+from elastic.driver.events import ExitCause
 from elastic.driver.launch.local import LocalLauncher
 from elastic.protocol.messages import Worker
 
@@ -540,6 +541,7 @@ class Sink:
     def feed(self, worker, stream, data): pass
     def finish(self, worker, stream): pass
     def tail(self, worker): return ""
+    def cause(self, worker): return ExitCause.UNKNOWN
     def drop(self, worker): pass
 
 async def main():

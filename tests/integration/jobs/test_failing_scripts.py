@@ -88,6 +88,18 @@ def test_an_end_on_fewer_workers_names_whose_script_failed_and_fails_with_strict
     assert [each["kind"] for each in facts["failed"]] == [kind]
 
 
+@pytest.mark.parametrize(
+    ("case", "code", "cause"), [("unexplained", 7, "unknown"), ("lost driver", 1, "lost driver")]
+)
+def test_strict_job_succeeds_when_no_script_is_known_to_have_failed(job, case, code, cause):
+    running = begun(job, case, f"{STAY_AWAY} --strict")
+    assert running.wait(60) == 0
+    [exited] = [each for each in running.events("WorkerExited") if each["code"]]
+    assert (exited["code"], exited["cause"]) == (code, cause)
+    facts = running.actions("EndJob")[0]["reason"]["facts"]
+    assert facts["members"] == 1 and "failed" not in facts
+
+
 def test_job_on_fixed_hosts_ends_when_a_needed_slot_is_given_up(job):
     flags = "-np 2 --min-np 2 --slot-attempts 1 --elastic-timeout 600"
     running = job(flags, FAILING, env={"CASE": "one slot"})

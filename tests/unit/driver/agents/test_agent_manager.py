@@ -28,7 +28,7 @@ from elastic.driver.agents.messages import (
 )
 from elastic.driver.agents.pool_events import DisconnectAgent
 from elastic.driver.agents.uplink import Uplink
-from elastic.driver.events import HostLost, HostReported, WorkerExited
+from elastic.driver.events import ExitCause, HostLost, HostReported, WorkerExited
 from elastic.driver.launch.starter import Bootstrap, StartFailed
 from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.driver.network.control_server import ControlServer
@@ -55,6 +55,9 @@ class Screen:
 
     def tail(self, worker) -> str:
         return ""
+
+    def cause(self, worker) -> ExitCause:
+        return ExitCause.UNKNOWN
 
     def drop(self, worker) -> None: ...
 

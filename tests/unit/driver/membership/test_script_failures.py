@@ -8,6 +8,7 @@ from elastic.driver.events import (
     Action,
     BreakWorld,
     EndJob,
+    ExitCause,
     KillWorker,
     PublishWorld,
     RejectWorker,
@@ -212,10 +213,49 @@ def test_end_names_a_sys_exit_call_and_an_exit_code():
     assert found.facts["failed"] == [
         because(ReasonKind.LOST_QUIT, worker="h:1#1", call="sys.exit(3)")
     ]
-    found = without(judged(), exited("h:1", 7))
-    assert found.facts["failed"] == [
-        because(ReasonKind.LOST_EXITED, worker="h:1#1", exit="exit code 7")
+    raised_early = exited("h:1", 1, cause=ExitCause.EXCEPTION)
+    assert without(judged(), raised_early).facts["failed"] == [
+        because(ReasonKind.LOST_EXITED, worker="h:1#1", exit="exit code 1")
     ]
+
+
+def restarted(talk: MembershipConversation, incarnation: int) -> None:
+    """Let the others resume, and the next worker of slot 1 join them."""
+    name = f"h:1#{incarnation}"
+    talk.ready("h:0", "h:2", commit=(talk.m.generation, 4))
+    talk.resume()
+    while name not in map(str, talk.m.roster):
+        talk.wait(1)
+    talk.join(name)
+    talk.wait(1)
+    talk.stop_all()
+    talk.resume()
+    assert len(talk.members) == 3
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "failed"), [(7, 7, True), (7, 8, False), (-9, 7, False)]
+)
+def test_unexplained_exit_code_is_a_script_failure_once_it_repeats_in_its_slot(
+    first, second, failed
+):
+    assert "failed" not in without(judged(), exited("h:1", first)).facts
+    talk = judged()
+    talk.tell(exited("h:1", first))
+    restarted(talk, 2)
+    talk.tell(exited("h:1#2", second))
+    talk.ready("h:0", "h:2", commit=(talk.m.generation, 4))
+    assert ("failed" in ended(talk).facts) is failed
+
+
+@pytest.mark.parametrize("cause", [ExitCause.LOST_DRIVER, ExitCause.LOST_PEER])
+def test_worker_that_lost_its_driver_or_a_peer_is_no_script_failure(cause):
+    talk = judged(strict=True)
+    talk.tell(exited("h:1", 1, cause=cause))
+    restarted(talk, 2)
+    talk.tell(exited("h:1#2", 1, cause=cause))
+    talk.ready("h:0", "h:2", commit=(talk.m.generation, 4))
+    assert "failed" not in ended(talk).facts
 
 
 def test_killed_or_finished_worker_is_no_script_failure():

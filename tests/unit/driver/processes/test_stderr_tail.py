@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from elastic.driver.events import ExitCause
 from elastic.driver.monitoring.stacks import TRAINING
 from elastic.driver.processes.stderr_tail import DiagnosticLines, StderrTails, TracebackLedger
 from elastic.protocol.messages import Worker
-from elastic.protocol.uncaught.sending import TrainingThread, Uncaught
+from elastic.protocol.uncaught.sending import LostDriver, TrainingThread, Uncaught
 from harness.golden import recorded
 
 A, B = Worker("h", 0), Worker("h", 1)
@@ -102,3 +103,21 @@ def test_last_output_of_a_worker_contains_its_exception_in_order():
     recorded("messages", tails.of(A))
     tails.drop(A)
     assert tails.of(A) == ""
+
+
+@pytest.mark.parametrize(
+    ("report", "cause"),
+    [
+        (BAD, ExitCause.EXCEPTION),
+        (LOST, ExitCause.LOST_PEER),
+        (msgspec.structs.replace(BAD, driver=True), ExitCause.LOST_DRIVER),
+        (LostDriver(), ExitCause.LOST_DRIVER),
+    ],
+)
+def test_reported_cause_of_an_exit_is_kept_until_the_worker_is_dropped(report, cause):
+    tails = StderrTails()
+    assert tails.cause(A) is ExitCause.UNKNOWN
+    tails.add(A, "diagnostics", msgspec.json.encode(report) + b"\n")
+    assert tails.cause(A) is cause
+    tails.drop(A)
+    assert tails.cause(A) is ExitCause.UNKNOWN

@@ -10,7 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.errors import CollectiveFailed, Differing, Invalid, PeerLost
+from elastic.errors import (
+    CollectiveFailed,
+    Differing,
+    DriverLost,
+    Invalid,
+    JobFailed,
+    PeerLost,
+    WorkerOrphaned,
+)
 from elastic.horovod_errors import HorovodPeerLost
 from elastic.protocol.uncaught import sending
 from elastic.protocol.uncaught.at_start import sitecustomize
@@ -49,6 +57,20 @@ def caused_by(error: BaseException, cause: BaseException | None = None) -> BaseE
 )
 def test_whose_trouble_it_is(error, peer):
     assert sending.because_of_a_peer(error) is peer
+
+
+@pytest.mark.parametrize(
+    ("error", "driver"),
+    [
+        (DriverLost("x"), True),
+        (WorkerOrphaned("x"), True),
+        (caused_by(RuntimeError("x"), WorkerOrphaned("x")), True),
+        (JobFailed("x"), False),
+        (PeerLost("x"), False),
+    ],
+)
+def test_exception_that_a_lost_driver_caused_is_marked(error, driver):
+    assert sending.of(error).driver is driver
 
 
 def test_what_is_sent_is_one_line_for_the_agent(pipe):
