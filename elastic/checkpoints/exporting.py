@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elastic.checkpoints.export_format import ExportFormat, format_of
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.loading import by_file, read_file
 from elastic.checkpoints.manifest import Manifest, UnreadableCommit
@@ -25,7 +26,6 @@ from elastic.checkpoints.values import dtype_named, from_plain
 from elastic.errors import Invalid
 from elastic.state.handlers import model_state, optimizer_state
 
-SAFETENSORS = ".safetensors"  # file name suffix
 _OUTSIDE = "elastic"  # first key of tensors that are in no state dict
 
 Key = tuple[str, str]  # part, tensor
@@ -51,15 +51,15 @@ def export(storage: Storage, found: Manifest, file: str) -> list[SkippedValue]:
     """Write a checkpoint to a file, atomically. Return the values that were omitted.
 
     If the name ends in ``.safetensors``, the file contains only the tensors of the models, named as in their state
-    dicts. With several models, the names are prefixed with the model's name in the state. Any other file is written by
-    ``torch.save`` and contains ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 10, ...}``.
+    dicts. With several models, the names are prefixed with the model's name in the state. With a suffix of
+    ``torch.save`` it contains ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 10, ...}``.
 
     Raises:
-        Invalid: the package safetensors is missing, or there is no model to write.
+        Invalid: another suffix, the package safetensors is missing, or there is no model to write.
         UnreadableCommit: the checkpoint is damaged.
         OSError: reading or writing failed.
     """
-    save = _safetensors() if file.endswith(SAFETENSORS) else None
+    save = _safetensors() if format_of(file) is ExportFormat.SAFETENSORS else None
     state = whole_state(storage, found)
     partial = f"{file}.{uuid.uuid4().hex[:8]}.tmp"
     try:

@@ -176,6 +176,7 @@ def test_the_driver_imports_only_what_both_sides_share():
         "elastic.rendezvous.nccl_settings",
         "elastic.runtime.recovery",
         "elastic.checkpoints.catalog",
+        "elastic.checkpoints.export_format",
         "elastic.checkpoints.exporting",  # only where `elasticrun checkpoints export` runs
         "elastic.checkpoints.finished_training",
         "elastic.checkpoints.manifest",

@@ -7,9 +7,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from elastic.checkpoints import catalog
 from elastic.checkpoints.catalog import CheckpointEntry
+from elastic.checkpoints.export_format import format_of
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest, UnreadableCommit
 from elastic.driver.commandline.argument_parser import (
@@ -21,10 +23,14 @@ from elastic.driver.commandline.argument_parser import (
 )
 from elastic.errors import Invalid
 
+if TYPE_CHECKING:
+    from elastic.checkpoints.exporting import SkippedValue
+
 DESCRIPTION = """\
 List the checkpoints of a folder, oldest first, and show which of them are complete.
 
 elasticrun checkpoints export writes one of them as a single file for torch.load."""
+ATTEMPTS = 5  # at exporting a checkpoint that a running job removes
 EXPORT = "export"  # first word of the command line
 EXPORT_DESCRIPTION = """\
 Write the newest checkpoint of a folder, or the given commit, as one file with whole tensors. No job is needed."""
@@ -53,7 +59,7 @@ class ExportOptions:
     out: str | None = flag(
         "--out",
         "FILE",
-        "File to write; with .safetensors, only the models' tensors (default: name of the commit's folder, and .pt)",
+        "File to write, for torch.load or as .safetensors (default: commit's folder name and .pt).",
     )
     force: bool = switch("--force", "Overwrite FILE if it exists.")
 
@@ -148,33 +154,66 @@ def _export(arguments: Sequence[str]) -> int:
         " /shared/checkpoints@g3c450; a folder called export is listed by: elasticrun checkpoints ./export"
     )
     given = export_parser().with_one(arguments, options, wanted)
+    if options.out is not None:
+        _check_place(options.out)
     storage, which = Storage(given), ""
     try:
         url, at, commit = given.rpartition("@")
         if at and url and commit and not storage.exists():  # a folder may have an @ in its name
             storage, which = Storage(url), commit
-        found = catalog.chosen(storage, which) if which else _newest(storage)
-        out = options.out or f"{found.name}.pt"
-        if os.path.lexists(out) and not options.force:
-            raise Invalid(f"{out} exists: give another --out FILE, or --force to overwrite it")
-        from elastic.checkpoints import (
-            exporting,
-        )  # imports torch, which the other commands do not need
-
-        left_out = exporting.export(storage, found, out)
+        found, out, left_out = _exported(storage, which, options)
     except OSError as error:
         raise Invalid(f"{given} can't be exported: {error}") from error
-    except UnreadableCommit as error:
-        raise Invalid(
-            f"{storage.url}/{found.name} can't be exported: {error}; export another, as DIR@COMMIT (elasticrun"
-            " checkpoints DIR lists them)"
-        ) from error
     if left_out:
         names = [f"{each.name}{' but its tensors' * each.but_tensors}" for each in left_out]
         why = "torch.load would not load them by default"
         print(f"left out, as {why}: {', '.join(names)}", file=sys.stderr)
     print(f"{out}: {found} of {storage.url}/{found.name}, {os.path.getsize(out) / 1e6:.1f} MB")
     return 0
+
+
+def _check_place(out: str) -> None:
+    """Raises Invalid if no file of this name can be written, before anything is read."""
+    format_of(out)
+    folder = os.path.dirname(out) or "."
+    if not os.path.isdir(folder):
+        raise Invalid(f"{out} can't be written: there is no folder {folder}")
+
+
+def _exported(
+    storage: Storage, which: str, options: ExportOptions
+) -> tuple[Manifest, str, list[SkippedValue]]:
+    """Export a checkpoint. If a running job removes it meanwhile, export the newest one then, unless ``which`` is set.
+
+    Raises Invalid, OSError.
+    """
+    for _ in range(ATTEMPTS):
+        found = catalog.chosen(storage, which) if which else _newest(storage)
+        out = options.out or f"{found.name}.pt"
+        if os.path.lexists(out) and not options.force:
+            raise Invalid(f"{out} exists: give another --out FILE, or --force to overwrite it")
+        # Imports torch, which the other commands do not need.
+        from elastic.checkpoints import exporting
+
+        try:
+            return found, out, exporting.export(storage, found, out)
+        except (OSError, UnreadableCommit) as error:
+            name = f"{storage.url}/{found.name}"
+            if not catalog.entry(storage, found.name).torn:
+                if isinstance(error, OSError):
+                    raise
+                raise Invalid(
+                    f"{name} can't be exported: {error}; export another, as DIR@COMMIT (elasticrun"
+                    " checkpoints DIR lists them)"
+                ) from error
+            removed = f"{name} was removed while it was exported, as by a running job, which keeps the newest few"
+            if which:
+                raise Invalid(f"{removed} (--checkpoint-keep): export a newer one") from error
+            print(f"{removed}; exporting the newest one", file=sys.stderr)
+    raise Invalid(
+        f"{ATTEMPTS} checkpoints in {storage.url} were each removed while they were exported: start the job that"
+        " writes there with a larger --checkpoint-keep, or export after it has ended"
+    )
 
 
 def _newest(storage: Storage) -> Manifest:

@@ -18,6 +18,7 @@ from elastic.driver.commandline.offline import checkpoints_cli
 from elastic.errors import Invalid
 from elastic.state.state import hold
 from elastic.state.torch_state import TorchState
+from harness.golden import raises
 from harness.sharded_writing import written_by
 
 NAME = CommitName(1, 2, 30)
@@ -215,3 +216,60 @@ def test_the_command_exports_the_newest_or_the_commit_that_is_given(
             checkpoints_cli.main(wrong)
     with pytest.raises(Invalid):
         checkpoints_cli.main(["export", "a@b", "--out", "no/such/folder.pt"])
+
+
+@pytest.mark.parametrize("out", ["all.npz", "all.safetensor", "all", "no/such/folder.pt"])
+def test_command_refuses_a_file_name_before_it_reads_anything(tmp_path: Any, out: str):
+    with raises(Invalid):
+        checkpoints_cli.main(["export", "no folder either", "--out", out])
+
+
+@pytest.mark.parametrize("file", ["a.PT", "b.pth", "c.bin", "d.ckpt"])
+def test_suffixes_of_torch_save_are_accepted(tmp_path: Any, file: str):
+    storage, state = Storage(str(tmp_path / "all")), trained()
+    exporting.export(storage, replicated(storage, state, NAME, 1), str(tmp_path / file))
+    assert torch.load(tmp_path / file)["step"] == 3
+
+
+def removing(storage: Storage, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Remove the newest checkpoint, as a running job does, just before each of the first reads."""
+    read = exporting.whole_state
+    left = [*range(times)]
+
+    def whole_state(storage: Storage, found: Manifest) -> exporting.ExportedState:
+        if left:
+            left.pop()
+            storage.remove_file(f"{found.name}/manifest.json")
+            storage.remove_folder(str(found.name))
+        return read(storage, found)
+
+    monkeypatch.setattr(exporting, "whole_state", whole_state)
+
+
+def several(folder: Any, count: int) -> Storage:
+    storage, state = Storage(str(folder)), trained()
+    for number in range(count):
+        state.step = number
+        state.commit()
+        replicated(storage, state, CommitName(1, 2, number), 1)
+    return storage
+
+
+def test_command_exports_the_next_checkpoint_if_a_job_removes_the_newest_one(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+):
+    removing(several(tmp_path / "all", 3), monkeypatch, 1)
+    out = str(tmp_path / "out.pt")
+    assert checkpoints_cli.main(["export", str(tmp_path / "all"), "--out", out]) == 0
+    assert torch.load(out)["step"] == 1
+
+
+@pytest.mark.parametrize(("which", "count"), [("@g2c2", 3), ("", 7)])
+def test_command_fails_if_the_given_checkpoint_or_each_of_them_is_removed(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, which: str, count: int
+):
+    removing(several(tmp_path / "all", count), monkeypatch, 5)
+    out = str(tmp_path / "out.pt")
+    with raises(Invalid):
+        checkpoints_cli.main(["export", f"{tmp_path / 'all'}{which}", "--out", out])
+    assert [each.name for each in tmp_path.iterdir()] == ["all"]

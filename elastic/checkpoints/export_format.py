@@ -1,0 +1,31 @@
+"""Formats of exported checkpoints, chosen by the file name's suffix. Pure."""
+
+from __future__ import annotations
+
+import enum
+import os
+
+from elastic.errors import Invalid
+
+
+class ExportFormat(enum.Enum):
+    """Format of an exported checkpoint; the values are the accepted suffixes."""
+
+    TORCH = (".pt", ".pth", ".bin", ".ckpt")  # torch.save
+    SAFETENSORS = (".safetensors",)
+
+
+def format_of(file: str) -> ExportFormat:
+    """Return the format in which to write a file.
+
+    Raises:
+        Invalid: its suffix stands for no format.
+    """
+    suffix = os.path.splitext(file)[1]
+    for each in ExportFormat:
+        if suffix.lower() in each.value:
+            return each
+    raise Invalid(
+        f"{file} has {f'the suffix {suffix}' if suffix else 'no suffix'}, which stands for no format: choose a name"
+        f" that ends in {', '.join(ExportFormat.TORCH.value)} for torch.load, or .safetensors"
+    )
