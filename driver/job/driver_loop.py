@@ -166,6 +166,7 @@ class Driver:
         leaves: Callable[[], None] | None = None,
         answered: Callable[[events.AnswerRequest], None] = lambda answer: None,
         gone: Callable[[], None] = lambda: None,
+        unfolding: Callable[[], bool] = lambda: False,
     ) -> None:
         self.job = job
         self.results: dict[Worker, bytes] = {}
@@ -215,7 +216,7 @@ class Driver:
         self._signalled_at: dict[signal.Signals, float] = {}
         self._early_stop: tuple[str, int] | None = None  # a stop request before run()
         self._said_last = ""  # last log line about the world
-        self._exits = ExitLines(log)
+        self._exits = ExitLines(log, unfolding)
 
     @property
     def places(self) -> dict[Worker, Place]:

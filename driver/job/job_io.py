@@ -26,6 +26,7 @@ from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
 from elastic.driver.monitoring.debounce_timer import DebounceTimer
 from elastic.driver.monitoring.explain.run_report import RunReport
+from elastic.driver.monitoring.ongoing_failure import OngoingFailure
 from elastic.driver.monitoring.recovery_traces import RecoveryTraces
 from elastic.driver.monitoring.tensorboard_scalars import TensorBoard
 from elastic.driver.monitoring.time_spent import TimeSpent, summary
@@ -74,6 +75,7 @@ class JobIO:
     level: str  # log level of the console
     line: Callable[[str], None] | None = None  # shows the state at the bottom of a terminal
     raised: dict[Worker, str] = field(default_factory=dict)  # tracebacks that workers have reported
+    failure: OngoingFailure = field(default_factory=OngoingFailure)
     stopped: bool = False  # by a signal: do not wait for a slow reader of the output
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
@@ -94,6 +96,7 @@ class JobIO:
             self.output.tracebacks.stopped = True
         if isinstance(event, WorkerRaised):
             self.raised[event.worker] = event.traceback
+        self.failure.note(event, actions)
         self.page.noted(event, actions, now)
         if self.spent is not None:
             self.spent.note(event, actions, now)
@@ -105,6 +108,10 @@ class JobIO:
             self.traces.note(actions, now)
         if self.tensorboard is not None:
             self.tensorboard.note(actions)
+
+    def unfolding(self) -> bool:
+        """Return whether summaries of log lines wait for the end of a failure."""
+        return self.failure.lasts(self.output.sent)
 
     def log_remaining(self, *, last: bool = False) -> None:
         """Log exceptions of workers that were not logged yet.
@@ -139,7 +146,10 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
             most=job.settings.workers_max,
         )
     )
-    timer = DebounceTimer(lambda: found[0].log_remaining() if found else None)
+    timer = DebounceTimer(
+        lambda: found[0].log_remaining() if found else None,
+        lambda: bool(found) and found[0].unfolding(),
+    )
     output = Output(
         place_of=lambda worker: found[0].place_of(worker) if found else None,
         stdout=stdout,

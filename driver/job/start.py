@@ -162,6 +162,7 @@ async def _alone(
         reported=lambda report: job_io.told(report, job.reported),
         answered=job_io.desk.answered,
         gone=lambda: job_io.log_remaining(last=True),
+        unfolding=job_io.unfolding,
     )
     job_io.desk.serves(driver, room_for(job, discovery))
     if job.begun is not None:

@@ -255,6 +255,7 @@ class _Run:
             leaves=self._leave if plan.left_by_sigterm else None,
             answered=self.job_io.desk.answered,
             gone=lambda: self.job_io.log_remaining(last=True),
+            unfolding=self.job_io.unfolding,
         )
         self.job_io.desk.serves(driver, room_for(job, discovery))
         if past is not None:

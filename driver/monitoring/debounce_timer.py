@@ -7,21 +7,24 @@ from collections.abc import Callable
 
 QUIET_S = 1.0
 MOST_S = 5.0  # maximum delay after the first event, however many follow
+HELD_S = 20.0  # the same while more events are expected
 
 
 class DebounceTimer:
-    """Calls ``then`` in the event loop's thread, QUIET_S after the last `touch`."""
+    """Calls ``then`` in the event loop's thread, QUIET_S after the last `touch`, but not while ``held()``."""
 
-    def __init__(self, then: Callable[[], None]) -> None:
+    def __init__(self, then: Callable[[], None], held: Callable[[], bool] = lambda: False) -> None:
         self._then = then
+        self._held = held
         self._handle: asyncio.TimerHandle | None = None
-        self._latest = 0.0
+        self._latest = 0.0  # time of the last call
+        self._held_to = 0.0
 
     def touch(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
         if self._handle is None:
-            self._latest = now + MOST_S
+            self._latest, self._held_to = now + MOST_S, now + HELD_S
         else:
             self._handle.cancel()
         self._handle = loop.call_at(min(now + QUIET_S, self._latest), self._fire)
@@ -32,5 +35,10 @@ class DebounceTimer:
             self._handle = None
 
     def _fire(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._held() and (now := loop.time()) < self._held_to:
+            self._latest = self._held_to
+            self._handle = loop.call_at(min(now + QUIET_S, self._held_to), self._fire)
+            return
         self._handle = None
         self._then()

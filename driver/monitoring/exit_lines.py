@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from elastic.driver.monitoring.debounce_timer import DebounceTimer
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.sinks import Log
 
 
 class ExitLines:
-    """Aggregates the exit lines of one job. Called in the event loop's thread."""
+    """Aggregates the exit lines of one job, while ``held()`` in one summary. Called in the event loop's thread."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, held: Callable[[], bool] = lambda: False) -> None:
         self._log = log
         self._more: list[Reason] | None = None  # None: no summary is pending
-        self._timer = DebounceTimer(self.say)
+        self._timer = DebounceTimer(self.say, held)
 
     def shares(self, about: Reason | None) -> bool:
         """Return whether a line is deferred to the summary."""

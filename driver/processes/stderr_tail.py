@@ -140,21 +140,30 @@ class TracebackLedger:
     def rest(self) -> list[str]:
         """Return the pending lines, once.
 
-        One for each exception shown before that other workers had too, and one for all lost peers.
+        One for each exception shown before that other workers had too, the first of which counts all lost peers, or one
+        for these alone.
         """
+        lost = self._lost_peers()
         lines = []
         for digest, names in self._more.items():
             summary = self._known.get(digest, "")
-            lines.append(f"the same exception on {_counted(names)}: {summary}")
-        if self._lost:
-            names = [name for some in self._lost.values() for name in some]
-            summary, line = next(iter(self._lost))
-            at = f", the first at {line}" if line else ""
-            why = "" if self.shown else f": {summary}"
-            text = f"{_counted(names, more='')} ended because a collective failed{at}{why}"
-            lines.append(text)
+            lines.append(
+                f"the same exception on {_counted(names)}{lost and f'; {lost}'}: {summary}"
+            )
+            lost = ""
+        if lost:
+            why = "" if self.shown else f": {next(iter(self._lost))[0]}"
+            lines.append(f"{lost}{why}")
         self._more, self._lost = {}, {}
         return lines
+
+    def _lost_peers(self) -> str:
+        if not self._lost:
+            return ""
+        names = [name for some in self._lost.values() for name in some]
+        _, line = next(iter(self._lost))
+        at = f", the first at {line}" if line else ""
+        return f"{_counted(names, more='')} ended because a collective failed{at}"
 
 
 def _counted(names: Sequence[str], more: str = "more ") -> str:
