@@ -34,6 +34,8 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden"
 ROOT = FOLDER.parents[1]
+# A smaller process number, as in a container, may be any other number of a text.
+LEAST_PID = 1000
 VOLATILE: list[tuple[str, str]] = [
     (
         r"\S*/pytest-of-[^/\s]+/pytest-\d+(/popen-gw\d+)?/[^/\s'\"]+?\d+(?=[/\s'\"):;,.]|$)",
@@ -48,6 +50,8 @@ VOLATILE: list[tuple[str, str]] = [
     (r"\b(\w+\.py:)\d+(?= )", r"\1N"),  # of a record of logging
     (r"\b(elastic-[a-z]+-)\d{8}-\d{6}-[0-9a-f]{6}\b", r"\1RANDOM"),
     (r"\b(elastic-[a-z]+-)\w{8}\b", r"\1RANDOM"),
+    (r"\b20\d\d-\d\d-\d\d\b", "DATE"),
+    (r"\bLinux \d+\.\d[\w.+-]*, \d+ cores\b", "MACHINE"),
     (r"\b\d\d:\d\d:\d\d\b", "TIME"),
     (r"\b(process (?:number |ID )?)\d{2,}", r"\1PID"),
     (r"\b(descriptor|byte) \d+\b", r"\1 N"),
@@ -149,10 +153,11 @@ def steady(text: str) -> str:
     """Replace parts of a text that differ from run to run, and between machines."""
     for pattern, name in VOLATILE:
         text = re.sub(pattern, name, text)
-    for number, name in ((os.getpid(), "PID"), (os.getppid(), "PPID")):
-        text = re.sub(rf"(?<![\w.]){number}(?![\w.]\d)", name, text)
-    for word, name in ((socket.gethostname(), "HOST"), (getpass.getuser(), "USER")):
-        text = re.sub(rf"(?<![\w/.]){re.escape(word)}(?![\w/])", name, text)
+    if os.getpid() >= LEAST_PID:
+        text = re.sub(rf"(?<![\w.]){os.getpid()}(?![\w.]\d)", "PID", text)
+    user, host = re.escape(getpass.getuser()), re.escape(socket.gethostname())
+    text = re.sub(rf"(?<![\w/.]){user}@{host}(?![\w/])", "USER@HOST", text)
+    text = re.sub(rf"(?<=\buser ){user}(?![\w/])", "USER", text)
     # Without blanks at line ends and terminal control characters.
     return "\n".join(
         "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line).rstrip()
