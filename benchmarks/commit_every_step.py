@@ -90,7 +90,7 @@ def prove(state: elastic.TorchState, steps: models.Steps) -> None:
 def calls_and_copies(
     state: elastic.TorchState, steps: models.Steps, size: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Return the slowest rank's times of a commit after one step, and of a plain copy of as many bytes after another."""
+    """Return the slowest rank's times of a commit after one step and of a plain copy of as many bytes after another."""
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
 
     def call() -> None:

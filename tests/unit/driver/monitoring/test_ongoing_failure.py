@@ -72,8 +72,8 @@ class FakeLoop:
         self._count += 1
         number = self._count
         heapq.heappush(self._due, (at, number, call))
-        handle = create_autospec(asyncio.TimerHandle, instance=True)
-        handle.cancel = lambda: self._cancelled.add(number)
+        handle: asyncio.TimerHandle = create_autospec(asyncio.TimerHandle, instance=True)
+        handle.cancel = lambda: self._cancelled.add(number)  # type: ignore[method-assign]
         return handle
 
     def until(self, at: float) -> None:
