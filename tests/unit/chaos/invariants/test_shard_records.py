@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 
 import msgspec
 import pytest
 
+from elastic.chaos.invariants import check
 from elastic.chaos.invariants.invariants import BrokenInvariant, Invariants, check_journal
 from elastic.chaos.simulator.simulated_shards import ShardedJob
 from elastic.chaos.simulator.simulator import Simulation
@@ -22,7 +24,7 @@ from elastic.driver.journal.entries import Entry
 from elastic.driver.journal.journal import read
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, HeldCommitShards, Times, Worker
-from harness.kept_journals import SHARDED, unpacked
+from harness.kept_journals import SHARDED, lines_of, unpacked, written
 
 Change = Callable[[Event], Event]
 
@@ -108,6 +110,20 @@ def test_recovery_to_an_older_sealed_commit_breaks_sealed_is_kept(recorded):
     sealed = sealed_before(recorded[1], 2)
     older = Commit(sealed.generation, sealed.number - 1)
     assert kind_of(recorded, resumed_in(3, restored=older)) == "SEALED IS KEPT"
+
+
+def test_check_command_fails_for_a_tampered_journal_and_not_for_the_recorded_one(tmp_path):
+    journal = unpacked(SHARDED, tmp_path)
+    header, lines = lines_of(journal)
+    sealed = sealed_before([line for line in lines if isinstance(line, Entry)], 2)
+    older = resumed_in(3, restored=Commit(sealed.generation, sealed.number - 1))
+    tampered = [
+        Entry(line.at, older(line.event), line.actions) if isinstance(line, Entry) else line
+        for line in lines
+    ]
+    other = written(tmp_path / "tampered.jsonl", header, tampered)
+    codes = [check.main(Namespace(journal=[each], samples=None)) for each in (journal, other)]
+    assert codes == [0, 1]
 
 
 def test_return_to_a_checkpoint_while_every_shard_is_held_breaks_sealed_is_kept(recorded):
