@@ -48,7 +48,7 @@ class ExpectedEnd(enum.Enum):
 
 
 ENDS = {
-    ExpectedEnd.GOES_ON: "no worker is lost, and all keep training in the same world",
+    ExpectedEnd.GOES_ON: "no worker is lost; all keep training in the same world",
     ExpectedEnd.REGROUPS: "no worker is lost; all restore the last commit and keep training",
     ExpectedEnd.RECOVERS: "the victims are lost; the others resume from the last commit, and new workers take the free"
     " places",
@@ -190,7 +190,9 @@ def fault_rules(
     others = f"other-than={','.join(members)}"
     picked, count = _picked(cell, members, newest)
     condition = f"worker={','.join(picked)}" if picked else others
-    hit = " hit=2" if cell.phase == faults.BUCKET else ""
+    # A new worker copies its own shard once before it joins, as its state is made.
+    made = cell.victim == faults.JOINER and cell.phase in (faults.SHARD_COPY, faults.SHARD_MIRROR)
+    hit = " hit=2" if cell.phase == faults.BUCKET or made else ""
     if count > 1 and cell.phase == faults.CHANGE:
         # A worker that learns of the change one check earlier would wait there for the others, and they for it in their
         # next step.

@@ -25,8 +25,8 @@ that phase. A cell passes if:
 The phases of shards have another script: a small FSDP2 model with one copy (`copies=1`) on one host. It commits
 checksums of the gathered parameters, which are compared instead of replicas, and counts the samples itself. These cells
 were run by `python -m elastic.chaos matrix --sharded --jobs 2` on 2026-11-28, on a virtual machine with 2 cores, both
-busy with other work, and torch 2.13 (CPU). Processes were forked from one that had imported torch, as in
-`tests/integration/jobs/test_matrix.py`.
+busy with other work, and torch 2.13 (CPU). Processes were forked from one that had imported torch, as in the nightly
+test of the matrix.
 
 A number is the time in milliseconds from the fault until all survivors trained again, including detection; the leases
 of these jobs are short (`--lease 0.5 --idle-timeout 2`).

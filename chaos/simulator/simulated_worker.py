@@ -275,11 +275,11 @@ class SimulatedWorker:
         """Enter elastic.run, like a script."""
 
     def held_shards(self) -> ShardsHeld | None:
-        """What it holds of a sharded state."""
+        """Return the report on what it holds of a sharded state."""
         return None
 
     def placed_shards(self) -> ShardsPlaced | None:
-        """Its part of a sharded state in this world."""
+        """Return the report on its part of a sharded state in this world."""
         return None
 
     def bring(self) -> Thread:

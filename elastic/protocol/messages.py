@@ -151,7 +151,7 @@ class HeldCommitShards(Value):
 
 
 class ShardsHeld(Value):
-    """What a worker with a sharded state can contribute to the next world.
+    """Contribution of a worker with a sharded state to the next world.
 
     ``copies``: as given to the state. ``sealed``: the newest commit that it knows all ranks have copied and mirrored.
     """

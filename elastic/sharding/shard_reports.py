@@ -1,4 +1,4 @@
-"""What a rank reports to the driver about the shards that it holds, and about its rows in a new world. Pure."""
+"""Reports of a rank to the driver: the shards that it holds, and its rows in a new world. Pure."""
 
 from __future__ import annotations
 

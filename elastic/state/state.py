@@ -151,7 +151,7 @@ class State:
         return False
 
     def held_shards(self) -> ShardsHeld | None:
-        """What this worker holds of a sharded state, for the driver; None if the state is not sharded."""
+        """Return the report on a sharded state for the driver; None if the state is not sharded."""
         return None
 
     def capture_shards(self) -> None:

@@ -170,6 +170,12 @@ def test_rows_travel_once_a_worker_was_lost_or_has_joined():
     ]
 
 
+def test_joiner_is_hit_in_its_first_commit_of_a_world():
+    assert asked(faults.JOINER, faults.KILL, faults.SHARD_MIRROR)[0] == (
+        "shard-mirror kill other-than=h:0#1,h:1#1,h:2#1,h:3#1 hit=2 victims=1 id=x"
+    )
+
+
 def test_several_victims_of_a_sharded_commit_are_hit_in_the_same_one():
     assert asked(faults.TWO, faults.KILL, faults.SHARD_SEAL) == [
         "shard-seal kill worker=h:0#1,h:2#1 step=9 victims=2 id=x"
@@ -312,7 +318,7 @@ def test_the_page_shows_what_passed_what_failed_and_what_has_not_run():
     assert "1 on 2026-11-21, 1 on 2026-11-25" in text
     assert re.search(r"fenced\b.* 612\b", text)
     assert "- last | SIGKILL | forward: 4 " in text
-    assert f"{len(POSSIBLE) - 2} have " in text
+    assert f" {len(POSSIBLE) - 2} not run" in text
 
 
 # ---- running -------------------------------------------------------------------------------------
