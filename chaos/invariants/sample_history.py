@@ -44,12 +44,17 @@ class SampleHistory:
         self._settled = 0  # commits of older generations can no longer be undone
         self._pending: dict[Commit, dict[Worker, dict[int, list[int]]]] = {}  # by epoch
         self._epochs: dict[int, Epoch] = {}
+        # What the newest worlds have undone, as long as none of them has committed, and `_kept` before them.
+        self._undone: dict[Commit, dict[Worker, dict[int, list[int]]]] = {}
+        self._kept_before: dict[int, int] | None = None
         self.counted = 0
 
     def reported(self, worker: Worker, commit: Commit, epoch: int, samples: list[int]) -> str:
         """Record a worker's report, which may arrive after a later world has begun."""
         if commit.number > self._kept.get(commit.generation, commit.number):
             return ""  # undone
+        if commit.number and commit.generation >= max(self._sizes, default=0):
+            self._undone, self._kept_before = {}, None
         if commit.generation < self._settled:
             silent = self._epoch(epoch).silent
             if commit in silent:
@@ -71,17 +76,30 @@ class SampleHistory:
         ``back_to``: the oldest generation to which a later world may still return.
         """
         self._sizes[generation] = size
+        if self._kept_before is None:
+            self._kept_before = {**self._kept}
         for old in range((commit.generation if commit else 0), generation):
             self._kept[old] = -1
         if commit is not None:
             self._kept[commit.generation] = commit.number
         undone = [c for c in self._pending if commit is None or c > commit]
         for each in undone:
-            del self._pending[each]
+            self._undone[each] = self._pending.pop(each)
         self._settled = commit.generation if commit else 0
         if back_to is not None:
             self._settled = min(back_to, self._settled)
         return self._settle(before=self._settled)
+
+    def restored(self, commit: Commit) -> None:
+        """Record that the present world continues from a newer checkpoint than was known when it began."""
+        before = self._kept_before or {}
+        for old in [each for each in self._kept if each < commit.generation]:
+            self._kept.pop(old)
+            if old in before:
+                self._kept[old] = before[old]
+        self._kept[commit.generation] = commit.number
+        for each in [each for each in self._undone if each <= commit]:
+            self._pending[each] = self._undone.pop(each)
 
     def finish(self, *, complete: bool) -> str:
         """Check the end of the job. ``complete``: it succeeded, so all samples of a dataset of known size must be

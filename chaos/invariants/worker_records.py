@@ -43,6 +43,9 @@ class WorkerRecords:
             case events.DriverRestarted():
                 self._restarted()
             case events.CheckpointMade(commit):
+                newer = self.job.durable is None or commit > self.job.durable
+                if newer and self.job.base is None and commit.generation < self.job.generation:
+                    self.job.samples.restored(commit)
                 self.job.durable = max(self.job.durable or commit, commit)
             case events.ReplicasSpoilt(generation) if generation == self.job.generation:
                 for worker, known in self.job.here():

@@ -187,7 +187,7 @@ def _resume(rt: WorkerRuntime, state: ObjectState, found: CheckpointOptions) -> 
         )
         try:
             with long:
-                generators = _load(found, state)
+                generators = _load(rt, found, state)
         except (StateMismatch, Invalid) as error:
             if rt.alone:
                 raise
@@ -198,7 +198,7 @@ def _resume(rt: WorkerRuntime, state: ObjectState, found: CheckpointOptions) -> 
     loading.load_random(generators, rt.place.rank, state)
 
 
-def _load(found: CheckpointOptions, state: ObjectState) -> list[Any]:
+def _load(rt: WorkerRuntime, found: CheckpointOptions, state: ObjectState) -> list[Any]:
     """Load the newest checkpoint and return the random generators' states that each rank committed.
 
     The list is empty if there is no checkpoint and training starts from the beginning.
@@ -213,4 +213,6 @@ def _load(found: CheckpointOptions, state: ObjectState) -> list[Any]:
     print(
         f"elastic: resuming from {manifest} in {url}/{manifest.name}", file=sys.stderr, flush=True
     )
+    if not rt.alone:
+        resuming.report(manifest, url, found, rt.session.send)
     return manifest.generators

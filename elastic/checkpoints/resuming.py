@@ -14,6 +14,7 @@ from elastic.checkpoints.manifest import CommitName, Manifest, UnreadableCommit
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
+from elastic.protocol.messages import CheckpointWritten, Message
 from elastic.state.state import ObjectState
 
 PATIENCE_S = 120.0  # how long to retry a storage that does not respond
@@ -89,6 +90,29 @@ def proposal(
     if (other.url, begin.name) in passed:
         raise Invalid(f"{url}/{begin.name} can't be read: {passed[other.url, begin.name]}")
     return other, begin
+
+
+def report(
+    manifest: Manifest, url: str, options: CheckpointOptions, send: Callable[[Message], object]
+) -> None:
+    """Report the restored commit to the driver, which may not know it: its writer may have died before the report.
+
+    Each run numbers its commits from 1, so those of earlier runs are skipped.
+    """
+    name = manifest.name
+    if name.run == options.run:
+        step = manifest.values.get("step")
+        send(
+            CheckpointWritten(
+                name.generation,
+                0,
+                name.commit,
+                f"{url}/{name}",
+                manifest.bytes,
+                0.0,
+                step if type(step) is int else None,
+            )
+        )
 
 
 def pass_over(url: str, manifest: Manifest, trouble: str, passed: Passed) -> None:

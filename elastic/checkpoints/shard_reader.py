@@ -127,6 +127,8 @@ class ShardReader:
             lost = "" if self._met is None or not self._met.lost else f": {self._met.loss()}"
             what = "falling back to" if lost else "resuming from"
             _say(f"{what} {chosen.manifest} in {chosen.url}/{chosen.manifest.name}{lost}")
+            if not self._rt.alone:
+                resuming.report(chosen.manifest, chosen.url, options, self._rt.session.send)
         return chosen
 
     def _send_replicated(self) -> None:

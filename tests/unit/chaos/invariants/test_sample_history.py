@@ -120,3 +120,31 @@ def test_a_resume_from_a_checkpoint_undoes_the_starts_of_later_worlds():
         assert history.reported(worker, Commit(generation, 1), 0, [sample]) == ""
     assert history.finish(complete=True) == ""
     assert history.counted == 4
+
+
+def test_a_checkpoint_that_nobody_reported_before_the_restart_keeps_its_samples():
+    """Its writer died between the manifest and the report; a world that fails while it loads follows."""
+    history, worker, known = SampleHistory(3), Worker("h", 0), Commit(2, 1)
+    assert history.began(2, 1, None, back_to=0) == ""
+    for number, sample in enumerate((0, 1, 2), 1):
+        assert history.reported(worker, Commit(2, number), 0, [sample]) == ""
+    assert history.began(3, 1, known, back_to=2) == ""
+    assert history.began(4, 1, known, back_to=2) == ""
+    history.restored(Commit(2, 2))
+    assert history.reported(worker, Commit(4, 1), 0, [2]) == ""
+    assert history.finish(complete=True) == ""
+    assert history.counted == 3
+
+
+def test_a_checkpoint_of_a_later_world_keeps_the_samples_of_both():
+    history, worker = SampleHistory(4), Worker("h", 0)
+    assert history.began(2, 1, None, back_to=0) == ""
+    for number, sample in enumerate((0, 1), 1):
+        assert history.reported(worker, Commit(2, number), 0, [sample]) == ""
+    assert history.began(3, 1, Commit(2, 2), back_to=2) == ""
+    assert history.reported(worker, Commit(3, 1), 0, [2]) == ""
+    assert history.began(4, 1, Commit(2, 1), back_to=2) == ""
+    history.restored(Commit(3, 1))
+    assert history.reported(worker, Commit(4, 1), 0, [3]) == ""
+    assert history.finish(complete=True) == ""
+    assert history.counted == 4

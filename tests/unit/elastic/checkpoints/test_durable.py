@@ -12,10 +12,12 @@ import torch
 
 from elastic.checkpoints import durable, options, resuming
 from elastic.checkpoints.durable import TransferOutcome
+from elastic.checkpoints.manifest import CommitName, Manifest
+from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.writer import CheckpointWriter
 from elastic.monitoring.time_account import TimeAccount
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
-from elastic.protocol.messages import Address, Commit, Place, World
+from elastic.protocol.messages import Address, CheckpointWritten, Commit, Place, World
 from elastic.rendezvous import environment
 from elastic.runtime.commit_log import CommitLog
 from elastic.runtime.progress import ProgressCounter
@@ -118,7 +120,7 @@ def test_ranks_that_hold_no_whole_commit_of_a_training_read_a_checkpoint(
     held = () if commit is None else (HeldShard(commit, 1, 0, True),)
     met = WorldInventory([held], ("h",), {}, [False], [None])
     sharded = create_autospec(ShardedCommits, instance=True)
-    sharded.meet.return_value = met
+    sharded.meet.return_value, sharded.placed = met, None
     state = create_autospec(State, instance=True)
     state.bring_shards.return_value = 12
     monkeypatch.setattr(durable, "shards_of", lambda _: sharded)
@@ -130,3 +132,15 @@ def test_ranks_that_hold_no_whole_commit_of_a_training_read_a_checkpoint(
     assert found == (TransferOutcome(0, True) if reads else TransferOutcome(12, False))
     if not reads:
         state.bring_shards.assert_called_once_with(reset, met)
+
+
+@pytest.mark.parametrize(("run", "reported"), [(3, True), (2, False)])
+def test_restored_commit_is_reported_if_it_is_of_this_run(run, reported):
+    """Numbers of commits begin anew in each run."""
+    name = CommitName(run, 2, 20)
+    manifest = create_autospec(Manifest, instance=True, values={"step": 17}, bytes=10)
+    manifest.name = name
+    sent: list[Any] = []
+    resuming.report(manifest, "/c", CheckpointOptions("/c", run=3), sent.append)
+    wanted = CheckpointWritten(2, 0, Commit(2, 20), f"/c/{name}", 10, 0.0, 17)
+    assert sent == ([wanted] if reported else [])

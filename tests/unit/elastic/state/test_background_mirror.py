@@ -13,6 +13,7 @@ import torch
 from elastic.collectives.interface import Collectives, Work
 from elastic.errors import CollectiveFailed
 from elastic.runtime import lifecycle
+from elastic.runtime.commit_log import CommitLog
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.sharding.division import Division
 from elastic.sharding.rows import rows_of
@@ -63,6 +64,7 @@ class TwoHosts:
         self.rt = create_autospec(WorkerRuntime, instance=True)
         self.rt.group.return_value = self.group
         self.rt.guard.side_effect = lambda name: contextlib.nullcontext()
+        self.rt.commits = create_autospec(CommitLog, instance=True)
         self.rt.place.rank, self.rt.place.size, self.rt.generation = 0, 2, 1
         self.rt.env = SimpleNamespace(digest_commits=False, worker=SimpleNamespace(host="a"))
         monkeypatch.setattr(lifecycle, "active", lambda: self.rt)
