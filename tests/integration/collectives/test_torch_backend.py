@@ -487,14 +487,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int, size: i
         (lambda: distributed.all_gather([torch.ones(2)], tensor), f"list of {size} tensors"),
         (lambda: distributed.all_gather([torch.ones(3)] * size, tensor), "different numbers"),
         (lambda: distributed.all_gather([torch.ones(2).double()] * size, tensor), "dtype|type"),
-        (lambda: distributed.all_gather_into_tensor(torch.ones(5 * size), tensor), "fill"),
-        (lambda: distributed.reduce_scatter_tensor(tensor, torch.ones(3)), f"take {2 * size}"),
+        (lambda: distributed.all_gather_into_tensor(torch.ones(5 * size), tensor), "need"),
+        (lambda: distributed.reduce_scatter_tensor(tensor, torch.ones(3)), f"need {2 * size}"),
         (
             lambda: distributed.all_to_all_single(torch.ones(7), torch.ones(7)),
-            "can't share equally",
+            "can't be divided evenly",
         ),
-        (lambda: distributed.all_reduce(tensor, ReduceOp.BOR), "BOR has no meaning"),
-        (lambda: distributed.all_reduce(torch.tensor([True]), ReduceOp.AVG), "AVG has no meaning"),
+        (lambda: distributed.all_reduce(tensor, ReduceOp.BOR), "BOR is not defined"),
+        (lambda: distributed.all_reduce(torch.tensor([True]), ReduceOp.AVG), "AVG is not defined"),
     ]
     for call, text in refused:
         with pytest.raises((ValueError, TypeError, RuntimeError), match=text):
