@@ -32,11 +32,22 @@ from elastic.state.handlers.registry import handler_for, refuse_hidden
 from elastic.state.held_commit import HeldCommit, HeldPart
 from elastic.state.snapshots import digest
 from elastic.state.snapshots.snapshot import Snapshot
-from elastic.state.state import ObjectState, State, log, overridden, refuse_method_names
+from elastic.state.state import (
+    ObjectState,
+    State,
+    log,
+    overridden,
+    refuse_method_names,
+    refuse_misspelled,
+)
 from elastic.state.state_transfer import GroupOn
 
 Handler = TypeVar("Handler", bound=StateHandler)
 _SHARDED = FullyShardedHandler | ShardedOptimizerHandler | ZeroOptimizerHandler
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class _OfThisProcess:
@@ -61,6 +72,7 @@ class HandledState(_OfThisProcess, ObjectState):
         if not isinstance(rng, bool):  # a value of the script with that name
             values["rng"] = rng
         refuse_method_names(values)
+        refuse_misspelled(values, {"rng": lambda value: isinstance(value, bool)})
         self._handlers: dict[str, StateHandler] = {}
         for name, value in values.items():
             handler = handler_for(name, value)
@@ -79,6 +91,8 @@ class HandledState(_OfThisProcess, ObjectState):
         if self._sharded is None and copies != 1:
             values["copies"] = copies
         if self._sharded is None and least_shards is not None:
+        if self._sharded is not None:
+            refuse_misspelled(values, {"copies": _is_number, "least_shards": _is_number})
             values["least_shards"] = least_shards
         super().__init__(**{name: v for name, v in values.items() if name not in self._handlers})
         if self._random is not None:

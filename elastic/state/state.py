@@ -7,6 +7,7 @@ optimizers. Works without ``init()`` and without a driver, as in a world of size
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import logging
 import queue
@@ -32,6 +33,7 @@ from elastic.state.state_transfer import GroupOn
 log = logging.getLogger("elastic.state")
 
 Broadcast = Callable[..., Any]  # object -> rank 0's object
+CLOSE = 0.7  # similarity of a misspelled name to an option: copys to copies, but not copy
 
 
 class State:
@@ -288,6 +290,7 @@ class ObjectState(State):
     ) -> None:
         super().__init__(bcast_object, get_rank)
         refuse_method_names(kwargs)
+        refuse_misspelled(kwargs, {"bcast_object": callable, "get_rank": callable})
         for name, value in kwargs.items():
             refuse_handled(name, value)
         self._saved_state: dict[str, Any] = dict(kwargs)
@@ -435,6 +438,31 @@ def refuse_method_names(names: Iterable[str]) -> None:
     for name in names:
         if callable(getattr(ObjectState, name, None)) or name.startswith("_"):
             raise Invalid(f"a state can't have a value called {name!r}; choose another name")
+
+
+def refuse_misspelled(
+    values: Mapping[str, Any], options: Mapping[str, Callable[[object], bool]]
+) -> None:
+    """Raise Invalid if a value looks like a misspelled option: a close name, and a value of the option's type.
+
+    Args:
+        values: values of a state, by name.
+        options: for each option of the state, whether it may have a given value.
+    """
+    for name, value in values.items():
+        for option, fits in options.items():
+            if _resembles(name.lower(), option) and fits(value):
+                raise Invalid(
+                    f"a state has the option {option}, and {name}={value!r} would be a value of the state: write"
+                    f" {option}={value!r}, or choose another name for the value"
+                )
+
+
+def _resembles(name: str, option: str) -> bool:
+    """Return whether a name is an option's but for a typo. A short one must have the same letters."""
+    if sorted(name.rstrip("s")) == sorted(option.rstrip("s")):
+        return True
+    return len(option) > 5 and difflib.SequenceMatcher(None, name, option).ratio() >= CLOSE
 
 
 def custom_broadcast(state: State) -> bool:

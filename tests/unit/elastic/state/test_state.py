@@ -16,6 +16,7 @@ from elastic.monitoring.time_account import TimeAccount
 from elastic.runtime import lifecycle
 from elastic.runtime.commit_log import CommitLog
 from elastic.state.state import ObjectState, State, has_custom_sync
+from elastic.state.torch_state import TorchState
 from harness.fakes import collectives as fake
 from harness.golden import raises, recorded
 
@@ -229,3 +230,16 @@ def test_a_commit_that_fails_leaves_the_time_account_as_it_was(rt):
     with pytest.raises(OSError):
         state.commit()
     assert rt.account.part == "training"
+
+
+@pytest.mark.parametrize("values", [{"broadcast_object": print}, {"getrank": print}])
+def test_function_under_a_misspelled_option_is_refused(values):
+    with raises(Invalid):
+        ObjectState(**values)
+
+
+@pytest.mark.parametrize("name", ["rgn", "rngs", "RNG"])
+def test_misspelled_option_for_random_generators_is_refused(name):
+    with raises(Invalid):
+        TorchState(**{name: True})
+    assert getattr(TorchState(**{name: 3}), name) == 3

@@ -26,6 +26,7 @@ from elastic.state.handled_state import shards_of
 from elastic.state.handlers import optimizer_state
 from elastic.state.state import hold
 from elastic.torch_backend import sharding_guard
+from harness.golden import raises
 
 pytestmark = [
     pytest.mark.slow,  # imports of torch's
@@ -421,3 +422,19 @@ def test_a_part_has_the_elements_of_its_shard(own, shards: int):
         assert len(live) == len(list(model.parameters()))
         _, replicated = handler.pack()
         assert {name.partition(".")[2] for name in replicated} == {"step"}
+
+
+@pytest.mark.parametrize("values", [{"copys": 2}, {"copie": 0}, {"Copies": 2}, {"least_shard": 2}])
+def test_option_of_a_sharded_state_that_is_misspelled_is_refused(own, values: dict[str, Any]):
+    model = network()
+    plain = torch.optim.AdamW(model.parameters())
+    assert TorchState(model=model, optimizer=plain, **values)  # not sharded: it has no such option
+    with raises(Invalid):
+        TorchState(model=model, optimizer=distributed_optimizer(model), **values)
+
+
+@pytest.mark.parametrize("values", [{"copy": 2}, {"shards": 2}, {"copys": "two"}, {"copys": True}])
+def test_value_of_a_sharded_state_that_resembles_no_option_is_kept(own, values: dict[str, Any]):
+    model = network()
+    state = TorchState(model=model, optimizer=distributed_optimizer(model), **values)
+    assert all(getattr(state, name) == value for name, value in values.items())
