@@ -17,7 +17,7 @@ from elastic.exact.shards import Shards
 from elastic.failpoints import failpoint
 from elastic.protocol.messages import COPY, ShardsHeld
 from elastic.runtime import lifecycle
-from elastic.state import shard_checks, state_transfer, unsupported_sharding
+from elastic.state import replaced_optimizers, shard_checks, state_transfer, unsupported_sharding
 from elastic.state.fully_sharded import fsdp2
 from elastic.state.fully_sharded.live_shards import FullyShardedHandler, ShardedOptimizerHandler
 from elastic.state.fully_sharded.shard_buffers import ShardBuffers
@@ -85,14 +85,16 @@ class HandledState(_OfThisProcess, ObjectState):
         self._notify_shards()
         self._check_shards()
         self._random = RandomState() if rng is True else None
+        # Names of the models' parameters when the state was made, by id.
+        self._first_names: dict[int, str] = {}
         self._begun = 0  # number of saves begun; lets a digest detect a save that began meanwhile
         self._introduce()
         self._sharded = self._commits_of_shards(copies, least_shards)
+        if self._sharded is not None:
+            refuse_misspelled(values, {"copies": _is_number, "least_shards": _is_number})
         if self._sharded is None and copies != 1:
             values["copies"] = copies
         if self._sharded is None and least_shards is not None:
-        if self._sharded is not None:
-            refuse_misspelled(values, {"copies": _is_number, "least_shards": _is_number})
             values["least_shards"] = least_shards
         super().__init__(**{name: v for name, v in values.items() if name not in self._handlers})
         if self._random is not None:
@@ -199,6 +201,8 @@ class HandledState(_OfThisProcess, ObjectState):
                 " is sharded: after a failure all ranks may restore an older commit than the one they saved last,"
                 " which the subclass would not notice; store its values as attributes of the state"
             )
+        values = {name: each.value for name, each in self._handlers.items()}
+        self._first_names = shard_checks.names_of(values)
         self._check_parameters()
         if not isinstance(copies, int) or copies < 0:
             raise Invalid(f"copies is {copies!r}: pass a number of further ranks, 1 or more")
@@ -225,6 +229,7 @@ class HandledState(_OfThisProcess, ObjectState):
             unsupported_sharding.follow(model.model)
         for followed in (*optimizers, *partitioned):
             unsupported_sharding.follow_optimizer(followed.value)
+            replaced_optimizers.observe(followed.value)
         return ShardedCommits(lambda: [*models, *optimizers, *partitioned], copies, shards, least)
 
     def _check_parameters(self) -> None:
@@ -246,7 +251,23 @@ class HandledState(_OfThisProcess, ObjectState):
                             raise unsupported_sharding.refuse_stale(stepped.name, parameter)
         for kind in (ZeroOptimizerHandler, DividedOptimizerHandler):
             for part in self._of_kind(kind):
-                shard_checks.check_trained(part.name, part.value, self._referred())
+                shard_checks.check_trained(
+                    part.name, part.value, self._referred(), self._first_names
+                )
+
+    def _check_stepped(self) -> None:
+        """Check that no optimizer outside the state steps the parameters of a sharded one.
+
+        Raises:
+            NotElastic: one has.
+        """
+        in_state = set(map(id, self._referred()))
+        for part in (*self._of_kind(ShardedOptimizerHandler), *self._of_kind(ZeroOptimizerHandler)):
+            replaced = replaced_optimizers.replacement_of(part.value, in_state)
+            if replaced is not None:
+                other, parameter = replaced
+                which = shard_checks.named(other, parameter, self._first_names)
+                raise unsupported_sharding.refuse_replaced(part.name, other, which)
 
     def _notify_shards(self) -> None:
         """Register the models' buffers and the gradient scalers with the shards, which keep them equal on all ranks."""
@@ -331,6 +352,7 @@ class HandledState(_OfThisProcess, ObjectState):
     def _save_shards(self, sharded: ShardedCommits, values: dict[str, Any]) -> None:
         """Keep the replicated values twice, like the shards: all ranks may have to restore the previous commit."""
         self._check_parameters()
+        self._check_stepped()
         snapshots = sharded.begin()
         self._begun += 1
         for name, part in self._handlers.items():

@@ -12,8 +12,22 @@ from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 
 
-def check_trained(name: str, optimizer: Any, values: Iterable[object]) -> None:
+def names_of(values: Mapping[str, Any]) -> dict[int, str]:
+    """Return the names of the parameters of a state's models by the parameters' ids, as ``model.0.weight``."""
+    return {
+        id(parameter): f"{name}.{key}"
+        for name, value in values.items()
+        if isinstance(value, torch.nn.Module)
+        for key, parameter in value.named_parameters()
+    }
+
+
+def check_trained(
+    name: str, optimizer: Any, values: Iterable[object], names: Mapping[int, str] | None = None
+) -> None:
     """Check that the models that ``state.name`` trains in shards are in the state.
+
+    ``names``: of parameters that are or were in models of the state, by their ids.
 
     Raises:
         Invalid: a trained parameter is in no model of the state.
@@ -24,9 +38,9 @@ def check_trained(name: str, optimizer: Any, values: Iterable[object]) -> None:
         for parameter in group["params"]:
             if id(parameter) not in known:
                 raise Invalid(
-                    f"state.{name} trains {_named(optimizer, parameter)}, which is in no model of the state: a commit"
-                    " would have neither its weights nor its model's buffers, such as running statistics; add the"
-                    " model, as in TorchState(model=model, ...)"
+                    f"state.{name} trains {named(optimizer, parameter, names or {})}, which is in no model of the"
+                    " state: a commit would have neither its weights nor its model's buffers, such as running"
+                    " statistics; add the model, as in TorchState(model=model, ...)"
                 )
 
 
@@ -69,7 +83,9 @@ def check_schedules(values: Mapping[str, Any]) -> None:
             )
 
 
-def _named(optimizer: Any, parameter: torch.Tensor) -> str:
-    """Return the parameter's name if the optimizer is wrapped and knows it, else a description."""
+def named(optimizer: Any, parameter: torch.Tensor, names: Mapping[int, str]) -> str:
+    """Return the parameter's name, of ``names`` or as a wrapped optimizer knows it, else a description."""
     ask = getattr(optimizer, "parameter_name", None)
+    if id(parameter) in names:
+        return names[id(parameter)]
     return str(ask(parameter)) if ask else f"a parameter of shape {list(parameter.shape)}"

@@ -28,7 +28,7 @@ class TorchState(HandledState):
     restore.
 
     Raises:
-        Invalid: a value can't be copied.
+        Invalid: a value can't be copied, or looks like a misspelled option.
 
     Example::
 

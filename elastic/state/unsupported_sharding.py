@@ -216,6 +216,16 @@ def refuse_stale(name: str, parameter: torch.Tensor) -> NotElastic:
     )
 
 
+def refuse_replaced(name: str, other: torch.optim.Optimizer, parameter: str) -> NotElastic:
+    """Return the error for an optimizer in no state that has stepped a parameter of the sharded ``state.name``."""
+    return NotElastic(
+        f"{type(other).__name__}, which is not in the state, has stepped {parameter}, which state.{name} trains: a"
+        f" commit has only the entries of state.{name}, so training would be wrong after a failure; step state.{name},"
+        f" or make a new state with the new optimizer, as in TorchState(..., {name}=...)",
+        Fixed.OPTIMIZER,
+    )
+
+
 def refuse_together(model: str, optimizer: str) -> NotElastic:
     """Return the error for a state with both a fully sharded model and a ZeRO optimizer."""
     return NotElastic(

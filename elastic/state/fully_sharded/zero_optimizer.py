@@ -165,9 +165,9 @@ class DividedOptimizerHandler(ShardedOptimizerHandler):
                 found[name] = RowSpec((elements,), entry.dtype, plain=True, sizes=sizes)
             elif entry.dim():
                 raise Invalid(
-                    f"{self.what} keeps {key} of shape {list(entry.shape)} for a part of a parameter of {elements}"
-                    " elements: only elementwise entries and single numbers can be redistributed when the world"
-                    " changes"
+                    f"{self.what} keeps {key} of shape {list(entry.shape)} for its part of"
+                    f" {self.value.parameter_name(parameter)}, which has {elements} elements in all: only elementwise"
+                    " entries and single numbers can be redistributed when the world changes"
                 )
         return found
 

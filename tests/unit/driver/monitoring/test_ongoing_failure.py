@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
@@ -68,7 +69,7 @@ class FakeLoop:
         loop.call_at = self.call_at
         monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
 
-    def call_at(self, at: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+    def call_at(self, at: float, call: Callable[[], None]) -> Any:
         self._count += 1
         number = self._count
         heapq.heappush(self._due, (at, number, call))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
@@ -240,6 +241,8 @@ def test_function_under_a_misspelled_option_is_refused(values):
 
 @pytest.mark.parametrize("name", ["rgn", "rngs", "RNG"])
 def test_misspelled_option_for_random_generators_is_refused(name):
+    flag: dict[str, Any] = {name: True}
+    number: dict[str, Any] = {name: 3}
     with raises(Invalid):
-        TorchState(**{name: True})
-    assert getattr(TorchState(**{name: 3}), name) == 3
+        TorchState(**flag)
+    assert getattr(TorchState(**number), name) == 3

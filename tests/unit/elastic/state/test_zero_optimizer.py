@@ -438,3 +438,40 @@ def test_value_of_a_sharded_state_that_resembles_no_option_is_kept(own, values: 
     model = network()
     state = TorchState(model=model, optimizer=distributed_optimizer(model), **values)
     assert all(getattr(state, name) == value for name, value in values.items())
+
+
+@pytest.mark.parametrize("made", [divided, distributed_optimizer])
+@pytest.mark.parametrize("other", [divided, distributed_optimizer, None])
+def test_optimizer_that_is_replaced_after_the_state_was_made_is_refused_by_the_next_commit(
+    own, made: Any, other: Any
+):
+    model = network()
+    optimizer = made(model)
+    state = TorchState(model=model, optimizer=optimizer)
+    step(model, optimizer)
+    state.commit()
+    new = torch.optim.Adam(model.parameters()) if other is None else other(model)
+    state.commit()  # it has not stepped
+    step(model, new)
+    with raises(NotElastic) as refused:
+        state.commit()
+    assert refused.value.kind is Fixed.OPTIMIZER
+    TorchState(model=model, optimizer=new).commit()
+
+
+def test_optimizer_of_other_parameters_and_one_in_the_state_may_step_too(own):
+    model, head = network(), nn.Linear(2, 2)
+    both = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TorchState(model=model, optimizer=distributed_optimizer(model), both=both)
+    step(model, both)
+    step(head, torch.optim.SGD(head.parameters(), lr=0.1))
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1))  # dropped at once
+    state.commit()
+
+
+def test_parameter_of_a_replaced_module_is_named():
+    model = network()
+    state = TorchState(model=model, optimizer=divided(model))
+    model[2] = nn.Linear(7, 3)
+    with raises(Invalid, "model.2.weight"):
+        state.commit()

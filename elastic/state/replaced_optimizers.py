@@ -1,0 +1,66 @@
+"""Detection of optimizers that step the parameters of a sharded optimizer in a state, in its place. Acts.
+
+A script may make another optimizer after the state. Commits would then have entries of one that no longer trains.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_installed: list[Any] = []
+_followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# Optimizers in no sharded state that have stepped since the last one was made.
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def observe(optimizer: torch.optim.Optimizer) -> None:
+    """Record steps of other optimizers from now on. ``optimizer``: a sharded one, or one of sharded parameters."""
+    _followed.add(optimizer)
+    _stepped.clear()
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if optimizer not in _followed and not _is_inner(optimizer):
+        _stepped.add(optimizer)
+
+
+def _is_inner(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it is the optimizer inside a ZeroRedundancyOptimizer, which each world replaces."""
+    return any(getattr(each, "optim", None) is optimizer for each in [*_followed, *_stepped])
+
+
+def replacement_of(
+    optimizer: torch.optim.Optimizer, in_state: Collection[int]
+) -> tuple[torch.optim.Optimizer, torch.Tensor] | None:
+    """Return an optimizer that has stepped a parameter of this one, and the parameter; None if there is none.
+
+    ``in_state``: ids of the state's values, which may train the same parameters.
+    """
+    if (found := _found(optimizer, in_state)) is None:
+        return None
+    del found
+    gc.collect()  # an unreachable optimizer must not count
+    return _found(optimizer, in_state)
+
+
+def _found(
+    optimizer: torch.optim.Optimizer, in_state: Collection[int]
+) -> tuple[torch.optim.Optimizer, torch.Tensor] | None:
+    others = [each for each in [*_stepped] if id(each) not in in_state]
+    if not others:
+        return None
+    ours = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for other in others:
+        for group in other.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in ours:
+                    return other, parameter
+    return None
