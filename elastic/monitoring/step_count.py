@@ -1,7 +1,8 @@
-"""Number and size of this process's optimizer steps, for the driver's statistics, counted by a hook of torch.
+"""Number and size of this process's optimizer steps, for the driver's statistics.
 
-Of several optimizers only the first one that steps is counted: a script that trains two models makes one step with
-both.
+Steps of torch's optimizers are counted by a hook. Keras's and TensorFlow's count their own in a variable, which is read
+from each commit. Of several optimizers only the first one that steps is counted: a script that trains two models makes
+one step with both.
 """
 
 from __future__ import annotations
@@ -15,13 +16,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 steps: int | None = None  # None: no torch optimizer has stepped
 batch: int | None = None  # samples of a step on this rank; None: unknown
 state_step: int | None = None  # the state's own step at its newest commit, if it has one
-_counted = 0
+_counted = 0  # id of the torch optimizer whose steps are counted
+_taken: int | None = None  # an optimizer's own count at the newest commit
 
 
-def committed(step: object) -> None:
-    """Record a commit. ``step``: the state's attribute of this name."""
-    global state_step
-    state_step = step if isinstance(step, int) and not isinstance(step, bool) else None
+def committed(step: object, taken: int | None = None) -> None:
+    """Record a commit.
+
+    Args:
+        step: the state's attribute of this name.
+        taken: the number of steps that an optimizer of the state has counted; it decreases if a commit is restored.
+    """
+    global state_step, steps, _taken
+    state_step = step if isinstance(step, int) and not isinstance(step, bool) else taken
+    if taken is not None and not _counted:
+        steps = (steps or 0) + max(0, taken - (taken if _taken is None else _taken))
+        _taken = taken
 
 
 def of_batches(sizes: set[int | None]) -> None:

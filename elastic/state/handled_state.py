@@ -29,6 +29,7 @@ from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.part import Part, SamplerStateHandler, StateHandler
 from elastic.state.handlers.random_state import RandomState
 from elastic.state.handlers.registry import handler_for, refuse_hidden
+from elastic.state.handlers.variables import VariablesPart
 from elastic.state.held_commit import HeldCommit, HeldPart
 from elastic.state.snapshots import digest
 from elastic.state.snapshots.snapshot import Snapshot
@@ -364,6 +365,10 @@ class HandledState(_OfThisProcess, ObjectState):
             self._random.save()
         sharded.commit((values, None if self._random is None else self._random.saved))
         self._saved_state = values
+
+    def _steps_taken(self) -> int | None:
+        counts = (each.steps_taken() for each in self._of_kind(VariablesPart))
+        return next((each for each in counts if each is not None), None)
 
     def _restore_replicated(self, bank: ShardBuffers) -> None:
         for name, part in self._handlers.items():

@@ -61,6 +61,10 @@ class State:
         """Register functions to call in order, without arguments, after every change of the world."""
         self._reset_callbacks.extend(callbacks)
 
+    def _steps_taken(self) -> int | None:
+        """Return the number of steps that an optimizer of the state has counted; None if none does."""
+        return None
+
     def commit(self) -> None:
         """Make the present state the one to restore after a failure, then check whether the world changes.
 
@@ -79,7 +83,7 @@ class State:
             rt.settle()
             self._save_whole()
             rt.commits.committed()
-            step_count.committed(getattr(self, "step", None))
+            step_count.committed(getattr(self, "step", None), self._steps_taken())
             rt.commits.make_durable(self)
             self.report_commit()
         except BaseException:

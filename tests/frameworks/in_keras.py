@@ -21,6 +21,7 @@ import horovod.tensorflow as of_tensorflow
 import horovod.tensorflow.keras as other_door
 from elastic.errors import WorldChanging
 from elastic.keras import first_step
+from elastic.monitoring import step_count
 from elastic.negotiation import submission
 from frameworks.in_each_backend import accumulating, data, flat, model
 from harness import wording
@@ -318,6 +319,24 @@ def test_a_state_is_restored_to_its_commit(rank, size):
     np.testing.assert_array_equal(flat(made.weights), weights)
     np.testing.assert_array_equal(flat(made.optimizer.variables), slots)
     assert state.batch == 7
+
+
+def test_steps_are_counted_at_commits_without_a_line_in_the_script(rank, size):
+    x, y, *_ = data(rank, size)
+    made = model()
+    made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss="mse")
+    state = hvd.elastic.KerasState(made, batch=0, epoch=0)
+    state.commit()
+    before = int(made.optimizer.iterations.numpy()), step_count.steps
+    made.fit(x, y, verbose=0, callbacks=[hvd.elastic.CommitStateCallback(state, 1)])
+    taken = int(made.optimizer.iterations.numpy())
+    assert taken > before[0] and before[1] is not None
+    assert (step_count.state_step, step_count.steps) == (taken, before[1] + taken - before[0])
+    variables = of_tensorflow.elastic.TensorFlowState([*made.optimizer.variables], step=3)
+    made.fit(x, y, verbose=0)
+    variables.commit()
+    assert step_count.state_step == 3
+    assert step_count.steps == before[1] + int(made.optimizer.iterations.numpy()) - before[0]
 
 
 def test_a_state_of_variables_is_brought_to_all(rank, size):

@@ -15,9 +15,14 @@ from elastic.api import arrays
 from elastic.errors import StateMismatch
 from elastic.state.handlers.part import Part
 
+# Variables in which optimizers of Keras count their steps.
+COUNTS = ("iteration", "iterations", "iter")
+
 
 class VariablesPart(Part):
     """Handler of a list of variables, or of an object in which a subclass finds them."""
+
+    _count: str | None = ""  # name of the optimizer's count; None: there is none
 
     def variables(self) -> Sequence[Any]:
         return list(self.value)
@@ -28,6 +33,14 @@ class VariablesPart(Part):
             f"{number}.{_short(variable)}": variable
             for number, variable in enumerate(self.variables())
         }
+
+    def steps_taken(self) -> int | None:
+        """Return the number of steps that an optimizer has counted in a variable, in the last commit."""
+        committed = self.committed()
+        if self._count == "" and committed:
+            self._count = next(filter(_is_count, committed), None)
+        count = committed.get(self._count) if self._count else None
+        return int(count) if count is not None and count.numel() == 1 else None
 
     def layout(self) -> list[str]:
         return [
@@ -65,6 +78,10 @@ class VariablesPart(Part):
 def values_of(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the values as tensors that share memory with the variables where possible."""
     return {name: arrays.value_of(each) for name, each in named.items()}
+
+
+def _is_count(name: str) -> bool:
+    return name.partition(".")[2] in COUNTS
 
 
 def _short(variable: Any) -> str:

@@ -10,8 +10,9 @@ from elastic.monitoring import step_count
 
 @pytest.fixture(autouse=True)
 def anew(monkeypatch):
-    for name in ("steps", "batch", "state_step"):
+    for name in ("steps", "batch", "state_step", "_taken"):
         monkeypatch.setattr(step_count, name, None)
+    monkeypatch.setattr(step_count, "_counted", 0)
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -56,3 +57,21 @@ def test_the_batch_size_is_known_where_all_loaders_have_the_same():
     for sizes, known in cases:
         step_count.of_batches(sizes)
         assert step_count.batch == known
+
+
+def test_steps_that_an_optimizer_counts_itself_are_read_from_commits():
+    found = []
+    for taken in (40, 43, 43, 41, 44):  # a commit of step 41 was restored
+        step_count.committed(None, taken)
+        found.append((step_count.state_step, count()))
+    assert found == [(40, 0), (43, 3), (43, 3), (41, 3), (44, 6)]
+    step_count.committed(7, 45)
+    assert (step_count.state_step, count()) == (7, 7)
+
+
+def test_steps_of_a_torch_optimizer_are_not_counted_twice():
+    with step_count.counting():
+        optimizer().step()
+    step_count.committed(None, 1)
+    step_count.committed(None, 5)
+    assert count() == 1
