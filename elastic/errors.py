@@ -66,7 +66,7 @@ class StateMismatch(ElasticError):
 
 
 class ShardLost(ElasticError):
-    """No worker holds some shards of a sharded state any more. Ends the job unless there is a checkpoint.
+    """Some shards of a sharded state are lost, because no worker holds them. Ends the job unless a checkpoint exists.
 
     ``lost``: for each missing shard of the newest commit, its number, the number of shards, and the hosts that held it.
     """

@@ -56,7 +56,7 @@ def broadcast_parameters(
     if isinstance(params, torch.nn.Module):
         raise Invalid("broadcast_parameters needs model.state_dict(), not the model itself")
     pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    if isinstance(params, list):  # of parameters, without names
+    if isinstance(params, list):  # a list of parameters has no names
         pairs = [
             (str(index), each) if isinstance(each, torch.Tensor) else each
             for index, each in enumerate(pairs)
@@ -94,7 +94,7 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Set the options and the state of the optimizer to those of rank ``root_rank``, without a step.
+    """Copy the options and the state of the optimizer from rank ``root_rank``, without taking a step.
 
     State entries that this rank lacks are allocated, those that the root lacks are dropped; existing tensors are
     overwritten in place. If the root's optimizer has no state yet, parameters without a gradient get a zero gradient,

@@ -179,7 +179,7 @@ def _cannot_begin(rt: WorkerRuntime, error: Exception) -> NoReturn:
 def _resume(rt: WorkerRuntime, state: ObjectState, found: CheckpointOptions) -> None:
     generators: list[Any] = []
     if rt.place.rank == 0:
-        # The other ranks wait as long as the storage is slow or unreachable; none of them could read it faster.
+        # The other ranks wait while the storage is slow or unreachable; none of them could read it faster.
         long = (
             contextlib.nullcontext()
             if rt.alone

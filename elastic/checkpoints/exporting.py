@@ -159,7 +159,7 @@ def _take_part(
             raise UnreadableCommit(f"its manifest lacks the parameter groups of optimizer {name}")
         sizes = found.group_sizes[name]
         _take(made, name, lambda: _portable(optimizer_state.described(structure, sizes, tensors)))
-    elif tensors:  # of an unknown kind, or with pickled Python values
+    elif tensors:  # a part of unknown kind, or with pickled values
         described = _by_path(found, name, tensors)
         flat = all(isinstance(each, torch.Tensor) for each in described.values())
         (made.models if flat else made.others)[name] = described

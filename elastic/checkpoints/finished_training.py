@@ -62,7 +62,7 @@ def note_returned(storage: Storage, commit: CommitName, began_at: float, ranks: 
 
 
 def note_read(storage: Storage, commit: CommitName, rank: int, began_at: float) -> None:
-    """Record the paths that this process has read so far.
+    """Record the paths that this process has read.
 
     Raises:
         OSError: the storage failed.

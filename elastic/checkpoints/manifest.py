@@ -78,13 +78,13 @@ class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
     """Location of a tensor: ``length`` bytes of a file from ``offset`` on, as written by ``torch.save``.
 
     ``path`` is the list of its keys in the nested state dict; joined by dots, it is the tensor's name in
-    torch.distributed.checkpoint. ``shape`` is that of the whole tensor, of which only ``rows`` are stored here.
+    torch.distributed.checkpoint. ``shape`` is the shape of the whole tensor; only ``rows`` of it are stored here.
     """
 
-    part: str  # of the state: the name of its keyword
-    key: str  # in that part
+    part: str  # part of the state: the name of its keyword
+    key: str  # name within that part
     path: list[str | int]
-    dtype: str  # as torch names it, without ``torch.``
+    dtype: str  # torch's name without ``torch.``
     shape: list[int]
     file: str
     offset: int
@@ -113,7 +113,7 @@ class Share(msgspec.Struct, frozen=True):
         files: by name.
         tensors: stored in these files.
         generators: states of the random generators as plain data, if they were committed.
-        not_finite: parameters of which this rank has written rows with an infinity or NaN.
+        not_finite: parameters with an infinity or NaN in the rows written by this rank.
     """
 
     format: int
@@ -135,7 +135,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     format: int
     name: CommitName
-    size: int  # of the world that wrote it
+    size: int  # size of the world that wrote it
     written_at: float  # seconds since 1970
     torch_version: str
     layout: str

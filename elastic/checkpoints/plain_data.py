@@ -28,7 +28,7 @@ def _refuse(value: Any) -> Any:
 
 
 def encode(value: Any, other: Encode = _refuse) -> Any:
-    """Convert a value to what ``json.dumps`` can write.
+    """Convert a value to types that ``json.dumps`` can write.
 
     Args:
         value: the value.
@@ -96,7 +96,7 @@ def _unknown(kind: str, content: Any) -> Any:
 
 
 def decode(text: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:
-    """Inverse of `encode`, for what ``json.loads`` returns.
+    """Inverse of `encode`, for the result of ``json.loads``.
 
     Args:
         text: the decoded JSON.

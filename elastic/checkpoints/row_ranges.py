@@ -17,7 +17,7 @@ READ = 64 << 20  # bytes per read, held in memory in addition to the rows
 
 
 class RowRead(NamedTuple):
-    """A read of ``length`` bytes from ``offset`` that contain ``rows``, of which ``wanted`` are needed.
+    """A read of ``length`` bytes from ``offset``. They contain ``rows``; ``wanted`` are the needed ones.
 
     ``sum_before`` and ``sum_after`` are the CRC-32s of the stored range's data before these bytes, and including them.
     """

@@ -44,7 +44,7 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 class ShardReader:
-    """Reader of one rank. ``met``: what the ranks hold; None in a world of a single rank without a driver."""
+    """Reader of one rank. ``met``: shards that the ranks hold; None in a world of a single rank without a driver."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ShardReader:
         self._options = options
         self._met = met
         self._storage = Storage(options.url)
-        self._passed: resuming.Passed = {}  # on rank 0
+        self._passed: resuming.Passed = {}  # used on rank 0
 
     def resume(self, reset: Callable[[], None]) -> bool:
         """Set the state to the newest commit that all ranks can read, and commit it. Return False if there is none.

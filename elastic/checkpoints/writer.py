@@ -37,7 +37,7 @@ LOOK_S = 0.1  # seconds between two checks of whether the world has ended
 NICE = 19  # niceness of the writing thread
 REPEAT_S = 5.0  # seconds until an unanswered message to the driver is repeated
 NAMED = 3  # parameters to name in a message
-FIRST_GENERATIONS = 2  # of init() and of the training, if no worker was lost
+FIRST_GENERATIONS = 2  # generations of init() and of the training, if no worker was lost
 CLOSE_S = 2.0  # seconds for a write in progress to abort
 
 
@@ -109,7 +109,7 @@ class CheckpointWriter:
         self._odd: set[str] | None = None  # parameters that were not finite at the first check
         self.first_not_finite = FirstNotFinite()  # updated by the code that reduces gradients
         self._not_finite: tuple[float, messages.NotFinite] | None = (
-            None  # with the time it was sent
+            None  # the message and the time it was sent
         )
         self.newest: Commit | None = None  # newest durable commit known to this rank
 

@@ -48,7 +48,7 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     offset of the rank's staging in its arena. ``cores`` is a mask of the cores it may run on, lowest first.
     """
 
-    native: bool  # not turned off
+    native: bool  # native groups are not turned off
     identity: Identity | None = None
     arena: Shareable | None = None
     control: Shareable | None = None

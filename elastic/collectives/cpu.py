@@ -1,6 +1,7 @@
 """A CPU group, from before its ranks know each other: connects them in a way that all support.
 
-First every rank publishes its host and what it can share; `backend_selection` decides. If memory is to be shared, each
+First every rank publishes its host and the memory it can share; `backend_selection` decides.
+If memory is to be shared, each
 rank maps that of its neighbors and reports whether this succeeded; shared memory is used only if it did on all.
 Everything else uses Gloo.
 """
@@ -234,7 +235,7 @@ class CpuGroup:
             part.close()
 
     def abort(self) -> None:
-        """Abort the connecting, or what is connected. Never blocks."""
+        """Abort the connection attempt or the connected groups. Never blocks."""
         self._aborted = True
         self._swapping.abort()
         for part in list(self._parts):

@@ -139,7 +139,7 @@ class NcclCollectives:
         self._raise_if_failed()
         backend.eager_connect_single_device(self._device)
         first = torch.zeros(1, dtype=torch.float32, device=self._device)
-        # Once it is connected, kernels of peers may read what this rank would free, so it must be revocable by then.
+        # Once it is connected, kernels of peers may read memory that this rank would free, so it must be revocable.
         with self._revoking:
             # Here torch waits until it is connected. Querying the pointer before would wait while holding the GIL.
             work = NcclWork(self, backend.allreduce([first]), None)
@@ -156,7 +156,7 @@ class NcclCollectives:
         port = b"" if listener is None else str(listener.address.port).encode()
         host = b"" if listener is None else bind_host.encode()
         key = f"{purpose}/nccl/{self.size}"
-        # A late rank is awaited as long as in a collective.
+        # The timeout for a late rank is that of a collective.
         answers = store.exchange(
             key,
             self.rank,
@@ -316,7 +316,7 @@ class NcclCollectives:
         self._fail("aborted", aborted=True)
 
     def drain(self, timeout_s: float) -> bool:
-        """Return, after `abort`, whether no collective's kernel runs any more and no thread is about to start one."""
+        """Return, after `abort`, whether all collectives' kernels have ended and no thread is about to start one."""
         deadline = time.monotonic() + timeout_s
         ending = [thread for thread in (self._stopping, self._building) if thread is not None]
         for thread in ending:
@@ -327,7 +327,7 @@ class NcclCollectives:
         return not any(thread.is_alive() for thread in ending)
 
     def ended(self, timeout_s: float) -> bool:
-        """Return, after `abort`, whether no kernel of a collective runs any more. Waits up to ``timeout_s``."""
+        """Return, after `abort`, whether all kernels of collectives have ended. Waits up to ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         behind = self._behind_all()
         while any(not work.finished() for work in list(self._under_way)) or not (
@@ -459,7 +459,7 @@ class NcclWork:
         self._in_place: torch.cuda.Event | None = (
             None  # recorded after the work that ``then`` has queued
         )
-        self.number = 0  # in its group, from 1
+        self.number = 0  # position in its group, from 1
         self.launched_at = 0.0
         # Recorded before the collective on the stream it was launched from.
         self._arrived: torch.cuda.Event | None = None

@@ -11,8 +11,8 @@ import torch
 
 from elastic.errors import Invalid
 
-_index: int | None = None  # of the reduced tensors
-_chosen: int | None = None  # by torch.cuda.set_device, at the last check
+_index: int | None = None  # GPU of the reduced tensors
+_chosen: int | None = None  # GPU chosen by torch.cuda.set_device, at the last check
 
 
 def meet(device: torch.device) -> None:

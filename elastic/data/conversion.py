@@ -15,9 +15,9 @@ def from_torch(loader: Any, **changes: Any) -> DataLoader:
     """Create a job's loader with the dataset, batches, order and loader workers of a torch loader.
 
     ``loader`` is a ``torch.utils.data.DataLoader`` or a ``torchdata.stateful_dataloader.StatefulDataLoader``;
-    ``changes`` override its arguments. A ``DistributedSampler`` or an ``ElasticSampler`` is converted to its shuffle
-    and seed, ``RandomSampler`` and ``SequentialSampler`` likewise; other samplers are iterated for their order in every
-    epoch. The position of ``loader`` is not copied.
+    ``changes`` override its arguments. ``DistributedSampler``, ``ElasticSampler``, ``RandomSampler`` and
+    ``SequentialSampler`` are converted to their shuffle and seed; other samplers are iterated for their order in
+    every epoch. The position of ``loader`` is not copied.
 
     Raises:
         Invalid: the loader cannot be converted.

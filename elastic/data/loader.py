@@ -41,7 +41,7 @@ class GivenShards(Protocol):
         """The shards of this rank in the present world, ascending."""
 
 
-loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()  # of this process
+loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()  # all loaders of this process
 
 
 class DataLoader:
@@ -130,8 +130,8 @@ class DataLoader:
         self._handed_some = False
         self._in_state = self._awaits_steps = False
         self._gradients = BatchGradients()
-        self._dealt = SamplePartition(1, 1)  # for the world of the present pass
-        self._count = optimizer_steps.count()  # of optimizer steps, at the last check
+        self._dealt = SamplePartition(1, 1)  # partition of the present pass
+        self._count = optimizer_steps.count()  # number of optimizer steps at the last check
         self._moves = 0  # number of times the position was set from outside
         self._noting = environment.digests()
         self._handed: list[tuple[Position, int, list[int]]] = []  # not reported yet; used in tests

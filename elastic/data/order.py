@@ -42,7 +42,7 @@ class EpochOrder:
 
 def permutation(shuffle: bool, seed: int) -> EpochOrder:
     """Return the order in which each sample occurs once."""
-    # Slices of numpy arrays cost a fraction of those of tensors.
+    # Slicing a numpy array costs a fraction of slicing a tensor.
     return EpochOrder(
         lambda length, epoch: (
             shuffled(length, seed, epoch) if shuffle else sequential(length)

@@ -22,11 +22,11 @@ class DataProgress:
     """Progress of one loader. ``ahead``: batches that the loop has fetched before it trains on the current one."""
 
     def __init__(self) -> None:
-        self.position = Position()  # of the next batch
-        self.length: int | None = None  # of the dataset, when this epoch was begun
+        self.position = Position()  # position of the next batch
+        self.length: int | None = None  # length of the dataset when this epoch was begun
         self.by_steps = False  # an optimizer was seen to step between batches
         self.ahead = 0
-        self._trained = Position()  # at the last optimizer step
+        self._trained = Position()  # position at the last optimizer step
         self._handed: deque[Position] = deque([Position()], maxlen=1)  # after the last batches
 
     @property

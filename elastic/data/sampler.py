@@ -64,8 +64,8 @@ class ElasticSampler(Sampler[int]):
         self.num_samples = 0
         self.total_size = 0
         self._noting = environment.digests()
-        self._trained: dict[int, list[int]] = {}  # by epoch, not committed yet; used in tests
-        self._start = 0  # of this partition in the epoch's order
+        self._trained: dict[int, list[int]] = {}  # uncommitted samples by epoch; used in tests
+        self._start = 0  # start of this partition in the epoch's order
         self._dealt_to: tuple[int, int, int] | None = None
         self._order: torch.Tensor | None = None
         self._order_of: tuple[int, int, int] | None = None

@@ -187,7 +187,7 @@ def _drawn(drawn: Any, places: range, arguments: LoaderArguments) -> list[Any]:
 def _under_seeds(
     indices: list[Any], epoch: int, start: int, part: int, arguments: LoaderArguments
 ) -> list[Any]:
-    """Return what torch's loader fetches for a batch: indices, or pairs for a `SeededDataset`."""
+    """Return the keys that torch's loader fetches for a batch: indices, or pairs for a `SeededDataset`."""
     if arguments.seeds is Seeds.SAMPLE:
         return [(sample_seed(arguments.seed, epoch, index), [index]) for index in indices]
     if arguments.seeds is Seeds.BATCH:

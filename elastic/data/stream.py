@@ -43,13 +43,13 @@ class StreamDataset(IterableDataset[Any]):
         self._source = source
         self._seed = seed
         self._collate = collate
-        self._worker: tuple[int, int] | None = None  # in a loader worker: its number and the count
+        self._worker: tuple[int, int] | None = None  # number and count of loader workers, in one
         self._assignment = torch.zeros(
             6 + most_parts, dtype=torch.int64, device="cpu"
         ).share_memory_()
 
     def deal(self, position: Position, dealing: SamplePartition, mine: list[int]) -> None:
-        """Set what the next iteration returns: the parts ``mine`` of each step from ``position`` on."""
+        """Make the next iteration return the parts ``mine`` of each step from ``position`` on."""
         numbers = [position.epoch, position.consumed, dealing.parts, dealing.batch]
         numbers += [int(dealing.drop_last), len(mine), *mine]
         self._assignment[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")

@@ -62,7 +62,7 @@ def check(batches: object, shards: GivenShards, committed: bool) -> None:
 
 
 def _inputs_and_targets(batches: object) -> bool:
-    """Return whether it looks like what a torch loader yields for one step.
+    """Return whether the value looks like a batch of a torch loader.
 
     Micro-batches have one dtype and number of dimensions; their sizes may differ, as with padded text.
     """

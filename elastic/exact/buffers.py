@@ -103,7 +103,7 @@ class BufferKeeper:
 
     def __init__(self) -> None:
         self._models: list[weakref.ref[torch.nn.Module]] = []
-        self._modules: list[torch.nn.Module] = []  # of the models, at the start of the step
+        self._modules: list[torch.nn.Module] = []  # modules of the models at the start of the step
         self._children: list[int] = []  # number of direct submodules of each
         self._names: list[str] = []  # of buffers
         self._parameters: dict[int, WatchedParameter] = {}
@@ -212,7 +212,7 @@ class BufferKeeper:
         self.step_abandoned()
 
     def step_abandoned(self) -> None:
-        """Leave buffers as they are: what is restored next may be older than the step."""
+        """Leave buffers unchanged: the commit that is restored next may be older than the step."""
         self._step, self._modules, self._parameters = None, [], {}
         for kept in self._kept:
             kept.result = None

@@ -71,11 +71,11 @@ class Shards:
         self._served: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         self._keeper: BufferKeeper | None = None
-        self._assigned: tuple[int, ShardStep] | None = None  # by the size of the world
-        self._present: ShardStep | None = None  # while a step is in progress
+        self._assigned: tuple[int, ShardStep] | None = None  # size of the world, and its assignment
+        self._present: ShardStep | None = None  # not None iff a step is in progress
         self._begun_in = 0  # the generation
         self._begun_with: weakref.ref[Context] | None = None  # the runtime
-        self._thread_count: int | None = None  # at this process's last step
+        self._thread_count: int | None = None  # number of threads at this process's last step
         self._done = 0  # number of this rank's shards that have begun
         self._optimizer_steps = 0  # count at the start of the step
         self._said: tuple[int, int] | None = None
@@ -177,7 +177,7 @@ class Shards:
             listener.shard_begins(own[self._done - 1], self._done == len(own))
 
     def end_step(self) -> None:
-        """Wait until gradients and buffers are those of the whole step, on every rank. Raises PeerLost."""
+        """Wait until every rank has the gradients and buffers of the whole step. Raises PeerLost."""
         step = self._under_way()
         if self._done < len(step.merges):
             raise Invalid(
@@ -472,7 +472,7 @@ def _number(value: float | torch.Tensor, shard: int) -> float:
         ) from None
 
 
-_all: weakref.WeakSet[Shards] = weakref.WeakSet()  # of this process
+_all: weakref.WeakSet[Shards] = weakref.WeakSet()  # all objects of this process
 
 
 def in_use() -> bool:

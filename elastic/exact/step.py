@@ -14,7 +14,7 @@ class ShardStep(NamedTuple):
     held: tuple[tuple[int, ...], ...]  # the shards of each rank
     rank: int
     merges: list[tree.Merge]  # operations after each of this rank's shards
-    partials: list[list[tree.Node]]  # remaining on each rank
+    partials: list[list[tree.Node]]  # partials that remain on each rank
 
 
 class StepListener(Protocol):

@@ -26,8 +26,8 @@ from elastic.errors import Invalid
 from elastic.failpoints.rules import Rule
 from elastic.rendezvous import environment
 
-TOGETHER_S = 30.0  # for all victims of a rule to reach their place
-WAIT_S = 60.0  # for the file of a wait action
+TOGETHER_S = 30.0  # seconds for all victims of a rule to reach their place
+WAIT_S = 60.0  # seconds to wait for the file of a wait action
 HOARD_BYTES = 64 << 20  # memory left to be used up by out-of-memory
 LOOK_S = 0.002
 TURNS_PER_S = 100_000_000  # approximate speed of an empty loop in C

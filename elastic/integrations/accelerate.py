@@ -129,7 +129,7 @@ def averaging(value: Any) -> Any:
 
 
 def _kept(accelerator: Accelerator, value: Any) -> Any:
-    """Return what the state stores for a value. A prepared loader is changed to be divided by the job's position."""
+    """Return the object to store in the state. A prepared loader is changed to be divided by the job's position."""
     if isinstance(value, Module):
         return averaging(value) or accelerator.unwrap_model(value, keep_torch_compile=False)
     if _is(value, DataLoaderDispatcher):

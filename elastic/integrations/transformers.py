@@ -208,7 +208,7 @@ class ElasticTrainerMixin:
             factor.follow(schedule.last_epoch, self.state.max_steps - self.state.global_step)
             return
         if not schedules.counts_steps(schedule) or self._created_lr_scheduler:
-            return  # independent of the number of steps
+            return  # the schedule does not depend on the number of steps
         changed = self._steps.changed
         if changed.see(self.state.max_steps) and self.state.is_world_process_zero:
             assert changed.first is not None
@@ -242,7 +242,7 @@ class _Steps:
     def __init__(self) -> None:
         self.epoch = 0
         self.done = 0  # optimizer steps of this epoch
-        self.all = 0  # ... and those left in the present world
+        self.all = 0  # ... plus those left in the present world
         self.begun = False
         self.count = 0
         self.changed = schedules.ScheduleLengthChange()

@@ -197,7 +197,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Increase the learning rate from ``initial_lr / size`` to ``initial_lr`` in the first epochs (Goyal et al. 2017).
 
     Args:
-        initial_lr: the learning rate after the warm-up: usually that of one worker, times ``hvd.size()``.
+        initial_lr: the learning rate after the warm-up, usually a single worker's rate times ``hvd.size()``.
         warmup_epochs: duration of the warm-up.
         momentum_correction, steps_per_epoch: see `LearningRateScheduleCallback`.
         verbose: 1 prints the final learning rate.
@@ -393,7 +393,7 @@ class UpdateEpochStateCallback(_Position):
     def __init__(self, state: ObjectState) -> None:
         super().__init__(state)
         self.initial_epoch = state.epoch
-        self._first: int | None = None  # of this fit: 0, or its initial_epoch
+        self._first: int | None = None  # first epoch of this fit: 0, or its initial_epoch
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)

@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 
 
 def unwrapping(func: Callable[..., Value]) -> Callable[..., Value]:
-    """Raise what a collective raised inside a compiled step, in place of JAX's error."""
+    """Raise the error of a collective inside a compiled step, in place of JAX's error."""
 
     @functools.wraps(func)
     def training(*args: Any, **kwargs: Any) -> Value:

@@ -197,7 +197,7 @@ def _in_graph() -> bool:
         import tensorflow as tf
 
         return not tf.executing_eagerly()
-    return tensors.backend() == "jax"  # steps outside of variables
+    return tensors.backend() == "jax"  # steps of JAX do not store their counts in variables
 
 
 def _steps_of(optimizer: Any) -> int:

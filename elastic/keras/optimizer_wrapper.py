@@ -1,4 +1,4 @@
-"""``hvd.DistributedOptimizer`` for TensorFlow: for Keras optimizers and those of TensorFlow 1."""
+"""``hvd.DistributedOptimizer`` for TensorFlow: wraps Keras optimizers and TensorFlow 1 optimizers."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from elastic.api.keras_version import keras
 from elastic.errors import Invalid
 from elastic.rendezvous import environment
 
-raised: deque[BaseException] = deque(maxlen=8)  # by collectives inside a step compiled by JAX
+raised: deque[BaseException] = deque(maxlen=8)  # errors of collectives in a step compiled by JAX
 BACKENDS = ("tensorflow", "torch", "jax")
 
 if keras.backend.backend() == "tensorflow":

@@ -71,7 +71,7 @@ def launch(
 
     Raises:
         Invalid: (a ValueError) for bad arguments, before anything is started.
-        JobFailed: the job failed; the workers' output has been forwarded by then.
+        JobFailed: the job failed, after all output of the workers was forwarded.
 
     Example::
 

@@ -11,7 +11,7 @@ from elastic.errors import RequestRefused
 
 
 class Job:
-    """A running job, selected by the same options as those of ``elasticrun status``.
+    """A running job, selected by the same options as with ``elasticrun status``.
 
     - On this machine: ``name``, the name of the job or the process ID of its driver; or nothing, if it is the only job.
     - Through etcd: ``etcd``, ``name`` and ``secret_file``.

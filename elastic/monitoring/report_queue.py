@@ -28,13 +28,13 @@ class ReportQueue:
 
     def __init__(self, kept: int = KEPT, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept, self._kept_bytes = kept, kept_bytes
-        self._waiting: deque[Reported] = deque()  # not numbered yet
+        self._waiting: deque[Reported] = deque()  # reports without a number
         self._waiting_bytes = 0
         self._under_way: deque[Reported] = deque()
         self._under_way_bytes = 0
         self._sent = 0  # number of reports in flight that were sent on the present connection
         self._number = 0
-        self._dropped = 0  # since the last one that was sent
+        self._dropped = 0  # reports dropped since the last one that was sent
 
     def __len__(self) -> int:
         """Return the number of reports not yet delivered."""

@@ -14,7 +14,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Message, Place
 from elastic.protocol.report_values import Report, packed
 
-CLOSE_S = 3.0  # at exit, for the driver to accept the remaining reports
+CLOSE_S = 3.0  # seconds at exit for the driver to accept the remaining reports
 
 
 def report(metrics: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ class Reporting:
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self._queue = ReportQueue()
-        self._changed = threading.Condition()  # for the queue; held only briefly
+        self._changed = threading.Condition()  # guards the queue; held only briefly
         self._sending = threading.Lock()  # one sender at a time, in order
         self._lost = False
 

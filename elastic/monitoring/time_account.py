@@ -32,7 +32,7 @@ class TimeAccount:
         self.part: Part = part
         self._since = now
         self._spent: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
-        self._kept: dict[Part, float] = dict(self._spent)  # at the newest commit
+        self._kept: dict[Part, float] = dict(self._spent)  # times at the newest commit
         self._lock = threading.Lock()
 
     def begin(self, part: Part, now: float, since: float = 0.0) -> Part:
@@ -69,7 +69,7 @@ class TimeAccount:
             self._spent["training"] = self._kept["training"] = 0.0
 
     def stepped_back(self) -> None:
-        """Return to the newest commit: what followed it is lost."""
+        """Return to the newest commit. Time spent since then is lost."""
         with self._lock:
             for part in REPEATED:
                 self._spent["lost"] += self._spent[part] - self._kept[part]

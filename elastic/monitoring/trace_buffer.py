@@ -31,10 +31,10 @@ class TraceBuffer:
     """Any thread may add records; one thread takes them."""
 
     def __init__(self, limit: int = LIMIT) -> None:
-        self.dropped = 0  # since the last ``take_dropped``
+        self.dropped = 0  # records dropped since the last ``take_dropped``
         self._limit = limit
         self._records: list[Trace] = []
-        self._open: dict[str, list[_Open]] = {}  # by row, outermost first
+        self._open: dict[str, list[_Open]] = {}  # open spans by row, outermost first
         # Spans may be ended, and found to be long, by other threads than the one that began them. Adding needs no lock.
         self._spans = threading.Lock()
 

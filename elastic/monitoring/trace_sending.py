@@ -17,7 +17,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Message, Trace
 
 BATCH = 2_000  # records of a message; about 150 KB
-BATCH_BYTES = 1 << 20  # of their names, which a script may choose
+BATCH_BYTES = 1 << 20  # bytes of names in a message; a script may choose long ones
 WINDOW = 8  # messages in flight
 ROUND = 8  # requests for the driver's clock
 AGAIN_NS = 30_000_000_000  # time between two rounds of requests
@@ -31,7 +31,7 @@ class TraceSending:
         self._buffer = buffer
         self._over = False  # it has ended, and the remaining records have to be sent
         self._under_way = 0  # messages
-        self._clock = ClockOffset()  # of the last complete round
+        self._clock = ClockOffset()  # offset from the last complete round
         self._round = ClockOffset()
         self._round_at_ns = 0
 

@@ -25,9 +25,9 @@ from elastic.protocol.trace_file import TraceFile
 from elastic.protocol.trace_format import TraceFormat
 from elastic.rendezvous.environment import DYNAMIC, Environment
 
-ANSWER_S = 10.0  # for the driver to open or complete a file
-WRITE_S = 1.0  # between two writes to a local file
-CLOSE_S = 5.0  # for the last write
+ANSWER_S = 10.0  # seconds for the driver to open or complete a file
+WRITE_S = 1.0  # seconds between two writes to a local file
+CLOSE_S = 5.0  # seconds for the last write
 
 Send = Callable[[Message], None]
 
@@ -48,13 +48,13 @@ class TraceSession(Protocol):
         """See `stop_timeline`."""
 
     def close(self) -> None:
-        """Send what is left, at exit."""
+        """Send the remaining records, at exit."""
 
     def receive(self, message: Message) -> bool:
         """Handle a message in the link thread. Return whether it was about a timeline."""
 
     def due(self) -> None:
-        """Send what is due, in the link thread."""
+        """Send due messages, in the link thread."""
 
 
 class TracingThroughDriver:
@@ -65,7 +65,7 @@ class TracingThroughDriver:
         self._send = send
         self._poke = poke
         self._buffer = TraceBuffer()
-        self._lock = threading.Lock()  # for sending: by the link thread, and at exit
+        self._lock = threading.Lock()  # serializes sending by the link thread and at exit
         self._sending = TraceSending(self._buffer)
         self._asking = threading.Lock()  # one request at a time
         self._answered = threading.Condition()

@@ -30,7 +30,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     Horovod. All other attributes are those of the optimizer.
 
     Args:
-        optimizer: of MXNet. Do not use it directly any more.
+        optimizer: an optimizer of MXNet. Do not use it directly afterwards.
         gradient_predivide_factor: gradients are divided by it before the sum and multiplied by it after.
         num_groups: ignored, since everything that MXNet updates at once is reduced in one call.
         process_set: the ranks that reduce among themselves; other ranks keep their own gradients.
@@ -76,7 +76,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         setattr(self._optimizer, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process_set": None}  # belongs to this process
+        return {**self.__dict__, "_process_set": None}  # the process set belongs to this process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _process_set=global_process_set)

@@ -23,7 +23,7 @@ class Completions:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: dict[int, Finish] = {}
-        self._added = False  # since the thread last looked
+        self._added = False  # a collective was added since the thread last checked
         self._idle = True
         self._brief = threading.Lock()  # held by the caller that waits itself
         self._thread: threading.Thread | None = None

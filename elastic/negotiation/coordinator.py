@@ -46,17 +46,17 @@ class Coordinator:
         self._size = size
         self._capacity = capacity
         self._sets: dict[Members, MessageTable] = {}
-        self._joined: list[int] = []  # in the order of joining
+        self._joined: list[int] = []  # ranks in the order of joining
         self._gone: dict[int, str] = {}  # ranks that left -> the reason
-        # What each rank last reported to wait for; it may no longer do so.
+        # The wait that each rank last reported; it may be over.
         self._waits: dict[int, tuple[Members, Request]] = {}
-        self._since: dict[tuple[Members, str], float] = {}  # when the name was first seen waiting
+        self._since: dict[tuple[Members, str], float] = {}  # when each name was first seen waiting
         self._warned: set[tuple[Members, str]] = set()
 
     # ---- offers ----------------------------------------------------------------------------------------------------
 
     def offer(self, rank: int, offer: RequestList) -> list[ResponseList]:
-        """Record what a rank requests; return the decisions that follow. Each goes to all its members."""
+        """Record a rank's requests; return the resulting decisions. Each is sent to all its members."""
         if offer.requests and offer.requests[0].kind == WAIT:
             self._waits[rank] = (offer.members, offer.requests[0])
             return self._deadlocked()

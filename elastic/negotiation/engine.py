@@ -44,10 +44,10 @@ from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, listen
 
 BLOCKED_S = 0.3  # a collective that takes longer may wait for ranks that are blocked in others
-LEAVE_S = 0.3  # to send the leave message to rank 0
+LEAVE_S = 0.3  # seconds to send the leave message to rank 0
 _MOST_CYCLES = 5  # how many cycles to wait for a growing batch
-DRAIN_S = 0.2  # for a woken thread to carry out the decisions that it received
-_SLICE_S = 0.05  # between two checks of a thread that waits while another one drives
+DRAIN_S = 0.2  # seconds for a woken thread to carry out the decisions that it received
+_SLICE_S = 0.05  # seconds between two checks of a thread that waits while another drives
 
 
 class Engine:
@@ -195,7 +195,7 @@ class Engine:
             raise self.fail(error) from error
 
     def offer(self) -> None:
-        """Send what was submitted while another thread drives, and make that thread recheck its condition."""
+        """Send submissions while another thread drives, and make that thread recheck its condition."""
         self._send_fresh()
         line = self._line
         if line is not None and self._driving.locked():
@@ -274,7 +274,7 @@ class Engine:
             timeline.cycle()
 
     def _turn(self, until: float | None = None) -> bool:
-        """Send what is new, wait for decisions and carry them out. Return whether there were any."""
+        """Send new submissions, wait for decisions and carry them out. Return whether any was received."""
         line = self._line
         if line is None:
             line = self._connect()

@@ -43,7 +43,7 @@ class Handles:
         self._numbers = itertools.count()
         self._claimed: dict[int, HandleEntry] = {}
         self._names: dict[tuple[Members, str], int] = {}
-        self._lost: set[int] = set()  # of earlier worlds
+        self._lost: set[int] = set()  # handles of earlier worlds
         self._world: tuple[Context, int] | None = None  # whose handles these are
 
     def claim(self, rt: Context, pending: Pending, pick: Callable[[Any], Any] | None) -> int:

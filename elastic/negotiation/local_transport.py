@@ -49,7 +49,7 @@ class LocalController:
     ) -> None:
         self.rules = rules
         self._coordinator = Coordinator(size, env.cache_capacity)
-        self._deciding = threading.Lock()  # also orders what is published
+        self._deciding = threading.Lock()  # also ensures the order of published decisions
         self._warn_s = env.stall_warning_s
         self._end_s = last_resort_s(env)
         self._server = ControllerServer(
@@ -96,7 +96,7 @@ class LocalController:
     def receive(self, within_s: float | None = None) -> list[ResponseList]:
         """Block until a decision or a wake arrives, for at most ``within_s`` seconds.
 
-        Raises CollectiveFailed on `abort`, but first returns what was decided before: the other ranks have received it
+        Raises CollectiveFailed on `abort`, but first returns earlier decisions: the other ranks have received them
         too, and it may be the reason that this world is over.
         """
         try:
@@ -108,7 +108,7 @@ class LocalController:
             # Decisions that are being sent to the other ranks right now are meant for this rank too.
             with self._deciding:
                 rest = self._waiting()
-            self._server.own.put(None)  # for the next caller
+            self._server.own.put(None)  # wakes the next caller too
             decisions += [each for each in rest if isinstance(each, ResponseList)]
             if not decisions:
                 raise CollectiveFailed("aborted", aborted=True)

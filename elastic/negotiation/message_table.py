@@ -1,4 +1,4 @@
-"""Store what the ranks of one set have requested, by name and by number, and what each number stands for. Pure.
+"""Requests of the ranks of one set, by name and by number, and the meaning of each number. Pure.
 
 `coordinator` decides when it runs.
 """
@@ -16,8 +16,8 @@ class MessageTable:
     """The pending collectives of one set of ranks."""
 
     members: Members  # spelled out
-    named_as: Members  # as in messages: empty for the whole world
-    offered: dict[int, int]  # by rank: the bits of the numbers that it offered
+    named_as: Members  # members as in messages: empty for the whole world
+    offered: dict[int, int]  # bits of the numbers that each rank has offered
     waiting: dict[str, dict[int, Request]] = field(default_factory=dict)  # by name, by rank
     numbers: dict[str, int] = field(default_factory=dict)  # of names
     entries: list[Response] = field(default_factory=list)  # responses by number
@@ -110,7 +110,7 @@ class MessageTable:
 
     def forget_numbers(self) -> None:
         """Start a new epoch."""
-        # Convert what was offered by number to full requests.
+        # Convert offers by number to full requests.
         for rank, offered in self.offered.items():
             for number in bits(offered):
                 request = self.asked(number, rank)

@@ -21,7 +21,7 @@ ALL: Members = ()
 ALLREDUCE, REDUCESCATTER = "allreduce", "reducescatter"
 ALLGATHER, BROADCAST, ALLTOALL = "allgather", "broadcast", "alltoall"
 BARRIER, AGREE, JOIN, LEAVE = "barrier", "agree", "join", "leave"
-WAIT = "wait"  # with a name: the only submitting thread of this rank is blocked in that collective
+WAIT = "wait"  # sent with a name: this rank's only submitting thread is blocked in that collective
 
 _FEW = 4  # how many tensors of a group a sentence lists
 _OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
@@ -48,7 +48,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     root: int = 0
     scales: tuple[float, float] = (1.0, 1.0)
     splits: tuple[int, ...] = ()  # alltoall only: rows for each member
-    payload: str = ""  # of AGREE: the value; of WAIT: the line of the script
+    payload: str = ""  # value of AGREE, or script line of WAIT
     lasting: bool = False  # has a name from the script, so the same request is expected again
 
     def called_by(self, rank: int, line: str = "") -> Called:
@@ -70,14 +70,14 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     it sends to each member (alltoall).
     """
 
-    request: Request  # of the first member that asked
+    request: Request  # request of the first member that asked
     rows: tuple[tuple[int, ...], ...] = ()
     payloads: tuple[str, ...] = ()
     number: int = -1  # cache number from now on; -1: none
     error: str = ""
     refused: bool = False  # not a user error: a rank is gone
     calls: Calls = ()  # the ranks' calls, if the error is that they differ
-    missing: tuple[int, ...] = ()  # if refused: the ranks that are gone or never submitted it
+    missing: tuple[int, ...] = ()  # ranks that are gone or never submitted it, if refused
 
     def asked_by(self, position: int) -> Request:
         """Return the request of the member at this position."""

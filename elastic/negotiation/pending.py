@@ -1,6 +1,6 @@
 """Collectives that this rank has submitted, from submission to result.
 
-`engine` decides what is started and when; this module has what a waiting thread needs.
+`engine` decides which collectives start and when; this module contains the part for waiting threads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FusedBatch:
         self._lock = threading.Lock()
         self._results: Any = None
         self._finished = False
-        self._rows = rows  # in the timeline
+        self._rows = rows  # rows in the timeline
         self._backend = backend
         self._began_ns = began_ns
 

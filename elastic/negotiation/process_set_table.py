@@ -1,7 +1,7 @@
 """Decide which process sets exist, their numbers and their members. Pure: no clock, socket, thread or torch.
 
 Every worker keeps its own table, and all tables must be equal. All ranks request a change together: each sends a
-`TableProposal`, with what it wants and what the others must know of its table. The result is a function of the list of
+`TableProposal` with its request and the relevant contents of its table. The result is a function of the list of
 wishes alone, so all ranks reach the same result or all raise.
 
 Tables may differ for a while, because a world can break when only some ranks have made a change. After the rollback to
@@ -71,11 +71,11 @@ class SetEntry:
 
 
 class TableProposal(msgspec.Struct, frozen=True):
-    """What one rank asks for, and what the others must know of its table."""
+    """Request of one rank, and the relevant contents of its table."""
 
     do: str  # ADD or REMOVE
     sets: list[Ranks]
-    numbers: list[int]  # of each set in this rank's table; 0: not registered
+    numbers: list[int]  # number of each set in this rank's table; 0: not registered
     fresh: list[bool]  # whether each set was added in the present generation
     next_number: int
     largest: int  # size of the largest world that this rank has seen; 0: none yet
@@ -133,7 +133,7 @@ class ProcessSetTable:
     def add(
         self, wishes: Sequence[TableProposal], generation: int, fixed_size: int = 0
     ) -> list[SetEntry]:
-        """Register what all ranks ask for; ``wishes`` are in rank order.
+        """Register the requested sets; ``wishes`` has the request of each rank.
 
         ``fixed_size`` is the size of a world that never changes, else 0. Raises Invalid, leaving the table unchanged,
         if the wishes differ, a rank has never existed, or a set is already registered.
@@ -168,7 +168,7 @@ class ProcessSetTable:
         return added
 
     def remove(self, wishes: Sequence[TableProposal]) -> bool:
-        """Remove what all ranks ask for; return whether any rank had it. Raises Invalid if the wishes differ."""
+        """Remove the requested set; return whether any rank had it. Raises Invalid if the wishes differ."""
         _same(wishes)
         for ranks in wishes[0].sets:
             self._drop(self.find(ranks))

@@ -335,7 +335,7 @@ def _found(ranks: Ranks) -> ProcessSet:
 def bring(rt: Context, lacking: Sequence[int]) -> list[str]:
     """Send rank 0's sets to members that lack the newest commit, before any message that refers to one.
 
-    Collective among rank 0 and ``lacking``; returns immediately on other ranks. Returns what users should know.
+    Collective among rank 0 and ``lacking``; returns immediately on other ranks. Returns sentences for users.
     """
     rank = rt.place.rank
     news: list[str] = []

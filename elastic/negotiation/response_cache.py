@@ -1,4 +1,4 @@
-"""One rank's side of the negotiation in one set of ranks: what it requests, and how it applies decisions. Pure.
+"""One rank's side of the negotiation in one set of ranks: its requests, and application of decisions. Pure.
 
 The numbers assigned by the coordinator are the same on every member, because all receive the same decisions in the same
 order.
@@ -42,7 +42,7 @@ class ResponseCache(Generic[A]):
         self._new: list[A] = []  # not offered yet
         self._epoch = 0
         self._numbers: dict[Hashable, int] = {}  # by key
-        self._keys: dict[str, Hashable] = {}  # of the names that have a number
+        self._keys: dict[str, Hashable] = {}  # keys of the names that have a number
         self._entries: list[Response] = []  # by number
 
     def submit(self, asked: A) -> None:
@@ -50,7 +50,7 @@ class ResponseCache(Generic[A]):
         self._new.append(asked)
 
     def drop(self) -> None:
-        """Drop what is in flight, because its world is over."""
+        """Drop requests in flight, because their world is over."""
         self.in_flight.clear()
         self._new.clear()
 
@@ -72,7 +72,7 @@ class ResponseCache(Generic[A]):
         return RequestList(self.members, self._epoch, bytes(known.rstrip(b"\0")), tuple(requests))
 
     def take(self, decision: ResponseList) -> Iterator[tuple[Response, A | None]]:
-        """Yield what runs now, in order, with this rank's submission; None for a rank that has joined.
+        """Yield the collectives to run now, in order, with this rank's submission; None if this rank has joined.
 
         Exhaust the iterator before submitting anything else.
         """

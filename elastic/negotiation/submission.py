@@ -3,8 +3,8 @@
 All arguments are checked before anything is sent. `engine` compares what the ranks submitted; `reductions` and
 `exchanges` compute the results. ``members`` are the ranks of a process set, or None for the world.
 
-In all ``start_*`` functions ``pick`` makes the user's result from what was computed, and ``soon`` means that the caller
-waits immediately.
+In all ``start_*`` functions, ``pick`` creates the user's result from the computed one, and ``soon`` is True if the
+caller waits immediately.
 """
 
 from __future__ import annotations

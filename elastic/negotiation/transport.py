@@ -34,9 +34,9 @@ _HELLO_LIMIT = 256  # bytes, before the peer is authenticated
 _HELLO_S = 10.0
 _UNSENT_LIMIT = 256 << 20  # unsent bytes per rank; beyond that its connection is closed
 _READ_BYTES = 1 << 16
-KEY = "negotiation"  # of the store, under which rank 0 publishes its rules
-LOOK_S = 1.0  # between two checks for collectives that make no progress
-BEAT_S = 5.0  # between two heartbeats of rank 0
+KEY = "negotiation"  # key of the store under which rank 0 publishes its rules
+LOOK_S = 1.0  # seconds between two checks for collectives that make no progress
+BEAT_S = 5.0  # seconds between two heartbeats of rank 0
 _LISTENS = 30  # consecutive receive timeouts before rank 0 counts as lost
 
 _encoder = msgspec.msgpack.Encoder()
@@ -263,7 +263,7 @@ class ControllerServer:
             self.own.put(decision)
 
     def _send(self, rank: int, body: bytes) -> None:
-        """Send without blocking: what a slow rank does not read is queued and delays no other rank."""
+        """Send without blocking. Frames that a slow rank does not read are queued and delay no other rank."""
         with self._connecting:
             sock = self._sockets.get(rank)
             if sock is None:
@@ -275,7 +275,7 @@ class ControllerServer:
                 self._waker.send(b"!")
 
     def _push(self, rank: int, sock: socket.socket, body: bytes) -> bool:
-        """Send what goes out at once. Return whether some of it has to wait."""
+        """Send as much as possible without waiting. Return whether frames remain."""
         wire = self._wires.get(sock)
         if wire is None:
             return False  # the connection is gone
@@ -297,7 +297,7 @@ class ControllerServer:
         self._send_more()
 
     def _send_more(self) -> None:
-        """Send what ranks have not read yet, and watch for when they can take more."""
+        """Send queued frames to ranks that can receive, and watch for the others."""
         with self._connecting:
             for rank, waiting in [*self._unsent.items()]:
                 sock = self._sockets.get(rank)

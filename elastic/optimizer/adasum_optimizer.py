@@ -196,7 +196,7 @@ class BackwardPasses:
         self._optimizer = weakref.ref(optimizer)
         self._names = names
         self._passes = passes
-        self._counts: dict[int, int] = {}  # by id of the parameter
+        self._counts: dict[int, int] = {}  # passes by id of the parameter
         self._generation: int | None = None  # generation of the counts
         self._hooks = GradientHooks(self)
 

@@ -57,7 +57,7 @@ def plan(
     Args:
         items: the gradients.
         order: indices of the items in the order in which they become ready; None: reverse order of declaration.
-        groups: items to keep together regardless of their size, as far as they are of the same kind.
+        groups: items to keep together regardless of their size, if they are of the same kind.
         first_bytes: size of the first bucket of a kind; small, so that communication starts early.
         full_bytes: size of all other buckets.
     """

@@ -67,7 +67,7 @@ class DividedOptimizer(WrappedOptimizer):
 
     zero_order: tuple[int, ...]
     stepped: Sequence[torch.Tensor] = ()  # whole parameters, during a step only
-    _gather_memory: dict[tuple[Any, ...], torch.Tensor]  # keyed by what it was allocated for
+    _gather_memory: dict[tuple[Any, ...], torch.Tensor]  # keyed by the layout it was allocated for
 
     def divide(self, order: Sequence[int]) -> None:
         """Divide the parameters among the ranks of another world. The entries remain those of the previous shard."""
@@ -199,7 +199,7 @@ class DividedOptimizer(WrappedOptimizer):
         def views(
             shard: int, received: torch.Tensor
         ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            """Return views of the parameters and of what the shard's rank has sent."""
+            """Return views of the parameters and of the data received from the shard's rank."""
             ours, theirs = [], []
             for each, room in zip(slices, received.split(sizes), strict=True):
                 rows = each.of(shard, len(flats[each.parameter]), shards)

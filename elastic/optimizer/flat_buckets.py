@@ -47,7 +47,7 @@ class Scales(NamedTuple):
     filling: float = 1.0  # while they are copied into the bucket
     reducing: float = 1.0  # applied by the group during the reduction
     reducing_over: int = 1  # divisor applied by the group during the reduction
-    finishing: float = 1.0  # after the reduction
+    finishing: float = 1.0  # factor applied after the reduction
     finishing_over: int = 1
 
 

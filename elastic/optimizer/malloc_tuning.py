@@ -18,7 +18,7 @@ LARGE_BYTES = 1 << 20  # glibc keeps freed blocks that are smaller
 # Maximum of glibc's dynamic threshold. A fixed threshold must not be lower.
 LEAST_THRESHOLD = 32 << 20
 MOST_THRESHOLD = 64 << 20  # larger blocks cause more fragmentation
-_ROOM = 4096  # for header and alignment of a block, which must stay below the threshold
+_ROOM = 4096  # bytes for header and alignment, which must stay below the threshold
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 # Bytes to keep at the end of the heap. At most two gradients exist at a time.

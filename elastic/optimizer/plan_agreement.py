@@ -66,7 +66,7 @@ def read_mark(op: Op, reduced: float) -> StepFlag:
         case Op.MAX | Op.MIN:
             changed = abs(reduced) > 1.5
         case _:
-            changed = not reduced > 1.0  # also NaN: zero times an overflowed product
+            changed = not reduced > 1.0  # True also for NaN: zero times an overflowed product
     return StepFlag.CHANGE if changed else StepFlag.STEP
 
 

@@ -25,7 +25,7 @@ import msgspec
 from elastic.protocol.messages import HANDSHAKE_LIMIT, RELAY_LIMIT, ProtocolError, encoded
 
 TAG_BYTES = 16
-NONCE_BYTES = 32  # of each end; new for every connection
+NONCE_BYTES = 32  # bytes of each end's nonce; new for every connection
 SHOWN = 200  # characters of an unauthenticated peer's text that an error repeats
 
 
@@ -146,7 +146,7 @@ class FramedConnection:
 class AcceptedConnection(FramedConnection):
     """The called end of a connection on which the caller sends its nonce first.
 
-    ``secret`` is that of this use, see `derived`; ``mine`` is this end's nonce if the caller knows it. The connection
+    ``secret``: see `derived`. ``mine`` is this end's nonce if the caller knows it. The connection
     is dropped at a frame without the right seal, so ``limit`` bounds what an unauthenticated peer may send.
     """
 

@@ -35,7 +35,7 @@ _libc.mmap.argtypes = (
     *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
     ctypes.c_long,
 )
-_held = False  # by this process, until it exits
+_held = False  # the lock is held by this process until it exits
 
 
 def hold(location: str) -> None:
@@ -127,7 +127,7 @@ class LifeLock:
 
     def watch(self, gone: Callable[[], None]) -> None:
         """Call ``gone``, in a new thread, when the thread that held the lock has ended; never after `end`."""
-        self._left = itertools.count()  # by the agent, and by that thread
+        self._left = itertools.count()  # counts calls of `_leave`: by the agent and by that thread
         watching = threading.Thread(target=self._wait, args=(gone,), daemon=True)
         try:
             watching.start()
@@ -151,7 +151,7 @@ class LifeLock:
         self._leave()
 
     def _leave(self) -> None:
-        """Free the place at the second call, when neither the agent nor the thread uses it any more."""
+        """Free the place at the second call, when neither the agent nor the thread uses it."""
         if next(self._left):
             self._free()
 

@@ -336,14 +336,14 @@ class Progress(Message):
     waited_s: Finite = 0.0  # seconds it has been in there
     phase: str = ""  # the long phase it is in; empty: none
     gpu: Annotated[list[Launches], Meta(max_length=LAUNCHES_LIMIT)] = []  # while it waits
-    line: str = ""  # of the script, where it waits; empty: unknown
+    line: str = ""  # script line where it waits; empty: unknown
 
 
 class Located(Message):
     """The answer to `Locate`."""
 
     generation: int
-    line: str  # of the script; empty: unknown
+    line: str  # script line; empty: unknown
 
 
 class Pace(Message):
@@ -439,10 +439,10 @@ class Reported(Message):
     Reports are delivered in the order of their numbers, each once; see `report_queue`.
     """
 
-    number: int  # of this process's reports, from 1
+    number: int  # position among this process's reports, from 1
     # the first report that may be undelivered: all before it have been delivered, by this driver or a predecessor
     oldest: int
-    generation: int  # of the time when it was made, like rank and size
+    generation: int  # generation when it was made; so are rank and size
     rank: int
     size: int
     at: Finite  # seconds since 1970

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-COUNT_LIMIT = 4096  # for one listener
+COUNT_LIMIT = 4096  # maximum number for one listener
 BYTES_LIMIT = 128 * 1024 * 1024  # total that all of them may send
 
 Caller = TypeVar("Caller", bound=Hashable)

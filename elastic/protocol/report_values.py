@@ -27,7 +27,7 @@ _decoder: msgspec.msgpack.Decoder[Metrics] = msgspec.msgpack.Decoder(Metrics)
 class Report:
     """One worker's ``elastic.report``, as the driver's side receives it."""
 
-    rank: int  # at the time of the report, like size and generation
+    rank: int  # rank at the time of the report; so are size and generation
     size: int
     generation: int
     worker: str  # host:slot#start
@@ -122,7 +122,7 @@ def _count(value: Any) -> int | None:
 
 
 def _text(value: str) -> str:
-    """Replace what UTF-8 cannot encode: an error may quote a file name that is not text."""
+    """Replace characters that UTF-8 cannot encode: an error may quote a file name that is not text."""
     if value.isascii():
         return str.__str__(value)
     return value.encode(errors="replace").decode()

@@ -13,7 +13,7 @@ from elastic.errors import Invalid
 
 CURRENT = "current"  # the placement group that the caller runs in, if any
 PLACEMENT_S = 100.0
-START_S = 120.0  # for workers, once they are placed; elasticrun's default
+START_S = 120.0  # seconds for workers to start once they are placed; elasticrun's default
 LEAST_S = 1.0  # minimum of any limit
 
 

@@ -11,8 +11,8 @@ import ray
 from elastic.ray.call_results import REGROUP, CallFailure, cause, failure_in, opened
 from elastic.ray.driver_client import DriverClient
 
-GRACE_S = 2.0  # after a call has failed on one rank, for the other ranks to end it
-RELEASED_S = 30.0  # ... and after they were told to regroup
+GRACE_S = 2.0  # seconds for the other ranks to end a call that has failed on one rank
+RELEASED_S = 30.0  # ... and after the request to regroup
 
 
 class CallClient:

@@ -41,8 +41,8 @@ RUN_FUNCTION = ("python", "-m", "elastic.launcher.run_function")
 SERVE_CALLS = ("python", "-m", "elastic.ray.serve_calls")
 KEPT_S = 600.0  # how long the outcome of a detached job stays available
 STOP_CODE = 130
-ENDS_S = 20.0  # for a job that has lost a persistent worker to end
-CLOSE_S = 30.0  # for a job to end after a request
+ENDS_S = 20.0  # seconds for a job that has lost a persistent worker to end
+CLOSE_S = 30.0  # seconds for a job to end after a request
 REPORT_BYTES = 256  # approximate size of a report
 
 Value = TypeVar("Value")
@@ -61,7 +61,7 @@ class DriverSpec:
     telemetry: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     secret: bytes = dataclasses.field(repr=False)
     detached: bool = False
-    call: bytes | None = dataclasses.field(default=None, repr=False)  # of a detached job
+    call: bytes | None = dataclasses.field(default=None, repr=False)  # call of a detached job
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import uuid
 from collections import deque
 from typing import Any, NamedTuple
 
-LIMIT_BYTES = 8 << 20  # of what is stored
+LIMIT_BYTES = 8 << 20  # bytes that are stored
 AT_ONCE_BYTES = 1 << 20
 
 
@@ -27,7 +27,7 @@ class UpdateBatch(NamedTuple):
     """A batch of items. Pass ``next`` and ``source`` to the next request. ``lost``: number of dropped bytes."""
 
     source: str  # another one after a restart of the driver, whose items start again
-    next: int  # in bytes since the start
+    next: int  # position in bytes since the start
     items: list[JobUpdate]
     lost: int
 

@@ -44,10 +44,10 @@ class Regroupings:
 
     @property
     def ahead(self) -> bool:
-        """Whether the world was formed for a request on which this rank has not acted: its call is cancelled."""
+        """Whether the world was formed for a request that this rank has not handled, so its call is cancelled."""
         return self._met > self.number
 
     @property
     def over(self) -> bool:
-        """Whether a request has arrived for which the world was not formed."""
+        """Whether a request has arrived that is newer than the world."""
         return self._requests > self._met

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from elastic.errors import Invalid
 from elastic.ray.call_results import END, EXECUTE, MAKE, REGROUP, RUN, answered, failed
 
-CALLS = "ELASTIC_CALLS"  # by default the socket `call_results` next to the file of ELASTIC_CALL
+CALLS = "ELASTIC_CALLS"  # default: the socket `call_results` next to the file of ELASTIC_CALL
 CALL = "ELASTIC_CALL"
 LENGTH = struct.Struct("!I")
 
@@ -107,7 +107,7 @@ class Serving:
                 self._world.settle()
         except BaseException as error:
             answer = failed(error, self._world.rank)
-            del error  # frees its frames and what they hold
+            del error  # frees its frames and their objects
             gc.collect()
         return answer
 

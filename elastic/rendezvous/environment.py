@@ -44,32 +44,32 @@ class Environment:
     # Address on which this worker may listen; empty: the address on the route to rank 0.
     bind_host: str
     elastic: bool
-    timeout_s: float  # to form a group
-    collective_timeout_s: float  # for a collective to end
-    wait_timeout_s: float  # for a message from the driver, in case it hangs
+    timeout_s: float  # time limit for forming a group
+    collective_timeout_s: float  # time limit for a collective
+    wait_timeout_s: float  # time limit for a message from the driver, in case it hangs
     digest_commits: bool  # report a digest of every commit, so that replicas can be compared
     # also report a digest of each tensor, so that two runs can be compared
     digest_tensors: bool = False
-    workers_min: int = 1  # in any world of the job
-    checks: bool = True  # of the script's first steps; see elastic.script_checks
+    workers_min: int = 1  # smallest world of the job
+    checks: bool = True  # check the script's first steps; see elastic.script_checks
     strict: bool = False  # their findings end the job
     # admit workers whose results are not bitwise identical; see elastic.exact.probe
     allow_inexact: bool = False
-    cycle_s: float = 0.001  # between two rounds of negotiation and fusion; 0: immediately
+    cycle_s: float = 0.001  # time between two rounds of negotiation and fusion; 0: immediately
     cache_capacity: int = 1024  # number of names whose negotiation is cached; 0: none
     fusion_bytes: int | None = None  # maximum size of a fused collective; None: not given
     group_fusion: bool = True  # whether a group may be fused with other tensors
     # report a collective that has waited this long for other ranks; 0: never
     stall_warning_s: float = 60.0
     stall_shutdown_s: float = 0.0  # fail such a collective after this long; 0: never
-    cores: tuple[int, ...] = ()  # for the background thread, by local rank; empty: any
+    cores: tuple[int, ...] = ()  # core for the background thread, by local rank; empty: any
     dynamic_process_sets: bool = False
     timeline: str | None = None  # a path, or DYNAMIC
     timeline_mark_cycles: bool = False
     # Paths of certificate, key and CA for the control connection; None: no TLS.
     tls: tuple[str, str, str] | None = None
-    started: LauncherEnv | None = None  # by a launcher other than elasticrun
-    start_timeout_s: float = START_TIMEOUT_S  # without a driver: for every rank to call init()
+    started: LauncherEnv | None = None  # how another launcher than elasticrun started this worker
+    start_timeout_s: float = START_TIMEOUT_S  # time limit for every rank to call init()
     native: bool = True  # ranks of one host reduce in shared memory where they can
     life_lock: str = ""  # lets the agent detect immediately that this process has died
 
@@ -180,7 +180,7 @@ def keep_tensors(
     """Make TensorFlow use its own CPU allocator, which keeps memory between steps, unless another one was chosen.
 
     With malloc, the memory of gradients waiting for reduction is returned to the system after each step, and faulted in
-    again page by page, filled with zeros. ``host_bytes`` is the memory of the host, all of which the allocator may use;
+    again page by page, filled with zeros. The allocator may use all of ``host_bytes``, the memory of the host;
     by default it is queried. TensorFlow reads the variable when it makes its first tensor.
     """
     env = os.environ if environ is None else environ

@@ -35,13 +35,13 @@ from elastic.rendezvous.launcher_env import (
 )
 from elastic.rendezvous.store import Store, listen
 
-REACH_S = 0.5  # to connect to rank 0 at an address that may be stale
-LOOK_S = 0.02  # between two attempts to read rank 0's address
+REACH_S = 0.5  # seconds to connect to rank 0 at an address that may be stale
+LOOK_S = 0.02  # seconds between two attempts to read rank 0's address
 _PUBLIC = ("192.0.2.1", "2001:db8::1")  # nothing is sent there: only the route is looked up
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank sends to the others. ``store``: where rank 0 will serve the next world."""
+    """Message of a rank to all others. ``store``: address at which rank 0 will serve the next world."""
 
     host: str
     local_rank: int | None
@@ -49,7 +49,7 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rank0Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 publishes for the other ranks."""
+    """Endpoint that rank 0 publishes for the other ranks."""
 
     host: str
     port: int
@@ -57,7 +57,7 @@ class Rank0Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FoundRank0(NamedTuple):
-    """``env`` with what was found; ``store`` of the rendezvous, to be closed once the world is formed."""
+    """``env`` with the results; ``store`` of the rendezvous, to be closed once the world is formed."""
 
     env: Environment
     store: Store
@@ -113,7 +113,7 @@ def meet(started: LauncherEnv, env: Environment) -> FoundRank0:
             _greet(store, started, deadline)
             return FoundRank0(_found(env, bind_host, left.secret, started), store)
         except CollectiveFailed:
-            # The address may be that of an earlier job, while this job's rank 0 is still starting.
+            # The address may belong to an earlier job, while this job's rank 0 is still starting.
             store.close()
             if time.monotonic() > deadline:
                 raise
@@ -200,7 +200,7 @@ def _board(way: ByTorchelasticStore | ByFile | ByStore, deadline: float) -> _Pub
 
 
 class _TorchStore:
-    """A store of torch.distributed: that of torchrun's agent, or one that the ranks share."""
+    """A store of torch.distributed: the store of torchrun's agent, or one that the ranks share."""
 
     def __init__(self, store: Any, key: str) -> None:
         self._store = store

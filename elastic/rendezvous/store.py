@@ -31,12 +31,12 @@ log = logging.getLogger("elastic.rendezvous")
 _REQUEST_LIMIT = 1 << 18  # bytes; a rank's blob grows by 8 bytes per rank
 _REPLY_LIMIT = 1 << 30
 _READ_BYTES = 1 << 16
-RETRY_S = 0.02  # between attempts to reach a store that is not up yet
+RETRY_S = 0.02  # seconds between attempts to reach a store that is not up yet
 _DEAF_S = 0.1  # how long accepting pauses when descriptors run out
 # In place of a size, in requests that are not exchanges:
-_FETCH = 0  # of what rank 0 provides
+_FETCH = 0  # fetch what rank 0 provides
 _ANNOUNCE = -1
-_LISTEN = -2  # until a rank announces the key
+_LISTEN = -2  # wait until a rank announces the key
 _AWAITED = ""  # key under which the keys of pending exchanges are provided
 
 

@@ -81,10 +81,10 @@ class Groups:
         self._made: dict[GroupKey, Collectives] = {}
         self._connecting: set[ConnectingGroup] = set()
         self._unmade: list[NcclCollectives] = []  # did not connect; peers may use their memory
-        self._buried: list[NcclCollectives] = []  # of the previous world
+        self._buried: list[NcclCollectives] = []  # groups of the previous world
         self._unconnected: list[
             NcclCollectives
-        ] = []  # of all previous worlds; torch waits for them
+        ] = []  # groups of all previous worlds; torch waits for them
         self._store: Store | None = None
         self._listener: StoreListener | None = None
         self._engine: Engine | None = None
@@ -383,7 +383,7 @@ class Groups:
     def retire(self) -> None:
         """Close the groups of the previous world, off the critical path.
 
-        The next world exists, so no member's GPU uses another member's memory any more.
+        The next world exists, so no member's GPU still uses another member's memory.
         """
         with self._forming:
             groups, store, engine = list(self._made.values()), self._store, self._engine

@@ -33,7 +33,7 @@ class ProgressCounter:
         self._said: tuple[int, int] | None = None  # the collective that was reported last
         self._said_at = 0.0
         self._said_phase = ""
-        self._completed = 0  # since the last pace report, like the fields below
+        self._completed = 0  # collectives since the last pace report; so are the fields below
         self._waited_s = 0.0
         self._window: tuple[int, float] | None = None  # generation and start time
         self._begun_with: messages.Commit | None = None

@@ -38,7 +38,7 @@ ALONE = 10**9  # larger than the number of safepoints in any generation
 
 
 class Phase(enum.Enum):
-    OUTSIDE = "outside"  # in no world
+    OUTSIDE = "outside"  # the worker is in no world
     WAITING = "waiting"  # has reported ready
     TRAINING = "training"
     BROKEN = "broken"  # the world is over; the training thread has not yet requested a new one
@@ -82,7 +82,7 @@ class Recovery:
     place: Place = field(default_factory=lambda: Place(0, 1, 0, 1, 0, 1))
     provisional: bool = True  # no world yet, so the place may change
     newcomer: bool = False
-    step_input: bytes = b""  # of the world that was training when this worker joined
+    step_input: bytes = b""  # step input of the world that was training when this worker joined
     world: messages.World | None = None
     running: bool = False  # inside elastic.run
     again: bool = False  # inside a second training, after which no world follows, or which is over because it broke
@@ -96,11 +96,11 @@ class Recovery:
     _readies: int = 0
     _ready: messages.Ready | None = None  # the last one
     _own_failure: bool = False  # the world broke here first, and the driver was notified
-    _resumed: messages.Resumed | None = None  # of this generation
+    _resumed: messages.Resumed | None = None  # report of this generation
     ending: ErrorExcuse = field(default_factory=ErrorExcuse)
     _last_word: messages.Raised | messages.Quit | None = None  # why user code ends the process
     _checks: int = 0
-    _stopped: bool = False  # the agreed safepoint was reached, to which the next commit belongs
+    _stopped: bool = False  # the agreed safepoint was reached; the next commit belongs to it
     _change: int = 0
     _passed: int = 0  # the change whose wait timed out
     _hold_at: int | None = None
@@ -199,7 +199,7 @@ class Recovery:
         return self._end(messages.End(reason), reason)
 
     def reconnected(self) -> list[Action]:
-        """Return what the driver may not have received, for a new connection that replaces a lost one."""
+        """Return the messages that the driver may not have received, for a connection that replaces a lost one."""
         unanswered: list[Message] = [messages.Reconnected(self.generation, self._welcomed)]
         if self.leaving:
             unanswered.append(messages.Leaving(self.ending.leaving))
@@ -332,7 +332,7 @@ class Recovery:
     def committed_alone(self) -> None:
         """Number a commit that no other worker holds, since user code left the world with its state as it is.
 
-        It is newer than all agreed commits. If there are several, that of the lowest rank is used, and all workers
+        It is newer than all agreed commits. If several exist, the lowest rank's commit is used, and all workers
         receive a copy.
         """
         if self.running:

@@ -97,7 +97,7 @@ class Session:
         """Wait for the driver.
 
         The wait is bounded by the driver's own deadlines, by the loss of its connection, and by ``wait_timeout_s`` in
-        case the driver is frozen. A standby waits as long as there is a connection.
+        case the driver is frozen. A standby waits while it has a connection.
 
         Raises:
             DriverLost: the driver did not respond.

@@ -133,7 +133,7 @@ class WorkerRuntime:
         return self._groups.engine()
 
     def settle(self) -> None:
-        """Wait for collectives for which only streams of the GPU wait. Call it before values are kept.
+        """Wait for collectives that only streams of the GPU wait for. Call it before values are kept.
 
         Raises:
             PeerLost: a rank was lost, and results of these collectives may be invalid.

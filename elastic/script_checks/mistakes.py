@@ -83,7 +83,7 @@ class ScriptObservation:
     steps: int
     world_size: int
     commits: int
-    calls: tuple[CommitCall, ...]  # of commit(), in the source of the script
+    calls: tuple[CommitCall, ...]  # calls of commit() in the source of the script
     recovered: bool  # a worker was lost since training began
     collectives: int  # and other calls that may have changed tensors
     # Elements of the largest tensor in a collective between two steps. None: unknown.

@@ -379,7 +379,7 @@ def _is_ours(value: object) -> bool:
 
 
 def _kept(sampler: object) -> list[str]:
-    """Return attributes such as ``rank=1``, whose names and values are those of a place in a world."""
+    """Return attributes such as ``rank=1``, whose names and values match a place in a world."""
     values = getattr(sampler, "__dict__", {})
     return [f"{n}={values[n]}" for n in PLACES if isinstance(values.get(n), int)]
 

@@ -19,7 +19,7 @@ class ReshardingMove(NamedTuple):
     """Rows of one tensor, moved from a shard held by ``source`` to ``target``. Nothing is sent if both are equal."""
 
     tensor: int  # its index in the layout
-    shard: int  # of the commit
+    shard: int  # shard of the commit
     rows: Rows
     source: int
     target: int
@@ -92,7 +92,7 @@ def _bytes_in_common(
 def _assign(
     has: Sequence[Sequence[int]], hosts: Sequence[str], shards: int, distinct: int
 ) -> list[int]:
-    """Assign each rank a shard of which it already holds many bytes, in descending order of bytes held.
+    """Assign each rank a shard that it already holds to a large part, in descending order of bytes held.
 
     The first ``distinct`` ranks of a shard are on different hosts if possible.
     """

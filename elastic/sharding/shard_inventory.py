@@ -1,4 +1,4 @@
-"""Choice of the commit that all ranks restore: the newest one of which every shard is held by some rank. Pure.
+"""Choice of the commit that all ranks restore: the newest one whose shards are all held by some rank. Pure.
 
 The shards of a commit may be held by different ranks, as owners or as copies. A commit that was sealed on one rank is
 mirrored on all ranks. A commit that is not mirrored everywhere was never sealed. It may be complete but with fewer
@@ -38,7 +38,7 @@ class HeldShard(NamedTuple):
     mirrored: bool = True
 
 
-Inventory = tuple[HeldShard, ...]  # of one rank
+Inventory = tuple[HeldShard, ...]  # the complete shards of one rank
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class HeldRows:
 class HeldPart:
     """Committed structure and tensors of one part of a state. Tensors are on the CPU and must not be modified.
 
-    ``sharded``: tensors of which each rank holds some rows; ``tensors``: all other tensors.
+    ``sharded``: tensors whose rows are divided among the ranks; ``tensors``: all other tensors.
     """
 
     part: Part

@@ -399,7 +399,7 @@ def options_of(state: State) -> list[str]:
 
 
 def prepare_hold(state: ObjectState) -> None:
-    """Allocate what the first commit after a `hold` needs. Thread-safe."""
+    """Allocate the memory that the first commit after a `hold` needs. Thread-safe."""
     for part in state._parts().values():
         part.snapshot.prepare()
 
@@ -475,7 +475,7 @@ def custom_broadcast(state: State) -> bool:
 
 
 def has_custom_sync(state: State) -> bool:
-    """Return whether the state is synchronized by code of the script, and therefore by all workers together."""
+    """Return whether the script's own code synchronizes the state, so that all workers must call it together."""
     ours = _is_ours(type(state).sync)
     foreign: Callable[[], dict[str, Any]] = getattr(state, "_foreign_handlers", dict)
     return not ours or custom_broadcast(state) or bool(foreign())

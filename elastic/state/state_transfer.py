@@ -236,7 +236,7 @@ def _roads(
 
 
 def _number_of(device: torch.device, rank: int) -> int:
-    """Return a number that identifies the GPU across processes as far as possible. Never 0."""
+    """Return a number that identifies the GPU across processes, if possible. Never 0."""
     uuid = own_gpu.uuid(device).encode() or b"%d" % rank
     return int.from_bytes(hashlib.blake2b(uuid, digest_size=7).digest(), "big") + 1
 

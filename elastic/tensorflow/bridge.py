@@ -73,7 +73,7 @@ def call(
     Args:
         compute: returns results, or an `InFlight` for later results, for which no thread of TensorFlow waits.
         shapes: of the results, as far as known.
-        dtypes: of the results; those of ``tensors`` by default.
+        dtypes: of the results; by default the dtypes of ``tensors``.
         blocks: ``compute`` waits for other ranks itself, so in a graph it runs in a separate thread.
 
     Raises:

@@ -12,7 +12,7 @@ from elastic.tensorflow import bridge
 
 @contextlib.contextmanager
 def unwrapped() -> Iterator[None]:
-    """Raise what a collective raised inside a ``tf.function`` or graph, in place of TensorFlow's error."""
+    """Raise the error of a collective inside a ``tf.function`` or graph, in place of TensorFlow's error."""
     try:
         yield
     except tf.errors.OpError as error:

@@ -1,4 +1,4 @@
-"""Destroys what a training function leaves behind when a world ends: the local variables of its frames.
+"""Destroys the objects that a training function leaves behind when a world ends: the local variables of its frames.
 
 Among them are iterators over a ``tf.data.Dataset``. Destroying one waits for TensorFlow's threads, for up to seven
 seconds if the dataset tunes itself (``AUTOTUNE``; observed with TensorFlow 2.21). A separate thread therefore does that
@@ -63,7 +63,7 @@ def finish(timeout_s: float = FINISH_S) -> None:
 
 
 def iterator_of(epoch_iterator: Any) -> list[Any]:
-    """Return, and remove, what Keras 3 reads an epoch's data with.
+    """Return and remove the objects with which Keras 3 reads an epoch's data.
 
     The objects refer to each other, and would otherwise wait for the garbage collector, which may run in any thread.
     """

@@ -25,7 +25,7 @@ def pays(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _order(tensor: torch.Tensor) -> tuple[str, bool, int]:
-    """Sort key that puts sizes that are not a multiple of the alignment last, since they misalign what follows."""
+    """Sort key that puts sizes that are not a multiple of the alignment last, since they misalign later tensors."""
     return str(tensor.dtype), tensor.nbytes < ALONE_BYTES, tensor.nbytes % ALIGNED
 
 

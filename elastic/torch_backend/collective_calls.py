@@ -20,7 +20,7 @@ from elastic.torch_backend.reductions import Reduction
 _FUSED_BYTES = 1 << 20  # tensors smaller than this in total are sent as one
 _SMALL_BYTES = (
     64 << 10
-)  # for all ranks together; below this, all parts are sent to all ranks, which takes fewer rounds
+)  # bytes of all ranks together; below this, all parts are sent to all ranks in fewer rounds
 # Parts of at least this size are sent separately, since concatenating them would cost more than a collective.
 _LARGE_BYTES = 256 << 10
 

@@ -60,7 +60,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self.futures = Futures(self)
         self.messages = PointToPointMessages(f"{purpose} messages", ranks)
         self._store = store
-        self._groups: dict[str, tuple[int, Collectives]] = {}  # by device type, with the generation
+        self._groups: dict[str, tuple[int, Collectives]] = {}  # generation and group by device type
         self._submitting = threading.Lock()
         self._together: list[ElasticWork] | None = None
         self._count = 0
@@ -147,7 +147,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         """Handle the end of the world before elastic.run.
 
         Returns:
-            Whether it was a group of some ranks of that world; such a group must not be called any more.
+            Whether it was a group of some ranks of that world; such a group must not be called afterwards.
         """
         self._outlived = self._born == 0 and self.ranks is not None
         return self._outlived
@@ -230,8 +230,8 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
 def follow(rt: WorkerRuntime, *, first: bool) -> None:
     """Update torch.distributed's process groups to a new world.
 
-    Groups that were created under elastic.run in an earlier world are destroyed, as are those of the meshes of fully
-    sharded models, which receive another mesh.
+    Groups that were created under elastic.run in an earlier world are destroyed. So are the groups of meshes of fully
+    sharded models, since these receive another mesh.
 
     Args:
         rt: the runtime.

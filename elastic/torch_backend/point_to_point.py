@@ -22,7 +22,7 @@ class PointToPointMessages:
     def __init__(self, purpose: str, ranks: tuple[int, ...] | None) -> None:
         self._purpose = purpose
         self._ranks = ranks
-        self._known: tuple[int, Messenger] | None = None  # with its generation
+        self._known: tuple[int, Messenger] | None = None  # generation and messenger
 
     def connect(self, rt: WorkerRuntime) -> None:
         """Connect to all ranks of the process group. Collective.

@@ -1,7 +1,7 @@
 """Result of a collective of the process group: a ``torch.distributed.Work`` with a future.
 
 A future is completed by the thread that waits for its work. For a collective that begins in a backward pass, such as
-those of DDP's buckets, this is the training thread at the end of the pass: DDP then waits for all its buckets, and a
+DDP's reductions, this is the training thread at the end of the pass: DDP then waits for all its buckets, and a
 failure is raised there rather than within torch. A separate thread completes futures that other code waits for.
 """
 
@@ -103,7 +103,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         On a side stream of a GPU, only the stream waits: FSDP2 queues a whole step on such streams, ahead of the GPU.
 
         Args:
-            timeout: defaults to that of the process group.
+            timeout: defaults to the process group's timeout.
 
         Raises:
             PeerLost: a rank was lost, in an elastic job.
@@ -214,7 +214,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
             raise self._error.again()
 
     def _in_world(self, error: TensorMismatch) -> TensorMismatch:
-        """Return the error with the group's ranks replaced by those of the world."""
+        """Return the error with the group's ranks replaced by ranks of the world."""
         ranks = self._owner.in_world
         named = [structs.replace(each, rank=ranks(each.rank)) for each in error.calls]
         return TensorMismatch(calls.message_sentence(named), calls=named)
@@ -312,7 +312,7 @@ class Futures:
         due = time.monotonic() + (_GRACE_S if grace else 0.0)
         with self._changed:
             if self._pending and self._pending[0][1].generation != work.generation:
-                self._pending.clear()  # of an earlier world, whose outcome no longer matters
+                self._pending.clear()  # passes of an earlier world, whose outcome no longer matters
             self._pending.append((due, work))
             if self._thread is None:
                 self._thread = threads.begin("elastic-futures", self._serve)

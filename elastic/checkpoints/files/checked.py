@@ -39,7 +39,7 @@ class BlockSums:
 
     def __init__(self) -> None:
         self._ended = hashlib.sha256()
-        self._sum = 0  # of the current block
+        self._sum = 0  # checksum of the current block
         self._left = BLOCK
 
     def update(self, content: Bytes) -> None:
@@ -82,8 +82,8 @@ class CheckedFile:
         self._stream = stream
         self._alive = alive
         self._sums = BlockSums()
-        self._small = bytearray()  # not yet forwarded
-        self.count = 0  # bytes so far
+        self._small = bytearray()  # bytes that are not forwarded yet
+        self.count = 0  # number of bytes so far
 
     def write(self, content: Bytes, crc: int = 0) -> int:
         """Write ``content``. Return the CRC-32 of the data with checksum ``crc`` followed by ``content``."""
@@ -130,7 +130,7 @@ class _NativeFile(ctypes.Structure):
     )
 
 
-_Buffer = mmap.mmap | memoryview  # of BLOCK bytes
+_Buffer = mmap.mmap | memoryview  # holds BLOCK bytes
 _buffers: list[_Buffer] = []  # unused buffers; allocating new memory costs more than a copy
 
 

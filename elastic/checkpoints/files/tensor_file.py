@@ -91,7 +91,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 class _Onward:
-    """Forward torch's writes. An exception of a write is kept, since torch would replace it by its own."""
+    """File that forwards torch's writes. An exception of a write is kept, since torch would replace it by its own."""
 
     def __init__(self, file: CheckedFile) -> None:
         self._file = file
@@ -123,7 +123,7 @@ class _Frame:
 
 
 class _Around:
-    """File that keeps everything except the tensor's data, of which ``left`` bytes are outstanding."""
+    """File that keeps everything except the tensor's data. ``left``: outstanding bytes of that."""
 
     def __init__(self, left: int) -> None:
         self.head, self.tail = bytearray(), bytearray()

@@ -264,7 +264,7 @@ def _place_all(
             results[index] = target
         targets.append(target)
         sources.append(part.view(target.shape))
-    # One call for all tensors, since a call for each would cost more than copying its few bytes.
+    # One call for all tensors: a call for each would cost more than copying its few bytes.
     torch._foreach_copy_(targets, sources)
 
 

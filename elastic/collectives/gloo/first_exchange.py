@@ -55,7 +55,7 @@ def splits(sent: list[int], received: list[int]) -> torch.Tensor:
 
 
 def splits_agree(of_ranks: list[torch.Tensor]) -> bool:
-    """Return whether each rank receives from each what the other sends, given the `splits` of all ranks."""
+    """Return whether every rank receives as many rows as the others send to it, given the `splits` of all ranks."""
     sent, received = torch.stack(of_ranks).split(len(of_ranks), dim=1)
     return torch.equal(sent, received.T)
 

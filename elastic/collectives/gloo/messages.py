@@ -1,7 +1,7 @@
 """Point-to-point messages over Gloo, each with a header.
 
-Gloo ends the process if a message is longer than its receive, and fills the buffer partly if it is shorter. So a header
-is sent first, together with messages of up to `INLINE_BYTES`, for which every receive has room. A longer message
+Gloo ends the process if a message is longer than its receive, and fills the buffer partly if it is shorter. A header
+is therefore sent first, together with messages of up to `INLINE_BYTES`; every receive has room for it. A longer message
 follows separately, under a tag that only messages of its tag, length and dtype have, so it never meets a shorter
 receive. That receive is begun together with the header's, unless the source is unknown until the header arrives.
 """
@@ -117,8 +117,8 @@ def _body_tag(tag: int, type_: TensorType) -> int:
 class SentMessage:
     """A message in flight.
 
-    Gloo reports completion only to a waiting caller, and a wait that times out closes the connection. It is therefore
-    awaited as long as a collective, or until the sockets are closed.
+    Gloo reports completion only to a waiting caller, and a wait that times out closes the connection. The wait
+    for it therefore has the timeout of a collective, or ends when the sockets are closed.
     """
 
     source = -1

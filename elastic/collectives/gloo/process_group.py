@@ -57,7 +57,7 @@ _LOOK_EVERY = 50  # slices
 _AT_ONCE = timedelta(milliseconds=1)
 _AT_ONCE_S = _AT_ONCE.total_seconds()
 
-# What a rank publishes: its listener, Gloo's key and value, and its own data.
+# Data that a rank publishes: its listener, Gloo's key and value, and its own data.
 _decoder: msgspec.msgpack.Decoder[tuple[Endpoint, str, bytes, bytes]] = msgspec.msgpack.Decoder(
     tuple[Endpoint, str, bytes, bytes]
 )
@@ -94,9 +94,9 @@ class GlooCollectives:
         self._peers: frozenset[Endpoint] = frozenset()
         self._sockets: frozenset[int] | None = None  # inodes, once connected
         self._failed: str | None = None
-        self._aborted = False  # the reason for `_failed`
+        self._aborted = False  # whether an abort is the reason for `_failed`
         self._differs: Differing | None = None  # the reason for `_failed`
-        self._late = False  # the reason for `_failed`
+        self._late = False  # whether a late rank is the reason for `_failed`
         self._mismatch: TensorMismatch | None = None  # the reason for `_failed`
         self._messages = GlooMessages(self)
         self._key = ""  # identifies the group on all of its ranks
@@ -170,9 +170,9 @@ class GlooCollectives:
         return backend
 
     def _swap(self, store: Store, purpose: str, key: str, value: bytes) -> dict[str, bytes]:
-        """Exchange what all ranks publish under one of Gloo's keys, including their listeners' addresses.
+        """Exchange the values of all ranks under one of Gloo's keys, including their listeners' addresses.
 
-        A rank that is late to its first collective is awaited as long as at any other.
+        The timeout for a rank that is late to its first collective is the same as for any other collective.
         """
         own = sockets.find_listener(value)
         if own is None:
@@ -390,7 +390,7 @@ class GlooCollectives:
             with self._beginning:
                 self._begin_next()
                 if not work.begun() and self._failed is None:
-                    return self._queue[0].first  # of this work or of an earlier one
+                    return self._queue[0].first  # the first exchange of this or an earlier work
         if not work.begun():
             self._raise_if_failed()
         last = work.rest if work.two else work.first
@@ -433,7 +433,7 @@ class GlooCollectives:
         deadline, look_at = now + timeout_s, now + _QUIET_S
         if self._beginning.acquire(
             timeout=timeout_s
-        ):  # includes what another thread has just begun
+        ):  # includes work that another thread has just begun
             self._beginning.release()
         before: thread_activity.Runs | None = None
         while any(not work.is_completed() for work in list(self._under_way)):
@@ -659,7 +659,7 @@ class GlooWork:
 
 
 class _Addresses(c10d.Store):
-    """The store given to Gloo: exchanges what it publishes with all ranks at once, then reads from memory."""
+    """The store given to Gloo. Exchanges each published value with all ranks once, then reads from memory."""
 
     def __init__(self, swap: Callable[[str, bytes], dict[str, bytes]]) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ class OrderedExecutor:
         # The first one is being executed.
         self._queue: collections.deque[OrderedWork] = collections.deque()
         self._running = False
-        self.failure: CollectiveFailed | None = None  # why nothing is executed any more
+        self.failure: CollectiveFailed | None = None  # why execution has stopped
         self.forgotten = False
 
     def submit(self, run: Callable[[], None]) -> OrderedWork:

@@ -133,9 +133,9 @@ def schedule(number: int, ahead: int = AHEAD) -> Iterator[tuple[Turn, int]]:
 class Route(NamedTuple):
     """Peers of a rank in a broadcast; None: no step."""
 
-    first: int | None  # index on this host, to bring the data to the carrier
-    cross: int | None  # host, between hosts
-    last: int | None  # index on this host
+    first: int | None  # index on this host of the root, which sends to the carrier
+    cross: int | None  # host of the root, which sends to the other hosts
+    last: int | None  # index on this host of the carrier, which sends to the others
 
 
 def route(topology: Topology, root: int) -> Route:
@@ -167,9 +167,9 @@ class Posting(NamedTuple):
     Two of them may be unnecessary.
     """
 
-    collect: Exchange | None  # on the host
+    collect: Exchange | None  # exchange within the host
     cross: Exchange | None  # between hosts
-    deal: Exchange  # on the host
+    deal: Exchange  # exchange within the host
 
 
 def posting(topology: Topology) -> Posting:

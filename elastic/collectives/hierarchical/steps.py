@@ -63,7 +63,7 @@ class Steps:
         self._host = host
         self._wire = wire
         self._halves = halves
-        self.copies: torch.Tensor | None = None  # in the arena
+        self.copies: torch.Tensor | None = None  # memory in the arena
 
     # ---- allreduce -------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class Region:
         self._released = False
 
     def release(self) -> None:
-        """Free the region. Idempotent. No process may write to it any more."""
+        """Free the region. Idempotent. No process may write to it afterwards."""
         if not self._released:
             self._released = True
             self._arena._free(self.offset, self.bytes)

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share for one group: what each offers, and how all map it.
+"""Memory that the ranks of one host share for one group: the offer of each rank, and its mapping.
 
 A rank makes its offer before it knows whether it is used, so that a single exchange suffices for the decision.
 """
@@ -56,7 +56,7 @@ class MemoryOffer:
         )
 
     def map(self, rows: Sequence[RankInfo], ranks: Sequence[int], rank: int) -> Memory:
-        """Map what these ranks of one host, including this one, offered.
+        """Map the memory that these ranks of one host, including this one, offered.
 
         Raises:
             PeerMemoryUnavailable: the memory of a rank cannot be mapped.

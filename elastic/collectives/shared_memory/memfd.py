@@ -1,4 +1,4 @@
-"""Anonymous memory that other processes can map, through libc, for what Python's ``mmap`` does not support.
+"""Anonymous memory that other processes can map, through libc, since Python's ``mmap`` is not sufficient.
 
 Python's ``mmap`` keeps a second descriptor for each mapping, does not return the address, and cannot replace a mapping.
 Every function raises OSError.

@@ -1,7 +1,7 @@
-"""Memory of other processes on this host: this process's identity, and what it has mapped of others.
+"""Memory of other processes on this host: this process's identity, and its mappings of their memory.
 
 A peer's memory is opened as /proc/PID/fd/N and used only if the process and the memory are the ones that the peer
-published, since a process ID or descriptor number may have been reused. An arena remains mapped as long as its process
+published, since a process ID or descriptor number may have been reused. An arena remains mapped while its process
 lives, so that a new generation need not touch all its pages again.
 """
 
@@ -123,7 +123,7 @@ def open_peer(owner: Identity, offered: Shareable, keep: bool = False) -> Mappin
     Args:
         owner: the process.
         offered: its memory.
-        keep: keep it mapped without a use, as long as the process lives.
+        keep: keep it mapped without a use while the process lives.
 
     Raises:
         PeerMemoryUnavailable: it cannot be mapped.

@@ -90,9 +90,9 @@ class SharedCollectives:
         self._native = _Native(library, rank, size, memory, timeout_s, oversubscribed)
         self._library = library
         self._submitting = threading.Lock()
-        # What native code may still read or write, by ticket, since the caller may drop its handle and its tensors.
+        # Memory that native code may still access, by ticket, since the caller may drop its handle and tensors.
         self._held: collections.deque[tuple[int, object]] = collections.deque()
-        self._messages: set[SharedMessage] = set()  # likewise for messages
+        self._messages: set[SharedMessage] = set()  # the same for messages
         self._many = 64  # size of `_messages` at which complete, unreferenced ones are removed
         self._failed: str | None = None
         self._aborted = False
@@ -251,7 +251,7 @@ class SharedCollectives:
         return SharedWork(self, ticket)
 
     def _let_go(self) -> None:
-        """Release what is complete. An entry with an unknown ticket is complete when the next one is."""
+        """Release complete entries. One with an unknown ticket is complete when the next one is."""
         held = self._held
         while held:
             ticket = held[0][0] or next((later for later, _ in held if later), 0)
@@ -316,7 +316,7 @@ class SharedCollectives:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def is_over_without(self, message: SharedMessage) -> bool:
-        """Return whether the group has failed and no rank writes to this message's tensor any more."""
+        """Return whether the group has failed and no rank can still write to this message's tensor."""
         if not self._native.elsewhere and self._library.elastic_status(self._native.handle) == 0:
             return False
         # It may have arrived before the failure.
@@ -399,7 +399,7 @@ class SharedWork:
 
     def done(self) -> bool:
         verdict = self._native.done(self._ticket)
-        # A failed one is complete when no rank writes to its tensor any more.
+        # A failed one is complete when no rank can still write to its tensor.
         return verdict == _DONE or (verdict == _FAILED and self._group.drain(0.0))
 
     def within(self, timeout_s: float) -> bool:

@@ -110,7 +110,7 @@ class GradientPlan:
             bucket.scales = scale
 
     def layout(self, digest: int, size: int) -> plan_agreement.StepPlan:
-        """Return what a joined rank needs to take part in the steps of ``size`` ranks with these buckets."""
+        """Return the plan with which a joined rank takes part in the steps of ``size`` ranks."""
         assert self.order is not None
         sparse = []
         for number, dims in sorted(self.sparse.items()):

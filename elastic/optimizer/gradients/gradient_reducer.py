@@ -8,7 +8,7 @@ follow each of them: see `elastic.optimizer.plan_agreement`.
 
 The reduction is complete when the last backward pass of a step returns, so any later change of gradients by the script
 applies to the reduced ones. A pass is the last if no gradient is missing after it. If some are missing, parameters may
-be unused, or another loss may follow; then the pass is the last if its number is that of the last pass in other steps.
+be unused, or another loss may follow; then the pass is the last if other steps ended with this pass number.
 If no pass is recognized as the last, as in the first such step, or if ranks run the passes of two optimizers in
 different orders, `GradientReducer.finish` completes the step.
 

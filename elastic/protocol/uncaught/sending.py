@@ -80,7 +80,7 @@ def _of_a_framework(error: BaseException) -> BaseException:
 
 
 def _sendable(text: str) -> str:
-    """Replace what is not valid UTF-8, and shorten the text to ``LIMIT``."""
+    """Replace invalid UTF-8, and shorten the text to ``LIMIT``."""
     if len(text) > LIMIT:
         left = len(text) - LIMIT
         text = f"{text[: LIMIT // 2]}\n... {left} characters ...\n{text[-(LIMIT // 2) :]}"

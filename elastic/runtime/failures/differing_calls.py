@@ -1,4 +1,4 @@
-"""Exchange of what each rank of a group called, if the calls differ; see `calls`."""
+"""Exchange of the calls of each rank of a group, if they differ; see `calls`."""
 
 from __future__ import annotations
 

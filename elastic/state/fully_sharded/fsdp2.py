@@ -150,7 +150,7 @@ def make_mesh(like: Any, order: Sequence[int]) -> Any:
     """Create a one-dimensional mesh over the present world. Collective.
 
     Args:
-        like: the mesh to copy the device type and the names from.
+        like: mesh whose device type and names are copied.
         order: the rank of each shard.
     """
     from torch import distributed
@@ -168,7 +168,7 @@ def make_hybrid_mesh(like: Any, order: Sequence[int], shards: int) -> Any:
     """Create a mesh of replicas by ``shards`` over the present world. Collective.
 
     Args:
-        like: the mesh to copy the device type, and the names if it has two dimensions, from.
+        like: mesh whose device type is copied, as are its names if it has two dimensions.
         order: the rank at each place of the mesh, row by row.
         shards: number of shards.
     """

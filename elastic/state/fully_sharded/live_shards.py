@@ -94,7 +94,7 @@ class Sharded(Protocol):
         """Set this rank's rows, by name, once they are received."""
 
     def abandon_pass(self) -> None:
-        """Discard what an interrupted forward or backward pass has left."""
+        """Discard the remains of an interrupted forward or backward pass."""
 
 
 class FullyShardedHandler(ModelStateHandler):
@@ -167,8 +167,8 @@ class FullyShardedHandler(ModelStateHandler):
     def follow(self, division: Division) -> dict[str, torch.Tensor]:
         """Move the parameters to another mesh. Collective.
 
-        Process groups of a subset of the ranks end with their world, as do those of a mesh of replicas. A world that
-        broke before training resumed may have left another mesh, on some ranks only.
+        Process groups of a subset of the ranks, such as the groups of a mesh of replicas, end with their world. A world
+        that broke before training resumed may have left another mesh on some ranks only.
         """
         model, size = self.model, len(division.order)
         if not (division.unchanged and fsdp2.is_over_all(model, size, division.shard)):

@@ -36,7 +36,7 @@ class ShardBuffers:
     def __init__(self, spares: list[torch.Tensor] | None = None) -> None:
         self._number = next(_numbers)
         self._spares = [] if spares is None else spares
-        self.snapshots: dict[str, Snapshot] = {}  # of the replicated tensors, by part
+        self.snapshots: dict[str, Snapshot] = {}  # snapshots of the replicated tensors, by part
         self.values: Any = None
         self.specs: dict[str, RowSpec] = {}
         self.layout = ShardLayout((), 1)
@@ -93,7 +93,7 @@ class ShardBuffers:
             self._buffers[shard] = buffer
 
     def learn(self, specs: dict[str, RowSpec]) -> None:
-        """Extend the layout to all tensors of the commit, including those of which this rank has no rows."""
+        """Extend the layout to all tensors of the commit, including tensors without rows on this rank."""
         if list(specs) != list(self.specs):
             self.specs, self.layout = specs, as_layout(specs, self.layout.shards)
             self.offsets = {shard: self.layout.offsets(shard) for shard in self.offsets}

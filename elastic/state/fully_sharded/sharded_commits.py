@@ -191,8 +191,8 @@ class ShardedCommits:
         parts: returns the parts that have sharded tensors.
         copies: number of ranks on other hosts that keep a copy of each shard.
         least: smallest number of shards of a mesh with replicas; None: one shard per rank.
-        given: ``least_shards`` as the script gave it. Without it, ``least`` is that of a mesh, which a joining worker
-            may have made with another shape.
+        given: ``least_shards`` as the script gave it. Without it, ``least`` is derived from a mesh, which a joining
+            worker may have made with another shape.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class ShardedCommits:
     ) -> None:
         self.copies = copies
         self.given = given
-        self.least = least  # as in `Choice`
+        self.least = least  # smallest number of shards; see `Choice`
         self.spent = CommitCost()
         self.placed: ShardsPlaced | None = None  # at the last change of the world
         self._parts = parts
@@ -214,7 +214,7 @@ class ShardedCommits:
         self._world: ShardedWorld | None = (
             None  # None: the state is not divided among ranks yet, or this is the only rank
         )
-        self._number = 0  # of the next commit in this world
+        self._number = 0  # number of the next commit in this world
         self._bank = 0  # index of the bank in progress
         self._committing: dict[str, LiveShard] = {}  # rows of the commit in progress
         self._transfers: list[Transfer] | None = None  # of the newest commit; None: it is sealed
@@ -438,7 +438,7 @@ class ShardedCommits:
         self._world, self._number, self._transfers = None, 0, None
 
     def abandon_pass(self) -> None:
-        """Discard what an interrupted forward or backward pass has left."""
+        """Discard the remains of an interrupted forward or backward pass."""
         for part in self._parts():
             part.abandon_pass()
 
@@ -448,7 +448,7 @@ class ShardedCommits:
         return shard_reports.as_held(self._inventory(), self.copies, self._cycle.newest_sealed)
 
     def meet(self, rt: WorkerRuntime) -> WorldInventory:
-        """Exchange what all ranks of this world hold. Collective.
+        """Exchange the inventories of all ranks of this world. Collective.
 
         Raises:
             PeerLost: a rank was lost.
@@ -492,7 +492,7 @@ class ShardedCommits:
         )
 
     def _inventory(self) -> Inventory:
-        """Return what this rank holds, including shards in memory of other processes on its host, even exited ones."""
+        """Return this rank's shards, including those in memory of other processes on its host, even exited ones."""
         found = list(self._cycle.inventory())
         for record, bank in zip(self._cycle.banks, self._banks, strict=True):
             if record is not None and record.held():

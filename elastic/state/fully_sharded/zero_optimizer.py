@@ -1,4 +1,4 @@
-"""Handlers of optimizers of which each rank has a part of the entries (ZeRO-1). Acts.
+"""Handlers of optimizers whose entries are divided among the ranks (ZeRO-1). Acts.
 
 Options are the same on all ranks. An entry of a ZeroRedundancyOptimizer is committed and sent whole, as the only shard
 with rows. Of a DistributedOptimizer with ``zero=1``, each rank has some elements of every entry.
@@ -26,7 +26,7 @@ from elastic.state.snapshots.state_structure import plain
 
 @dataclass(frozen=True, kw_only=True)
 class EntrySpec(RowSpec):
-    """An entry that a single rank has entirely: that of the parameter ``number``. Its rows are its elements."""
+    """Entry of the parameter ``number`` that a single rank holds entirely. Its rows are its elements."""
 
     partition: Partition
     number: int

@@ -15,8 +15,8 @@ import torch
 from elastic.errors import StateMismatch
 
 Module = torch.nn.Module
-Entries = dict[str, dict[str, Any]]  # by module path, then by key
-EXTRA = "_extra_state"  # torch's key for what get_extra_state() returns
+Entries = dict[str, dict[str, Any]]  # entries by module path, then by key
+EXTRA = "_extra_state"  # torch's key for the result of get_extra_state()
 
 
 class ExtraEntries:

@@ -51,7 +51,7 @@ class Entries:
 
 
 def traits_of(optimizer: torch.optim.Optimizer) -> Any:
-    """Return a value that is equal as long as parameters, their positions and the keys of their entries are equal."""
+    """Return a value that stays equal while parameters, their positions and the keys of their entries are equal."""
     parameters = [id(each) for group in optimizer.param_groups for each in group["params"]]
     return parameters, [
         (id(owner), *entries) if isinstance(entries, dict) else None
@@ -179,7 +179,7 @@ class OptimizerStateHandler(Part):
     def before_restore(self, own: Groups) -> None:
         """Restore the committed parameter groups with the parameters that they had."""
         groups = self.value.param_groups
-        self._clear_gradients()  # also of groups that are removed
+        self._clear_gradients()  # includes groups that are removed
         del groups[len(own) :]
         groups.extend({} for _ in range(len(own) - len(groups)))
         for group, parameters in zip(groups, own, strict=True):

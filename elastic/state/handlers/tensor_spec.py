@@ -21,7 +21,7 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device_type: str = "cpu"  # on the rank that describes it
+    device_type: str = "cpu"  # type on the rank that describes the tensor
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:

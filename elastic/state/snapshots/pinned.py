@@ -29,7 +29,7 @@ COPY_LIMIT_S = 20.0  # a device that takes longer is considered hung
 SLOWEST_BYTES_S = 250e6  # rate over a slow or busy bus; extends the limit for large copies
 ALIGNMENT = 64  # bytes; alignment of each tensor in the pinned memory
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # on the device, pinned
+Pair = tuple[torch.Tensor, torch.Tensor]  # tensor on the device, pinned tensor
 
 _side: dict[torch.device, torch.cuda.Stream] = {}
 _given_up: list[mmap.mmap] = []  # kept forever, since a hung device may still write to it

@@ -143,13 +143,13 @@ class SnapshotBuffers:
         self.extra: Any = None
         self.transit: pinned.PinnedCopy | None = None
         self._names: list[str] = []
-        self._kinds: list[Any] = []  # what the buffers were allocated for
+        self._kinds: list[Any] = []  # shapes and dtypes that the buffers were allocated for
         self._buffers: list[torch.Tensor] = []
         self._host = HostCopy([], [])
         self._on_gpu = False
         self._pointers: list[int] = []
         self._storages: list[int] = []
-        self._versions: list[int] | None = None  # at the time of the copy; None: unreliable
+        self._versions: list[int] | None = None  # versions when copied; None: unreliable
         self._moment: change_detection.Moment | None = None
 
     def take(
@@ -207,7 +207,7 @@ class SnapshotBuffers:
         self._pointers = []  # new copies have no storages yet
 
     def _refer(self, look: TensorSignature) -> None:
-        """Record the storages that were copied; nearly always those of the previous commit."""
+        """Record the copied storages, which are nearly always the same as in the previous commit."""
         if look.pointers != self._pointers or look.storages != self._storages:
             for copy, tensor in zip(self.copies.values(), look.tensors, strict=True):
                 copy.refer(tensor)

@@ -154,7 +154,7 @@ def _types(dtypes: Sequence[tf.DType]) -> Any:
 def _keep(graph: Any, held: _Callee) -> None:
     """Keep the start function in the outermost graph, like ``tf.numpy_function``.
 
-    What is built inside a function's graph may outlive that graph.
+    Operations built inside a function's graph may outlive that graph.
     """
     while (outer := getattr(graph, "outer_graph", None)) is not None:
         graph = outer
