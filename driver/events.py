@@ -149,7 +149,7 @@ class WorkerProgressed(Event):
 
 
 class WorkerLocated(Event):
-    """The script line at which a worker is that others wait for; see protocol.Located."""
+    """The script line of a worker that others wait for; see protocol.Located."""
 
     worker: Worker
     generation: int
@@ -226,9 +226,9 @@ class WorkerRaised(Event):
     final: bool = False  # a retry would end in the same way
     # At the start of training: no member of its world had a commit, and it has made none.
     beginning: bool = False
-    code: int = 1  # of the job, if final
+    code: int = 1  # exit code of the job, if final
     calls: tuple[Called, ...] = ()  # incompatible calls, which all ranks received
-    shards_lost: bool = False  # no worker holds some shards of the state any more; final
+    shards_lost: bool = False  # some shards of the state are lost; final
 
 
 class WorkerQuit(Event):
@@ -381,7 +381,7 @@ class RemoveRequested(Event):
 
 
 class CheckpointMade(Event):
-    """A commit was stored completely: no failure can lose it any more."""
+    """A commit was stored completely: no failure can lose it."""
 
     commit: Commit
 
@@ -442,7 +442,7 @@ class ProbeWorkers(Action):
 
 
 class TellAwaited(Action):
-    """Send these members the rank that they wait for, and the script line at which it is."""
+    """Send these members the rank that they wait for, and its script line."""
 
     generation: int
     members: list[Worker]

@@ -21,19 +21,19 @@ class Settings:
     workers_max: int
     elastic: bool
     standbys: int = 0  # workers beyond workers_max, which wait for a place
-    start_timeout_s: float = 120.0  # from a worker's start to its init()
+    start_timeout_s: float = 120.0  # time from a worker's start to its init()
     elastic_timeout_s: float = 600.0  # waiting for enough workers, or for survivors to gather
     reset_limit: int | None = None  # failures survived; planned changes do not count
-    cooldown_min_s: float = 1.0  # before a failed slot is used again; doubles ...
-    cooldown_max_s: float = 60.0  # ... up to this
+    cooldown_min_s: float = 1.0  # time before a failed slot is used again; doubles ...
+    cooldown_max_s: float = 60.0  # ... up to this time
     # Consecutive incarnations that exit without training before the slot is given up.
     slot_attempts: int = 5
     host_attempts: int | None = None  # slots given up before their whole host is; None: unlimited
     settle_s: float = 0.3  # how long one ready newcomer waits for others that are starting
-    prepare_s: float = 5.0  # for all members to answer a planned change
-    leave_s: float = 30.0  # from the request to leave until the exit
-    disconnect_s: float = 2.0  # from a lost connection to the fence, if no exit is seen
-    reconnect_s: float = 15.0  # for all workers to reconnect to a restarted driver
+    prepare_s: float = 5.0  # time for all members to answer a planned change
+    leave_s: float = 30.0  # time from the request to leave until the exit
+    disconnect_s: float = 2.0  # time from a lost connection to the fence, if no exit is seen
+    reconnect_s: float = 15.0  # time for all workers to reconnect to a restarted driver
     # Consecutive failures of a world, without a lost worker or a new commit, before the job ends.
     stranded_failures: int = 3
     lease_s: float = 2.0  # liveness timeout: a worker not seen able to run for this long is frozen
@@ -43,13 +43,13 @@ class Settings:
         30.0  # a worker that is idle for this long while others wait for it is stuck; 0: disabled
     )
     busy_warning_s: float = 60.0  # the same for a busy worker: log a warning; 0: disabled
-    busy_s: float = 600.0  # ... and treat it as stuck; 0: disabled
+    busy_s: float = 600.0  # ... and before it is treated as stuck; 0: disabled
     gpu_hang_s: float = 10.0  # a GPU this far behind the others in launched work hangs; 0: disabled
     gpu_limit_s: float = (
         180.0  # limit for a collective that all have launched, if the cause is unclear
     )
-    dump_s: float = 0.5  # for writing the stacks of a stuck worker before it is killed
-    kill_s: float = 1.0  # from a kill to the exit; a worker that lives longer cannot be killed
+    dump_s: float = 0.5  # time for writing the stacks of a stuck worker before it is killed
+    kill_s: float = 1.0  # time from a kill to the exit; a worker that lives longer cannot be killed
     starting_max: int | None = None  # newcomers that start at the same time while a world trains
     # Restarts from one checkpoint without a newer one; None: the job makes no checkpoints.
     restarts: int | None = None

@@ -53,7 +53,7 @@ class AgentManager:
         attach: first message to each agent.
         sink: receives the workers' output.
         log: takes a level and a text.
-        starter: starts agents; None if they connect by themselves.
+        starter: starts agents; None if agents are started externally.
         reach: returns the configuration by which a new agent on a host finds this driver.
         folder: working folder of the workers.
         adopted: workers of the previous driver.

@@ -223,7 +223,7 @@ class AgentPool:
             case Registered() if all(worker.host == agent.host for worker in message.running):
                 self._registered(agent, host, message, caller)
             case _ if agent != host.agent:
-                pass  # from an agent that was replaced
+                pass  # the message is from an agent that was replaced
             case Heard(worker, sent) if worker.host == agent.host:
                 self._actions.add(pool_events.RelayMessage(worker, sent))
             case Seen(event) if event.worker.host == agent.host:
@@ -277,7 +277,7 @@ class AgentPool:
         for event in message.exits:
             self._exited(host, event)
         waiting = {order.worker for order in host.starts}
-        # Workers to be started on this connection are not missing from the last one.
+        # Queued starts were not ordered on the last connection, so their workers are not missing.
         ordered = sorted(host.running - waiting)
         self._actions.add(
             pool_events.PostToDriver(
@@ -386,7 +386,7 @@ class AgentPool:
     def _start_again(self, host: AgentRecord) -> None:
         """Schedule another start of an agent.
 
-        What runs on the host is unknown until its agent, or a new one, reports.
+        The processes on the host are unknown until its agent, or a new one, reports.
         """
         if not self._starts_agents or self._closing or (host.name, DeadlineKind.RETRY) in self._due:
             return

@@ -4,7 +4,7 @@
 
 After validation it writes a line with READY and its release to standard output. It exits when its standard input is
 closed. If it is to outlive its starter, it instead continues in the background at that point, or after two minutes,
-detached from its starter, unless its standard output has no reader any more.
+detached from its starter, unless its standard output no longer has a reader.
 """
 
 from __future__ import annotations

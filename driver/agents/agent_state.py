@@ -37,7 +37,7 @@ class AgentState:
     term: int = 0  # greatest term served, of the last job
     generation: int = 0  # greatest generation sent to workers here
     exits: OrderedDict[Worker, WorkerExited] = field(default_factory=OrderedDict)
-    away_since: float | None = None  # when the driver was lost, while a job is served
+    away_since: float | None = None  # time when the driver was lost, while a job is served
     _away_s: float = 0.0
     _lease_s: float = 0.0
     _last: str = ""  # the last job served

@@ -1,7 +1,7 @@
 """Sink of an agent process: forwards workers' output to the driver. Decides nothing.
 
-Workers never wait for a missing driver: their output is buffered up to a limit. What exceeds the limit is omitted, and
-the number of omitted bytes is inserted into the output.
+Workers never wait for a missing driver: their output is buffered up to a limit. Excess output is omitted, and the
+number of omitted bytes is inserted.
 """
 
 from __future__ import annotations

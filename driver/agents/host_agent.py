@@ -67,7 +67,7 @@ LOOPBACK = "127.0.0.1"
 CLEARED_S = 12.0  # seconds for killed workers to exit; the agent reports those that do not
 MISSING_SAID_S = 600.0  # interval between two log lines about a missing driver
 HERE_S = 2.0  # interval between two answers to beats
-ANOTHER_REASON_S = 3.0  # ... interval if the reason changes
+ANOTHER_REASON_S = 3.0  # ... and the interval if the reason changes
 FIND_S = 120.0  # seconds to find the first driver, if a driver started this agent
 
 Find = Callable[[], Awaitable[list[tuple[str, int]]]]

@@ -37,7 +37,7 @@ class HostPreemption:
         log: Log,
     ) -> None:
         self._host = host
-        self._leave_s = max(grace_s - LAST_S, grace_s / 2)  # from SIGTERM on
+        self._leave_s = max(grace_s - LAST_S, grace_s / 2)  # seconds from SIGTERM on
         self._changed = changed
         self._end = end
         self._log = log

@@ -56,9 +56,9 @@ class Registered(AgentMessage):
     bind: str  # numeric address on which the workers of this host listen for each other
     addresses: list[str]  # all addresses of the host, as 10.0.0.5/24
     running: list[Worker]
-    exits: list[WorkerExited]  # of workers of this job, latest last
+    exits: list[WorkerExited]  # exits of workers of this job, latest last
     job: str = ""  # job of its workers; empty: none yet
-    release: str = ""  # of this package
+    release: str = ""  # release of this package
     notice: Notice | None = None  # preemption notice in effect, if any
     ends: bool = False  # it exits when dismissed; otherwise it waits for the next job
 
@@ -151,7 +151,7 @@ class Drop(AgentMessage):
 
 
 class Tell(AgentMessage):
-    """Forward a message to those of these workers that are connected."""
+    """Forward a message to these workers, if they are connected."""
 
     workers: list[Worker]
     message: messages.FromDriver

@@ -6,7 +6,7 @@ import resource
 
 from elastic.errors import Invalid
 
-SPARE = 512  # for unauthenticated connections and other files
+SPARE = 512  # descriptors for unauthenticated connections and other files
 # Minimum number if hosts connect by themselves, as far as the system permits.
 UNKNOWN = 16_384
 

@@ -37,7 +37,7 @@ class PartitionDetector:
         self._here.discard(host)
 
     def drop(self, host: str) -> None:
-        """Discard a dismissed host: its reachability has no meaning any more."""
+        """Discard a dismissed host: its reachability no longer matters."""
         for hosts in (self._known, self._here, self._held):
             hosts.discard(host)
 

@@ -32,7 +32,7 @@ class AgentMessageReceived(msgspec.Struct, frozen=True):
 
 
 class AgentDisconnected(msgspec.Struct, frozen=True):
-    """An agent's connection ended. ``silent``: it was not closed, but data are not acknowledged any more."""
+    """An agent's connection ended. ``silent``: it was not closed, but data are no longer acknowledged."""
 
     agent: AgentId
     silent: bool
@@ -76,7 +76,7 @@ class DriverReady(msgspec.Struct, frozen=True):
 
 
 class JobEnded(msgspec.Struct, frozen=True):
-    """The job ended: no agent is needed any more."""
+    """The job ended: agents are no longer needed."""
 
 
 PoolEvent = (

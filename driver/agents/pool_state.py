@@ -43,7 +43,7 @@ class DeadlineKind(enum.IntEnum):
 
 
 class PoolDeadlines:
-    """One deadline for each host and purpose; ``""`` stands for all hosts."""
+    """One deadline for each host and purpose; ``""`` represents all hosts."""
 
     def __init__(self) -> None:
         self._at: dict[tuple[str, DeadlineKind], float] = {}

@@ -43,7 +43,7 @@ class Uplink:
 
     Args:
         agent: identity of the agent.
-        secret: that of the job.
+        secret: the job's secret.
         find: returns numeric addresses and ports to try, in order; it may wait, and raises NoDriver.
         opened: called when both sides have authenticated.
         heard: called for each message.
@@ -205,7 +205,7 @@ class Uplink:
         for message in self._wire.receive(data):
             self._heard(message)
             if self._drop_reason:
-                return  # the remaining messages are from a driver that is not served any more
+                return  # the remaining messages are from a driver that is no longer served
 
     def _hang_up(self) -> None:
         if self._writer is not None:

@@ -51,7 +51,7 @@ def given(names: str, value: Any, text: str = argparse.SUPPRESS, **more: Any) ->
 
 
 def add_declared(add: Group, kind: Any, *names: str) -> None:
-    """Add the flags that a class of options declares: all, or those of some fields."""
+    """Add the flags that a class of options declares, for all or some of its fields."""
     known = {each.name: each.metadata.get("flags", ()) for each in fields(kind)}
     for name in names or kind.__annotations__:
         for arguments, more in known[name]:
@@ -187,7 +187,7 @@ class NameList(argparse.Action):
 
 
 class IgnoredFlag(argparse.Action):
-    """Action that records a flag without effect. ``const`` is False for a switch that turns off what is off anyway."""
+    """Action that records a flag without effect. ``const``: False for a switch that turns an absent feature off."""
 
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
         options.without_meaning[self.dest] = bool(self.const)

@@ -37,7 +37,7 @@ class Build:
     torch: str = ""
     gloo: bool = False
     nccl: bool = False
-    nccl_version: str = ""  # if there is a GPU
+    nccl_version: str = ""  # empty without a GPU
     gpus: int = 0
     shared: str = ""  # why ranks of this host cannot share memory; empty if they can
     tensorflow: str = ""  # version, as for the following

@@ -427,7 +427,7 @@ def _stdin_rank(options: Options, workers_max: int, *, by_agents: bool) -> int |
 
 
 def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:
-    """Return what flags add to every worker's environment, under Horovod's names. They replace inherited values."""
+    """Return the variables that flags add to every worker's environment. They replace inherited values."""
     env = {
         "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{_given(options.gloo_timeout_seconds, Job.gloo_timeout_s):g}"
     }

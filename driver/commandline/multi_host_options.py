@@ -28,7 +28,7 @@ from elastic.driver.network.secret import SECRET_BYTES, read_secret
 from elastic.errors import Invalid
 
 ETCD_PORT = 2379
-POD_ADDRESS = "POD_IP"  # from the downward API
+POD_ADDRESS = "POD_IP"  # variable set through the downward API
 PASSWORD = "ELASTIC_ETCD_PASSWORD"
 
 

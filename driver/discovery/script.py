@@ -150,7 +150,7 @@ class ScriptDiscovery:
 class _Output:
     """Reads one pipe as it fills, only while the script runs.
 
-    Not an asyncio pipe: asyncio reports the end of a process only once its pipes are closed, and a program that the
+    No asyncio pipe is used: asyncio reports the end of a process only once its pipes are closed, and a program that the
     script left in the background may hold them open forever.
     """
 

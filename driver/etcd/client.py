@@ -185,7 +185,7 @@ class EtcdClient:
             yield items
 
     async def _watch(self, key: str, end: bytes) -> AsyncGenerator[dict[str, Item], None]:
-        # After a watch has ended, everything is read again: it does not matter what was missed, whether etcd still has
+        # After a watch has ended, everything is read again: missed changes do not matter, nor whether etcd still has
         # it, or whether etcd was restored from a backup.
         refused = False
         while not self._members.closed:

@@ -55,7 +55,7 @@ class Endpoints:
         self._connection: EtcdConnection | None = None
         self._connecting = asyncio.Lock()
         self._next = 0  # index of the endpoint to try next
-        self._failures = 0  # since the last answer
+        self._failures = 0  # failures since the last answer
         # called when it is unavailable or back
         self.noticed: Callable[[Reason], None] = lambda reason: None
         self._contact = Availability(self._name, self._now(), grace_s=grace_s, gap_s=GAP_S)

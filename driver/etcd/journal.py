@@ -3,8 +3,9 @@
     journal/header          {"begins": N, "header": {...}}: the records from number N on are valid
     journal/000000000017    1/1, followed by the lines of one record, as in a journal file
 
-A record is a batch of entries, a snapshot, or a take-over. One that exceeds etcd's limit is split into pieces with
-numbers of their own, and is valid once the last one exists. Actions are omitted: they follow from the events, and a
+A record is a batch of entries, a snapshot, or a take-over. A record that exceeds etcd's limit is split into pieces with
+their own numbers, and is valid once the last piece exists.
+Actions are omitted: they follow from the events, and a
 digest shows whether another driver computes the same. Every transaction is carried out only while this driver leads: a
 driver that was replaced can neither write nor act, because actions require a written record.
 
@@ -33,7 +34,7 @@ from elastic.errors import Invalid
 if TYPE_CHECKING:
     from elastic.driver.etcd.client import Listing
 
-DELETES = 100  # in one transaction; etcd accepts 128 operations
+DELETES = 100  # maximum number in one transaction; etcd accepts 128 operations
 _NUMBER = re.compile(r"\d{12}")
 
 

@@ -24,7 +24,7 @@ HOST_LIMIT = 253  # characters, as in DNS
 
 class HostRecord(msgspec.Struct, frozen=True):
     slots: int
-    incarnation: int  # of the agent; greater after each restart
+    incarnation: int  # incarnation of the agent; greater after each restart
 
 
 class LeaderRecord(msgspec.Struct, frozen=True):

@@ -2,8 +2,8 @@
 
 The seat is a key under a lease. A driver that takes it increments the job's term in the same transaction, and its
 later writes are conditional on that being the last change of the term. A driver that was stopped or disconnected and
-has been replaced can therefore write nothing when it continues. One that has lost the seat but was not replaced takes
-it again under the same term, since no other driver has acted in between.
+has been replaced can therefore write nothing when it continues. A driver that has lost the seat but was not replaced
+takes it again under the same term, since no other driver has acted in between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RETAKE_S = 1.0  # time for the previous leader to take its seat again, once etcd
 
 
 class LeadershipLost(ElasticError):
-    """Another driver leads this job, or this one has resigned: nothing was written, and nothing will be."""
+    """Another driver leads this job, or this one has resigned. Nothing was written, and later writes fail too."""
 
 
 class Leadership:

@@ -6,7 +6,7 @@
     replicas that differ      --> DropCheckpoint to all, ReplicaCorrupted or ReplicasDiffer
     NotFinite from all        --> ReplicasCorrupted, if they differed before
 
-The state is that of one world: checkpoints not completed in it are dropped. It does not have to survive the driver,
+The state belongs to one world: checkpoints not completed in it are dropped. The state need not survive the driver,
 since ranks repeat unanswered messages until the next driver receives them.
 """
 

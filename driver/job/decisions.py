@@ -53,10 +53,10 @@ class JobDecisions:
         members: Mapping[Worker, Place] | None = None,
     ) -> None:
         self.running = set(running)  # started workers whose exit was not reported
-        self.members = dict(members or {})  # of the last world
+        self.members = dict(members or {})  # members of the last world
         self.stop_code: int | None = None  # set by the first request to stop
         self.ending: Shutdown | None = None  # once the outcome is known
-        self.raised = False  # membership raised and is not called any more
+        self.raised = False  # membership raised an exception and is no longer called
         self._membership = membership
         self._leave_s = leave_s
         self._idle_s = idle_s  # see `Shutdown`
@@ -156,7 +156,7 @@ class JobDecisions:
         return actions + self.ending.hurried(now) if again else actions
 
     def _unseen(self, event: Event) -> set[Worker]:
-        """Return the workers whose exit will not be reported any more."""
+        """Return the workers whose exit will no longer be reported."""
         match event:
             case HostLost(host):
                 return {worker for worker in self.running if worker.host == host}

@@ -61,7 +61,7 @@ AT_ONCE = 1000  # maximum number of events decided and written together
 LINE = 79  # columns of a text, after the log's prefix of 21
 WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only after the driver has
 Line = tuple[str, str]  # level and text for the log
-LAST_CHECKPOINT_S = 6.0  # after SIGTERM; `docker stop` sends SIGKILL after 10 s
+LAST_CHECKPOINT_S = 6.0  # seconds after SIGTERM; `docker stop` sends SIGKILL after 10 s
 # A process manager signals all processes of a job, and a wrapper may forward its SIGTERM: this is one request.
 REPEATED_S = 1.0
 STOP_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -108,7 +108,7 @@ class JobRuntime:
     advertised: str = ""  # address that workers connect to, if it differs
     bind: str = "127.0.0.1"  # address on which a worker listens for its peers
     port: int = 0
-    gloo_timeout_s: float = 30.0  # for a group to form
+    gloo_timeout_s: float = 30.0  # time limit for forming a group
     collective_timeout_s: float = 30.0  # timeout of a collective
 
 
@@ -209,7 +209,7 @@ class Driver:
         self._step_input = b""  # last value received
         self._exit_barrier = ExitBarrier(server, self._post)
         self._stop_code: int | None = None  # code of the first stop request
-        self._hurried = False  # a second stop request arrived: the journal is not awaited any more
+        self._hurried = False  # a second stop request arrived: the journal is no longer awaited
         # The pending write of the journal, if one is awaited.
         self._settling: asyncio.Future[None] | None = None
         self._signalled: int | None = None  # exit code of the last signal

@@ -41,7 +41,7 @@ class Job:
     # settings for other hosts or driver failover; None: this machine only
     fleet: MultiHostPlan | None = None
     own_slots: bool = False  # the number of slots of this machine was not specified
-    slots_per_host: int = 1  # of a host that the script lists without a number
+    slots_per_host: int = 1  # slots of a host that the script lists without a number
     environ: dict[str, str] = field(default_factory=dict, repr=False)
     streams: tuple[Write, Write] | None = None  # used instead of the driver's stdout and stderr
     # Called with each report of a worker, in the loop's thread.
@@ -54,7 +54,7 @@ class Job:
     # Called with the operators' address and key.
     steered: Callable[[str, bytes], object] | None = None
     bind: str = "127.0.0.1"  # the address on which driver and workers listen
-    gloo_timeout_s: float = 30.0  # for a group to form
+    gloo_timeout_s: float = 30.0  # time limit for forming a group
     collective_timeout_s: float = 660.0  # timeout of a collective
     output_dir: str | None = None  # an existing writable folder
     prefix_timestamps: bool = False
@@ -62,7 +62,7 @@ class Job:
     summary: bool = False  # log a summary of the time spent at the end
     report: str | None = None  # writable file for a page about the job
     metrics: tuple[str, int] | None = None  # address and port of the metrics server
-    dashboard: tuple[str, int] | None = None  # the same for the live page
+    dashboard: tuple[str, int] | None = None  # address and port of the live page
     opentelemetry: bool = False  # send traces of recoveries, configured by variables in ``environ``
     tensorboard: str | None = None  # writable folder for scalars
     log_level: str = "INFO"  # one of flags.LOG_LEVELS

@@ -64,7 +64,7 @@ class JobIO:
     output: Output
     tracing: Tracing
     metrics: MetricsServer | None
-    spent: TimeSpent | None  # for the summary at the end
+    spent: TimeSpent | None  # source of the summary at the end
     report: RunReport | None
     page: LivePage
     traces: RecoveryTraces | None
@@ -76,7 +76,7 @@ class JobIO:
     line: Callable[[str], None] | None = None  # shows the state at the bottom of a terminal
     raised: dict[Worker, str] = field(default_factory=dict)  # tracebacks that workers have reported
     failure: OngoingFailure = field(default_factory=OngoingFailure)
-    stopped: bool = False  # by a signal: do not wait for a slow reader of the output
+    stopped: bool = False  # stopped by a signal: do not wait for a slow reader of the output
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
         """Distribute a worker's report. ``reported``: a further receiver."""
@@ -170,7 +170,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         heard=page.said,
     )
     metrics: MetricsServer | None = None
-    wait_s: float | None = STOPPED_S  # also if an exception ends it
+    wait_s: float | None = STOPPED_S  # applies also if an exception ends it
     try:
         for note_level, line in job.notes:
             console(note_level, line)
@@ -284,7 +284,7 @@ def page_token(job: Job) -> str:
 def _asked_to_end() -> bool:
     """Return whether Ctrl-C was pressed after the job's end.
 
-    asyncio has then cancelled this task, which waits for nothing any more, and raises KeyboardInterrupt when the task
+    asyncio has then cancelled this task, which no longer waits, and raises KeyboardInterrupt when the task
     ends. Python 3.10 raises it immediately.
     """
     cancelling = getattr(asyncio.current_task(), "cancelling", None)

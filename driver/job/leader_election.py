@@ -13,7 +13,7 @@ from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 
 SOON_S = 1.0  # a free seat is taken within this time
-LEFT_S = 4.0  # ... and that of a killed driver once its lease has expired
+LEFT_S = 4.0  # ... and the seat of a killed driver once its lease has expired
 
 
 class LeaderLease:

@@ -30,7 +30,7 @@ class PodSource:
     selector: str
     namespace: str | None  # None: that of this pod
     slots: int | None
-    # of this pod, where the driver listens; empty: the address by which other hosts reach it
+    # address of this pod, where the driver listens; empty: the address that other hosts use
     address: str
 
 
@@ -38,9 +38,9 @@ class PodSource:
 class MultiHostPlan:
     """Settings for other hosts and driver failover. ``outlived``: agents continue without this driver."""
 
-    name: str  # of the job
+    name: str  # name of the job
     secret: bytes = field(repr=False)
-    given_secret: bool  # by the user, so that other processes have it too
+    given_secret: bool  # the user gave the secret, so other processes have it too
     etcd: EtcdAccess | None
     tls: TlsFiles | None
     ssh: SshOptions

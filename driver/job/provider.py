@@ -36,7 +36,7 @@ class Provider(Protocol):
         """Return the archive of the journal from which another driver resumes; None: the job ends with this driver."""
 
     def environ_of(self, host: str) -> Mapping[str, str]:
-        """Return environment variables of this host's workers, in addition to those of all workers."""
+        """Return additional environment variables of this host's workers."""
 
     async def listening(self, address: str) -> None:
         """Publish the driver's address ``host:port``, which agents of the previous driver need."""

@@ -140,7 +140,7 @@ class Shutdown:
         return [events.Report("error", f"{named} was lost with its host {text}")]
 
     def stopped(self, code: int, now: float) -> None:
-        """Handle a stop request: the job does not succeed any more, and remaining workers are killed after GRACE_S."""
+        """Handle a stop request: the job can no longer succeed, and remaining workers are killed after GRACE_S."""
         self.code = code
         self._remind_at = None
         if self._give_up_at is None:

@@ -19,7 +19,7 @@ class StartCleanup:
 
     def remove(self) -> None:
         while self._undo:
-            with contextlib.suppress(OSError):  # at worst an empty file or folder remains
+            with contextlib.suppress(OSError):  # at worst, an empty file or folder remains
                 self._undo.pop()()
 
     @contextlib.contextmanager

@@ -183,7 +183,7 @@ class _Run:
             self.lost = lead.leadership.lost
         elif plan.provider is not None:
             self.lost = plan.provider.lost
-        self.left = False  # by SIGTERM, while the job continues
+        self.left = False  # this driver received SIGTERM, and the job continues
         if plan.left_by_sigterm and self.lost is None:
             self.lost = asyncio.Event()
         self._publishing: set[asyncio.Task[None]] = set()
@@ -307,7 +307,7 @@ class _Run:
     # ---- addresses, agents and hosts -------------------------------------------------------------------------------
 
     async def _place(self, known: dict[str, int] | None) -> tuple[str, int]:
-        """Return the address and port to listen on. Agents without etcd know only those of the previous driver."""
+        """Return the address and port to listen on. Agents without etcd know only the previous driver's."""
         movable = self.plan.etcd is not None or self.plan.provider is not None
         movable = movable or self.plan.pods is not None  # another pod, with the name of a service
         if self.past is not None and not movable and self.past.address:
@@ -404,7 +404,7 @@ class _Run:
         await self._announce_desk(address.host)
 
     async def _announce_desk(self, interface: str) -> None:
-        """Announce the operators' address in the way in which agents find the driver: by etcd or by Ray."""
+        """Announce the operators' address where agents look for the driver: in etcd or Ray."""
         if self.lead is None and self.job.steered is None:
             return
         desk = self.job_io.desk
@@ -496,7 +496,7 @@ class _Run:
                 task.add_done_callback(self._publishing.discard)
 
     async def _publish_generation(self, generation: int) -> None:
-        """Publish the generation, by which disconnected agents learn whether the job has continued without them."""
+        """Publish the generation, so that disconnected agents learn whether the job has continued without them."""
         assert self.lead is not None
         value = msgspec.json.encode({"generation": generation, "term": self.term, "job": self.id})
         with contextlib.suppress(LeadershipLost):

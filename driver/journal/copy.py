@@ -29,7 +29,7 @@ async def copied_to(
         header: of the job.
         state: snapshot of the state that the previous driver left; None if this is the first driver.
         at: time of the snapshot.
-        failed: called if the copy cannot be written any more.
+        failed: called if the copy can no longer be written.
 
     Raises:
         Invalid: the file contains something other than a journal.

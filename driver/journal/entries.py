@@ -31,7 +31,7 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
 
 FORMAT = 2
-ABANDONED = 0  # in place of the format: its driver could not continue to write it
+ABANDONED = 0  # replaces the format if its driver could not continue to write it
 BEGINNING = b'{"journal":'  # beginning of a header, and thus of a journal
 SNAPSHOT = b'{"snapshot":'  # beginning of a line with a snapshot
 
@@ -46,7 +46,7 @@ class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
     address: str = ""  # host:port
     date: str = ""
     pid: int = 0
-    at: float = 0.0  # on the clock of the entries ...
+    at: float = 0.0  # time on the clock of the entries ...
     offset_s: float = 0.0  # ... which is the machine's monotonic clock plus this
     unix_s: float = 0.0
     boot: str = ""
@@ -199,7 +199,7 @@ def same(recorded: Action | None, now: Action | None) -> bool:
 
 
 def digest_of(actions: Sequence[Action]) -> int:
-    """Return a checksum of decisions, with which drivers are compared if the actions are omitted."""
+    """Return a checksum of decisions, for comparing drivers if the actions are omitted."""
     return zlib.crc32(_encoder.encode([*map(_decision, actions)])) if actions else 0
 
 

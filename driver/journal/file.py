@@ -54,7 +54,7 @@ class FileArchive:
             Invalid: the file cannot be written, or another driver writes it.
         """
         self.path = path
-        self._end = 0  # of the last complete line
+        self._end = 0  # end of the last complete line
         try:
             self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -313,7 +313,7 @@ def _check(path: Path, first: bytes) -> None:
     """Check the beginning of a file, however short.
 
     Raises:
-        Invalid: it is not that of a journal.
+        Invalid: the file is not a journal.
     """
     if not first.startswith(BEGINNING[: len(first)]):
         raise _no_journal(path)

@@ -45,7 +45,7 @@ from elastic.errors import ElasticError, Invalid
 
 RING = 200  # entries kept in memory for the report of a failed assertion
 SNAPSHOT_EVERY = 2000  # entries
-FORCED = 8  # after this many times SNAPSHOT_EVERY, a snapshot is taken at any moment
+FORCED = 8  # after FORCED * SNAPSHOT_EVERY entries, a snapshot is taken at any moment
 
 
 class Machine(Protocol):
@@ -68,7 +68,7 @@ class SnapshotPolicy:
     Args:
         take: returns a snapshot of the state after the latest entry; None: take no snapshots.
         snapshot_every: number of entries between two snapshots.
-        failed: called once if the journal cannot be written any more, for example on a full disk. The job continues.
+        failed: called once if the journal can no longer be written, for example on a full disk. The job continues.
         suits: whether no worker is waiting for the driver, which does nothing else while it takes a snapshot.
     """
 
@@ -92,7 +92,7 @@ class Journal:
         self.take = policy.take
         self._every = policy.snapshot_every
         self._suits = policy.suits
-        self._entries = entries  # since the last snapshot
+        self._entries = entries  # entries since the last snapshot
         self._bytes = 0
         self._snapshot_bytes = 0
         self._ring: deque[Entry] = deque(maxlen=RING)
@@ -170,7 +170,7 @@ class Archive(Protocol):
         """
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> Journal:
-        """Begin the journal of a new job and discard that of a previous one. Requires `recovered_job`."""
+        """Begin the journal of a new job and discard the previous job's journal. Requires `recovered_job`."""
 
     async def go_on(
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None

@@ -13,7 +13,7 @@ class PendingRecord:
 
     data: bytearray
     begins: bool = False  # invalidates everything before it
-    begun: bool = False  # no line can be added any more
+    begun: bool = False  # no further line can be added
     written: int = 0  # number of pieces
 
     @property

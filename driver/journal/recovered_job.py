@@ -15,7 +15,7 @@ class RecoveredJob:
     """A job as its last driver left it."""
 
     header: Header
-    settings: Settings  # without the values of the extra environment
+    settings: Settings  # settings without the values of the extra environment
     writer: Writer  # the last driver
     membership: Membership
     last_at: float  # time of the latest entry on its clock

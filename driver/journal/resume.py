@@ -211,7 +211,7 @@ def clock_offset(past: RecoveredJob, loop_time: float, *, unix_s: float, boot: s
 def writer_here(*, term: int = 1, address: str = "", past: RecoveredJob | None = None) -> Writer:
     """Return this process as the driver that writes from now on.
 
-    Its clock is that of asyncio's loops plus ``offset_s``.
+    Its clock is the clock of asyncio's loops plus ``offset_s``.
     """
     at, unix_s, boot = time.monotonic(), time.time(), ""
     with contextlib.suppress(OSError):

@@ -29,7 +29,7 @@ class Head(msgspec.Struct, omit_defaults=True):
     piece: int
     of: int
     begins: bool = False  # nothing before it is valid
-    after: Place | None = None  # for the first record of a chapter that continues another
+    after: Place | None = None  # set in the first record of a chapter that continues another
 
 
 _encode = msgspec.json.Encoder().encode
@@ -94,7 +94,7 @@ def counting(chapters: Mapping[str, Mapping[int, bytes]]) -> tuple[list[bytes], 
 class _Found:
     """A complete record."""
 
-    head: Head  # of its first piece
+    head: Head  # head of its first piece
     first: int
     data: bytes
 

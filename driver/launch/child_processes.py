@@ -24,7 +24,7 @@ from elastic.driver.network.blocking_calls import within
 from elastic.driver.sinks import Log
 from elastic.version import __version__
 
-KEPT_BYTES = 64 * 1024  # of the end of the output
+KEPT_BYTES = 64 * 1024  # bytes kept of the end of the output
 # limit of warnings passed on that an agent prints besides its connection to the driver
 SAID_LINES = 20
 REAP_S = 1.0

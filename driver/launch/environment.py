@@ -127,7 +127,7 @@ def host_environment(
     """Return the variables that are the same for every worker of a host.
 
     Args:
-        driver: address to connect to: that of the driver, or of the host's agent.
+        driver: address of the driver, or of the host's agent, to connect to.
         secret: hexadecimal. Only its user can read a process's environment, but every user can read its arguments.
         bind: address on which a worker may listen for its peers.
     """

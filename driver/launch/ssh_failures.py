@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-SSH_FAILED = 255  # exit code for errors of ssh itself; otherwise that of the remote command
+SSH_FAILED = 255  # exit code for errors of ssh itself; other codes come from the remote command
 NO_PYTHON = "hvd-elastic: no python"
 
 _SHOWN = 300  # maximum number of characters of quoted output

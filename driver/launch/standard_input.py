@@ -40,8 +40,8 @@ def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
 class StandardInput:
     """Standard input of a job, for the worker with one rank. ``rank`` None: for no worker.
 
-    One worker has it at a time. Once that one has ended, the rest of the input goes to the next worker that starts in
-    its slot or with its rank.
+    One worker at a time receives it. Once that worker has ended, the next worker that starts in its slot or with its
+    rank receives the rest of the input.
     """
 
     def __init__(self, rank: int | None) -> None:

@@ -29,7 +29,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
 
     job: str
     host: str  # name under which it is listed
-    secret: str  # of the job; hexadecimal
+    secret: str  # the job's secret, hexadecimal
     drivers: list[str] = []  # host:port; names are resolved at each attempt
     # File with one address per line, read at each attempt; overrides ``drivers``.
     drivers_file: str = ""
@@ -41,7 +41,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     outlives: bool = False  # continues after the process that started it has exited
     folder: str = ""  # working directory of workers; empty: the one that the driver specifies
     log_level: str = "info"
-    grace_s: float = 30.0  # from SIGTERM to SIGKILL; as the defaults of Kubernetes and Slurm
+    grace_s: float = 30.0  # seconds from SIGTERM to SIGKILL; the default of Kubernetes and Slurm
     ready_file: str = ""  # exists while the agent serves a driver; empty: none
 
     def __repr__(self) -> str:

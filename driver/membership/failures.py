@@ -164,7 +164,7 @@ class Failures(Part):
         self.worlds.lose(record, lost)
 
     def exited(self, event: WorkerExited) -> None:
-        self.worlds.signs.heard(event.worker)  # no worker waits for its answer any more
+        self.worlds.signs.heard(event.worker)  # no worker waits for its answer now
         record = self.roster.remove(event.worker)
         if record is None:
             return

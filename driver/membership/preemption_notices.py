@@ -34,7 +34,7 @@ LAST_CHECKPOINT_S = 20.0  # seconds before the end
 APART_S = 1.0
 # Seconds before the end at which the job ends, with or without a checkpoint, if the driver's machine is reclaimed.
 LAST_S = 3.0
-# A host may be used again this long after the end: it is another machine by then, or it was a false alarm.
+# Time after the end until a host may be used again: then it is another machine, or it was a false alarm.
 GONE_S = 60.0
 UNKNOWN_S = 600.0  # assumed time until the end if the notice does not state it
 STOPPED = 143  # exit code, as after SIGTERM; a batch system may requeue the job
@@ -69,7 +69,7 @@ class Notices(Part):
         self._last_by: float | None = None  # the end for which the last one is scheduled
         self._newest: Commit | None = None  # newest durable commit
         self._end_at: float | None = None
-        self._looked_at: tuple[int, int, int] | None = None  # at the last check
+        self._looked_at: tuple[int, int, int] | None = None  # state at the last check
 
     def handle(self, event: Event) -> bool:
         """Handle a notice about a machine; return whether it was one."""
@@ -122,7 +122,7 @@ class Notices(Part):
             )
             self.actions.log("warning", f"{host} will be reclaimed{left} ({notice.text}): {then}")
         elif known.by is not None and (by is None or by > known.by):
-            by = known.by  # of two notices the earlier end counts
+            by = known.by  # the earlier end of two notices has priority
         departure = self.announced[host] = Departure(notice.text, by, alone)
         self._looked_at = None
         if alone:

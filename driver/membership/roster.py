@@ -19,7 +19,7 @@ class WorkerStage(enum.Enum):
     """Stage of a live process."""
 
     STARTING = "starting"  # the process runs but has not called init() yet
-    CONNECTED = "connected"  # in init(), or in user code before elastic.run
+    CONNECTED = "connected"  # it is in init(), or in user code before elastic.run
     READY = "ready"  # waits for a world
     MEMBER = "member"  # part of the current world
     RETURNED = "returned"  # its function returned; keeps its sockets until all have
@@ -68,7 +68,7 @@ class WorkerRecord:
     gpu_since: float = 0.0  # time since which the GPU's progress is unchanged
     entered: int = 0  # collectives of the current generation as of its last report
     phase: str = ""  # phase that the user marks as long
-    waits_since: float = 0.0  # since when it is inside a collective, ready, or returned
+    waits_since: float = 0.0  # time since which it is inside a collective, ready, or returned
     moved_at: float = 0.0  # last known progress
 
     _filed: Callable[[WorkerRecord, str], None] | None = field(default=None, repr=False)

@@ -87,10 +87,10 @@ class JobMetrics:
         self.stragglers: frozenset[Worker] = frozenset()
         self.commit: Commit | None = None
         self.committed_at = 0.0  # seconds since 1970: when the driver received it
-        self.commits = 0  # of the whole job
+        self.commits = 0  # commits of the whole job
         self.durable = 0
         self.durable_at = 0.0  # seconds since 1970
-        self.reported: dict[int, dict[str, float]] = {}  # by rank and name
+        self.reported: dict[int, dict[str, float]] = {}  # reported values by rank and name
         self.over = False
         self.spent = TimeSpent()
         self.rate = CommitRate(self.spent.stalls)

@@ -29,7 +29,7 @@ INSTALL = "pip install 'hvd-elastic[opentelemetry]'"
 def phases_of(report: ReportRecovery) -> list[tuple[str, float, float]]:
     """Return phase, begin and end, in milliseconds since the cause was noticed, all within the recovery.
 
-    Each phase is as long as for its slowest member. Until the world is published (gathered), members abort their work
+    A phase lasts as long as in its slowest member. Until the world is published (gathered), members abort their work
     (raised), restore their commit (restored), and wait for the world (waited). Then they create their groups (formed)
     while the state is copied (synced), and complete their first collective.
     """

@@ -9,9 +9,7 @@ from collections.abc import Container
 
 from elastic.protocol.messages import Reported, ReportsTaken, Worker
 
-PRESSING_BYTES = (
-    32 * 1024
-)  # a quarter of what a worker may have in flight: acknowledged immediately
+PRESSING_BYTES = 32 * 1024  # a quarter of a worker's window: acknowledged immediately
 OVERHEAD_BYTES = 100
 
 

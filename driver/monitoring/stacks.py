@@ -20,8 +20,9 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)'
 
 
 def training_stack(text: str) -> str:
-    """Return the stack of the training thread as lines; that of the main thread, which is the last, if none is
-    marked.
+    """Return the stack of the training thread as lines.
+
+    If no thread is marked as such, it is the main thread, which is the last one.
     """
     threads: list[list[str]] = []
     for line in text.splitlines():

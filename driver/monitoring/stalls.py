@@ -91,7 +91,7 @@ class OpenWait:
     """The members that wait in one collective."""
 
     since: float
-    last: float  # when the latest of them began to wait
+    last: float  # time when the latest of them began to wait
     where: str
     line: str
     workers: set[Worker] = field(default_factory=set)
@@ -115,7 +115,7 @@ class Stalls:
         self._waits_in: dict[Worker, tuple[str, int]] = {}
         self._late: dict[Worker, None] = {}  # members that do not wait and have not returned
         self._progressed_at: dict[Worker, float] = {}
-        self._marked: set[Worker] = set()  # in a phase that the script marks as long
+        self._marked: set[Worker] = set()  # members in a phase that the script marks as long
         # Script lines of a member in the current wait, with counts, since it may have moved before the last report.
         self._lines: dict[Worker, Counter[str]] = {}
         self._frozen: dict[Worker, str] = {}
@@ -187,7 +187,7 @@ class Stalls:
             case events.CallOffChange():
                 self._complete(("", -1), now)
             case events.PublishWorld(generation, members):
-                self._over(now, StallEnd.RESUMED)  # without a failure: a planned change
+                self._over(now, StallEnd.RESUMED)  # not a failure but a planned change
                 self._new_world({m.worker: rank for rank, m in enumerate(members)}, generation)
             case events.FinishWorld():
                 self._over(now, StallEnd.RESUMED)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'hvd-elastic[tensorboard]'"
 MOST = 10_000  # scalars that may wait to be written
 FLUSH_S = 2.0
-CLOSE_S = 3.0  # for the remaining scalars at the end of a job
+CLOSE_S = 3.0  # seconds for writing the remaining scalars at the end of a job
 JOB = "job"  # folder of the driver's own measurements, next to one for each reporting rank
 
 

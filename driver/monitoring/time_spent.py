@@ -64,14 +64,14 @@ class Spent:
     said: Times = field(default_factory=Times)
     said_at: float | None = None
     doing: Part = "joining"
-    running: bool = False  # in elastic.run at its last Ready
-    generation: int = 0  # of the last world that it was in
+    running: bool = False  # it was in elastic.run at its last Ready
+    generation: int = 0  # generation of the last world that it was in
     joined: int = 0  # generation of the first world in which it trains
-    trains_since: float | None = None  # when that world was published
-    lost: float = 0.0  # in addition to what it reported itself
+    trains_since: float | None = None  # time when that world was published
+    lost: float = 0.0  # lost seconds in addition to those it reported itself
     # stalled seconds by its reported activity
     stalled: dict[str, float] = field(default_factory=dict)
-    stalled_last: float = 0.0  # of that, since its last report in its last world
+    stalled_last: float = 0.0  # stalled seconds since its last report in its last world
     stalled_to: float = math.inf  # time up to which stalls are counted; inf: it is in no world
     steps: Mapping[str, float] | None = None  # seconds by part of its steps, between two reports
 
@@ -96,13 +96,13 @@ class Spent:
             if taken > 0:
                 self.stalled[part] = self.stalled.get(part, 0.0) + taken
                 seconds -= taken
-        if seconds > 0:  # from before its last report, when the stall was not yet known
+        if seconds > 0:  # a stall before its last report that was not yet known then
             self.stalled[most[1]] = self.stalled.get(most[1], 0.0) + seconds
 
     def measured(self, report: Times, doing: Part) -> Mapping[str, float] | None:
         """Return the parts of its steps since its last report.
 
-        None if it did not train all the time, or not long enough.
+        None if it did not train for all of that time, or the time is too short.
         """
         if self.said_at is None or self.doing not in IN_STEPS or doing not in IN_STEPS:
             return None
@@ -228,7 +228,7 @@ class TimeSpent:
 
     @property
     def over(self) -> bool:
-        """True if the job and all its workers have ended, so that nothing changes any more."""
+        """True if the job and all its workers have ended, so that the state is final."""
         return self._stretch == "ending" and not self.running
 
     def _decided(self, action: events.Action, now: float) -> None:
@@ -378,7 +378,7 @@ class TimeSpent:
     def goodput(self) -> float | None:
         """Return the share of all workers' time that was training.
 
-        None if no worker was in ``elastic.run``, where alone a worker reports its activity.
+        None if no worker was in ``elastic.run``, since workers report their activity only there.
         """
         total = self.total()
         worked = sum(msgspec.structs.astuple(total))

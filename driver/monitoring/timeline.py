@@ -35,7 +35,7 @@ class Timeline:
         self._format = TraceFormat(0, 0)
         self._recording = False
         self._world: events.PublishWorld | None = None  # the current world
-        self._ranks: dict[Worker, int] = {}  # in the newest world
+        self._ranks: dict[Worker, int] = {}  # ranks in the newest world
         # Process and row -> name of the open span.
         self._begun: dict[tuple[str, str], str] = {}
         self._now_ns = 0

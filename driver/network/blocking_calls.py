@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 async def to_thread(function: Callable[..., T], *args: Any, within_s: float | None) -> T:
-    """Run a function in a thread; return or raise what it does.
+    """Run a function in a thread. Return its value, or raise its exception.
 
     Raises asyncio.TimeoutError after ``within_s``; the function then continues unobserved.
     """
@@ -27,7 +27,7 @@ async def to_thread(function: Callable[..., T], *args: Any, within_s: float | No
 
 
 async def within(awaited: Awaitable[T], limit_s: float | None) -> T:
-    """Await with a time limit; return or raise what ``awaited`` does.
+    """Await with a time limit. Return the value of ``awaited``, or raise its exception.
 
     Raises asyncio.TimeoutError after ``limit_s``, once ``awaited`` has been cancelled and has ended.
 
@@ -56,7 +56,7 @@ async def _stopped(future: asyncio.Future[Any]) -> None:
 
 
 def _noticed(future: asyncio.Future[Any]) -> None:
-    """Retrieve the error of a future that has no observer any more."""
+    """Retrieve the error of a future that is no longer observed."""
     if not future.cancelled():
         future.exception()
 
@@ -69,7 +69,7 @@ class SequentialCalls:
         self._last: Future[Any] | None = None
 
     async def __call__(self, call: Callable[[], T], within_s: float) -> T:
-        """Run a call; return or raise what it does. Raises asyncio.TimeoutError."""
+        """Run a call. Return its value, or raise its exception or asyncio.TimeoutError."""
         return await within(self._in_turn(call), within_s)
 
     async def _in_turn(self, call: Callable[[], T]) -> T:

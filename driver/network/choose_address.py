@@ -19,7 +19,7 @@ FLAG = "--network-interface"
 SHOWN = 6  # addresses listed in a sentence
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-_NAME = re.compile(r"[^\s/%]{1,15}")  # as on Linux
+_NAME = re.compile(r"[^\s/%]{1,15}")  # the limits of Linux
 # Interfaces of containers and virtual machines: inside one machine, although their addresses look like any others.
 _INNER = ("docker", "br-", "virbr", "veth", "cni", "cbr", "flannel", "cali", "lxc", "lxd", "podman")
 

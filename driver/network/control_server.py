@@ -85,7 +85,7 @@ class ControlServer(Generic[Who]):
     """Server for one kind of callers.
 
     Args:
-        secret: that of the job; messages of callers that cannot prove knowledge of it are ignored.
+        secret: the job's secret; messages of callers that cannot prove knowledge of it are ignored.
         log: takes a level and a text.
         callers: kind of callers.
         lease_s: liveness timeout.
@@ -118,7 +118,7 @@ class ControlServer(Generic[Who]):
         self._strangers: PendingHandshakes[Connection[Who]] = PendingHandshakes(
             HANDSHAKE_S, count_limit(bytes_each, descriptors)
         )
-        self._refused = 0  # since the last log line about them
+        self._refused = 0  # refused connections since the last log line about them
         self._refused_at = float("-inf")
 
     def bind(self, interface: str, port: int = 0) -> Address:
@@ -193,7 +193,7 @@ class ControlServer(Generic[Who]):
         return "" if connection is None else connection.peer.rpartition(":")[0].strip("[]")
 
     def drain(self, peer: Who) -> None:
-        """Read now what a connection holds, since a process may have sent messages just before its exit."""
+        """Read a connection's pending data now, since a process may have sent messages just before its exit."""
         connection = self._connections.get(peer)
         if connection is not None:
             connection.drain()

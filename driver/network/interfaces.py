@@ -140,7 +140,7 @@ async def _towards(
 
 
 def _prefix_length(address: str, netmask: str | None) -> int:
-    if not netmask:  # for example of a point-to-point link
+    if not netmask:  # for example, of a point-to-point link
         return ipaddress.ip_address(address).max_prefixlen
     return int(ipaddress.ip_address(netmask)).bit_count()
 

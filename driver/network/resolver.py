@@ -27,7 +27,7 @@ async def numeric(text: str) -> list[tuple[str, int]]:
     """Return all addresses of ``host:port``, looked up now. Raises OSError with a clause that names it."""
     try:
         host, port = parse_address(text)
-    except Invalid as error:  # for example of a value in etcd
+    except Invalid as error:  # for example, the value in etcd is invalid
         raise OSError(str(error)) from None
     return [(address, port) for _, address in await resolved(host, port, LOOKUP_S)]
 

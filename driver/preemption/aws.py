@@ -14,7 +14,7 @@ from elastic.driver.preemption.metadata import Answer, MetadataServer
 from elastic.driver.preemption.source import PreemptionNotice, SourceError
 
 ENDPOINT = "http://169.254.169.254"
-ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"  # as in Amazon's own tools
+ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"  # name used by Amazon's own tools
 OFF_VARIABLE = "AWS_EC2_METADATA_DISABLED"
 TOKEN_S = 21600
 

@@ -82,5 +82,5 @@ class Command:
             return PreemptionNotice(text, None)
         at = time.time() + within_s
         if known is not None and known.at is not None and known.at <= at + 1.0:
-            at = known.at  # the same time as before
+            at = known.at  # keep the same time as before
         return PreemptionNotice(text, at)

@@ -14,10 +14,10 @@ from elastic.driver.preemption.metadata import Answer, MetadataServer
 from elastic.driver.preemption.source import PreemptionNotice, SourceError
 
 HOST = "169.254.169.254"  # metadata.google.internal, without name resolution
-HOST_VARIABLE = "GCE_METADATA_HOST"  # as in Google's own libraries
+HOST_VARIABLE = "GCE_METADATA_HOST"  # name used by Google's own libraries
 HEADERS = {"Metadata-Flavor": "Google"}
 WAIT_S = 20  # how long the server waits for a change
-PREEMPTED_S = 30.0  # from the notice to the end
+PREEMPTED_S = 30.0  # seconds from the notice to the end
 MAINTENANCE_S = 60.0  # the same; an hour with a GPU, but the server does not say so
 
 

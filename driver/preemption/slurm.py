@@ -16,7 +16,7 @@ from elastic.driver.preemption.source import PreemptionNotice
 
 JOB, END = VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_END_TIME")
 LEAD_S = 120.0  # time of the notice before the end
-SIGNALLED_S = 60.0  # from the signal to the end, if the end is not known otherwise
+SIGNALLED_S = 60.0  # seconds from the signal to the end, if the end is not known otherwise
 # Interval of queries to the controller, which serves a whole cluster. Doubled while it knows of no end.
 ASK_S, ASK_AT_MOST_S = 30.0, 900.0
 ANSWER_S = 10.0

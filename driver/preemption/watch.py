@@ -96,7 +96,7 @@ class Watch:
         return Notice(first.text, None if first.at is None else max(0.0, first.at - now))
 
     def released(self) -> None:
-        """Report that no workers run here any more."""
+        """Report that no workers run here now."""
         if self._standing:
             self._released.set()
 

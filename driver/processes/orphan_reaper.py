@@ -1,8 +1,8 @@
-"""Process that outlives the driver briefly, to kill what the driver leaves behind. Decides nothing else.
+"""Process that outlives the driver briefly, to kill the driver's remaining processes. Decides nothing else.
 
 It is started by the agent in its own session. Standard input is a pipe from the agent with lines ``+pgid`` and
 ``-pgid``. When the pipe is closed or the driver's process exits, every listed session is killed by SIGKILL, and the
-reaper exits. This covers what PDEATHSIG does not: the children of workers after ``kill -9`` of the driver. It imports
+reaper exits. PDEATHSIG does not cover these: the children of workers after ``kill -9`` of the driver. It imports
 only a few standard modules, so that it starts within some ten milliseconds and stays small.
 """
 

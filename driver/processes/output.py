@@ -68,7 +68,7 @@ class Output:
         self._on_lines = heard
         self._write: dict[Stream, Write] = {"stdout": stdout, "stderr": stderr}
         out = WriterThread("stdout", failed)
-        # One queue if both have the same destination: the reason of a worker's exit follows its output. Errors of
+        # A single queue if both have the same destination: then the reason of an exit follows the output. Errors of
         # stderr cannot be reported anywhere.
         err = out if stdout == stderr else WriterThread("stderr", lambda text: None)
         self._writers: dict[Stream, WriterThread] = {"stdout": out, "stderr": err}

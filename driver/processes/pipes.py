@@ -38,7 +38,7 @@ class Pipe:
         self._open = True
         self._prompts = prompts
         self._prompt: asyncio.TimerHandle | None = None
-        self.later_than: list[Pipe] = []  # pipes whose data are passed on before those of this one
+        self.later_than: list[Pipe] = []  # pipes whose data must be passed on before this pipe's
         self.closed: Callable[[Pipe], None] = lambda pipe: None
         os.set_blocking(fd, False)
         loop.add_reader(fd, self._read)

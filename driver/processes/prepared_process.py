@@ -1,4 +1,4 @@
-"""Python process that imports what a worker needs, then waits for the worker's command.
+"""Python process that imports the modules a worker needs, then waits for the worker's command.
 
     python -c "... main()" FOLDER TOLD WHAT MODULES SCRIPT ROOM
 
@@ -204,7 +204,7 @@ def run(words: Sequence[str]) -> None:
     except Exception as error:
         trace = error.__traceback__
         assert trace is not None
-        error.__traceback__ = trace.tb_next  # without this file
+        error.__traceback__ = trace.tb_next  # omit the frame of this file
         sys.excepthook(type(error), error, trace.tb_next)
         sys.exit(1)
 

@@ -1,4 +1,4 @@
-"""Preloaded processes: they have imported what the next workers need, so that a worker starts without imports.
+"""Preloaded processes, which have already imported the modules that the next workers need.
 
 A process is started some time after the workers, with their interpreter and environment, if the host has enough
 memory. It becomes a worker when it receives a command; until then it has one pipe and no thread of ours. Nothing is
@@ -18,7 +18,7 @@ from elastic.driver.processes import orphan_reaper
 from elastic.driver.sinks import Log
 
 PROGRAM = "import sys; sys.path[:1] = sys.argv[1:2]; from elastic.driver.processes.prepared_process import main; main()"
-PREPARED = "ELASTIC_PREPARED"  # in /proc/PID/environ of a process that is not a worker yet
+PREPARED = "ELASTIC_PREPARED"  # variable in the environment of a process that is not a worker yet
 PADDING = "ELASTIC_PREPARED_ROOM"
 AUTO, OFF = "auto", "off"
 MOST = 64  # maximum number of processes

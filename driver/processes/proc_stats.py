@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-GONE = "X"  # state of a process that does not exist any more
+GONE = "X"  # state of a process that no longer exists
 STOPPED = "T"
 _EXITING = 4  # PF_EXITING, in a thread's flags
 # devices in /dev that are ignored
@@ -196,11 +196,11 @@ def frozen(pid: int) -> bool:
 def cannot_run(pid: int, last: Stat | None) -> tuple[str, Stat]:
     """Return why a process cannot run now, "" if it can, and its current Stat.
 
-    ``last``: that of the previous check.
+    ``last``: the Stat of the previous check.
     """
     stat = stat_of(pid)
     if stat.state == STOPPED:
-        # A debugger stops what it inspects, which is not an error of the process.
+        # A debugger stops the process that it inspects, which is not an error.
         return ("" if traced(pid) else "stopped by a signal such as SIGSTOP"), stat
     moved = last is None or stat.ticks != last.ticks
     if stat.state in "SD" and not moved and frozen(pid):

@@ -24,7 +24,7 @@ class DiagnosticLines:
 
     def __init__(self) -> None:
         self._partial: dict[Worker, bytearray] = {}
-        self._training: dict[Worker, bytes] = {}  # as named in its stacks
+        self._training: dict[Worker, bytes] = {}  # training thread as named in the worker's stacks
 
     def add(self, worker: Worker, data: bytes) -> list[Uncaught | LostDriver | bytes]:
         """Return complete reports, and lines of stacks without line ends. The training thread is marked."""
@@ -118,8 +118,8 @@ class TracebackLedger:
         self.stopped = False  # an operator stopped the job, so that all lose their peers
         self._verbose = verbose
         self._known: dict[str, str] = {}  # summary by digest; oldest first
-        self._more: dict[str, list[str]] = {}  # by digest: names of workers to report
-        self._lost: dict[tuple[str, str], list[str]] = {}  # by summary and script line
+        self._more: dict[str, list[str]] = {}  # names of workers to report, by digest
+        self._lost: dict[tuple[str, str], list[str]] = {}  # workers by summary and script line
 
     def add(self, name: str, uncaught: Uncaught) -> str:
         """Return the text to show now, if any. ``name``: the worker's rank, or ``host:slot``."""
@@ -140,8 +140,8 @@ class TracebackLedger:
     def rest(self) -> list[str]:
         """Return the pending lines, once.
 
-        One for each exception shown before that other workers had too, the first of which counts all lost peers, or one
-        for these alone.
+        There is one line for each exception shown before that other workers had too. The first one also counts the
+        workers that lost a peer; without such an exception, they have a line of their own.
         """
         lost = self._lost_peers()
         lines = []

@@ -55,7 +55,7 @@ SWEEP_S = 0.01  # delay that combines the sweeps of workers that die together
 DEATH_S = 10.0  # SIGKILL works immediately, except for a process stuck in the kernel
 # interval between two checks of all processes; a quarter of a shorter liveness timeout ...
 LOOK_S = 0.25
-LEAST_LOOK_S = 0.05  # ... but at least this
+LEAST_LOOK_S = 0.05  # ... but at least this interval
 # interval between two checks whether all threads of a process have ended once its main thread has ...
 ENDING_S = 0.001
 ENDING_LOOKS = 50  # ... and after this many, its exit is awaited
@@ -98,7 +98,7 @@ class ProcessSupervisor:
         self._next_look: asyncio.TimerHandle | None = None
         self._usage = UsageMeter()
         self._usage_at = -math.inf
-        self._measures = False  # in a thread, since a GPU's driver may not answer
+        self._measures = False  # measuring runs in a thread, since a GPU's driver may not answer
         self._memory = OutOfMemory()
         self._born = mmap.mmap(-1, 8)  # memory shared with children
         self._life_locks = LifeLocks()
@@ -181,7 +181,7 @@ class ProcessSupervisor:
         for stream, fd in fds.items():
             prompts = answered and stream != "diagnostics"
             pipe = Pipe(self._loop, fd, worker, stream, self._sink, prompts=prompts)
-            if stream == "diagnostics":  # an exception follows what was printed before
+            if stream == "diagnostics":  # show an exception after the output that precedes it
                 pipe.later_than = [*process.pipes]
             pipe.closed = lambda pipe: self._on_pipe_end(process, pipe)
             self._pipes.add(pipe)
@@ -462,7 +462,7 @@ class _Process:
         self.pipes: list[Pipe] = []  # open pipes
         self.reported = False  # its exit was reported
         self.overdue: asyncio.TimerHandle | None = None
-        self.stat: proc_stats.Stat | None = None  # at the last check
+        self.stat: proc_stats.Stat | None = None  # state at the last check
         self.hindrance = ""  # why it could not run then
         self.frozen_said_at: float | None = None
 

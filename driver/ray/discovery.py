@@ -312,7 +312,7 @@ class RayDiscovery:
     # ---- actions ---------------------------------------------------------------------------------------------------
 
     async def _act(self, action: Callable[[], None]) -> None:
-        """Create or remove claims. What was not done, or may not have been, is decided again after the next check."""
+        """Create or remove claims. Actions that were not, or may not have been, carried out are decided again."""
         if self._closing or not (self._decided.make or self._decided.remove):
             return
         try:

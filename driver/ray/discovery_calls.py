@@ -96,7 +96,7 @@ class RayCalls:
 
 
 def held_of(group: PlacementGroup) -> dict[int, dict[str, float]]:
-    """Return the resources that this process, a task or an actor in the group, has of each of its bundles.
+    """Return the resources of each bundle that this task or actor of the group holds.
 
     Ray has a public name only for the total of all bundles.
     """

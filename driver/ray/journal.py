@@ -55,7 +55,7 @@ FORGET_S = 10.0
 class RayArchive:
     """The journal of one job. ``lost`` is set when another driver writes it, or the store has lost it.
 
-    The turn is taken when the store is read: from then on, the previous driver cannot act any more.
+    The turn is taken when the store is read: from then on, the previous driver cannot act.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class RayArchive:
         return journal
 
     async def forget(self, within_s: float = FORGET_S) -> None:
-        """Remove the journal of a job whose outcome is not needed any more.
+        """Remove the journal of a job whose outcome is no longer needed.
 
-        Only its driver may be writing it; raises LeadershipLost if another driver does. What cannot be removed in time
-        remains.
+        Only its driver may be writing it; raises LeadershipLost if another driver does. Keys that cannot be removed in
+        time remain.
         """
         try:
             await within(self._forget(), within_s)
@@ -132,7 +132,7 @@ class RayArchive:
     async def _forget(self) -> None:
         if self._turn is not None:
             await self._turn.check()
-        # First the turns that validate records: half of a journal would be another one.
+        # Remove the turns that validate records first: half of a journal would look like a different one.
         await self._kv.remove(f"{self._root}writers/")
         await self._kv.remove(f"{self._root}records/")
         self._turn = None
@@ -194,7 +194,7 @@ class WriterTerm:
         return (await self._kv.get([self._key])).get(self._key) == self._own.encode()
 
     async def check(self) -> None:
-        """Raise LeadershipLost if the turn is not ours any more."""
+        """Raise LeadershipLost if another driver has taken the turn."""
         if not self._lost.is_set():
             found = await self._kv.get([self._key, self._next])
             if found == {self._key: self._own.encode()}:
@@ -241,7 +241,7 @@ class RayJournal(RecordJournal[SegmentedRecord]):
         self._obsolete = deque(obsolete)  # chapters to remove after the next beginning
         self._header = header
         self._chapter = 0
-        self._place = Place(turn.chapter(0), 0)  # of the next piece
+        self._place = Place(turn.chapter(0), 0)  # place of the next piece
 
     async def begin(self) -> None:
         """Begin the journal of a new job."""

@@ -61,7 +61,7 @@ class RetryingKV:
         self._clock = clock
         self._pause = pause
         self._calls = SequentialCalls("ray key-value store")
-        self._failures = 0  # since the last answer
+        self._failures = 0  # failures since the last answer
         self._silent_since = 0.0  # only valid if there are failures
         self._logged = False
 

@@ -130,7 +130,7 @@ class PlacementGroupPool:
         """
         seats = self._seats.all
         self._most = most + sum(len(seats.get(node, ())) for node in emptied)
-        if self._some:  # before the first check, the slots of claims are unknown
+        if self._some:  # the slots of claims are unknown before the first check
             self._used = {**used, **{node: len(seats.get(node, ())) for node in emptied}}
         self._seats.want(self._most)
 

@@ -47,7 +47,7 @@ class _Held:
         self.actor: Any = None
         self.unwanted = False  # kill it as soon as it is created
         self.listening: asyncio.Task[None] | None = None
-        self.ranks: list[int] = []  # of its persistent workers, when last asked
+        self.ranks: list[int] = []  # ranks of its persistent workers, when last asked
 
 
 class RayStarter:
@@ -87,7 +87,7 @@ class RayStarter:
         self._start_s = start_s
         self._close_s = close_s
         self._turns = asyncio.Semaphore(at_once)
-        self._held: dict[str, _Held] = {}  # by host: those that are ready
+        self._held: dict[str, _Held] = {}  # actors whose agents are ready, by host
         self._closed = False
 
     # ---- interface of a starter --------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ elasticrun k8s run --image IMAGE --workers MIN[:PODS] [flags] -- COMMAND
        elasticrun k8s scale [flags] NAME PODS"""
 
 RUN = "run"
-MOST_PODS = 100_000  # as in the chart's schema
+MOST_PODS = 100_000  # the same limit as in the chart's schema
 # The chart derives names of pods and services from it.
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?")
 IMAGE = re.compile(
@@ -188,7 +188,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
         _uninstall(release, if_there=True)
         _say(f"interrupted: job {release.name} was removed")
         return 130
-    except NameTaken:  # by a job that was started at the same time
+    except NameTaken:  # a job that was started at the same time has taken the name
         raise
     except Invalid:
         _uninstall(release, if_there=True)  # helm does not remove what it has created

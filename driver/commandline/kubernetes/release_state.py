@@ -83,7 +83,7 @@ def pod_state(pod: Json) -> PodState:
 
 
 def job_code(job: Json, drivers: Sequence[PodState]) -> int | None:
-    """Return the exit code of a Job; None if it has not ended. For a failed one, it is that of its last driver."""
+    """Return the exit code of a Job; None if it has not ended. A failed Job has the exit code of its last driver."""
     ended = {
         each["type"]
         for each in (job.get("status") or {}).get("conditions") or ()

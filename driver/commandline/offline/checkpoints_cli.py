@@ -127,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
 def _verified(storage: Storage, entry: CheckpointEntry) -> CheckpointEntry:
     """Verify a checkpoint.
 
-    One that a running job has removed meanwhile counts as incomplete, not as damaged. Raises OSError.
+    A checkpoint that a running job has removed meanwhile is reported as incomplete, not as damaged. Raises OSError.
     """
     trouble = "" if entry.manifest is None else catalog.verify(storage, entry.manifest)
     if not trouble:

@@ -25,7 +25,7 @@ class HostFacts(msgspec.Struct, frozen=True):
     driver_gpus: int  # listed by the kernel's driver
     port_trouble: str  # why no port of loopback can be opened and reached; empty if one can
     addresses: list[str]  # addresses other than loopback, with their interfaces
-    shm_bytes: int | None  # of /dev/shm; None if it is missing
+    shm_bytes: int | None  # size of /dev/shm; None if it is missing
     shm_free: int
     foreign: list[str]  # files in our installed folders that are foreign or modified
     others: list[str]  # packages known to install into them

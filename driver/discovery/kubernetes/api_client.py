@@ -17,7 +17,7 @@ from elastic.driver.discovery.kubernetes.objects import Json
 from elastic.errors import Invalid
 
 CONNECT_S = 5.0
-ANSWER_S = 10.0  # for a list, or for the start of a watch
+ANSWER_S = 10.0  # seconds for a list, or for the start of a watch
 WATCH_S = 60  # the API server then ends a watch, so that dead connections are noticed
 PAGE = 500  # objects per answer
 NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
@@ -115,7 +115,7 @@ class ApiClient:
     """API of the cluster in which this process is a pod, else that of the kubeconfig.
 
     Raises:
-        Invalid: there is neither.
+        Invalid: neither exists.
     """
 
     def __init__(self, selector: str, namespace: str | None = None) -> None:

@@ -75,7 +75,7 @@ class HeadlessServiceDiscovery:
         """Return the addresses in numerical order, since name servers shuffle them.
 
         Raises:
-            OSError: there is none.
+            OSError: no address was found.
         """
         found = await self._resolve(self._name, 0, self._timeout_s)
         families = {family for family, _ in found}

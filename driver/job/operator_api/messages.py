@@ -12,7 +12,7 @@ import msgspec
 
 from elastic.protocol.messages import VERSION
 
-PURPOSE = "operator"  # for deriving the key from the job's secret
+PURPOSE = "operator"  # purpose for deriving the key from the job's secret
 
 
 class OperatorMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False):
@@ -20,7 +20,7 @@ class OperatorMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fiel
 
 
 class OperatorAnswer(OperatorMessage):
-    """Answer to protocol.Challenge, with a challenge of its own. ``name``: that of the connection and its user."""
+    """Answer to protocol.Challenge, with a challenge of its own. ``name``: identifies the connection and its user."""
 
     name: str
     nonce: bytes

@@ -42,9 +42,9 @@ from elastic.protocol.messages import Address, Worker
 
 ANSWER_S = 10.0  # seconds for a decision of membership, which takes milliseconds
 STACKS_S = 3.0  # seconds for stacks to be written
-QUIET_S = 0.25  # ... and complete if nothing has followed for this long
+QUIET_S = 0.25  # ... and for nothing to follow, after which they are complete
 AT_ONCE = 64  # concurrent requests
-STOP_CODE = 143  # as after SIGTERM
+STOP_CODE = 143  # the same exit code as after SIGTERM
 
 OPERATORS: Callers[str] = Callers(
     "operator", messages.from_operator, OperatorAnswer, lambda answer: answer.name

@@ -25,7 +25,7 @@ class JobRecord(msgspec.Struct, frozen=True):
     """Contact information of a running job."""
 
     name: str
-    pid: int  # of its driver
+    pid: int  # pid of its driver
     address: str  # host:port
     key: str  # hexadecimal
     command: list[str] = []
@@ -46,7 +46,7 @@ class PublishedRecord:
         checked_folder(folder)
         self.path = folder / f"{record.pid}-{record.address.rpartition(':')[2]}.json"
         with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()  # of an earlier process with the same pid
+            self.path.unlink()  # record of an earlier process with the same pid
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self.path, flags, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)

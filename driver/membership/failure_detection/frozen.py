@@ -114,7 +114,7 @@ class Frozen(Part):
     # ---- a whole host ----------------------------------------------------------------------------------------------
 
     def host_lost(self, event: HostLost) -> None:
-        """Handle a lost host, on which nothing can be killed or awaited.
+        """Handle a lost host, whose processes can be neither killed nor awaited.
 
         Its slots remain taken until an exit is reported.
         """

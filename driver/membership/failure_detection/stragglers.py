@@ -20,7 +20,7 @@ class Stragglers:
     """Stragglers of one generation. The cost of a report does not depend on the number of members."""
 
     size: int = 0  # members of the world
-    named: frozenset[Worker] = frozenset()  # as of the last report
+    named: frozenset[Worker] = frozenset()  # stragglers as of the last report
     _share: dict[Worker, float] = field(default_factory=dict)
     _little: set[Worker] = field(default_factory=set)
     _much: set[Worker] = field(default_factory=set)

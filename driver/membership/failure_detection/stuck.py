@@ -470,7 +470,7 @@ class Stuck(Part):
             self.actions.log("warning", f"{text} for {limit_s:g} s; {why}")
 
     def _where_all(self, inside: list[WorkerRecord]) -> str:
-        """Describe the collectives in which ranks wait, starting with those of the fewest ranks, which diverged."""
+        """Describe the collectives in which ranks wait. Those with the fewest ranks, which diverged, come first."""
         groups: dict[tuple[str, int], list[WorkerRecord]] = {}
         for record in inside:
             groups.setdefault((record.inside, record.entered), []).append(record)
@@ -486,7 +486,7 @@ class Stuck(Part):
     # ---- GPUs that hang --------------------------------------------------------------------------------------------
 
     def _hangs(self) -> Iterator[HangFinding]:
-        """Find hangs in groups whose ranks all wait. None in a phase that is marked as long."""
+        """Return the hangs in groups whose ranks all wait. A phase that is marked as long has none."""
         if self.worlds.phase is Phase.GATHERING or any(s.killed_for for s in self.worlds.live()):
             return
         groups: dict[str, list[RankReport]] = {}

@@ -48,7 +48,7 @@ class Next(enum.Enum):
     """The result of judging a suspect."""
 
     NOTHING = "nothing"
-    NAME = "name"  # in a warning
+    NAME = "name"  # name it in a warning
     CONDEMN = "condemn"  # dump its stacks, then fence it
 
 
@@ -57,7 +57,7 @@ class Suspicion:
     """Suspicion against one worker that others wait for. ``_at`` and ``since`` are times on the caller's clock."""
 
     worker: Worker
-    since: float  # since when the others wait for it
+    since: float  # time since which the others wait for it
     phase: str = ""
     fenced_when_busy: bool = True
     patient: bool = False  # idle counts as busy: a fence would end the job
@@ -70,7 +70,7 @@ class Suspicion:
     _probe: WorkerProbed | None = None
     _probed_at: float = 0.0
     _named: dict[Verdict, float] | None = (
-        None  # by verdict, how long the others had waited at its last log line
+        None  # how long the others had waited at its last log line, by verdict
     )
 
     def wait_since(self, since: float) -> None:

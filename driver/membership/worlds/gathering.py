@@ -1,6 +1,6 @@
 """Decisions about a gathering: which workers it waits for, until when, and which may share a world. Pure.
 
-A world is of one kind: that of ``init()``, for workers outside elastic.run, or that of elastic.run. A gathering waits
+A world is either of ``init()``, for workers outside elastic.run, or of elastic.run. A gathering waits
 for every old member, since each becomes ready or dies; it does not wait for newcomers, which can join later.
 """
 

@@ -199,6 +199,6 @@ class GiveUpRules:
         return because(ReasonKind.TOO_FEW, ready=ready, needed=self.needed(), within_s=within_s)
 
     def spent(self) -> Reason:
-        """Return the reason for giving up because no slot can get a worker any more."""
+        """Return the reason for giving up because no slot can ever get a worker again."""
         attempts, wrote = self._settings.slot_attempts, self._staff.last_output
         return because(ReasonKind.SLOTS_SPENT, attempts=attempts, needed=self.needed(), wrote=wrote)

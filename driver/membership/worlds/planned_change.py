@@ -20,7 +20,7 @@ class PlannedChange:
     settings: Settings
     number: int = 0
     by: float | None = None  # deadline for all answers; then for all to have stopped
-    check: int = 0  # at which all stop
+    check: int = 0  # check at which all stop
     not_before: float = 0.0
     silent: set[Worker] = field(default_factory=set)  # members that have not answered yet
     _answers: dict[Worker, int] = field(default_factory=dict)

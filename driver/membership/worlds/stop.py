@@ -30,7 +30,7 @@ class Stop(Part):
         self._request: StopRequested | None = None
         self._by: float | None = None
         self._asked_in: int | None = None  # generation that was asked
-        self._trained_to: Commit | None = None  # as last reported by rank 0
+        self._trained_to: Commit | None = None  # commit last reported by rank 0
         # older ones were already being written when the request arrived
         self._least: Commit | None = None
         self._newest: Commit | None = None  # newest durable commit
@@ -83,7 +83,7 @@ class Stop(Part):
     def _is_last(self, commit: Commit) -> bool:
         """Return whether a checkpoint was requested by this stop.
 
-        One of an earlier world, or older than the last report of rank 0, was already being written before.
+        A checkpoint of an earlier world, or older than the last report of rank 0, was already being written before.
         """
         at = (commit.generation, commit.number)
         least = (0, 0) if self._least is None else (self._least.generation, self._least.number)

@@ -64,7 +64,7 @@ class Worlds:
         self._wished: tuple[tuple[int, int, int], tuple[Reason | None, bool]] | None = None
         self.gathering = Gathering(Kind.START, because(ReasonKind.FIRST_START), 0.0, settings)
         self.change = PlannedChange(settings)
-        self.change_reason = because(ReasonKind.NOT_WANTED)  # of the last change, if any
+        self.change_reason = because(ReasonKind.NOT_WANTED)  # reason of the last change, if any
         self.exceptions = Exceptions()
         self.mismatches = Mismatches()
         self.signs = LivenessProbes()
@@ -73,7 +73,7 @@ class Worlds:
         self.all_go = False  # every member's machine will be reclaimed
         self.root_cause_search: RootCauseSearch | None = None
         self.completed: list[str] = []  # workers that exited with code 0 outside elastic.run
-        self._cause_at = 0.0  # when the cause of the current gathering was noticed
+        self._cause_at = 0.0  # time when the cause of the current gathering was noticed
         self.look_again_at: float | None = None  # time of the next decision about a planned change
         self.ending_by: float | None = None
 

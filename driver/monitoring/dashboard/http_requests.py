@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 HEAD_LIMIT = 8 * 1024  # bytes
-SAME_SITE = ("same-origin", "")  # of a fetch; older browsers do not send it
+SAME_SITE = ("same-origin", "")  # Sec-Fetch-Site values; older browsers do not send the header
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RequestGuard:
             return PageRefusal("405 Method Not Allowed", "this page is read-only")
         match target:
             case "/":
-                return "page"  # also after a link on another site
+                return "page"  # accepted also after a link on another site
             case "/events" if _foreign(headers):
                 return PageRefusal("403 Forbidden", "the request came from another site")
             case "/events":

@@ -90,7 +90,7 @@ class PageModel:
         self._rank0: Worker | None = None
         self._stalls_told = 0
         self._expects_stack: dict[Worker, float] = {}
-        self._asked: set[Worker] = set()  # of these, requested by an operator
+        self._asked: set[Worker] = set()  # workers whose stacks an operator requested
         # limit of log lines in the current second
         self._second, self._lines, self._left_out = -math.inf, 0, 0
         self._metric_at: dict[str, float] = {}

@@ -18,7 +18,7 @@ STATES = (
     "starting",  # the process was ordered but has not called init()
     "joining",  # init() was called, and the worker waits for a place
     "training",
-    "waiting",  # for a second or longer, inside a collective
+    "waiting",  # it has been inside a collective for a second or longer
     "stalled",  # others have waited for it for some time; see `stalls`
     "recovering",  # its world broke
     "frozen",
@@ -45,8 +45,8 @@ class Cell:
     frozen: str = ""
     inside: float | None = None  # time since which it waits in a collective
     share: float | None = None  # share of its time spent waiting, in its last report
-    step_s: float | None = None  # from one commit to the next, in its last report
-    own_s: float | None = None  # of that, outside collectives
+    step_s: float | None = None  # time from one commit to the next, in its last report
+    own_s: float | None = None  # part of that time outside collectives
     usage: Usage = field(default_factory=Usage)  # last measurement of its host
     awaits: tuple[int, ...] = ()  # ranks that it waits for, in a stall
     stalled: str | None = None  # script line at which others wait for it; empty: unknown line
@@ -80,7 +80,7 @@ class Cell:
 
 
 class WorkerGrid:
-    """The tables ``hosts`` and ``workers`` of a page. Times are those of the model."""
+    """The tables ``hosts`` and ``workers`` of a page. Times are on the model's clock."""
 
     def __init__(self, state: PageState) -> None:
         self.state = state

@@ -20,7 +20,7 @@ from elastic.protocol.messages import Worker
 class Cause(enum.Enum):
     """The cause of a lost worker."""
 
-    EXCEPTION = "exception"  # in the script
+    EXCEPTION = "exception"  # the script raised it
     MISMATCH = "mismatch"  # the ranks submitted incompatible tensors
     STATE_MISMATCH = "state mismatch"  # its model or optimizer differs from that of the others
     MISSING_MODULE = "missing module"
@@ -38,12 +38,12 @@ class Cause(enum.Enum):
     STUCK = "stuck"
     GPU_HANGS = "gpu hangs"
     DAMAGED = "damaged"  # bits of its memory or its parameters changed
-    TOO_SLOW = "too slow"  # to call init(), to become ready, or to leave
+    TOO_SLOW = "too slow"  # too slow to call init(), to become ready, or to leave
     DISCONNECTED = "disconnected"
     HOST_LOST = "host lost"
     LOST_PEER = "lost peer"  # caused by the loss of another worker
     SHARDS_LOST = "shards lost"  # caused by the loss of all holders of some shards
-    SPOILT = "spoilt"  # by gradients of a worker whose memory was damaged
+    SPOILT = "spoilt"  # spoilt by gradients of a worker whose memory was damaged
 
 
 # Causes that follow from the loss of another worker, if that is known.
@@ -85,12 +85,12 @@ class Death:
     at: float
     cause: Cause
     rank: int | None = None
-    code: int | None = None  # as in WorkerExited
+    code: int | None = None  # exit code as in WorkerExited
     what: str = ""
     trace: str = ""
     trained: bool = True  # it was in a world
     size: int = 0
-    facts: dict[str, str] = field(default_factory=dict)  # of a fence
+    facts: dict[str, str] = field(default_factory=dict)  # facts about a fence
 
     @property
     def signal_name(self) -> str:

@@ -2,8 +2,8 @@
 
 The animation uses SMIL, which browsers also play in an <img>, so that it works in a README. It contains no script and
 loads nothing; its own background suits light and dark pages. A viewer without SMIL shows the first moment: every
-animated attribute also has its first value. The job's time runs evenly; what is too short to be visible, such as a
-recovery of 60 ms, is shown for a minimum time.
+animated attribute also has its first value. The job's time runs evenly; events too short to be visible, such as a
+recovery of 60 ms, are shown for a minimum time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEEN_S = 0.45  # minimum time for which anything is shown
 WORKERS = 128  # maximum in the ring
 PULSES = 24  # up to this many workers, each loss is shown as an expanding circle
 CAPTIONS = 250
-FRAMES = 120  # of each counter
+FRAMES = 120  # changes of each counter
 KEYS = 5000  # changes of colour of all workers together
 # A dark card, for contrast on light pages and a fit on dark ones.
 COLOURS = {
@@ -62,7 +62,7 @@ class FilmCut:
         return min(1.0, max(0.0, (at - self.begins) / max(1e-9, self.ends - self.begins)))
 
     def seen(self) -> float:
-        """Return the share of the animation for which anything is visible at least."""
+        """Return the minimum share of the animation for which an element is visible."""
         return SEEN_S / self.film_s
 
 

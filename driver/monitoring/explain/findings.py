@@ -24,14 +24,14 @@ from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import Settings
 
 FIRST, LAST = 12, 12  # incidents described individually at the beginning and at the end
-MUCH_LOST = 0.1  # share of the workers' time from which a loss is mentioned
+MUCH_LOST = 0.1  # smallest share of the workers' time for a loss to be mentioned
 OFTEN_S = 1.0  # interval between commits below which more commits lose no less
 MUCH_JOINING = 0.3
 MUCH_STALLED_S = 30.0
 # Causes in which time is lost by waiting.
 STALLS = (Cause.STUCK, Cause.FROZEN, Cause.CUT_OFF, Cause.HOST_LOST, Cause.GPU_HANGS)
 OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MISSING_MODULE)
-REPEATS = 3  # losses of one cause from which it counts as recurring
+REPEATS = 3  # number of losses by which a cause is considered recurring
 
 
 class FindingKind(enum.Enum):
@@ -63,7 +63,7 @@ class FindingKind(enum.Enum):
     STALL = "stall"
     MORE_STALLS = "more stalls"
     MORE_INCIDENTS = "more incidents"
-    REQUEST = "request"  # of an operator
+    REQUEST = "request"  # request of an operator
     PLANNED = "planned changes"
     DRIVERS = "drivers"
     STORE_SILENT = "store silent"

@@ -51,7 +51,7 @@ class Incident:
     newest: Commit | None = None  # newest known commit when it began
     commit: Commit | None = None  # commit from which training resumed
     from_checkpoint: bool = False
-    recovered_ms: float | None = None  # from the cause to the first collective of all members
+    recovered_ms: float | None = None  # time from the cause to the first collective of all members
     phases_ms: dict[str, float] = field(default_factory=dict)
     copied_bytes: int = 0
     shards: events.ShardsDivided | None = None  # of a sharded state, when it had resumed
@@ -98,7 +98,7 @@ class JobHistory:
         self.incidents: list[Incident] = []
         self.more_incidents = 0
         self.planned = Planned()
-        # When the first world in elastic.run began, or that of a job of a fixed size.
+        # Time when the first world in elastic.run began; in a job of a fixed size, the first world.
         self.trained_at: float | None = None
         self.end: events.EndJob | None = None
         self.end_at = 0.0

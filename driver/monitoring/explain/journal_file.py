@@ -58,7 +58,7 @@ def read_journal(path: Path) -> JournalReading:
 class JournalEntries:
     """Iterator over the entries of a journal with their actions, which are recomputed if an archive omits them.
 
-    To be closed. ``reading`` accumulates what was read so far. Raises Invalid, at the latest with the first entry.
+    Must be closed. ``reading`` has the data read so far. Raises Invalid, at the latest with the first entry.
     """
 
     def __init__(self, path: Path) -> None:
@@ -192,7 +192,7 @@ def _header(path: Path, line: bytes) -> tuple[entries.Header, Settings | None]:
     try:
         return header, Settings(**header.settings)
     except (TypeError, Invalid):
-        return header, None  # of another version: the events can be reported nevertheless
+        return header, None  # a journal of another version: its events can be reported nevertheless
 
 
 def _offset(header: entries.Header) -> float | None:

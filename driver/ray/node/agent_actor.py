@@ -38,7 +38,7 @@ from elastic.driver.ray.node.environment import (
 from elastic.driver.ray.node.worker_calls import CallFailed, WorkerCalls
 from elastic.version import __version__
 
-LINES_KEPT = 200  # for a starter that asks late
+LINES_KEPT = 200  # lines kept for a starter that asks late
 UNUSED_S = 120.0  # seconds after which an actor without an agent exits
 FETCHED_S = 1.0  # seconds for the starter to fetch the last lines
 SENT_S = 0.3  # seconds for Ray to send an answer before the process is ended abruptly
@@ -46,7 +46,7 @@ END_S = 10.0  # seconds for the agent to kill its workers, before it is killed i
 DYING_S = 2.0  # ... if the node is lost anyway; its workers die with it
 REAP_S = 2.0
 
-# The agent imports nothing of the user's: neither from the folder it starts in nor through a variable.
+# The agent must not import the user's modules, neither from its start folder nor through a variable.
 BOOT = (
     "import runpy, sys; sys.path[:] = sys.argv.pop().split(':');"
     f" runpy.run_module('{AGENT_MODULE}', run_name='__main__', alter_sys=True)"
@@ -63,7 +63,7 @@ class RayProcess:
     namespace: str
     given: Mapping[str, str]
     above: Mapping[str, str]  # the raylet's environment
-    folder: str  # of Ray's own modules
+    folder: str  # folder of Ray's own modules
     raylet: int = 0  # its pid; 0 if unknown
 
 
@@ -96,7 +96,7 @@ class RayEngine:
         ray.get_runtime_context().current_actor.leave.remote()
 
     def die(self, code: int = 1) -> None:
-        """End the process immediately, when Ray cannot be reached any more."""
+        """End the process immediately if Ray cannot be reached."""
         os._exit(code)
 
     def exit(self) -> None:

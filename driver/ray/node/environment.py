@@ -1,8 +1,8 @@
 """The environment of workers on a Ray node, and the module path of their agent. Pure.
 
-A worker should run according to the user's runtime_env, without the settings of Ray's own process above it. What Ray
-sets for that process alone would slow a worker down (one thread), hide its GPUs, or confuse the Ray that it joins
-itself.
+A worker should run according to the user's runtime_env, without the settings of Ray's own parent process. Variables
+that Ray sets for that process alone would slow a worker down (one thread), hide its GPUs, or confuse the Ray that it
+joins itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BREAKPOINT = "PYTHONBREAKPOINT"  # Ray's debugger, which waits at the actor's pr
 def without_rays_own(
     environ: Mapping[str, str], given: Mapping[str, str], above: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a Ray worker process, without what Ray has set for that process alone.
+    """Return the environment of a Ray worker process, without the variables set by Ray for that process alone.
 
     ``given``: the ``env_vars`` of the user's runtime_env. ``above``: the environment of the raylet.
     """
@@ -111,7 +111,7 @@ def users_modules(path: Sequence[str], own: Sequence[str], rays: str) -> list[st
 
 
 def agents_path(own: Sequence[str], package: str, users: Sequence[str]) -> list[str]:
-    """Return the ``sys.path`` of an agent, in which no file of the user can shadow what it imports.
+    """Return the ``sys.path`` of an agent, in which no file of the user can shadow the agent's imports.
 
     ``own`` is the interpreter's path, ``package`` the folder with hvd-elastic. This may be the user's folder: then
     only Python's own modules precede it.
