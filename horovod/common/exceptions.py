@@ -1,4 +1,4 @@
-"""Horovod's exceptions, under the path from which scripts import them. The import selects Horovod's classes."""
+"""Horovod's exceptions, at the path that scripts import. The import selects Horovod's classes."""
 
 from elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from elastic.horovod_errors import HorovodVersionMismatchError, raise_as_horovod

@@ -1,4 +1,4 @@
-"""Compression, under a path from which some scripts import it."""
+"""Compression, at a path that some scripts import."""
 
 from elastic.mxnet.compression import Compression
 

@@ -1,4 +1,4 @@
-"""Broadcasts of objects, under a path from which some scripts import them."""
+"""Broadcasts of objects, at a path that some scripts import."""
 
 from elastic.api.broadcasting import allgather_object, broadcast_object
 

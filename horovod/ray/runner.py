@@ -189,7 +189,7 @@ class RayExecutor:
 def _check_kind(
     num_workers: int | None, num_hosts: int | None, min_workers: int | None, max_workers: int | None
 ) -> None:
-    """Check that the arguments are those of exactly one kind of job. Raises Invalid."""
+    """Check that the arguments are valid for exactly one kind of job. Raises Invalid."""
     if max_workers is not None and (min_workers is None or min_workers <= 0):
         raise Invalid(
             "`max_workers` provided without any positive `min_workers`: pass min_workers too, the smallest number"

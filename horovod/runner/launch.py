@@ -1,4 +1,4 @@
-"""``horovodrun``, under the path by which programs start it."""
+"""``horovodrun``, at the path through which programs start it."""
 
 from __future__ import annotations
 

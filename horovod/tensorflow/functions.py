@@ -1,4 +1,4 @@
-"""Broadcasts of variables and objects, under a path from which some scripts import them."""
+"""Broadcasts of variables and objects, at a path that some scripts import."""
 
 from elastic.tensorflow.variables import (
     allgather_object,

@@ -1,4 +1,4 @@
-"""Sum of the gradients of several passes, under a path from which some scripts import it."""
+"""Sum of the gradients of several passes, at a path that some scripts import."""
 
 from elastic.tensorflow.aggregation import LocalGradientAggregationHelper
 

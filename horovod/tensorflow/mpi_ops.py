@@ -1,4 +1,4 @@
-"""Operations and queries, under a path from which some scripts import them. MPI is not used."""
+"""Operations and queries, at a path that some scripts import. MPI is not used."""
 
 from __future__ import annotations
 

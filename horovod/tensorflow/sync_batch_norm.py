@@ -1,4 +1,4 @@
-"""``SyncBatchNormalization``, under a path from which some scripts import it."""
+"""``SyncBatchNormalization``, at a path that some scripts import."""
 
 from elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 

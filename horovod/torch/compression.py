@@ -1,4 +1,4 @@
-"""Compression, under a path from which some scripts import it, and the base class of their own compressors."""
+"""Compression, at a path that some scripts import, and the base class of their own compressors."""
 
 from __future__ import annotations
 

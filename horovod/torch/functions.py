@@ -1,4 +1,4 @@
-"""Broadcasts of parameters, optimizer states and objects, under a path from which some scripts import them."""
+"""Broadcasts of parameters, optimizer states and objects, at a path that some scripts import."""
 
 from __future__ import annotations
 

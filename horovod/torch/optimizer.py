@@ -1,8 +1,8 @@
-"""DistributedOptimizer, under a path from which some scripts import it."""
+"""DistributedOptimizer, at a path that some scripts import."""
 
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.wrapped_optimizer import WrappedOptimizer
 
-_DistributedOptimizer = WrappedOptimizer  # for isinstance(): the class of every wrapped optimizer
+_DistributedOptimizer = WrappedOptimizer  # class of every wrapped optimizer, for isinstance()
 
 __all__ = ["DistributedOptimizer", "_DistributedOptimizer"]

@@ -1,4 +1,4 @@
-"""SyncBatchNorm, under a path from which some scripts import it."""
+"""SyncBatchNorm, at a path that some scripts import."""
 
 from elastic.api.sync_batch_norm import SyncBatchNorm
 

@@ -1,4 +1,4 @@
-"""ElasticSampler, under a path from which some scripts import it."""
+"""ElasticSampler, at a path that some scripts import."""
 
 from elastic.state import ElasticSampler
 

@@ -126,7 +126,7 @@ class ComputeClient:
         self._shape()
 
     def wait_for_shutdown(self) -> None:
-        """Wait for the end without a deadline, as long as the service exists.
+        """Wait for the end without a deadline, while the service exists.
 
         A service that this process has shut down may exit before the next request; this also counts as the end.
         """
