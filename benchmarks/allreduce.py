@@ -43,7 +43,7 @@ class Answer:
     shared: bool  # the first variant's memory is shared
     ms: dict[str, Spread]
     times_gloo: Spread  # Gloo's time / ours, by rounds
-    share: Spread  # of plain copies
+    share: Spread  # share of plain copies
 
 
 def measure(sizes: list[int], rounds: int) -> list[Answer]:

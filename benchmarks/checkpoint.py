@@ -4,7 +4,7 @@
     durable    each tenth commit is also written to disk: ELASTIC_CHECKPOINT_DIR
     async      plain, and torch.distributed.checkpoint.async_save of the same state each tenth step
 
-The stall is the longest step of a block minus its median. One process; the disk is that of --folder.
+The stall is the longest step of a block minus its median. The benchmark has one process and writes to --folder.
 """
 
 from __future__ import annotations

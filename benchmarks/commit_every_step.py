@@ -33,8 +33,8 @@ WANTED = 1.02  # limit: factor of the step time
 class Answer:
     ranks: int
     snapshot: int  # bytes
-    step_ms: Spread  # without a commit
-    committed_ms: Spread  # with a commit
+    step_ms: Spread  # step without a commit
+    committed_ms: Spread  # step with a commit
     ratio: Spread
     call_ms: Spread
     copy_ms: Spread

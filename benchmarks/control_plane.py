@@ -49,12 +49,12 @@ class Figures:
 
     workers: int
     hosts: int
-    formed_s: float = 0.0  # from the driver's start until all train
+    formed_s: float = 0.0  # time from the driver's start until all train
     formed_cpu_s: float = 0.0
     losses: list[Loss] = field(default_factory=list)
-    idle: float = 0.0  # of one core
-    idle_messages_per_s: float = 0.0  # without signs of life
-    resumed_s: float = 0.0  # from the start of another driver until it leads all agents
+    idle: float = 0.0  # share of one core
+    idle_messages_per_s: float = 0.0  # messages per second without signs of life
+    resumed_s: float = 0.0  # time from the start of another driver until it leads all agents
     resumed_cpu_s: float = 0.0
     peak_mb: float = 0.0  # maximum of both drivers
 
@@ -87,12 +87,12 @@ def measure(workers: int, slots: int, losses: int, idle_s: float) -> Figures:
 
 
 def lose(job: LightJob, host: str) -> Loss:
-    time.sleep(1.0)  # until earlier events are over
+    time.sleep(1.0)  # wait until earlier events are over
     spent, waited = job.cpu_s(), job.waited_s()
     job.order(Lose(host))
     together = job.wait(Together)
     waited = job.waited_s() - waited
-    time.sleep(1.0)  # until all have reported that they train
+    time.sleep(1.0)  # wait until all have reported that they train
     spent = job.cpu_s() - spent
     at = job.lost_at(host)
     return Loss(

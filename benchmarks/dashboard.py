@@ -36,7 +36,7 @@ class PageFigures:
     core: float = 0.0  # share of one core during training
     peak_mb: float = 0.0
     shown_s: list[float] = field(default_factory=list)
-    sent_kb_per_s: float = 0.0  # to one viewer
+    sent_kb_per_s: float = 0.0  # rate to one viewer
 
 
 class Viewers:

@@ -73,11 +73,11 @@ class Answer:
     model: str
     workers: int
     carried_by: dict[str, str]  # the group's backend, by job
-    ms: dict[str, Spread]  # of a step, by job
+    ms: dict[str, Spread]  # milliseconds of a step, by job
     ratio: Spread
     steps: int  # number of steps with counted traffic, per worker
-    training: Traffic  # of all workers, in these steps
-    idle: Traffic  # in an equally long time
+    training: Traffic  # traffic of all workers in these steps
+    idle: Traffic  # traffic in an equally long time
 
     @property
     def messages_per_step(self) -> float:

@@ -56,7 +56,7 @@ WARMUP = 20  # steps of each variant, with many shards
 
 @dataclass(frozen=True)
 class ShardQuestion:
-    """One measurement. ``shards``: 0 for as many as workers, compared with an ordinary step."""
+    """One measurement. ``shards``: number of shards; 0: one per worker, compared with an ordinary step."""
 
     model: str
     shards: int
@@ -126,7 +126,7 @@ class ShardSteps:
         if self._moved is not None:
             self._sum(self._moved)
         self.optimizer.step()
-        # Not in the next step: the gradients of all variants would exist together, at changing addresses.
+        # Free the gradients now: otherwise those of all variants would exist together, at changing addresses.
         self.optimizer.zero_grad()
 
 

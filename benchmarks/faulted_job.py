@@ -29,7 +29,7 @@ from elastic.chaos.harness.step_lines import Step, read
 
 Found = TypeVar("Found")
 HERE = Path(__file__).parent
-MARGIN_S = 2.0  # of steps, so that all see that the end was decided
+MARGIN_S = 2.0  # seconds of steps, so that all see that the end was decided
 START_S = 120.0  # start of all workers, imports included, on a busy machine
 TAIL = 32768  # bytes at the end of a file of steps: about 900 of them
 
@@ -231,7 +231,7 @@ def options_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def table_of(title: str, counted: str, rows: dict[str, list[float]]) -> Table:
-    """Format milliseconds by measurement. ``counted`` names what each value stands for."""
+    """Format milliseconds by measurement. ``counted`` names the unit of a value."""
     table = results_output.table(title, "", counted, "p50 ms", "p90 ms", "max ms")
     for name, values in rows.items():
         table.add_row(

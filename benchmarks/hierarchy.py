@@ -49,7 +49,7 @@ from measurements import Mark, Spread, ratio, size_text, spread
 MB = 1 << 20
 ORDERS = {"hosts": "host by host", "dealt": "dealt out"}
 WANTED = 1.5  # limit: factor compared with all ranks at once
-OURS_PORT, TORCHS_PORT = 29610, 29611  # of the first host, where all ports are free
+OURS_PORT, TORCHS_PORT = 29610, 29611  # ports on the first host, where all ports are free
 LONGEST_S = 900.0
 # of the network namespace of the process that opens it
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
@@ -168,7 +168,7 @@ def wait(processes: list[subprocess.Popen[bytes]]) -> None:
     while any(process.poll() is None for process in processes):
         failed = [rank for rank, process in enumerate(processes) if process.poll()]
         if failed:
-            time.sleep(1.0)  # for the errors of the others
+            time.sleep(1.0)  # lets the others report their errors
             raise SystemExit(f"rank {failed[0]} failed: see above")
         if time.monotonic() > deadline:
             raise SystemExit(f"the ranks have not ended within {LONGEST_S:g} s")

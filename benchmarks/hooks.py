@@ -3,7 +3,7 @@
     python benchmarks/hooks.py [--parameters 1000] [--elements 16] [--rounds 60]
 
 One process in a world of two, whose other rank is simulated and whose collectives end immediately, is compared with DDP
-with one rank: what remains is the host's work per parameter in backward and after it.
+with one rank: the rest is the host's work per parameter in backward and after it.
 It measures the training thread's CPU time,
 minus that of a step without any reduction. "A hook alone" is an empty Python function that is called for every
 parameter: the minimum with hooks.

@@ -1,6 +1,6 @@
 """The `stepper` job with Keras: a small model under ``fit``, with Horovod's callbacks, a commit after each batch.
 
-One endless epoch: at the end of a normal one TensorFlow may take seconds to destroy an iterator.
+It trains one endless epoch, because at the end of an epoch TensorFlow may take seconds to destroy an iterator.
 """
 
 from __future__ import annotations

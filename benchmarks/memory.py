@@ -29,14 +29,14 @@ import results_output
 from measurements import Mark
 
 MB = 1 << 20
-ROOM = 1.05  # of the snapshot
+ROOM = 1.05  # limit relative to the snapshot
 
 
 @dataclass(frozen=True)
 class Taken:
     """Mean memory of the workers of one job, in bytes."""
 
-    before: float  # with all modules, the world and torch's group, without a model
+    before: float  # memory with all modules, the world and torch's group, without a model
     trained: float
     snapshot: int  # 0: none
 

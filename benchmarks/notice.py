@@ -1,7 +1,8 @@
 """Cost to the other workers when a machine announces its end.
 
-Two hosts with two workers each. One announces its end two seconds ahead, its workers leave, and remaining ones are
-killed after these two seconds. Then it counts as another machine, and its workers return. Results: steps that a
+The job has two hosts with two workers each. One host announces its end two seconds ahead: its workers leave, and
+remaining ones are killed after these two seconds.
+Then it counts as another machine, and its workers return. Results: steps that a
 survivor had to repeat, broken worlds, workers that had not left in time, and the longest gap between two steps of a
 survivor.
 """

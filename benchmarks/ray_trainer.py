@@ -24,7 +24,7 @@ def train(config: dict[str, Any]) -> None:
     import tempfile
     import time
 
-    gc.disable()  # to import torch faster, as our job does
+    gc.disable()  # makes the import of torch faster, as in our job
     import torch
 
     gc.freeze()

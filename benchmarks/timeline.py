@@ -33,21 +33,21 @@ import elastic
 import results_output
 
 WARMUP = 2  # pairs
-SETTLE_S = 0.05  # before each block: a timeline begins with a comparison of clocks
+SETTLE_S = 0.05  # pause before each block: a timeline begins with a comparison of clocks
 
 
 @dataclass(frozen=True)
 class Answer:
-    off_ms: float  # of a step, medians over the blocks
+    off_ms: float  # milliseconds of a step, medians over the blocks
     on_ms: float
     ratio: float  # median of on / off over the pairs
     low: float  # its quartiles
     high: float
-    quiet_ratio: float  # on / off of the quickest tenth of the blocks of each kind
+    quiet_ratio: float  # ratio on / off of the quickest tenth of the blocks of each kind
     cpu_ratio: float  # median over the pairs of the workers' CPU time
     cpu_low: float
     cpu_high: float
-    records_per_step: float  # of all workers
+    records_per_step: float  # records of all workers
     bytes_per_record: float
 
 

@@ -39,15 +39,13 @@ KB = 1 << 10
 SIZES_KB = (1, 64, 1024, 10 * 1024, 100 * 1024)
 IN_A_ROW_BYTES = 4 << 20
 MOST_IN_A_ROW = 30
-MARKS = {"mlp": 0.7, "gpt": 0.95, "convnet": 0.95}  # of a step
+MARKS = {"mlp": 0.7, "gpt": 0.95, "convnet": 0.95}  # limits for a step
 NEVER_SLOWER = 1.0
 FSDP = "FSDP2"
 FSDP_MARK = 0.75  # of a step
 ZERO = "ZeRO-1"
-ZERO_MARK = 1.05  # of a step
-SHARE_MARK = (
-    1.2  # of the mean of all ranks' shares of the optimizer's bytes, by DistributedOptimizer
-)
+ZERO_MARK = 1.05  # limit for a step
+SHARE_MARK = 1.2  # limit relative to the mean of all ranks' shares of the optimizer's bytes
 distributed: Any = torch.distributed  # its stubs lack what is used here
 
 

@@ -256,7 +256,7 @@ def run_batch(cells: Sequence[Cell], done: Progress) -> None:
 
 
 def one_job(cells: Sequence[Cell], done: Progress) -> tuple[list[Result], Path | None]:
-    """Return the results of the first cells, as far as the job got, and its folder if something was wrong."""
+    """Return the results of the cells that the job completed, and its folder if something was wrong."""
     small = any(c.victim == faults.DRIVER and c.fault == faults.DISK for c in cells)
     folder = Path(tempfile.mkdtemp(prefix="elastic-matrix-"))
     shared = not any(map(expectations.shuts_connections, cells))
@@ -273,7 +273,7 @@ def one_job(cells: Sequence[Cell], done: Progress) -> tuple[list[Result], Path |
                 break
         if results[-1].passed:
             trouble = job.finish()
-            if trouble:  # of the whole job: the cell that caused it is unknown
+            if trouble:  # trouble of the whole job: the cell that caused it is unknown
                 print(f"         FAILED as a whole: {trouble}", flush=True)
                 names = "; ".join(str(r.cell) for r in results)
                 said = f"in a job of {names}: {trouble}"

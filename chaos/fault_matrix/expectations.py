@@ -293,7 +293,7 @@ def is_first(cell: Cell) -> bool:
 
 
 class JobKind(enum.Enum):
-    """Kinds of jobs, by what their cells need."""
+    """Kinds of jobs, by the needs of their cells."""
 
     PLAIN = "plain"
     DURABLE = "with checkpoints"

@@ -22,7 +22,7 @@ from elastic.chaos.harness.journal_tail import Json
 from elastic.chaos.inject.network import PacketFilter, Socket, sockets_of
 
 Turn = Callable[[], None]
-_numbers = itertools.count(os.getpid() * 1000)  # of nftables tables: unique on this machine
+_numbers = itertools.count(os.getpid() * 1000)  # numbers of nftables tables, unique on this machine
 
 
 def act(

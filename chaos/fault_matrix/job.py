@@ -30,7 +30,7 @@ END_S = 30.0  # time for a job to end after the request
 LOOK_S = 0.01
 SLOTS = 64  # enough for workers that must not return to their slot
 SMALL_DISK_BYTES = 16 << 20
-IMPORTED_BYTES = 100 << 20  # of a process that has imported torch
+IMPORTED_BYTES = 100 << 20  # memory of a process that has imported torch
 TRAINING = "elastic.chaos.fault_matrix.training"
 SHARDED_TRAINING = "elastic.chaos.fault_matrix.sharded_training"
 FLAGS = (
@@ -49,7 +49,7 @@ MORE_FLAGS = {
 
 
 class Unexpected(Exception):
-    """Something did not end as it should; the message says what was expected and what was found."""
+    """A process or job did not end as expected; the message contains the expected and the actual outcome."""
 
 
 def started(

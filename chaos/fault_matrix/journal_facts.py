@@ -20,12 +20,12 @@ class JournalFacts:
     """The newest world, and the state of the workers."""
 
     entries: list[Json] = field(default_factory=list)
-    members: list[str] = field(default_factory=list)  # of the newest world, by rank
+    members: list[str] = field(default_factory=list)  # members of the newest world, by rank
     ever: set[str] = field(default_factory=set)  # members of any world so far
     generation: int = 0
-    changing: bool = False  # since that world was published, a change of it was decided
-    resumed: set[str] = field(default_factory=set)  # in that world
-    commits: int = 0  # in that world
+    changing: bool = False  # a change of that world was decided after its publication
+    resumed: set[str] = field(default_factory=set)  # workers that resumed in that world
+    commits: int = 0  # commits made in that world
     order: list[str] = field(default_factory=list)  # order in which the workers connected
     exited: dict[str, int] = field(default_factory=dict)  # code
     standbys: list[str] = field(default_factory=list)  # all workers that were asked to stand by

@@ -15,7 +15,7 @@ from elastic.chaos.fault_matrix.job import MatrixJob, Unexpected
 from elastic.chaos.fault_matrix.journal_facts import COMMITS, named
 from elastic.driver.reasons import Reason
 
-FULL_S = 120.0  # for a job to have all its workers training, on a busy machine
+FULL_S = 60.0  # seconds for a job to have all its workers training
 CELL_S = 60.0  # time for a cell to end as expected
 AHEAD = 10  # steps from now until several workers are hit
 
@@ -32,7 +32,7 @@ def run(job: MatrixJob, cell: Cell, number: int) -> Result:
 
 def _run(job: MatrixJob, cell: Cell, name: str) -> Result:
     story = job.story
-    members = [f"localhost:{slot}#1" for slot in range(WORKERS)]  # of the first world
+    members = [f"localhost:{slot}#1" for slot in range(WORKERS)]  # members of the first world
     if job.started:
         all_there = "all workers training before the fault, and a spare process"
         job.until(lambda: story.full and job.has_spare(), all_there, FULL_S)
@@ -110,7 +110,7 @@ def _await_end(job: MatrixJob, cell: Cell, victims: set[str], since: int, each_t
 
 
 def _goes_on(job: MatrixJob, cell: Cell, victims: set[str], since: int, each_turn: Turn) -> None:
-    """Wait until all commit again, for at least as long as the fault lasts, and check that no worker is missing."""
+    """Wait until all commit again, at least for the duration of the fault, and check that no worker is missing."""
     story = job.story
     lasts = cell.fault in (cells.STOP, cells.GIL) or cell.victim == cells.DRIVER
     until = time.monotonic() + (MOMENT_S + 1.0 if lasts else 0.0)

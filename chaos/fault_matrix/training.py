@@ -22,7 +22,7 @@ from elastic.optimizer.gradients import gradient_reducer
 
 SAMPLES = 37  # divisible neither into rounds nor into epochs
 BATCH = 2
-STEP_S = 0.02  # in addition to the work, so that a machine with few cores has time for imports
+STEP_S = 0.02  # pause besides the work, so that a machine with few cores has time for imports
 EVALUATE_EVERY = 3  # steps
 
 gradient_reducer.FIRST_BYTES = gradient_reducer.FULL_BYTES = (

@@ -1,4 +1,4 @@
-"""`python -m elastic.chaos fuzz`: fuzz the control-plane protocol, and report what was tried.
+"""`python -m elastic.chaos fuzz`: fuzz the control-plane protocol, and report the tried inputs.
 
 Decoders and sealed streams get most of the inputs, a real server on loopback the rest of the time. A finding is an
 input that was accepted as something else, an exception other than a rejection, an answer to an unauthenticated peer, a
@@ -25,7 +25,7 @@ examples:
   python -m elastic.chaos fuzz --seconds 60
   python -m elastic.chaos fuzz --seconds 600 --seed 7
 """
-SHARES = {"decoders": 0.4, "streams": 0.2, "server": 0.4}  # of the time
+SHARES = {"decoders": 0.4, "streams": 0.2, "server": 0.4}  # shares of the time
 WARM_UP = 0.1  # share of each part, after which memory must not grow
 GROWTH_LIMIT = 32 << 20  # bytes
 WIDTH = 100
@@ -55,7 +55,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def fuzz(seconds: float, seed: int) -> tuple[list[Tally], list[str]]:
-    """Return what was tried, and further lines about it."""
+    """Return the counts of tried inputs, and further lines about them."""
     decoders, streams = Decoders(seed), Streams(seed)
     words = []
     for name, part in (("decoders", decoders), ("streams", streams)):

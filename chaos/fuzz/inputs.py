@@ -1,7 +1,7 @@
 """Fuzz inputs: valid messages drawn from their schema, and corruptions of them. Pure except for seeded random numbers.
 
-A tree is a message as plain lists and maps; a body is its MessagePack. `Inputs.spoilt` names what it did, for the table
-of tried inputs.
+A tree is a message as plain lists and maps; a body is its MessagePack. `Inputs.spoilt` also describes the corruption,
+for the table of tried inputs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Inputs:
         return msgspec.msgpack.encode(self.tree())
 
     def spoilt(self, body: bytes, how: str | None = None) -> tuple[str, bytes]:
-        """Corrupt the body of a valid message. Return what was done, and the result."""
+        """Corrupt the body of a valid message. Return a description of the corruption, and the result."""
         how = how or self.random.choice(self._names)
         return how, self.spoilers[how](body)
 

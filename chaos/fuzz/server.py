@@ -38,12 +38,12 @@ KNOWN = (UNEXPECTED, SECOND)  # these know the secret, and receive the reason fo
 class Caller:
     """A caller's end of a connection."""
 
-    answer_s = 5.0  # for the answer to an honest worker, and for a connection that has to be closed
+    answer_s = 5.0  # time for the answer to an honest worker, and for a connection to be closed
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
         self.wire = FramedConnection(messages.from_driver)
-        self.nonce = b""  # of the server
+        self.nonce = b""  # nonce of the server
 
     async def hear(self) -> Any:
         """Return the next message, or None at the end of the connection."""
@@ -58,7 +58,7 @@ class Caller:
         return message
 
     async def ended(self) -> bytes:
-        """Stop sending. Return what is received until the other end has closed. Raises TimeoutError if it does not."""
+        """Stop sending. Return the data received until the other end has closed. Raises TimeoutError if it does not."""
         data = b""
         try:
             await self.writer.drain()
@@ -77,7 +77,7 @@ class LoopbackServer:
     def __init__(self, seed: int) -> None:
         self.strangers = Tally("a server, by strangers")
         self.turncoats = Tally("a server, by those who know the secret")
-        self.lines = 0  # of the log
+        self.lines = 0  # lines of the log
         self._random = random.Random(seed)
         self._inputs = Inputs(messages.FromWorker, seed)
         self._said: dict[Worker, deque[Any]] = {worker: deque() for worker in HONEST}
@@ -273,7 +273,7 @@ class LoopbackServer:
         return what, kinds[what]()
 
     async def _betray(self, peer: Caller) -> None:
-        """Authenticate, then send what no worker sends."""
+        """Authenticate, then send data that no worker sends."""
         worker = Worker("turncoat", next(self._numbers))
         self._inside.add(worker)
         await self._enter(peer, worker)

@@ -19,7 +19,7 @@ class Tally:
     target: str
     tried: Counter[str] = field(default_factory=Counter)
     taken: Counter[str] = field(default_factory=Counter)  # of those, accepted as valid messages
-    worst_s: float = 0.0  # for one input
+    worst_s: float = 0.0  # longest time for one input
     findings: list[str] = field(default_factory=list)
 
     def note(self, what: str, *, taken: bool, seconds: float = 0.0) -> None:

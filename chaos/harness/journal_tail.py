@@ -100,7 +100,7 @@ class JournalTail(Generic[S]):
     def __init__(self, path: Path, story: S) -> None:
         self.story = story
         self._path = path
-        self._offset = 0  # of the first unprocessed line
+        self._offset = 0  # offset of the first unprocessed line
 
     def look(self) -> S:
         """Process all complete lines."""

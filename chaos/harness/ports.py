@@ -1,8 +1,8 @@
 """Ports for programs that get a port number and bind it themselves, without conflicts between parallel tests.
 
-A port that was bound for a moment to find it may be taken before the program binds it. So these ports lie outside the
-range from which the kernel takes ports for outgoing connections and for binds to port 0, and each process has its own
-block. It claims the block with a socket name that the kernel frees when the process ends.
+A port that was bound for a moment to find it may be taken before the program binds it. These ports are therefore
+outside the range that the kernel uses for outgoing connections and for binds to port 0, and each process has its
+own block. It claims the block with a socket name that the kernel frees when the process ends.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ KERNELS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """Return an unused port that is given to no other process as long as this one lives."""
+    """Return an unused port that no other process receives while this one lives."""
     return free_ports(1)[0]
 
 
 def free_ports(number: int) -> list[int]:
-    """Return that many different ports. They repeat after 200 ports."""
+    """Return ``count`` different ports. Ports are reused after 200 calls."""
     # by process id: after a fork, the child does not use its parent's
     ports = itertools.islice(_block(os.getpid()), number + BLOCK)
     found = list(itertools.islice(filter(_is_free, ports), number))

@@ -30,9 +30,9 @@ HOSTS = ("a", "b", "c", "d")
 ETCD, DRIVER, STANDBY = "etcd", "driver", "standby"
 ETCD_PORT = 2379
 ENDPOINT = f"{ETCD}:{ETCD_PORT}"
-START_S = 120.0  # for a job's workers to start and train; two cores import torch four times
-CHANGE_S = 90.0  # for a smaller or larger world to train
-TAIL_BYTES = 512  # of a worker's notes, to read the latest
+START_S = 120.0  # seconds for a job's workers to start and train; two cores import torch four times
+CHANGE_S = 90.0  # seconds for a smaller or larger world to train
+TAIL_BYTES = 512  # end of a worker's notes, which contains the latest one
 
 
 class HostCluster:
@@ -99,7 +99,7 @@ class HostedJob:
         self.name = name
         self.folder = folder
         self.hosts = hosts
-        self.journals: list[Path] = []  # of each driver that may have been the leader
+        self.journals: list[Path] = []  # journals of the drivers that may have been the leader
         self.agents: dict[str, Program] = {}  # the latest of each host
         self.drivers: list[Program] = []
         self.programs: list[Program] = []

@@ -30,7 +30,7 @@ class Link:
     from_host: bool = True
     to_host: bool = True
     loss: float = 0.0  # share of dropped packets, in either direction
-    rate: str = ""  # in tc's format: 10mbit; empty: unlimited
+    rate: str = ""  # rate in tc's format, such as 10mbit; empty: unlimited
     delay_s: float = 0.0  # each way
 
     def __post_init__(self) -> None:

@@ -31,8 +31,8 @@ from elastic.errors import ElasticError, Invalid
 SUBNET = "10.77.0"
 SWITCH = "switch"
 BRIDGE = "br0"
-ANSWER_S = 10.0  # for ip, nft and tc to answer
-DEATH_S = 5.0  # for killed processes to disappear
+ANSWER_S = 10.0  # seconds for ip, nft and tc to answer
+DEATH_S = 5.0  # seconds for killed processes to disappear
 NEEDED = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "unshare": "util-linux"}
 
 _PREFIX = "elastic-chaos"

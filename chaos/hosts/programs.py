@@ -17,12 +17,12 @@ from elastic.chaos.hosts.namespaces import Host
 from elastic.errors import ElasticError
 
 LOOK_S = 0.02
-END_S = 15.0  # for a program to react to SIGTERM
+END_S = 15.0  # seconds for a program to react to SIGTERM
 SHOWN = 25  # lines of its output
 
 
 class Late(ElasticError):
-    """A wait has timed out. The text says what was awaited, and the present state."""
+    """A wait has timed out. The text contains the awaited event and the present state."""
 
 
 class Program:
@@ -77,7 +77,7 @@ class Program:
     def signal(self, number: int) -> float:
         """Send a signal, if it has not ended. Return the time on the monotonic clock."""
         at = time.monotonic()
-        # Not os.kill: once waited for, its ID may be that of another process or thread.
+        # Not os.kill: once the process was waited for, another one may have its ID.
         self.process.send_signal(number)
         return at
 

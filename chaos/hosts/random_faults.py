@@ -32,7 +32,7 @@ ON_HOSTS = (
 ON_DRIVERS = ("kill driver", "stop driver", "kill driver's host", "cut driver's host")
 ON_ETCD = ("kill etcd", "cut etcd")
 MOST_GAP_S = 2.5
-BACK_S = 150.0  # for all hosts to train again
+BACK_S = 150.0  # seconds for all hosts to train again
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def table(outcomes: Sequence[ScenarioOutcome]) -> list[str]:
 def page(
     outcomes: Sequence[ScenarioOutcome], *, command: str, date: str, machine: str, setting: str
 ) -> str:
-    """Return the page. ``setting``: a paragraph about what all scenarios have in common."""
+    """Return the page. ``setting``: a paragraph about the setup that all scenarios share."""
     passed = sum(outcome.passed for outcome in outcomes)
     troubles = [(o.name, each) for o in outcomes for each in o.troubles]
     lines = [

@@ -88,7 +88,7 @@ def slow_link(bench: HostCluster) -> ScenarioOutcome:
 
 
 def long_way(bench: HostCluster) -> ScenarioOutcome:
-    """A host has a round-trip time of 200 ms, of which each step needs several."""
+    """A host has a round-trip time of 200 ms. Each step needs several round trips."""
     delay, how = bench.network.delay, "200 ms there and back"
     # Ten round trips: to regroup, to connect, and for the four collectives of a first step.
     recovers = Mark(next_step_ms=2000, interrupted=True)
@@ -225,7 +225,7 @@ def driver_and_worker_killed(bench: HostCluster) -> ScenarioOutcome:
 
 
 def two_drivers(bench: HostCluster) -> ScenarioOutcome:
-    """Two drivers are started at the same time: one leads. Stopped and continued, it must not act any more."""
+    """Two drivers are started at the same time: one leads. After being stopped and continued, it must no longer act."""
     with bench.job("two drivers") as job:
         for host in HOSTS:
             job.start_agent(host)

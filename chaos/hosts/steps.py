@@ -67,7 +67,7 @@ def notes_of(text: str) -> list[Note]:
 
 
 def aftermath(workers: Iterable[WorkerNotes], at: float, until: float) -> SurvivorSteps:
-    """Evaluate what happened at ``at``, as far as it was over at ``until``."""
+    """Evaluate the consequences of the fault at ``at`` up to ``until``."""
     known = list(workers)
     old = [worker for worker in known if any(note.at < at for note in worker.commits())]
     entered = [_first(worker, ENTERED, at, until) for worker in old]

@@ -269,7 +269,7 @@ def check_json(path: Path) -> None:
 
 
 def dry_run(plan: Plan, job: Job) -> list[str]:
-    """Describe what would be done, one line each."""
+    """Describe the actions that a run would take, one per line."""
     lines = [f"would run: {' '.join(job.words)}", *(f"  {fault}" for fault in plan.faults)]
     if plan.chance is not None:
         faults = draw(plan.chance)

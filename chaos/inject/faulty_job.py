@@ -29,8 +29,8 @@ from elastic.checkpoints.options import DIR
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
-LOOK_S = 0.02  # between two checks of the journal
-HEED_S = 2.0  # for the job to react to a Ctrl-C that it received too
+LOOK_S = 0.02  # seconds between two checks of the journal
+HEED_S = 2.0  # seconds for the job to react to a Ctrl-C that it received too
 END_S = 60.0  # for the job to end after a request, of which its workers have --leave-timeout
 
 Turn = Callable[[JobProgress, int, float], None]
@@ -59,7 +59,7 @@ class FaultyJob:
 
 
 def say(text: str) -> None:
-    """Print a line of this tool among those of the job."""
+    """Print a line of this tool between the lines of the job."""
     print(f"chaos   | {time.strftime('%H:%M:%S')} | {text}", file=sys.stderr, flush=True)
 
 
@@ -137,7 +137,7 @@ class _Fire:
         self._dice = random.Random(plan.chance.seed if plan.chance is not None else None)
 
     def turn(self, story: JobProgress, now: float, *, calm: Callable[[], bool]) -> None:
-        """Inject what is due. ``calm()``: start no new faults and end lasting ones; checked before each fault."""
+        """Inject due faults. ``calm()``: start no new faults and end lasting ones; checked before each fault."""
         if calm() or story.ending:
             self.injector.close(now)
             return

@@ -60,9 +60,9 @@ class _Lasting:
     ends_at: float
     next_at: float
     stopped: bool = False
-    pauses_s: float = 0.0  # of a slowed worker
+    pauses_s: float = 0.0  # length of the pauses of a slowed worker
     packets: PacketFilter | None = field(default=None, repr=False)
-    guard: Guard | None = field(default=None, repr=False)  # of a stopped worker
+    guard: Guard | None = field(default=None, repr=False)  # guard of a stopped worker
 
     def close(self) -> None:
         if self.packets is not None:
@@ -132,7 +132,7 @@ class Injector:
         return min((each.next_at for each in self._lasting), default=None)
 
     def turn(self, now: float) -> None:
-        """Do what is due."""
+        """Perform the actions that are due."""
         for each in list(self._lasting):
             alive = each.process.signal(0)  # it may have been fenced
             if alive and now < each.ends_at and now >= each.next_at:

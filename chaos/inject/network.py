@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from elastic.errors import Invalid
 
-ANSWER_S = 5.0  # for nft or ss to answer
+ANSWER_S = 5.0  # seconds for nft or ss to answer
 LISTEN = "0A"
 
 End = tuple[str, int]  # address and port

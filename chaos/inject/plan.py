@@ -27,7 +27,7 @@ FLIPPED = {"flip-weights": "weights", "flip-moments": "moments", "flip-gradients
 SPOILS_FILE = "flip-file"
 LASTING = {"freeze": (0.5, 8.0), "slow": (2.0, 10.0), "partition": (3.0, 10.0)}  # for_s if drawn
 FACTOR = 3.0
-MEAN_LEAST_S = 0.05  # between drawn faults; more frequent ones would outnumber the checks
+MEAN_LEAST_S = 0.05  # shortest mean time between drawn faults; more would outnumber the checks
 SECONDS_MAX = 1e6
 DRAWN_PER_LOOK = 20  # limits the time of one check
 
@@ -43,7 +43,7 @@ class Fault:
     at_generation: int | None = None
     for_s: float = 0.0
     factor: float = 0.0
-    drawn: bool = False  # at random: it spares the last worker
+    drawn: bool = False  # drawn at random: it spares the last worker
 
     def __str__(self) -> str:
         return f"{self.when()}: {self.what()} {self.victim}"
@@ -81,10 +81,10 @@ class Injected:
     kind: str
     worker: Worker
     rank: int
-    size: int  # of the world at that time
+    size: int  # size of the world at that time
     at: float
     what: str  # description: kind, factor, duration
-    until: float | None = None  # when it was undone
+    until: float | None = None  # time when it was undone
     note: str = ""
 
 

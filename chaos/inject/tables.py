@@ -12,7 +12,7 @@ from rich.text import Text
 from elastic.chaos.inject.fault_outcomes import FaultOutcome
 from elastic.chaos.inject.report import Recovery, Report, percentiles
 
-WIDTH = 118  # if the output is not a terminal
+WIDTH = 118  # width if the output is not a terminal
 KINDS = {"recovery": "after a failure", "change": "planned change"}
 FAULTS_SHOWN = 40
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 
 class Deadlines:
-    """Open waits, each with a key and a sentence that says what is awaited. `begin` replaces one with the same key."""
+    """Open waits, each with a key and a sentence about the awaited event. `begin` replaces one with the same key."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, tuple[float, str]] = {}
@@ -33,7 +33,7 @@ class Deadlines:
         self._by.clear()
 
     def overdue(self, now: float) -> str:
-        """Return what should have happened before ``now`` and has not; empty if nothing."""
+        """Return the events that were due before ``now`` but have not occurred; may be empty."""
         while self._by and self._by[0][0] < now:
             by, _, key = heapq.heappop(self._by)
             found = self._open.get(key)

@@ -92,13 +92,13 @@ __all__ = ["BrokenInvariant", "Invariants", "Summary", "check_journal"]
 
 EXPLAIN_S = 12.0  # a gathering that takes longer must have been explained
 AFTER_THE_END = (AnswerRequest, LetGo, KillWorker, DumpStacks, Report)
-# events answered by repeating what already holds
+# events answered by repeating current decisions
 REPEATS = (WorkerReconnected, HostReported, DriverRestarted)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What was checked, since an empty journal breaks nothing."""
+    """Counts of checks: an empty journal would break no invariant either."""
 
     worlds: int
     recoveries: int
@@ -118,7 +118,7 @@ class Invariants:
         self._job_end = JobEnd(self.job)
         self._explained = False
         self._recoveries = 0
-        self._term = 0  # of the present driver
+        self._term = 0  # term of the present driver
         self._resumed_at = 0  # line at which another driver continued, until its first event
 
     @property

@@ -14,7 +14,7 @@ from elastic.protocol.messages import Commit, Worker
 
 
 class BrokenInvariant(AssertionError):
-    """A broken invariant: what does not hold, the line of the journal that shows it, and what was expected."""
+    """A broken invariant: its violation, the line of the journal that shows it, and the expected state."""
 
 
 @dataclass(eq=False)
@@ -36,9 +36,9 @@ class LiveWorker:
     finished: bool = False  # and it was notified that all have returned
     dismissed: bool = False  # no longer a member, for the driver
     running: bool = False  # inside elastic.run at its last Ready
-    ready: bool = False  # since its last world
-    commit: Commit | None = None  # of its last Ready
-    holds: Commit | None = None  # at least this commit
+    ready: bool = False  # it has been ready since its last world
+    commit: Commit | None = None  # commit of its last Ready
+    holds: Commit | None = None  # it holds at least this commit
     going: str = ""  # why it is in no later world; empty: it may be
     stranded: bool = False  # its world broke outside elastic.run
     asked_to_leave: bool = False
@@ -63,10 +63,10 @@ class ObservedJob:
         self.hosts: dict[str, int] = {}
         self.going_hosts: dict[str, float] = {}  # announced ends of hosts
         self.drained: set[str] = set()  # hosts that an operator has drained
-        self.workers_max = settings.workers_max  # as last set by an operator
-        self.shrinks = False  # ... and there may still be more
+        self.workers_max = settings.workers_max  # maximum as last set by an operator
+        self.shrinks = False  # the world shrinks: there may still be more members
         self.generation = 0
-        self.members: dict[Worker, int] = {}  # of the present world, with ranks
+        self.members: dict[Worker, int] = {}  # members of the present world with their ranks
         self.base: Commit | None = None  # the commit that the present world began from
         self.trained = False
         # The newest commit in the storage, as reported to the driver.
@@ -80,7 +80,7 @@ class ObservedJob:
         self.samples = SampleHistory(samples)
         self.waits = Deadlines()
         self.finished = False  # some members have returned and were released
-        self.repeating = False  # the present answer repeats what already holds
+        self.repeating = False  # the present answer repeats current decisions
         self.end: EndJob | None = None
 
     def broken(self, invariant: str, what: str) -> NoReturn:

@@ -38,7 +38,7 @@ class SampleHistory:
     """Checks worlds and reports in the order of the journal. Methods return what is wrong, or an empty string."""
 
     def __init__(self, samples: int = 0) -> None:
-        self._samples = samples  # in the dataset; 0: as many as were seen
+        self._samples = samples  # number of samples in the dataset; 0: as many as were seen
         self._sizes: dict[int, int] = {}
         self._kept: dict[int, int] = {}  # generation -> number of its last commit in the chain
         self._settled = 0  # commits of older generations can no longer be undone
@@ -71,7 +71,7 @@ class SampleHistory:
     def began(
         self, generation: int, size: int, commit: Commit | None, back_to: int | None = None
     ) -> str:
-        """Record a world. What followed its commit is undone; earlier commits are final.
+        """Record a world. Commits after its own are undone; earlier ones are final.
 
         ``back_to``: the oldest generation to which a later world may still return.
         """

@@ -1,4 +1,4 @@
-"""Record what events show of each worker, and reject impossible ones. Pure. See `invariants`."""
+"""Record the state of each worker as shown by events, and reject impossible events. Pure. See `invariants`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic.chaos.invariants.observed_job import LiveWorker, ObservedJob
 from elastic.driver import events
 from elastic.protocol.messages import Commit, Worker
 
-UNKNOWN_S = 600.0  # for a machine that has announced its end without a time
+UNKNOWN_S = 600.0  # assumed time for a machine that has announced its end without a time
 
 
 class WorkerRecords:
@@ -114,7 +114,7 @@ class WorkerRecords:
     # ---- reports ---------------------------------------------------------------------------------------------------
 
     def _is_late_event(self, worker: Worker, event: events.Event) -> None:
-        """Check a message that arrived after the exit of its sender. What it reports on commits counts."""
+        """Check a message that arrived after the exit of its sender. Its reports about commits are valid."""
         departed, known = self.job.departed.get((worker.host, worker.slot), (None, None))
         if departed != worker or known is None:
             return
@@ -127,7 +127,7 @@ class WorkerRecords:
 
     def _note_event_of(self, worker: Worker, known: LiveWorker, event: events.Event) -> None:
         if isinstance(event, events.WorkerReady) and 0 < event.number < known.readies:
-            return  # of an earlier wait
+            return  # this is the answer to an earlier wait
         generation: int | None = getattr(event, "generation", None)
         if isinstance(event, events.WorkerReconnected) and not known.reconnected:
             known.said_at_first = known.said

@@ -85,8 +85,8 @@ class Together(msgspec.Struct, tag=True):
 
     generation: int
     size: int
-    broken_at: float  # when the last member received Broken of the previous world
-    last_at: float  # when the last member received its place
+    broken_at: float  # time when the last member received Broken of the previous world
+    last_at: float  # time when the last member received its place
     # bytes that all hosts together received for it: Broken of the previous world, and all places
     bytes_told: int
 

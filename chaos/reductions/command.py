@@ -164,7 +164,7 @@ class ReductionRun:
         """Wait for a worker's outcome, and check that it holds nothing more than before."""
         outcome: CallOutcome = _expect(member, CallOutcome)
         held = outcome.rested.held
-        # Own arena and those of the other workers that live or have just been killed.
+        # The worker's own arena and the arenas of other workers that live or have just been killed.
         limits = {
             "descriptors": member.rested.held["descriptors"] + len(self._members),
             "mappings": len(self._members) + 1,
@@ -178,7 +178,7 @@ class ReductionRun:
 
 
 class _Member:
-    rested: Rested  # address of the last report, and what it held at first
+    rested: Rested  # address of the last report, and the resources held at first
 
     def __init__(self, process: BaseProcess, pipe: Connection) -> None:
         self.process = process

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 OPS = ("SUM", "MIN", "MAX", "PRODUCT")
-MOST_BYTES = 4 << 20  # of one tensor
+MOST_BYTES = 4 << 20  # maximum bytes of one tensor
 LATE_S = 0.1  # an error that takes longer than this is a finding
 FINDINGS = 20  # the most findings that are kept
 
@@ -163,7 +163,7 @@ class ReductionTally:
                 )
             if each.late_s > LATE_S:
                 self.late += 1
-                if self.late > 1:  # only one finding for all, so that there is room for others
+                if self.late > 1:  # only one finding for all, so that others fit
                     continue
                 self.found(f"round {number}: the error came {each.late_s * 1e3:.0f} ms late")
 

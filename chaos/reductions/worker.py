@@ -51,7 +51,7 @@ class Formed:
 
 @dataclass(frozen=True)
 class Rested:
-    """Nothing is in progress. ``listening`` is the address of the next store, ``held`` what the worker holds."""
+    """Nothing is in progress. ``listening``: address of the next store. ``held``: resources of the worker."""
 
     listening: Address
     held: dict[str, int]
@@ -60,7 +60,7 @@ class Rested:
 @dataclass(frozen=True)
 class CallOutcome:
     told: RankReport
-    failed_at: float  # on the clock that all processes share; 0: no failure
+    failed_at: float  # time on the clock that all processes share; 0: no failure
     began_at: float  # begin of the wait that failed
     cut_at: float  # abort by this process; 0: none
     rested: Rested

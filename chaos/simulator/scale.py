@@ -97,8 +97,8 @@ class Cost:
     workers: int
     decide_ms: float  # processor time of the driver, over all its events
     events: int  # events that the driver received
-    messages: int  # in both directions
-    virtual_s: float  # until the new world was published
+    messages: int  # messages in both directions
+    virtual_s: float  # virtual seconds until the new world was published
 
     @property
     def per_worker_us(self) -> float:

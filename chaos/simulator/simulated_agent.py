@@ -31,7 +31,7 @@ class SimulatedAgent:
         # End of a short freeze or cut, one of which is harmless.
         self.quiet_until = float("-inf")
         self.processes: dict[Worker, SimulatedWorker] = {}
-        self._notice: Notice | None = None  # of the end of its machine, with the time
+        self._notice: Notice | None = None  # notice of the end of its machine, with the time
         self._ends_at = 0.0
         self.link = self._new_link()
         self._exits: dict[Worker, WorkerExited] = {}
@@ -72,7 +72,7 @@ class SimulatedAgent:
 
     def receive(self, connection: Connection, message: messages.AgentMessage) -> None:
         if connection is not self.link.connection or not self.alive:
-            return  # from an earlier driver or incarnation
+            return  # the order is from an earlier driver or incarnation
         if self.frozen:
             self._mail.append(message)
         else:

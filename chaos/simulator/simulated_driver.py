@@ -36,9 +36,9 @@ from elastic.driver.membership.worker_messages import event_of
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Worker
 
-BEAT_S = 0.9  # between two heartbeats of an agent
+BEAT_S = 0.9  # seconds between two heartbeats of an agent
 ARM_S = 0.001
-LAST_S = 2.0  # from the last exit to the end of the driver's process
+LAST_S = 2.0  # seconds from the last exit to the end of the driver's process
 AGENT_STARTS_S = (0.05, 0.5)  # how long it takes to start an agent
 
 

@@ -166,7 +166,7 @@ def hang_a_gpu(sim: SimulatedJob) -> None:
 
 
 def hang_the_network(sim: SimulatedJob) -> None:
-    """Hang the network of GPUs: no collective of this world ends any more, and no worker is to blame."""
+    """Hang the network of GPUs: no collective of this world ends, and no worker is to blame."""
     sim.training.on_gpus = True
     if sim.training.worlds:
         generation = max(sim.training.worlds)

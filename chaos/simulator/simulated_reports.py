@@ -31,7 +31,7 @@ class SimulatedReports:
     """Reports of one worker."""
 
     def __init__(self, sim: SimulatedJob, worker: Reporter) -> None:
-        self.samples: list[int] = []  # since the last commit
+        self.samples: list[int] = []  # samples since the last commit
         self.idle = False  # waits outside collectives, and uses no processor
         self.phase = ""  # the marked long phase
         self._sim = sim

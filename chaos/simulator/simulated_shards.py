@@ -59,7 +59,7 @@ class Mirroring(NamedTuple):
 
 
 class ShardedJob:
-    """Sealed commits of one job, and what was restored of them.
+    """Sealed commits of one job, and the restored ones.
 
     Args:
         copies: of each shard, on other hosts.
@@ -108,7 +108,7 @@ class ShardedWorker(SimulatedWorker):
         super().__init__(sim, agent, worker)
         self._cycle = DoubleBuffer()
         self._memory: tuple[dict[int, Rows], dict[int, Rows]] = ({}, {})  # by shard, of each bank
-        self._kept: list[State] = [self.state, self.state]  # replicated values of each bank
+        self._kept: list[State] = [self.state, self.state]  # replicated values in each bank
         self._live: Rows = {}
         self._order: list[int] = []
         self._placement: Placement = ()

@@ -64,7 +64,7 @@ class Collective:
 
 class WaitReports(Protocol):
     def waits(self, collective: Collective) -> None:
-        """Report to the driver what it waits for, and how long."""
+        """Report to the driver the collective that it waits in, and for how long."""
 
 
 class Process(Protocol):
@@ -82,7 +82,7 @@ class Process(Protocol):
     def alive(self) -> bool: ...
 
     def poke(self) -> None:
-        """Recheck what it waits for."""
+        """Recheck the condition that it waits for."""
 
     @property
     def reports(self) -> WaitReports: ...
@@ -276,7 +276,7 @@ class Training:
         assert known == process.saved, f"{process.worker} holds another state as {commit}"
 
     def completed(self, process: Process, steps: int) -> None:
-        """Check a worker that has returned: its history has every sample once."""
+        """Check that the history of a worker that has returned contains every sample once."""
         assert process.state.steps == steps, f"{process.worker} finished after {process.state}"
         history = process.state.history
         assert not self._is_corrupted(history), (

@@ -21,7 +21,7 @@ from elastic.runtime.recovery import AbortGroups, Phase, Recovery, Send, Verdict
 
 HOLD_S = 60.0
 DEVICE_S = 10.0
-GIVE_UP_S = 40.0  # without a connection to the driver
+GIVE_UP_S = 40.0  # seconds without a connection to the driver
 Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 
@@ -46,10 +46,10 @@ class SimulatedWorker:
         self.state = State(0, sim.clock.random.getrandbits(32))
         self.saved = self.state
         self.frozen = False
-        self.doomed = False  # it may be killed for something that was done to it
+        self.doomed = False  # it may be killed because of an injected fault
         self.point = "start"  # where its training thread has yielded control
         self.will_raise = ""  # one of few texts, so that several workers raise the same
-        self.trouble = ""  # for its next step: stuck, spinning, slow, long
+        self.trouble = ""  # trouble in its next step: stuck, spinning, slow, long
         self.trouble_s = 0.0
         self.gpu_hangs = False  # it reaches no more collectives
         self.innocent = False  # slow, or in a long phase, for which it must not be killed
@@ -76,7 +76,7 @@ class SimulatedWorker:
     # ---- the process -----------------------------------------------------------------------------------------------
 
     def poke(self) -> None:
-        """Continue if what the training thread waits for has happened."""
+        """Continue if the condition that the training thread waits for is true."""
         while self.alive and not self.frozen and self._waits_for():
             try:
                 self.point, awaited = next(self._thread)
@@ -243,7 +243,7 @@ class SimulatedWorker:
                 raise_if_broken(self.recovery)
                 return
             except PeerLost:
-                if self.gpu_hangs:  # what was aborted on it does not end
+                if self.gpu_hangs:  # aborted work on a hung GPU does not end
                     yield "drain", DEVICE_S
                     raise DeviceLost("its GPU did not come back") from None
                 yield "restore", self.sim.clock.between(0.0, 0.05)

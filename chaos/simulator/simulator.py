@@ -46,7 +46,7 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
     happened: int = 0  # events of all kinds
     messages: int = 0
-    crashes: int = 0  # of the driver
+    crashes: int = 0  # number of crashes of the driver
     places: Counter[str] = field(default_factory=Counter)  # where processes were struck
 
 
@@ -86,7 +86,7 @@ def settings_for(
 
 
 class Simulation:
-    """One job. ``faults``: how many are injected; ``mild`` ones spare the last holder of the state."""
+    """Simulated job. ``faults``: number of injected faults; ``mild`` ones spare the last holder of the state."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Simulation:
         self.workers = workers
         self.steps = steps
         self.mild = mild
-        self.step_s = step_s  # if positive, all members make a step in one event, at this interval
+        self.step_s = step_s  # if positive: interval at which all members make a step in one event
         self.keep_journal = keep_journal
         self.faults_s = faults_s
         self.weather = weather or FaultConditions.drawn(seed, mild=mild)
@@ -128,7 +128,7 @@ class Simulation:
         self.network.conditions.lease_s = self.settings.lease_s
         wanted = workers + standbys
         self.hosts = {f"h{n}": slots for n in range((wanted + slots - 1) // slots)}
-        self.listed = self.hosts  # as in the present host list
+        self.listed = self.hosts  # hosts in the present host list
         self.fixed_hosts = fixed_hosts
         self.processes: dict[Worker, SimulatedWorker] = {}  # live ones
         self.training = Training(self)

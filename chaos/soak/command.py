@@ -43,10 +43,10 @@ FAULTS = "kill,leave,freeze,cut"
 # Slots per fault: a worker that leaves on request leaves its slot empty.
 SLOTS_PER_FAULT = 0.5
 SPARED = "localhost:0"
-WIDTH = 128  # of the model
-STEP_S = 0.02  # in addition to the work of a step, so that there is time for imports
+WIDTH = 128  # width of the model
+STEP_S = 0.02  # pause besides the work of a step, so that there is time for imports
 FREEZE_S = (0.2, 4.0)  # shorter and longer than the lease
-SETTLED_S = 0.5  # after a change of the world: until then the old one's sockets still exist
+SETTLED_S = 0.5  # seconds after a change of the world until the old one's sockets are closed
 TOLD_S = 30.0  # interval of progress lines
 
 

@@ -26,7 +26,7 @@ class SoakResults:
     """Measurements of the soak besides the job's report. ``left``: processes and segments that outlived the job."""
 
     curves: list[GrowthCurve]
-    back_s: float | None = None  # from the last fault until all workers trained again
+    back_s: float | None = None  # seconds from the last fault until all workers trained again
     left: list[str] = field(default_factory=list)
 
     @property

@@ -14,7 +14,7 @@ import torch
 
 
 def without_compiler() -> None:
-    """Replace the compiler's module by one with what torch uses of it: two no-op decorators and a few functions."""
+    """Replace the compiler's module by one with the parts that torch uses: two no-op decorators and a few functions."""
 
     def same(function: Any, *_: Any, **__: Any) -> Any:
         return function
