@@ -1,7 +1,8 @@
 // Memory through which the ranks of a group synchronize: one control block, mapped by all. It starts as zeros.
 //
-// A collective is a row of rounds, one for each window of its bytes; rounds are numbered through the life of the group,
-// equally on every rank. A round uses entry `number % kRing` of every table, and kSlots windows of staging in turn.
+// A collective is a sequence of rounds, one for each window of its bytes. Rounds are numbered through the life of the
+// group, equally on every rank. A round uses entry `number % kRing` of every table, and kSlots windows of staging in
+// turn.
 #pragma once
 
 #include <atomic>
@@ -29,7 +30,7 @@ struct Offer {  // of one rank for one round; written before `ready` counts it
 
 struct alignas(128) Seat {  // of one rank, which is the only writer
   std::atomic<uint64_t> ready;  // rounds in which its data is ready
-  // rounds that it has completed: it reads no other memory for them any more
+  // rounds that it has completed: it no longer reads other memory for them
   std::atomic<uint64_t> taken;
   std::atomic<uint32_t> writing;  // it may be writing into others' memory
   // it has something to offer, and waits until the others have taken more

@@ -1,7 +1,7 @@
 // Copies of many tensors for a commit. They bypass the caches, because the copies are only read after a failure.
 //
-// An ordinary copy reads each line of the destination before it writes it, and evicts from the caches what training
-// needs next. No memory is allocated or kept; nothing blocks or fails.
+// An ordinary copy reads each line of the destination before it writes it, and evicts data that training
+// needs next from the caches. No memory is allocated or kept; nothing blocks or fails.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
 // A file that is written past the page cache, with checksums: a checkpoint costs the processor one pass over memory.
 //
 // The bytes go through one buffer, which stays in the caches: they are copied there, summed there, and written from
-// there when it is full. If the file system can't bypass its cache, it is used. Blocks while the disk does.
+// there when it is full. If the file system can't bypass its cache, it is used. Blocks while the disk blocks.
 #pragma once
 
 #include <cstdint>

@@ -89,7 +89,8 @@ int32_t elastic_receive(elastic_group* group, void* data, uint64_t bytes, uint64
                         int32_t* state);
 int32_t elastic_wait_message(elastic_group* group, const int32_t* state, double timeout_s);  // as elastic_wait
 
-// Ends every wait here and on the other ranks; any thread, any number of times, never blocks. The first reason counts.
+// Ends every wait here and on the other ranks, for the first given reason. May be called from any thread, any number of
+// times; never blocks.
 void elastic_abort(elastic_group* group);
 
 // Reason of the failure: reason << 8 | rank; 0 without a failure. One word, so that both are consistent. Any thread.
@@ -115,7 +116,7 @@ void elastic_close(elastic_group* group);
 int32_t elastic_detach(elastic_group* group, double timeout_s);
 
 // After `elastic_close`, once no thread is in any call and none will follow. The control block and the arenas stay
-// mapped: they belong to the caller. A forked child, which does not have the thread, calls none of the three.
+// mapped: they belong to the caller. A forked child, which lacks the thread, must not call any of the three.
 void elastic_free(elastic_group* group);
 
 }  // extern "C"

@@ -34,7 +34,7 @@ class Lanes {
 
   // Accesses only this rank's memory, as `settle_read`: both are valid after the group has failed.
   void append(std::list<Message>& incoming);
-  // Completes sends that their receivers have read. Returns whether there were any.
+  // Completes sends that their receivers have read. Returns whether it completed any.
   bool settle_read();
   bool pending() const { return !receives_.empty() || sending_ > 0 || receiving_ > 0; }
   // Moves a bounded amount into the lanes. Returns whether there was any; waiting ranks must then be woken.

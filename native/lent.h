@@ -1,6 +1,6 @@
 // Memory of ours that another framework holds: the framework reports here that it has released it.
 //
-// It may do so in any thread, and after Python has ended, so that Python can't be called.
+// This may happen in any thread, and after Python has ended, so Python must not be called.
 #pragma once
 
 #include <cstddef>

@@ -45,7 +45,7 @@ inline bool has_ended(int pidfd) {
   return poll(&asked, 1, 0) == 1 && (asked.revents & (POLLIN | POLLHUP | POLLNVAL)) != 0;
 }
 
-// Wakes all sleepers, and costs nothing without any.
+// Wakes all sleepers. Costs nothing if no thread sleeps.
 struct Bell {
   std::atomic<uint32_t> rung;
   std::atomic<uint32_t> sleepers;
@@ -59,7 +59,7 @@ struct Bell {
   }
 
   // `worth` is called again after this thread counts as a sleeper, and reads in the single order of all such
-  // operations: any later change rings. A process that is killed in its sleep counts forever; that causes unnecessary
+  // operations: any later change rings. A process that is killed in its sleep stays counted, which causes unnecessary
   // wake-ups of the others until the group ends.
   template <typename Worth>
   void sleep(int64_t timeout_ns, Worth worth) {
