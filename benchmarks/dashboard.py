@@ -31,7 +31,7 @@ CORE, MEMORY_MB, SHOWN_S = 0.01, 20.0, 0.2  # limits
 
 @dataclass
 class PageFigures:
-    """Results of one job. ``shown_s`` has the time of each loss until the last viewer had it."""
+    """Results of one job. ``shown_s``: for each loss, the time until the last viewer received it."""
 
     core: float = 0.0  # share of one core during training
     peak_mb: float = 0.0

@@ -102,7 +102,7 @@ def in_both(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> list[Held
 
 
 def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> DigestDifference | None:
-    """Compare the states after each step, of all workers of the other run and each time that they trained the step.
+    """Compare the states of all workers of the other run after each step, each time that they trained it.
 
     Return the first difference, or None if all steps that are in both runs are equal.
     """

@@ -48,7 +48,7 @@ class WorldSequence:
         self.job.waits.end("gathering", "stop", "end")
 
     def _remember_digests(self, world: PublishWorld) -> None:
-        """Keep only digests that can still be compared: older ones than the world's commit cannot."""
+        """Discard digests older than the world's commit, since they can no longer be compared."""
         base = world.commit
         if base is None:
             self.job.digests.clear()

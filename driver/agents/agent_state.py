@@ -64,7 +64,7 @@ class AgentState:
         return AttachOutcome(kill=kill)
 
     def superseded(self, term: int) -> bool:
-        """Return whether a driver of this term replaces ours, which may be stopped and not know it."""
+        """Return whether a driver of this term replaces the present one, which may be stopped and unaware."""
         return bool(self.job) and self.away_since is None and term > self.term
 
     def lost(self, now: float) -> None:

@@ -104,8 +104,8 @@ class FileArchive:
         """Make room for a new journal. The previous job's journal is kept with a numeric suffix, the newest as ``.1``.
 
         Raises:
-            Invalid: the journal cannot be kept, one of these files is something else or in use by a driver, or this
-                file is itself a kept one of another journal.
+            Invalid: the journal cannot be kept, one of these files is not a journal or is in use by a driver, or this
+                file itself is the kept journal of an earlier job.
         """
         check_own(self.path)
         kept = [Path(f"{self.path}.{number}") for number in range(1, KEPT + 1)]

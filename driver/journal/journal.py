@@ -160,7 +160,7 @@ class Journal:
 
 
 class Archive(Protocol):
-    """Storage of the journal of one job, present or previous. No other process writes to it meanwhile."""
+    """Storage of the journal of one job, present or previous. While it is open, no other process writes to it."""
 
     async def past(self) -> RecoveredJob | None:
         """Return the job to resume, or None.

@@ -271,7 +271,7 @@ class ProcessSupervisor:
         pass_fds: Sequence[int] = (),
         stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
-        """Start a process; see `spawning.spawn`. The orphan reaper knows it, and no other."""
+        """Start a process; see `spawning.spawn`. It is registered with the orphan reaper."""
         self._born[:] = bytes(len(self._born))
         try:
             return spawn(

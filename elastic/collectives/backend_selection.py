@@ -70,7 +70,7 @@ class BackendSelection:
     Args:
         backend: the backend.
         hosts: the ranks of each host, ascending; hosts are in the order of their first ranks.
-        why: why ranks on one machine do not share memory; empty if all is as expected.
+        why: reason why ranks on one machine do not share memory; empty if they do or need not.
     """
 
     backend: Backend

@@ -71,7 +71,7 @@ class SamplePartition:
         return range(consumed, consumed + self.size(max(0, length - consumed)))
 
     def part(self, step: range, number: int) -> range:
-        """Places of rank or shard ``number``. Empty only if the step has fewer samples than there are parts."""
+        """Places of rank or shard ``number``. Empty only if the step has fewer samples than parts."""
         size, larger = divmod(len(step), self.parts)
         start = number * size + min(number, larger)
         return step[start : start + size + (number < larger)]

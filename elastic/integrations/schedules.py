@@ -59,7 +59,7 @@ class ScaledSchedule:
 
 
 class ScheduleLengthChange:
-    """Detects that the number of steps differs from the one that a script's schedule was given.
+    """Detects that the number of steps differs from the number given to a script's schedule.
 
     `warn` warns once; the numbers are part of a state.
     """

@@ -37,7 +37,7 @@ class PendingHandshakes(Generic[Caller]):
         return caller in self._since
 
     def add(self, caller: Caller, now: float) -> Caller | None:
-        """Add a connection. Return the one that has to be closed for it, which is no longer kept."""
+        """Add a connection. Return the one to close in exchange, which is no longer kept."""
         oldest = next(iter(self._since)) if len(self._since) >= self._limit else None
         if oldest is not None:
             del self._since[oldest]

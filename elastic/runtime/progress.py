@@ -66,7 +66,7 @@ class ProgressCounter:
         self.entered = 0
 
     def awaited(self) -> dict[int, str]:
-        """Return the ranks that this wait is for and the script line each is at, as reported by the driver."""
+        """Return the ranks that this rank waits for, with their script lines, as reported by the driver."""
         at, lines = self._awaited
         return lines if at == (self.generation, self.entered) else {}
 

@@ -56,7 +56,7 @@ def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = N
     """Find a job that runs on this machine: by name, by journal, by its driver's process, or the only one.
 
     Raises:
-        Invalid: with a list of the running jobs.
+        Invalid: no single job matches; the message lists the running jobs.
     """
     jobs = found = records(environ)
     which, whose, path, hint = "job of this user", "", "", ""

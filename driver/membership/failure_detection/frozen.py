@@ -97,7 +97,7 @@ class Frozen(Part):
     def _has_company(self, record: WorkerRecord) -> bool:
         """Return whether a worker that can run trains with it, or will in the next world.
 
-        Joining workers do not have a member's progress, so it is not given up for them. If all members are frozen, one
+        Joining workers lack a member's progress, so no member is given up for them. If all members are frozen, one
         of them must remain.
         """
         member = record.worker in self.worlds.world.places

@@ -124,7 +124,7 @@ class WorkerPool:
     ) -> None:
         """Apply a new list from discovery.
 
-        Workers on hosts that left it should leave, and those on listed hosts may stay.
+        Workers on hosts that left the list should leave; workers on listed hosts may stay.
         """
         self.slots.announce(hosts, fixed=fixed)
         for record in self.roster.values():

@@ -51,7 +51,7 @@ class Halves(Collectives, Protocol):
 
 
 class Steps:
-    """``halves`` is the group of ``host``; None if hosts are unequal.
+    """Steps of one rank. ``halves`` is the group of ``host``; None if hosts are unequal.
 
     ``wire`` is None if this rank's leader sends for it.
     """
