@@ -1,4 +1,4 @@
-"""A real browser, Chromium without a window, by its DevTools protocol: what a page shows, as a picture and as text.
+"""A headless Chromium, controlled through its DevTools protocol: returns a page as a picture and as text.
 
 async with Browser() as browser:
     await browser.open("http://127.0.0.1:8080/", width=400, height=800, dark=True)

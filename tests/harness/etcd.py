@@ -146,7 +146,7 @@ def three_etcds(folder: Path):
 
 
 def add_user(cluster: Cluster, user: str, password: str, prefix: str) -> EtcdAccess:
-    """Enable authentication, with a root and a user who may read and write under the prefix."""
+    """Enable authentication, with a root and a user that may read and write under the prefix."""
     asyncio.run(_add_user(cluster.access, user, password, prefix))
     return EtcdAccess(cluster.access.endpoints, cluster.access.tls, user, password)
 

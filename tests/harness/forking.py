@@ -91,7 +91,7 @@ def hear(channel: socket.socket, count: int) -> tuple[ForkRequest, list[int]] | 
 
 
 def early(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what a process reads from its environment only once: it must be the same in forks."""
+    """Return the variables that a process reads only once: they must be the same in forks."""
     return {
         name: text
         for name, text in env.items()

@@ -99,7 +99,7 @@ class History:
             assert begins == {max(saved)}, f"generation {generation}: {begins}, saved {saved}"
 
     def check_equal(self) -> None:
-        """Parameters agree, bit for bit, in what the driver was told and in what the workers wrote down."""
+        """Check that parameters agree bit for bit in the driver's messages and in the workers' files."""
         self.check_digests()
         self.check_written()
 

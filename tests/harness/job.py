@@ -91,7 +91,7 @@ class Job(Program):
         self._actions: dict[str, list[Json]] = defaultdict(list)
 
     def _read_on(self) -> None:
-        """Waits ask again and again: what was read before is not looked at again, unless it is another file by now."""
+        """Waits poll: lines that were read before are not read again, unless the file was replaced."""
         if not self.journal.exists():
             return self._forget()
         with open(self.journal, "rb") as file:

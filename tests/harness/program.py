@@ -1,4 +1,4 @@
-"""A program under test, in a session of its own: what it prints, how it ends, what processes it leaves.
+"""A program under test in its own session: its output, its exit, and the processes that it leaves.
 
 Whatever it starts inherits one environment variable with a unique value. By it all its processes are found again,
 orphans included: `end` leaves none alive and returns those that should have been gone.

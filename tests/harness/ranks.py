@@ -42,7 +42,7 @@ class Died(Exception):
 
 
 class Ranks:
-    """``run(function, *arguments)`` calls ``function(rank, size, *arguments)`` on every rank at once."""
+    """``run(function, *arguments)`` calls ``function(rank, size, *arguments)`` on all ranks concurrently."""
 
     def __init__(self, size: int) -> None:
         context = forks()

@@ -22,7 +22,7 @@ from harness.groups import at_once
 
 
 class MirroredGroup:
-    """A group of ``size`` in which every other rank sends what this one sends. ``calls`` are its reductions."""
+    """A group of ``size`` ranks in which every other rank sends the same as this one. ``calls`` are its reductions."""
 
     def __init__(self, size: int, scales_inside: bool = False) -> None:
         self.rank, self.size = 0, size

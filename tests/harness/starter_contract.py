@@ -1,4 +1,4 @@
-"""What every way to start agents must do. A subclass gives the starter; the suite tells it what agents are to do.
+"""Contract of every starter of agents. A subclass gives the starter; the suite tells it what agents are to do.
 
 The agents of the real ones are stand-ins: a program that is taken for python, whatever it is asked to run, and obeys
 the name of the job in its bootstrap. It notes what it was told, and its process number, in a folder.
@@ -107,7 +107,7 @@ def agents(folder: Path) -> dict[str, int]:
 
 
 def end_agents(folder: Path) -> None:
-    """Kill what a test has left running on purpose."""
+    """Kill processes that a test has left running on purpose."""
     for pid in agents(folder).values():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
@@ -190,7 +190,7 @@ class StarterContract:
         finally:
             end_agents(tmp_path)
         assert not [c for c in psutil.Process().children() if c.pid not in before]
-        # Those of earlier tests may be closed meanwhile, by the garbage collector.
+        # The garbage collector may close descriptors of earlier tests meanwhile.
         assert descriptors() <= fds
 
     async def test_an_agent_has_read_its_bootstrap_when_start_returns(self, opened):

@@ -1,4 +1,4 @@
-"""Trains on what a compute job with `--dispatcher-side training` prepares: one pass, then without end."""
+"""Trains on data prepared by a compute job with `--dispatcher-side training`: one pass, then endlessly."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Records what a worker can know about its own process, and ends with 0; with ``wait`` it waits to be ended."""
+"""Records the facts that a worker knows about its own process, and exits with 0; with ``wait`` it waits to be ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains 30 steps of torch and never calls what the first kind of mistake is named after."""
+"""Trains 30 steps of torch and never calls commit(): the first kind of mistake."""
 
 from __future__ import annotations
 
