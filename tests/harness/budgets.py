@@ -1,14 +1,13 @@
-"""What each folder of tests costs: printed after a run; with ``--budgets``, which `make test` gives, a run fails where
-one passes its budget by half.
+"""Cost of each folder of tests, printed after a run. With ``--budgets``, as in `make test`, a run fails if a folder
+exceeds its budget by half.
 
-The cost of a folder is the time of its tests, set-ups included, added up over all processes: of light tests that of
-processors, since they give way to the others (`spread`), and how long they take says most about these. The budgets hold
-for `make test` on an idle machine with two cores. A slower machine, or one that is busy with other things, makes all
-folders slower, and one that has grown is dearer than the others have become. So budgets are scaled by the median of
-what all folders cost, relative to their budgets, where this is more than 1, and those of light tests by theirs. A
-folder may have tests of both kinds. That is fair only where all of a kind wait for processors alike: where others keep
-the machine busy at the start of a run, costs are printed, and nothing more. Others are counted at that moment: the
-average load has what make has just installed.
+The cost of a folder is the total time of its tests, including their set-up, over all processes. Light tests give way to
+the others (see `spread`), so their cost is their CPU time. The budgets are for `make test` on an idle machine with two
+cores. A slow or busy machine slows down all folders alike, while a folder that has grown exceeds the others. Budgets
+are therefore scaled by the median of all folders' costs relative to their budgets if it is more than 1, separately for
+light tests. A folder may have tests of both kinds. The comparison is fair only if all tests of a kind wait for
+processors equally. If other programs keep the machine busy at the start of a run, costs are only printed. The programs
+are counted at that moment, because the load average includes make's installation.
 """
 
 from __future__ import annotations

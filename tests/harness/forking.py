@@ -1,18 +1,18 @@
-"""Forks jobs under test from a process that has imported torch, which takes a worker longer than all that it then does.
-Where a test asks for it that process has imported other modules, too.
+"""Forks jobs under test from a process that has imported torch, since this import takes longer than a worker's test.
 
-Run as a program, this is that process. It has one thread and never computes, so its forks are sound. Of a job it forks
-`elasticrun`, and of this, before it has run a line, the processes that it will start first: workers, and agents, which
-have forks of their own. They are told later what to run. So a worker is a child of its driver, under the number that
-the driver knows, in a session of its own, and dies with the driver, as others do. What comes after those, and what is
-neither an agent nor ``python SCRIPT.py`` nor ``python -m MODULE``, is started as always.
+If a test requests it, the process has imported other modules, too. Run as a program, this module is that process. It
+has one thread and never computes, so it can fork safely. For a job it forks `elasticrun`, which then forks, before it
+runs any code, the processes that it will start first: workers, and agents with forks of their own. They receive their
+commands later. A worker is therefore a child of its driver, has the process ID that the driver knows, runs in its own
+session, and dies with the driver, as usual. Later processes, and commands other than an agent, ``python SCRIPT.py`` or
+``python -m MODULE``, are started normally.
 
-A script that starts a job by itself, without ``-np``, is forked as well, with as many workers as SPARE_WORKERS says,
-and so is an agent that is started by hand. ``python -m elastic.chaos`` has one fork: the driver of its job. Any other
-``python SCRIPT.py`` has none.
+A script that starts a job itself, without ``-np``, is also forked, with SPARE_WORKERS workers, as is an agent that is
+started by hand. ``python -m elastic.chaos`` has one fork: the driver of its job. Any other ``python SCRIPT.py`` has
+none.
 
-What differs: all workers hash strings alike, /proc has one command line for all, and none takes its interpreter apart
-at its end. So not every test forks its jobs.
+Differences to a normal start: all workers hash strings in the same way, /proc shows one command line for all, and no
+worker finalizes its interpreter at exit. Not every test therefore forks its jobs.
 """
 
 from __future__ import annotations

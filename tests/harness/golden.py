@@ -4,10 +4,10 @@
         parse(["-np", "0"])
     recorded("log", said(actions))      # a text, or the lines of a list
 
-Each entry has the name of its test and its number in it. `make golden` writes the files anew from what the code does
-now: read the diff. What differs from run to run (temporary folders, ports, process numbers) is replaced by a name in
-capitals before it is compared. ``facts`` are values that a message has to name, such as a port; they may be among what
-is replaced.
+Each entry has the name of its test and its number in it. `make golden` rewrites the files from the present
+output: read the diff. Values that differ between runs (temporary folders, ports, process IDs) are replaced by names in
+capitals before the comparison. ``facts`` are values that a message must contain, such as a port; they may be among the
+replaced ones.
 
 Only tests that run in the process of pytest can use it, and none that Hypothesis calls several times.
 """

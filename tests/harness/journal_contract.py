@@ -1,7 +1,6 @@
-"""Everywhere a journal can be kept, fakes included: what `test_journal_contract` asks of each.
+"""All stores for a journal, including fakes, with the operations that `test_journal_contract` requires.
 
-A place has an archive for every driver that comes there, and knows how a driver is killed in it, and how it leaves
-half of a record behind.
+A store has an archive for every driver. It can simulate a killed driver and one that leaves half a record behind.
 """
 
 from __future__ import annotations

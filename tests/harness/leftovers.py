@@ -1,7 +1,7 @@
-"""What tests leave behind is said at the end of a run: processes that live on after the last test and its fixtures.
+"""Report of processes that outlive the last test and its fixtures, at the end of a run.
 
-What these use of the processors is in no budget: only children that somebody has waited for are counted there. They are
-found by a mark in the environment, orphans included, and by who started whom.
+Their CPU time is in no budget, since only reaped children are counted there. All of them, including orphans, are found
+by a mark in their environment and by their parent processes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A program under test in its own session: its output, its exit, and the processes that it leaves.
 
-Whatever it starts inherits one environment variable with a unique value. By it all its processes are found again,
-orphans included: `end` leaves none alive and returns those that should have been gone.
+All processes that it starts inherit an environment variable with a unique value, by which they are found, including
+orphans. `end` kills all of them and returns those that should have exited before.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Counts the comparisons with prose in tests: `python -m harness.prose`, with `--list` for each of them.
 
-Wording is to be free to change, so tests compare types, kinds and fields, and what a surface shows stands in
+Wording may change freely, so tests compare types, kinds and fields; the text of each surface is in
 `tests/golden`. A comparison with prose is one with a string of two or more words of English: `match=` of
 `pytest.raises` and `pytest.warns`, `in`, `==`, `startswith` and their like, directly or by a name that a
-`parametrize` or a loop gives such strings. What the module itself has elsewhere, and what the scripts of
-tests, examples and benchmarks print, is data and not counted. `harness.wording` is where words stand that jobs of
-integration tests wait for.
+`parametrize` or a loop gives such strings. Other strings of a module, and the output of scripts of
+tests, examples and benchmarks, are data and not counted. `harness.wording` contains the words that integration tests
+wait for.
 """
 
 from __future__ import annotations

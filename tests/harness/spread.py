@@ -1,8 +1,8 @@
-"""How tests are spread over the processes of pytest-xdist (``-n 2``), and what becomes of those of one that died.
+"""Distribution of tests over the processes of pytest-xdist (``-n 2``), and rescheduling of the tests of a dead process.
 
-With ``--filler`` the last of these processes (``-n 3``: of two and one more) has the light tests, and gives way to the
-others: tests of real jobs often wait, for a lease, an import or a signal, and the processors with them. Light are tests
-that compute: those that start no jobs, and those whose worlds stay for a whole module.
+With ``--filler``, the last process (``-n 3``: of two and one more) runs the light tests at low priority, because tests
+of real jobs often wait for a lease, an import or a signal and leave the processors idle. Light tests only compute: they
+start no jobs, or use worlds that exist for a whole module.
 """
 
 from __future__ import annotations

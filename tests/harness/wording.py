@@ -1,7 +1,8 @@
-"""The words of log lines, errors and pages that tests of real jobs look for, each in this one place.
+"""The words of log lines, errors and pages that tests of real jobs search for, each defined once.
 
-`tests/unit/test_wording.py` compares them with what the product has, so a sentence that is worded anew shows before any
-job is started. ``%s`` stands for what a test knows. Unit tests compare whole texts instead: see `harness.golden`.
+`tests/unit/test_wording.py` compares them with the product's texts, so that a reworded sentence fails before any job is
+started. ``%s`` represents a value that a test knows.
+Unit tests compare whole texts instead: see `harness.golden`.
 """
 
 from __future__ import annotations
