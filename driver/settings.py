@@ -26,7 +26,7 @@ class Settings:
     reset_limit: int | None = None  # failures survived; planned changes do not count
     cooldown_min_s: float = 1.0  # time before a failed slot is used again; doubles ...
     cooldown_max_s: float = 60.0  # ... up to this time
-    # Consecutive incarnations that exit without training before the slot is given up.
+    # Stop using a slot after this many consecutive incarnations that exited before training.
     slot_attempts: int = 5
     host_attempts: int | None = None  # slots given up before their whole host is; None: unlimited
     settle_s: float = 0.3  # how long one ready newcomer waits for others that are starting

@@ -82,7 +82,7 @@ class ShardedJob:
         return size if self.least is None else mesh_shape(size, min(self.least, size)).shards
 
     def sealed(self, steps: int, workers: tuple[Worker, ...]) -> None:
-        """Record that all ranks have mirrored this commit, as one rank knows now."""
+        """Record that a rank has learned that all ranks have mirrored this commit."""
         self.newest = Sealed(steps, workers)
 
     def met(self, present: tuple[Worker, ...], steps: int | None) -> None:

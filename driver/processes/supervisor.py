@@ -226,7 +226,7 @@ class ProcessSupervisor:
             process.pid
         ):
             self._log(
-                "info", f"no stacks of {worker}: a process that is not running can't write them"
+                "info", f"{worker} wrote no stacks: its process is not running"
             )
         elif not proc_stats.handles(process.pid, number):
             why = f"it has not called init(), or handles signal {number} itself"

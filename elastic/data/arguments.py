@@ -107,8 +107,8 @@ class LoaderArguments:
             )
         if self.shuffle or self.sampler is not None or self.batch_sampler is not None:
             raise Invalid(
-                f"{name} is a stream, which is read in its own order: pass neither shuffle nor a sampler, and shuffle"
-                " in the dataset, depending on the epoch that set_epoch() sets"
+                f"{name} is a stream, whose order can't be changed: remove shuffle and sampler, and shuffle inside the"
+                " dataset, with a seed from the epoch that set_epoch() sets"
             )
         if getattr(dataset, "_distributed", None) is not None:
             raise Invalid(

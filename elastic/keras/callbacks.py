@@ -364,7 +364,7 @@ class UpdateBatchStateCallback(_Position):
         self._begun_at = 0  # batches of the present epoch that were completed earlier
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # Of this fit: another world may have another number of steps.
+        # Valid for this fit() only: the number of steps may differ in another world.
         self.steps_per_epoch = (self.params or {}).get("steps") or self.steps_per_epoch
         self._begun_at = self.state.batch
 

@@ -82,7 +82,7 @@ def follows(sampler: Any) -> bool:
 
 
 def count() -> int:
-    """Return the number of live samplers that follow."""
+    """Return the number of live samplers that follow the world."""
     return len(_made)
 
 

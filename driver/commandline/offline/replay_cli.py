@@ -69,7 +69,7 @@ class ReplayOptions:
         default=0,
     )
     svg: str | None = flag(
-        "--svg", "FILE", "Write a film as an animated SVG file, and serve no page."
+        "--svg", "FILE", "Write the film to an animated SVG file instead of serving it."
     )
     length: float = flag(
         "--length",

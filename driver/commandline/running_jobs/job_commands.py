@@ -109,7 +109,7 @@ class CommandOptions(Options):
     off: bool = switch("--off", "Undo: allow workers on the host again.")
     wait: float | None = flag("--wait", "S", "Wait up to S seconds until N workers train.", seconds)
     journal: str | None = flag("--journal", "FILE", "Select the job that writes this journal.")
-    ray: bool = switch("--ray", "Select a detached job of the Ray cluster of RAY_ADDRESS.")
+    ray: bool = switch("--ray", "Select a detached job on the Ray cluster at RAY_ADDRESS.")
 
 
 def command_parser(name: str) -> ArgumentParser:

@@ -87,7 +87,7 @@ class Arena:
             return None if offset is None else Region(self, offset, self._regions.size_of(offset))
 
     def tensor(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a flat tensor of zeros, whose region is freed with its last view. None: the arena is full."""
+        """Return a flat tensor of zeros, or None if the arena is full. Its region is freed with its last view."""
         region = self.take(elements * dtype.itemsize)
         if region is None:
             return None

@@ -147,8 +147,8 @@ class ShardReducer:
         if self.pending:
             raise Invalid(
                 "optimizer.step() or synchronize() was called within the loop over the shards of step"
-                f" {self.shards.step}, which has no gradient before all of them are computed: call it after the"
-                " loop"
+                f" {self.shards.step}: the gradient is not complete until all shards are computed, so call it after"
+                " the loop"
             )
 
     def discard(self) -> None:

@@ -31,8 +31,8 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
     hvd.init()
     if dispatchers < 1 or hvd.size() % dispatchers:
         raise Invalid(
-            f"{hvd.size()} ranks can't be divided evenly among {dispatchers} dispatchers: start a multiple of them,"
-            f" as in -np {2 * max(dispatchers, 1)}"
+            f"{hvd.size()} ranks can't be divided evenly among {dispatchers} dispatchers: use a multiple of"
+            f" {dispatchers} ranks, for example -np {2 * max(dispatchers, 1)}"
         )
     service = config = None
     try:
