@@ -1,8 +1,8 @@
-"""A job of many ranks in one process, that trains on a loader under test while its world changes; no time passes.
+"""A job of many ranks in one process that trains on a loader under test while its world changes; no time passes.
 
-Everything is real but the world: states, commits, restores, optimizers, loaders, and loader workers where a schedule
-has them. What it trains says what it was trained on: a weight for each sample, of which a step takes 1 from those of
-its samples. So after E epochs every committed weight is -E, or a sample was missed or counted twice.
+Everything except the world is real: states, commits, restores, optimizers, loaders, and loader workers if a schedule
+has any. The model records the samples: it has one weight per sample, and a step subtracts 1 from the weights of its
+samples. After E epochs, every committed weight is -E unless a sample was missed or counted twice.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _making = threading.Lock()
 class Forked:
     """What tests use of `subprocess.Popen`: its number, too, stays its own until its exit status was read.
 
-    ``mark`` is ``NAME=value``: what `harness.program.marked` finds it by. ``modules``: what has been imported besides
+    ``mark`` is ``NAME=value``, by which `harness.program.marked` finds it. ``modules``: what has been imported besides
     torch. ``output``: the file that it writes to, instead of ``stdout``. ``passed``: descriptors that it has from 3 on.
     """
 

@@ -1,4 +1,4 @@
-"""What flows back through each collective, as in Horovod 0.28 (RegisterGradient in horovod/tensorflow/mpi_ops.py, the
+"""Gradients of each collective, as in Horovod 0.28 (RegisterGradient in horovod/tensorflow/mpi_ops.py, the
 autograd functions of horovod/torch/mpi_ops.py): one table, for the tests of all doors. Pure: numpy and numbers.
 
     allreduce       the same reduction of the gradients, with its factors (also of Min, Max and Product)

@@ -1,7 +1,7 @@
 """Recorded journals of real jobs: `make journals` records them again.
 
-``python -m harness.kept_journals FOLDER`` keeps the fewest of the journals in FOLDER that together hold every action
-that any event of them led to, and every kind of reason.
+``python -m harness.kept_journals FOLDER`` keeps the smallest set of journals in FOLDER that contains every resulting
+action of every event, and every kind of reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Metadata servers of clouds on loopback, as their documentation describes them: tokens, headers, long polls, errors.
 
-What they say is set from outside, while they are asked.
+A test sets their answers while they are queried.
 """
 
 from __future__ import annotations

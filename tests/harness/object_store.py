@@ -1,4 +1,4 @@
-"""A real S3 server, moto's, behind a door of ours that can be troubled: it answers 503, closes, or hangs.
+"""A real S3 server, moto's, behind a proxy that can inject faults: it answers 503, closes, or hangs.
 
 `moto_server` is found in the path, or in the folder that MOTO_BIN names: its packages and s3fs's may not agree on one
 botocore.

@@ -1,6 +1,6 @@
 """Ranks under test as real processes that stay: each test sends them a function and gets every rank's result.
 
-They are forked from a server that has imported what each of them would: that takes seconds.
+They are forked from a server that has already done their imports, which take seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Real Ray clusters for tests, several nodes on this machine; and programs that use them. Never imports ray.
 
-A cluster is a process, `scripts/ray_nodes.py`, with ports, folder, and Redis of its own. It ends with us, however we
-end. Whatever any of its processes has started is found by a mark in the environment, and killed in the end.
+A cluster is a process, `scripts/ray_nodes.py`, with ports, folder, and Redis of its own. It ends when
+this process ends, in whatever way. All processes of the cluster have a mark in their environment and are killed then.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Plays a scenario: a story in plain text, in which lines that begin with ``>`` happen, and what is indented answers.
+"""Plays a scenario in plain text: lines that begin with ``>`` are events, and indented lines are the expected answers.
 
     Title
 
-    A paragraph that says what this shows. Prose may stand anywhere between the lines that happen.
+    A paragraph about the purpose. Prose may be anywhere between the events.
 
     machine: driver                                    or: worker
     settings: np=4 workers_min=2 workers_max=4

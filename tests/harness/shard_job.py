@@ -1,9 +1,9 @@
-"""A job in shards, of ranks that are threads: which of them runs next, and which one dies where, is drawn.
+"""A job in shards whose ranks are threads. The next rank to run, and the place and victim of each fault, are random.
 
-Everything that decides a bit is the product's: the shards, the loader, the optimizers with their buckets and exchange,
-the keeper of buffers, states, restores and transfers. The network is not: groups are those of
-`harness.fakes.collectives`, and what is broken off may still write into its tensors, later. What a job has committed is
-compared with `Reference`, which does the same training by the definition of docs/exact.md, in one loop.
+All code that affects a bit of the result is the product's: the shards, the loader, the optimizers with their buckets
+and exchange, the buffer keeper, states, restores and transfers. The network is fake: groups are those of
+`harness.fakes.collectives`, and an aborted collective may still write to its tensors later. The commits of a job are
+compared with `Reference`, which does the same training in one loop, as defined in docs/exact.md.
 """
 
 from __future__ import annotations
@@ -408,8 +408,9 @@ class ShardJob:
     # ---- a world -------------------------------------------------------------------------------------------------
 
     def _world(self, size: int, staying: int) -> None:
-        """Those that hold the newest commit come first; the first sends it to who lacks it. Where nobody holds anything
-        any more, the job begins anew.
+        """Form a world. Ranks that hold the newest commit come first; the first sends it to ranks that lack it.
+
+        If no rank holds a commit, the job starts from the beginning.
         """
         members = self.rng.sample(self.members, min(staying, size, len(self.members)))
         newest = max((each.shards.step for each in self.members), default=0)

@@ -1,7 +1,7 @@
 """Real ssh servers on loopback for tests, one per "host", each on a separate port, with its own keys.
 
-They need no account but the present one and no configuration of the machine's: everything is in one folder, and ends
-with the `SshHosts` that it was made by.
+They need only the present account and no configuration of the machine. All files are in one folder, and the servers
+end with the `SshHosts` that started them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Contract of every starter of agents. A subclass gives the starter; the suite tells it what agents are to do.
 
-The agents of the real ones are stand-ins: a program that is taken for python, whatever it is asked to run, and obeys
-the name of the job in its bootstrap. It notes what it was told, and its process number, in a folder.
+Real starters start fake agents: a program in place of python that ignores its arguments and acts according to the
+name of the job in its bootstrap. It writes its bootstrap and its process ID to a folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Builds the fake CUDA: ``python tests/harness/fake_cuda/build.py``. A second call does only what is missing.
+"""Builds the fake CUDA: ``python tests/harness/fake_cuda/build.py``. A second call builds only missing parts.
 
 Downloads the CUDA build of torch and the headers of the CUDA runtime and of NCCL that this torch was built with, 735 MB
-in all, none of NVIDIA's libraries. In the place of these come our own runtime and NCCL, and for the rest empty ones
-that say what was called.
+in all, none of NVIDIA's libraries. They are replaced by our own runtime and NCCL, and by empty libraries that report
+each call.
 """
 
 from __future__ import annotations
