@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-import os
+from pathlib import PurePath
 
 from elastic.errors import Invalid
 
@@ -21,7 +21,7 @@ def format_of(file: str) -> ExportFormat:
     Raises:
         Invalid: its suffix stands for no format.
     """
-    suffix = os.path.splitext(file)[1]
+    suffix = PurePath(file).suffix
     for each in ExportFormat:
         if suffix.lower() in each.value:
             return each

@@ -20,7 +20,7 @@ def test_numbers_are_kept_when_pytest_or_its_parent_is_the_first_process(monkeyp
 
 def test_number_of_this_process_is_replaced(monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: 4242)
-    assert steady("select it by 4242, not by 14242") == "select it by PID, not by 14242"
+    assert steady("4242, 14242").split() == ["PID,", "14242"]
 
 
 @pytest.mark.parametrize("text", ["it needs root", "vm.max_map_count is low", "the host is lost"])
@@ -33,7 +33,7 @@ def test_words_are_kept_that_are_also_names_of_a_user_or_a_machine(monkeypatch, 
 def test_name_of_this_user_and_machine_is_replaced(monkeypatch):
     monkeypatch.setattr(getpass, "getuser", lambda: "ann")
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-1")
-    assert steady("by ann@gpu-1:0123abcd for user ann") == "by USER@HOST:ID for user USER"
+    assert steady("ann@gpu-1:0123abcd user ann").split() == ["USER@HOST:ID", "user", "USER"]
 
 
 def test_day_and_machine_are_replaced():
