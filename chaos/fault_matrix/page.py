@@ -46,7 +46,7 @@ def page(
     missing = [cell for cell in possible if cell not in results]
     parts = [
         HEAD,
-        f"{passed} of {len(possible)} cells passed, {len(failed)} failed, {len(missing)} have not run;"
+        f"{passed} of {len(possible)} cells passed, {len(failed)} failed, {len(missing)} not run;"
         f" {len(cells) - len(possible)} are not applicable, for the reasons at the"
         f" end.{_dates(results[c] for c in possible if c in results)}\n",
         "## Outcomes\n",

@@ -236,7 +236,7 @@ class Injector:
         each.close()
         each.process.close()
         if alive:
-            self._say(f"the {each.injected.kind} of {each.injected.worker} ended")
+            self._say(f"the {each.injected.kind} of {each.injected.worker} has ended")
 
     def _hold(self, worker: Worker, pid: int) -> _Process:
         try:

@@ -469,8 +469,8 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ("workers", None, (WorkerFlags,)),
     (
         "hosts",
-        "Pass at most one of the first three flags. Default without --etcd: this machine, one slot per worker, up to"
-        " 8 per core.",
+        "Pass at most one of the first three. Default without --etcd: this machine, one slot per worker,"
+        " at most 8 per core.",
         (HostFlags,),
     ),
     (

@@ -225,9 +225,7 @@ class ProcessSupervisor:
         if proc_stats.stat_of(process.pid).state == proc_stats.STOPPED or proc_stats.frozen(
             process.pid
         ):
-            self._log(
-                "info", f"{worker} wrote no stacks: its process is not running"
-            )
+            self._log("info", f"{worker} wrote no stacks: its process is not running")
         elif not proc_stats.handles(process.pid, number):
             why = f"it has not called init(), or handles signal {number} itself"
             self._log("info", f"no stacks of {worker}: {why}")

@@ -430,7 +430,7 @@ def test_workers_of_other_launchers_have_their_places():
 def test_a_world_without_rank_0_is_refused():
     coordinator = Coordinator(MiniSettings())
     coordinator.register("host a", "a", 1)
-    with pytest.raises(ValueError, match="from 0 on"):
+    with pytest.raises(ValueError, match="starting from 0"):
         coordinator.establish_rendezvous()
 
 

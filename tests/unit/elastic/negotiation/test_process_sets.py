@@ -213,7 +213,7 @@ def test_a_set_without_a_remaining_rank_is_an_error(world):
     added = add_process_set([2, 3])
     world.change(rank=0, size=2)
     assert (added.size(), added.included()) == (0, False)
-    with refuses(r"\[2, 3\] has no rank in the present world, whose size is 2"):
+    with refuses(r"\[2, 3\] has no rank in the current world of size 2"):
         resolve(added)
 
 

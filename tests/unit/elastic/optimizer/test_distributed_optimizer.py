@@ -300,7 +300,7 @@ def test_one_pass_too_many_says_what_to_do(world):
     model = net(3, 2)
     sgd_ = sgd(model)
     backward(model)
-    with pytest.raises(AssertionError, match="increase backward_passes_per_step"):
+    with pytest.raises(AssertionError, match="set backward_passes_per_step"):
         backward(model)
     assert sgd_._reducer.pending
 
