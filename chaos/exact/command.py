@@ -71,9 +71,7 @@ def main(options: argparse.Namespace) -> int:
     folder = Path(tempfile.gettempdir(), name)
     disturbed = faults.check_job(options.command, plan, folder=folder / "disturbed")
     if disturbed.journal.parent != folder / "disturbed":
-        raise Invalid(
-            "--journal can't be used here, because each of the two runs writes its own journal: leave it out"
-        )
+        raise Invalid("each of the two runs writes its own journal: leave --journal out")
     faults.check_plan(plan, disturbed.settings, digests=True)
     if options.undisturbed is None:
         if DIR in disturbed.settings.env:
