@@ -124,7 +124,7 @@ class TransferOutcome(NamedTuple):
 
     copied_bytes: int
     from_checkpoint: bool
-    shards: ShardsPlaced | None = None
+    shards: ShardsPlaced | None
 
 
 def bring_shards(rt: WorkerRuntime, state: State, reset: Callable[[], None]) -> TransferOutcome:

@@ -206,7 +206,7 @@ class ShardedCommits:
         self.given = given
         self.least = least  # smallest number of shards; see `Choice`
         self.spent = CommitCost()
-        self.placed: ShardsPlaced | None = None  # at the last change of the world
+        self._rows_placed: ShardsPlaced | None = None  # at the last change of the world
         self._parts = parts
         self._cycle = DoubleBuffer()
         spares: list[torch.Tensor] = []
@@ -442,6 +442,11 @@ class ShardedCommits:
         for part in self._parts():
             part.abandon_pass()
 
+    @property
+    def placed(self) -> ShardsPlaced | None:
+        """The report on this rank's part since the last change of the world, for the driver."""
+        return self._rows_placed
+
     def held(self) -> ShardsHeld:
         """Return what this rank can contribute to the next world, for the driver."""
         self._stop_mirroring()
@@ -549,10 +554,10 @@ class ShardedCommits:
         failpoint("shard-placed")
         whole, held = choice.whole, self._cycle.inventory()
         memory = {each.shard for each in held if each.commit == whole.commit}
-        self.placed = shard_reports.as_placed(
+        self._rows_placed = placed = shard_reports.as_placed(
             world.placed(), whole, moves, layout, rank, choice.hosts, memory
         )
-        return self.placed.received
+        return placed.received
 
     def hold(self, held: HeldCommit) -> None:
         """Add this rank's rows of the newest commit to ``held_commit``. They stay unchanged until ``held_commit``
@@ -623,7 +628,7 @@ class ShardedCommits:
         if self._world is not None:
             rows = ((len(layout.rows(each, division.shard)), each) for each in layout.tensors)
             read = RowBytes(checkpoint=sum(count * each.row_bytes for count, each in rows))
-            self.placed = msgspec.structs.replace(self._world.placed(), rows=read)
+            self._rows_placed = msgspec.structs.replace(self._world.placed(), rows=read)
         found = self._targets(specs, layout, division)
         return {
             each.name: (layout.rows(each, division.shard), found[each.name])

@@ -129,7 +129,7 @@ def test_ranks_that_hold_no_whole_commit_of_a_training_read_a_checkpoint(
         monkeypatch.setenv(options.DIR, str(tmp_path))
     reset = create_autospec(callable)
     found = durable.bring_shards(rt, state, reset)
-    assert found == (TransferOutcome(0, True) if reads else TransferOutcome(12, False))
+    assert found == TransferOutcome(0 if reads else 12, reads, sharded.placed)
     if not reads:
         state.bring_shards.assert_called_once_with(reset, met)
 
