@@ -160,26 +160,25 @@ def test_a_checkpoint_is_read_by_new_workers_after_all_were_killed():
 
 
 def test_rows_travel_once_a_worker_was_lost_or_has_joined():
-    assert asked(faults.TWO, faults.KILL, faults.SHARD_TRAVEL) == [
-        "shard-moved kill worker=h:0#1,h:2#1 victims=2 id=x",
-        "forward kill worker=h:1#1 id=x-before",
-    ]
-    assert asked(faults.JOINER, faults.KILL, faults.SHARD_PLACING) == [
-        "shard-placed kill other-than=h:0#1,h:1#1,h:2#1,h:3#1 victims=1 id=x",
-        "forward kill worker=h:3#1 id=x-before",
-    ]
+    rule, before = (parse(text)[0] for text in asked(faults.TWO, faults.KILL, faults.SHARD_TRAVEL))
+    assert (rule.place, rule.victims) == ("shard-moved", 2)
+    assert before.where == (("worker", (MEMBERS[1],)),)
+    rule, before = (
+        parse(text)[0] for text in asked(faults.JOINER, faults.KILL, faults.SHARD_PLACING)
+    )
+    assert rule.place == "shard-placed" and rule.where == (("other-than", tuple(MEMBERS)),)
+    assert before.where == (("worker", (MEMBERS[-1],)),)
 
 
 def test_joiner_is_hit_in_its_first_commit_of_a_world():
-    assert asked(faults.JOINER, faults.KILL, faults.SHARD_MIRROR)[0] == (
-        "shard-mirror kill other-than=h:0#1,h:1#1,h:2#1,h:3#1 hit=2 victims=1 id=x"
-    )
+    for phase, hit in ((faults.SHARD_MIRROR, 2), (faults.SHARD_SEAL, 1)):
+        (rule,) = parse(asked(faults.JOINER, faults.KILL, phase)[0])
+        assert rule.hit == hit
 
 
 def test_several_victims_of_a_sharded_commit_are_hit_in_the_same_one():
-    assert asked(faults.TWO, faults.KILL, faults.SHARD_SEAL) == [
-        "shard-seal kill worker=h:0#1,h:2#1 step=9 victims=2 id=x"
-    ]
+    (rule,) = parse(asked(faults.TWO, faults.KILL, faults.SHARD_SEAL)[0])
+    assert rule.victims == 2 and ("step", ("9",)) in rule.where
 
 
 @pytest.mark.parametrize("phase", [*faults.COMMITS_SHARDS, *faults.MOVES_SHARDS])
@@ -318,7 +317,7 @@ def test_the_page_shows_what_passed_what_failed_and_what_has_not_run():
     assert "1 on 2026-11-21, 1 on 2026-11-25" in text
     assert re.search(r"fenced\b.* 612\b", text)
     assert "- last | SIGKILL | forward: 4 " in text
-    assert f" {len(POSSIBLE) - 2} not run" in text
+    assert f" {len(POSSIBLE) - 2} not " in text
 
 
 # ---- running -------------------------------------------------------------------------------------
