@@ -206,7 +206,9 @@ class HandledState(_OfThisProcess, ObjectState):
         self._first_names = shard_checks.names_of(values)
         self._check_parameters()
         if not isinstance(copies, int) or copies < 0:
-            raise Invalid(f"copies is {copies!r}: pass a number of further ranks, 1 or more")
+            raise Invalid(
+                f"copies is {copies!r}: pass the number of other ranks that keep a copy, 0 or more"
+            )
         reduced = [each for each in optimizers if hasattr(each.value, "gradient_layout")]
         if reduced or self._shards():
             what = (

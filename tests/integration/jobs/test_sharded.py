@@ -103,7 +103,7 @@ def test_the_example_goes_on_after_a_kill(job: Any):
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_example_with_six_kills_and_joins_ends_with_the_loss_of_an_undisturbed_run(job: Any):
-    example_ends_alike(job, EXAMPLES / "fsdp_elastic.py", steps=3000, kills=6)
+    example_ends_alike(job, EXAMPLES / "fsdp_elastic.py", steps=1500, kills=6)
 
 
 @pytest.mark.nightly
