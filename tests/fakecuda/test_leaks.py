@@ -33,6 +33,7 @@ def test_a_hundred_nccl_errors_leave_nothing_behind(job, fake_cuda):
         assert len(used) >= WORLDS
         early, late = used[2:12], used[-10:]  # the pools of streams and the like are full by then
         for name, allowed in ALLOWED.items():
-            before, after = (min(record[name] for record in some) for some in (early, late))
+            # The smallest but one: a world may be recorded before its connections are open.
+            before, after = (sorted(record[name] for record in some)[1] for some in (early, late))
             curve = [record[name] for record in used]
             assert after <= before + allowed, (worker, name, curve)

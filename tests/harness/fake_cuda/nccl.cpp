@@ -14,6 +14,8 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,6 +29,18 @@
 
 using namespace fake;
 
+// Counts numbers up to the first one that is missing. Collectives in several streams do not end in order.
+class InOrder {
+ public:
+  void add(uint64_t number, std::atomic<uint64_t>& count) {
+    early_.insert(number);
+    while (early_.erase(count + 1)) count++;
+  }
+
+ private:
+  std::set<uint64_t> early_;
+};
+
 // Never deleted, only emptied: who has aborted it may still ask for its state.
 struct ncclComm {
   std::unique_ptr<Shared> shared;
@@ -37,6 +51,8 @@ struct ncclComm {
   std::atomic<bool> aborted{false}, revoked{false};
   std::atomic<int> busy{0};  // threads and kernels, also those that wait in a stream
   uint64_t collectives = 0, kept_from = 1;
+  std::mutex counting;
+  InOrder posting, taking;
   std::map<int, uint64_t> sent, received;
   std::string why;
 
@@ -273,13 +289,17 @@ ncclResult_t collective(ncclComm* comm, cudaStream_t stream, Header header, cons
     uint64_t through = UINT64_MAX;  // what all have taken is not needed any more
     for (int rank = 0; rank < comm->size; rank++)
       through = std::min<uint64_t>(through, comm->shared->seat(rank).taken);
-    for (; comm->kept_from <= through; comm->kept_from++)
-      comm->shared->remove(file(comm->kept_from, comm->rank));
+    {
+      std::lock_guard<std::mutex> lock(comm->counting);
+      for (; comm->kept_from <= through; comm->kept_from++)
+        comm->shared->remove(file(comm->kept_from, comm->rank));
+    }
     std::vector<char> whole(sizeof header + bytes);
     memcpy(whole.data(), &header, sizeof header);
     if (bytes) memcpy(whole.data() + sizeof header, in, bytes);
     comm->shared->put(file(number, comm->rank), whole.data(), whole.size());
-    comm->shared->seat(comm->rank).posted = number;
+    std::lock_guard<std::mutex> lock(comm->counting);
+    comm->posting.add(number, comm->shared->seat(comm->rank).posted);
     return true;
   };
   auto finish = [=] {
@@ -302,7 +322,8 @@ ncclResult_t collective(ncclComm* comm, cudaStream_t stream, Header header, cons
     }
     if (!may_use(comm->device, out, out_bytes)) return false;
     use(gathered, static_cast<char*>(out));
-    comm->shared->seat(comm->rank).taken = number;
+    std::lock_guard<std::mutex> lock(comm->counting);
+    comm->taking.add(number, comm->shared->seat(comm->rank).taken);
     return true;
   };
   return submit({comm, stream, post, finish});
