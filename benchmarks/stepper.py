@@ -65,12 +65,13 @@ class Costs:
     def __init__(self, state: Any) -> None:
         self._commits = state._sharded
         self._kept: list[Any] = []
-        self._moved: list[int] = []
+        self._received: list[int] = []  # bytes from other workers, by change of the world
 
     def note(self) -> None:
         self._kept = [*self._kept[-199:], self._commits.spent]
-        if self._moved[-1:] != [self._commits.moved]:
-            self._moved.append(self._commits.moved)
+        placed = self._commits.placed
+        if placed is not None and self._received[-1:] != [placed.received]:
+            self._received.append(placed.received)
 
     def of_copies(self) -> float:
         shards = [each.local for each in self._commits._live().values()]
@@ -90,7 +91,7 @@ class Costs:
 
         found = {name: 1e3 * median(name) for name in ("copy_s", "mirror_s", "seal_s")}
         found |= {name: median(name) for name in ("nbytes", "sent")}
-        return json.dumps(found | {"plain_s": 1e3 * self.of_copies(), "moved": self._moved})
+        return json.dumps(found | {"plain_s": 1e3 * self.of_copies(), "received": self._received})
 
 
 def fully_sharded(width: int) -> Any:
