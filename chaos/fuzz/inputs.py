@@ -89,10 +89,10 @@ class Inputs:
                 return {kind.tag_field: kind.tag, **fields} if kind.tag_field else fields
             case inspect.UnionType():
                 return self._draw(pick.choice(kind.types), depth)
-            case inspect.ListType():
-                return [self._draw(kind.item_type, depth + 1) for _ in range(pick.randrange(4))]
-            case inspect.VarTupleType():
-                return [self._draw(kind.item_type, depth + 1) for _ in range(pick.randrange(4))]
+            case inspect.ListType() | inspect.VarTupleType():
+                most = 3 if kind.max_length is None else min(3, kind.max_length)
+                length = pick.randrange(most + 1)
+                return [self._draw(kind.item_type, depth + 1) for _ in range(length)]
             case inspect.TupleType():
                 return [self._draw(each, depth + 1) for each in kind.item_types]
             case inspect.DictType():
