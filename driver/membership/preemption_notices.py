@@ -103,6 +103,8 @@ class Notices(Part):
         if self._earlier:
             self._earlier = False
             return
+        if self._asked_in is not None and event.commit.generation < self._asked_in:
+            return  # of an earlier world, whose end it outlived; a restored one is reported as well
         self._asked_in = None
         if self._last_asked and self._end_at is not None:
             self._end()

@@ -242,6 +242,13 @@ def test_checkpoint_in_progress_is_not_the_last_one():
     assert has(EndJob, talk.tell(CheckpointMade(Commit(2, 90))))
 
 
+def test_checkpoint_of_an_earlier_world_is_not_the_last_one():
+    talk = running(2, workers_min=1, restarts=3)
+    talk.tell(announced_end("h", 20.0, alone=True))
+    assert not has(EndJob, talk.tell(CheckpointMade(Commit(1, 900))))
+    assert has(EndJob, talk.tell(CheckpointMade(Commit(2, 90))))
+
+
 @pytest.mark.parametrize(("earlier_s", "after_s"), [(60.0, 40.0), (15.0, 0.0)])
 def test_earlier_end_brings_the_last_checkpoint_forward(earlier_s, after_s):
     talk = running(2, workers_min=1, restarts=3)
