@@ -18,14 +18,15 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import elastic
-from elastic.failpoints import failpoint, set_step
-
-SAMPLES = 37  # divisible neither into rounds nor into epochs
-BATCH = 2
-STEP_S = 0.02  # in addition to the work, so that a machine with few cores has time for imports
-
-inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
-wanted = inputs.sin() @ torch.ones(6, 3)
+from elastic.chaos.fault_matrix.watched_state import (
+    BATCH,
+    SAMPLES,
+    STEP_S,
+    WatchedState,
+    inputs,
+    wanted,
+)
+from elastic.failpoints import failpoint
 
 
 class Checksums(nn.Module):
@@ -43,25 +44,7 @@ class Checksums(nn.Module):
             self.sums[number] = whole.double().flatten() @ weights
 
 
-class ShardedState(elastic.TorchState):
-    committed = -1  # step of this process's last commit
-
-    def commit(self) -> None:
-        set_step(self.step)
-        if elastic.rank() == 0:
-            os.pwrite(STEPS, f"{self.step:9}".encode(), 0)
-        try:
-            super().commit()
-        except elastic.WorldChanging:  # raised after the commit
-            self.committed = self.step
-            raise
-        self.committed = self.step
-
-    def watch(self) -> None:
-        assert self.step >= self.committed, f"step {self.step} after {self.committed} was committed"
-
-
-def one_step(state: ShardedState) -> None:
+def one_step(state: WatchedState) -> None:
     """Train the next samples of the epoch, as many on each rank as are left."""
     rank, size = elastic.rank(), elastic.size()
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(state.epoch)).tolist()
@@ -97,12 +80,12 @@ def main() -> None:
     model.register_forward_hook(lambda *_: failpoint("forward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     checksums = Checksums(len([*model.parameters()]))
-    state = ShardedState(
+    state = WatchedState(
         model=model, optimizer=optimizer, checksums=checksums, step=0, epoch=0, at=0, seen=[]
     )
 
     @elastic.run
-    def train(state: ShardedState) -> None:
+    def train(state: WatchedState) -> None:
         state.watch()
         while not end_requested():
             one_step(state)
@@ -117,5 +100,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     OVER = sys.argv[1]
-    STEPS = os.open("step", os.O_WRONLY | os.O_CREAT, 0o644)  # file with the current step
     main()

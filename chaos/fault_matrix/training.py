@@ -17,38 +17,22 @@ from elastic.chaos.hosts.workers import light_torch  # noqa: F401
 import torch
 
 import elastic
-from elastic.failpoints import failpoint, set_step
+from elastic.chaos.fault_matrix.watched_state import (
+    BATCH,
+    SAMPLES,
+    STEP_S,
+    WatchedState,
+    inputs,
+    wanted,
+)
+from elastic.failpoints import failpoint
 from elastic.optimizer.gradients import gradient_reducer
 
-SAMPLES = 37  # divisible neither into rounds nor into epochs
-BATCH = 2
-STEP_S = 0.02  # pause besides the work, so that a machine with few cores has time for imports
 EVALUATE_EVERY = 3  # steps
 
 gradient_reducer.FIRST_BYTES = gradient_reducer.FULL_BYTES = (
     64  # several buckets for a few parameters
 )
-inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
-wanted = inputs.sin() @ torch.ones(6, 3)
-
-
-class WatchedState(elastic.TorchState):
-    committed = -1  # step of this process's last commit
-
-    def commit(self) -> None:
-        set_step(self.step)
-        if elastic.rank() == 0:
-            os.pwrite(STEPS, f"{self.step:9}".encode(), 0)
-        failpoint("before-commit")
-        try:
-            super().commit()
-        except elastic.WorldChanging:  # raised after the commit
-            self.committed = self.step
-            raise
-        self.committed = self.step
-
-    def watch(self) -> None:
-        assert self.step >= self.committed, f"step {self.step} after {self.committed} was committed"
 
 
 def one_step(state: WatchedState, batch: list[int]) -> None:
@@ -134,5 +118,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     OVER = sys.argv[1]
-    STEPS = os.open("step", os.O_WRONLY | os.O_CREAT, 0o644)  # file with the current step
     main()

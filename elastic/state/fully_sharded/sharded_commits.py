@@ -23,7 +23,7 @@ import torch
 from elastic.collectives import agreement
 from elastic.collectives.interface import Collectives
 from elastic.collectives.shared_memory.peer_memory import PeerMemoryUnavailable
-from elastic.errors import CollectiveFailed, ShardLost, StateMismatch
+from elastic.errors import ShardLost, StateMismatch
 from elastic.failpoints import failpoint
 from elastic.protocol.messages import SHARDS_COMMIT, RowBytes, ShardsHeld, ShardsPlaced
 from elastic.runtime import lifecycle
@@ -53,13 +53,13 @@ from elastic.state.fully_sharded import object_exchange, peer_arena
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec, Sharded
 from elastic.state.fully_sharded.peer_arena import ArenaOffer, PeerArena
 from elastic.state.fully_sharded.shard_buffers import ShardBuffers, as_layout
+from elastic.state.fully_sharded.transfer import Transfer
 from elastic.state.held_commit import HeldCommit, HeldRows
 from elastic.state.snapshots.snapshot import Snapshot
 
 # Bytes of one exchange. No backend counts beyond 2**31, and the rows of an exchange are in memory twice meanwhile.
 PIECE = 256 << 20
 CPU = torch.device("cpu")
-_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class ShardedCommits:
         self._bank = 0  # index of the bank in progress
         self._committing: dict[str, LiveShard] = {}  # rows of the commit in progress
         self._transfers: list[Transfer] | None = None  # of the newest commit; None: it is sealed
-        self._waited_s = 0.0  # seconds of the last `seal`
+        self._waited_s = 0.0  # seconds that the commit in progress has waited for the previous one
         # Used if ranks have different tensors: the specs of this rank at the last commit, and those of all ranks.
         self._mine: dict[str, RowSpec] | None = None
         self._everyones: dict[str, RowSpec] = {}
@@ -236,7 +236,7 @@ class ShardedCommits:
         Raises:
             PeerLost: a rank was lost.
         """
-        self.seal()
+        self._waited_s = self.seal()
         world = self._world
         live = self._live()
         shards = self._committing = self._with_rows(self._agree_on_specs(live), live)
@@ -260,7 +260,6 @@ class ShardedCommits:
             PeerLost: a rank was lost.
             StateMismatch: ranks commit different tensors, or replicas differ.
         """
-        waited_s, self._waited_s = self._waited_s, 0.0
         began = time.perf_counter()
         bank, world, rt = self._banks[self._bank], self._world, lifecycle.active()
         bank.values = values
@@ -279,20 +278,20 @@ class ShardedCommits:
         self._transfers = transfers
         self._number += 1
         spent.copy_s, spent.mirror_s = copied - began, time.perf_counter() - copied
-        if not transfers:
-            self.seal()
-            waited_s, self._waited_s = self._waited_s, 0.0
-        spent.seal_s = waited_s
+        spent.seal_s = self._waited_s if transfers else self.seal()
         self.spent = spent
 
-    def seal(self) -> None:
+    def seal(self) -> float:
         """Wait until all ranks have mirrored the newest commit, and seal it. Collective, unless it is sealed already.
+
+        Returns:
+            The seconds that it took.
 
         Raises:
             PeerLost: a rank was lost.
         """
         if self._transfers is None:
-            return
+            return 0.0
         began, rt = time.perf_counter(), lifecycle.active()
         if self._world is not None and rt is not None:
             with rt.guard(SHARDS_COMMIT):
@@ -306,7 +305,7 @@ class ShardedCommits:
             self._cycle.mirrored()
         self._cycle.sealed()
         self._transfers = None
-        self._waited_s = time.perf_counter() - began
+        return time.perf_counter() - began
 
     def _stop_mirroring(self) -> None:
         """Count the newest commit as mirrored if its transfers on this rank ended before the world did."""
@@ -773,53 +772,3 @@ def _map_arenas(offers: Sequence[ArenaOffer | None], me: int) -> dict[int, PeerA
             with contextlib.suppress(PeerMemoryUnavailable):
                 found[rank] = PeerArena(each)
     return found
-
-
-class Transfer:
-    """Exchange of uint8 tensors between all ranks, given by the rank they are sent to or received from. Collective.
-
-    It begins when this is created. The tensors in ``sent`` are not modified, and must not be until it has ended.
-    """
-
-    def __init__(
-        self,
-        group: Collectives,
-        sent: dict[int, list[torch.Tensor]],
-        received: dict[int, list[torch.Tensor]],
-    ) -> None:
-        ranks = range(group.size)
-        out = [each for rank in ranks for each in sent.get(rank, ())]
-        self._into = [each for rank in ranks for each in received.get(rank, ())]
-        source = out[0] if len(out) == 1 else torch.cat([_NOTHING, *out])
-        self._target = (
-            self._into[0]
-            if len(self._into) == 1
-            else torch.empty(sum(map(len, self._into)), dtype=torch.uint8, device="cpu")
-        )
-        self._work = group.alltoall(
-            self._target,
-            source,
-            [sum(map(len, received.get(rank, ()))) for rank in ranks],
-            [sum(map(len, sent.get(rank, ()))) for rank in ranks],
-        )
-
-    def wait(self) -> None:
-        """Block until the received tensors are in place.
-
-        Raises:
-            CollectiveFailed: the group has failed or was aborted.
-        """
-        self._work.wait()
-        if len(self._into) != 1:
-            parts = self._target.split(list(map(len, self._into)))
-            for part, whole in zip(parts, self._into, strict=True):
-                whole.copy_(part)
-
-    def succeeded(self) -> bool:
-        """Return whether it has ended without an error, with the received tensors in place. Does not block."""
-        if not self._work.done():
-            return False
-        with contextlib.suppress(CollectiveFailed):
-            self.wait()
-            return True
-        return False

@@ -525,14 +525,19 @@ def committed_rows(state: Any) -> dict[str, torch.Tensor]:
     return {name: rows.clone() for name, (_, rows) in bank.own_rows().items()}
 
 
-def test_commit_has_entries_that_replaced_others(four):
+def committed_adamw() -> tuple[TorchState, torch.optim.AdamW]:
+    """Return a state after one step, and its optimizer."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     state = TorchState(model=model, optimizer=optimizer)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+    give_gradients(model)
     optimizer.step()
     state.save()
+    return state, optimizer
+
+
+def test_commit_has_entries_that_replaced_others(four):
+    state, optimizer = committed_adamw()
     for entries in optimizer.state.values():
         entries["exp_avg"] = torch.full_like(entries["exp_avg"], 5.0)
     state.save()
@@ -542,13 +547,7 @@ def test_commit_has_entries_that_replaced_others(four):
 
 
 def test_entry_of_another_shape_is_refused_by_the_next_commit(four):
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = TorchState(model=model, optimizer=optimizer)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    state.save()
+    state, optimizer = committed_adamw()
     next(iter(optimizer.state.values()))["exp_avg"] = torch.ones(17)
     with pytest.raises(Invalid):
         state.save()
