@@ -140,7 +140,7 @@ class _SharedPlans:
         for type in types:
             device = own_gpu.of(type)
             group = self._rt.group(self._known.channel, device, self._members)
-            neutral = plan_agreement.proposal(None, 0, 0, group.rank, self._known.taken())
+            neutral = plan_agreement.vector(None, self._known.taken())
             self._proposed = (group, device, *joined_rank.propose(group, device, neutral))
             return True
         return False
@@ -155,7 +155,7 @@ class _SharedPlans:
             self._nobody_proposes = True
             return
         if verdict.again:
-            neutral = plan_agreement.proposal(None, 0, 0, group.rank, self._known.taken())
+            neutral = plan_agreement.vector(None, self._known.taken())
             self._proposed = (group, device, *joined_rank.propose(group, device, neutral))
             return
         if not verdict.equal:
@@ -167,7 +167,7 @@ class _SharedPlans:
         parameters = sum(trained)
         if not verdict.same_order:
             joined_rank.share_order(group, device, verdict.source, None, parameters)
-        if verdict.sparse:
+        if verdict.greatest.sparse:
             joined_rank.compare_sparse(group, device, {}, parameters)
         layout = joined_rank.receive_layout(group, device, verdict.source)
         number = self._known.number(verdict)

@@ -48,20 +48,20 @@ def channel_device(known: Plans, device: torch.device) -> torch.device:
     return CPU if known.agreed else device
 
 
-def compare(group: Collectives, device: torch.device, proposal: list[int]) -> PlanVerdict:
-    """Combine the proposals of all ranks.
+def compare(group: Collectives, device: torch.device, vector: list[int]) -> PlanVerdict:
+    """Combine the proposals of all ranks. ``vector``: of `plan_agreement.vector`.
 
     Like all exchanges in this module, this raises CollectiveFailed if a rank is lost.
     """
-    numbers, work = propose(group, device, proposal)
+    numbers, work = propose(group, device, vector)
     work.wait()
     return plan_agreement.verdict(numbers.tolist())
 
 
 def propose(
-    group: Collectives, device: torch.device, proposal: list[int]
+    group: Collectives, device: torch.device, vector: list[int]
 ) -> tuple[torch.Tensor, Work]:
-    numbers = torch.tensor(proposal, dtype=torch.int64, device=device)
+    numbers = torch.tensor(vector, dtype=torch.int64, device=device)
     return numbers, group.allreduce(numbers, Op.MAX)
 
 

@@ -119,28 +119,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 # ---- comparison of plans: one vector of integers, reduced by MAX -----------------------------------------------------
 
 
-class PlanDigest(NamedTuple):
-    """Values that must be equal on all ranks.
-
-    Attributes:
-        digest: digest of the plan.
-        parameters: number of all parameters, including frozen ones.
-        replaces: previous number of the optimizer's plan in this generation, or -1.
-        anew: 1 if the present step starts over because the parameters have changed, else 0.
-    """
-
-    digest: int
-    parameters: int
-    replaces: int
-    anew: int
-
-
-_NOTHING = -(1 << 62)
-_COMPARED = len(PlanDigest._fields)
-VERDICT = 2 * _COMPARED + 12 + MAX_PLANS  # elements
-
-
-class ComparisonPoint(enum.Enum):
+class ComparisonPoint(enum.IntEnum):
     """Point of a step at which a rank compares its plan."""
 
     LAST_PASS = 0  # at the end of the last backward pass of a step
@@ -148,81 +127,119 @@ class ComparisonPoint(enum.Enum):
     STEP = 2  # in step() or synchronize()
 
 
-def proposal(
-    outline: PlanDigest | None,
-    trains: int,
-    sparse: int,
-    rank: int,
-    taken: Sequence[int],
-    moment: ComparisonPoint = ComparisonPoint.STEP,
-    twin: int = 0,
-    twins: int = 1,
-    order: Sequence[int] = (),
-) -> list[int]:
-    """Return a rank's vector for the comparison.
+class PlanProposal(NamedTuple):
+    """What a rank with data states about its plan. The ranks learn the least and the greatest value of each field.
 
-    Args:
-        outline: the values to compare; None for a rank that has joined.
+    Attributes:
+        digest: digest of the plan. Must be equal on all ranks, as must the next three.
+        parameters: number of all parameters, including frozen ones.
+        replaces: previous number of the optimizer's plan in this generation, or -1.
+        anew: 1 if the present step starts over because the parameters have changed, else 0.
         trains: digest of which parameters require a gradient on this rank.
         sparse: number of sparse gradients.
         rank: of the sender.
-        taken: from `Plans.taken`.
-        moment: the point of the comparison.
+        point: of the comparison.
         twin: index of the optimizer among those created with equal parameters.
         twins: number of such optimizers that still exist.
-        order: the order in which gradients become ready on this rank.
+        order: digest of the order in which gradients become ready on this rank; see `order_digest`.
     """
-    if outline is None:
-        nothing = [_NOTHING] * (2 * _COMPARED + 2)
-        return [*nothing, 0, 1, _NOTHING, 0, 0, _NOTHING, _NOTHING, 0, _NOTHING, _NOTHING, *taken]
-    moments = [
-        int(moment is not ComparisonPoint.LAST_PASS),
-        int(moment is not ComparisonPoint.STEP),
-    ]
-    same = [twin, -twin, twins]
+
+    digest: int
+    parameters: int
+    replaces: int
+    anew: int
+    trains: int
+    sparse: int
+    rank: int
+    point: int = ComparisonPoint.STEP
+    twin: int = 0
+    twins: int = 1
+    order: int = 0
+
+    @property
+    def compared(self) -> tuple[int, int, int, int]:
+        """The values that must be equal on all ranks."""
+        return self.digest, self.parameters, self.replaces, self.anew
+
+
+_NOTHING = -(1 << 62)  # less than any value of a field, and so is its negative greater
+_FIELDS = len(PlanProposal._fields)
+VECTOR = 2 * _FIELDS + 1 + MAX_PLANS  # elements
+
+
+def order_digest(order: Sequence[int]) -> int:
+    """Return a digest of 56 bits."""
     digest = hashlib.blake2b(repr(tuple(order)).encode(), digest_size=7).digest()
-    seen = int.from_bytes(digest, "big")
-    bounds = [*outline, *(-number for number in outline), trains, -trains]
-    return [*bounds, sparse, 0, -rank, *moments, *same, seen, -seen, *taken]
+    return int.from_bytes(digest, "big")
+
+
+def vector(proposal: PlanProposal | None, taken: Sequence[int]) -> list[int]:
+    """Return what a rank sends: the fields, their negatives, whether it has joined, and the numbers it uses.
+
+    Args:
+        proposal: None for a rank that has joined, which affects no field.
+        taken: from `Plans.taken`.
+    """
+    if proposal is None:
+        return [*[_NOTHING] * (2 * _FIELDS), 1, *taken]
+    return [*proposal, *(-value for value in proposal), 0, *taken]
 
 
 class PlanVerdict(NamedTuple):
-    """Result of the comparison. ``source``: the lowest rank that has data left, or None."""
+    """Result of the comparison, equal on all ranks.
 
-    least: PlanDigest
-    greatest: PlanDigest
-    alike: bool  # whether the same parameters require a gradient on all ranks
-    sparse: int
-    joined: bool  # whether any rank has joined
-    source: int | None
-    last: bool  # whether this is the end of the step's last backward pass on all ranks
-    again: bool  # whether to compare again in step(), because ranks are in backward passes of different optimizers
-    same_order: bool  # whether all ranks with data have the same order of gradients, which then need not be sent
+    Attributes:
+        least: the least value of each field over all ranks with data; meaningless if there are none.
+        greatest: the greatest.
+        joined: whether any rank has joined.
+        taken: for each number, 1 if it can't be reused on some rank, else 0.
+    """
+
+    least: PlanProposal
+    greatest: PlanProposal
+    joined: bool
     taken: list[int]
 
     @property
+    def source(self) -> int | None:
+        """The lowest rank that has data left, or None."""
+        return None if self.greatest.rank == _NOTHING else self.least.rank
+
+    @property
     def equal(self) -> bool:
-        return self.least == self.greatest
+        """Whether the plans of all ranks are equal."""
+        return self.least.compared == self.greatest.compared
+
+    @property
+    def alike(self) -> bool:
+        """Whether the same parameters require a gradient on all ranks."""
+        return self.least.trains == self.greatest.trains
+
+    @property
+    def same_order(self) -> bool:
+        """Whether all ranks with data have the same order of gradients, which then need not be sent."""
+        return self.alike and self.least.order == self.greatest.order
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the end of the step's last backward pass on all ranks."""
+        return self.greatest.point == ComparisonPoint.LAST_PASS
+
+    @property
+    def again(self) -> bool:
+        """Whether to compare again in step(), because ranks are in backward passes of different optimizers."""
+        differ = not self.equal or (
+            self.least.twin != self.greatest.twin and self.greatest.twins > 1
+        )
+        return self.least.point < ComparisonPoint.STEP and differ
 
 
-def verdict(reduced: list[int]) -> PlanVerdict:
-    greatest = PlanDigest(*reduced[:_COMPARED])
-    least = PlanDigest(*(-number for number in reduced[_COMPARED : 2 * _COMPARED]))
-    trained, same_trained, sparse, joined, source, *moments = reduced[2 * _COMPARED : -MAX_PLANS]
-    not_last, passed, last_twin, first_twin, twins, seen, same_seen = moments
-    alike = trained == -same_trained
-    return PlanVerdict(
-        least,
-        greatest,
-        alike,
-        sparse,
-        bool(joined),
-        None if source == _NOTHING else -source,
-        not not_last,
-        bool(passed) and (least != greatest or (last_twin != -first_twin and twins > 1)),
-        alike and seen == -same_seen,
-        reduced[-MAX_PLANS:],
-    )
+def verdict(reduced: Sequence[int]) -> PlanVerdict:
+    """Read the greatest of all ranks' vectors, element by element."""
+    greatest = PlanProposal(*reduced[:_FIELDS])
+    least = PlanProposal(*(-value for value in reduced[_FIELDS : 2 * _FIELDS]))
+    joined, *taken = reduced[2 * _FIELDS :]
+    return PlanVerdict(least, greatest, bool(joined), taken)
 
 
 # ---- the plans of one generation -------------------------------------------------------------------------------------

@@ -7,10 +7,9 @@ launch nothing earlier. Each reducer has its own group, so two optimizers may la
 follow each of them: see `elastic.optimizer.plan_agreement`.
 
 The reduction is complete when the last backward pass of a step returns, so any later change of gradients by the script
-applies to the reduced ones. A pass is the last if no gradient is missing after it. If some are missing, parameters may
-be unused, or another loss may follow; then the pass is the last if other steps ended with this pass number.
-If no pass is recognized as the last, as in the first such step, or if ranks run the passes of two optimizers in
-different orders, `GradientReducer.finish` completes the step.
+applies to the reduced ones; `elastic.optimizer.gradients.step_progress` decides which pass is the last. If none is
+recognized as the last, or if ranks run the passes of two optimizers in different orders, `GradientReducer.finish`
+completes the step.
 
 Gradient hooks run in the middle of backward and therefore never raise an interruption. A hook that cannot launch marks
 the generation as broken and returns, and `finish` raises. Errors while waiting at the end of a pass are raised by
@@ -50,13 +49,22 @@ from elastic.optimizer.gradients.gradient_hooks import (
 )
 from elastic.optimizer.gradients.gradient_plan import GradientPlan, Slot
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
-from elastic.optimizer.plan_agreement import StepFlag
+from elastic.optimizer.gradients.step_progress import (
+    PassEnd,
+    PlanState,
+    StepPhase,
+    StepProgress,
+    end_counts,
+)
+from elastic.optimizer.plan_agreement import ComparisonPoint, StepFlag
 from elastic.protocol.messages import GRADIENTS
 from elastic.runtime import lifecycle
 
 FIRST_BYTES = bucket_plan.FIRST_BYTES
 FULL_BYTES = bucket_plan.FULL_BYTES
 
+
+_POINT_OF = {PassEnd.COMPARE_LAST: ComparisonPoint.LAST_PASS, PassEnd.COMPARE: ComparisonPoint.PASS}
 
 # All reducers of this process.
 reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
@@ -113,22 +121,15 @@ class GradientReducer:
 
         # The present step.
         self._generation: int | None = None
+        self._progress = StepProgress()
         self._size = 1  # number of ranks that it averages over
         self._members: tuple[int, ...] | None = None  # None: the whole world
-        self._begun = False
         # Parameters in the order of their gradients; only until the plan is agreed or if it is about to change.
         self._ready: list[torch.Tensor] = []
         self._launched = 0  # buckets
-        self._complete = 0  # slots that have all their gradients
-        self._partial = 0  # slots that have some but not all of their gradients
-        self._ended = 0  # backward passes that produced gradients
-        self._usual = 0  # number of such passes in other steps; 0: unknown
         # ID of autograd's graph task that produces gradients of a step with an agreed plan.
         self._known_pass = -1
-        self._late = False  # no pass is the last of this step: all ranks reduce in finish()
         self._never: int | None = None  # generation in which no pass is the last of any step
-        self._early = False  # the last pass has ended and no gradient is missing
-        self._reduced = False
         self._absent: list[torch.Tensor] = []  # parameters without a gradient in this step
         self._stale: list[
             Work
@@ -139,9 +140,13 @@ class GradientReducer:
     def pending(self) -> bool:
         """Whether backward has run since the last `finish`, in the present world and with more than one rank."""
         try:
-            return self._begun and self._generation == lifecycle.current().generation
+            return self._receiving and self._generation == lifecycle.current().generation
         except NotInitialized:
             return False
+
+    @property
+    def _receiving(self) -> bool:
+        return self._progress.phase is not StepPhase.IDLE
 
     @property
     def passes(self) -> int:
@@ -192,15 +197,15 @@ class GradientReducer:
                 self.discard()
                 self._generation = world.generation
             included = self._locate(world)
-            if self._reduced:
+            if self._progress.phase is StepPhase.REDUCED:
                 pass
             elif self._size > 1:
-                if not self._begun:
+                if not self._receiving:
                     self._begin(world.generation)
                 if self._next is not None:
                     self._agree_again(world)
                 elif self._plan.named and self._agreed != world.generation:
-                    self._agree(world, plan_agreement.ComparisonPoint.STEP)
+                    self._agree(world, ComparisonPoint.STEP)
                 if self._agreed == world.generation:
                     self._launch_rest(world)
                     changed = self._wait(world)
@@ -210,7 +215,7 @@ class GradientReducer:
                 for parameter in self._parameters.all():
                     if parameter.requires_grad and parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
-            self._usual = max(self._usual, self._ended)
+            self._progress.learn()
             self._clear()
         if changed is not None:
             raise Invalid(_too_early(changed))
@@ -230,7 +235,7 @@ class GradientReducer:
             ):
                 # Fast path for nearly all calls: models have thousands of parameters.
                 slot.passes_left = 0
-                self._complete += 1
+                self._progress.complete += 1
                 self._fill(slot, watch=True)
                 if slot.bucket is not None and not slot.bucket.missing:
                     self._launch_full()
@@ -251,7 +256,7 @@ class GradientReducer:
             return
         if self._generation != world.generation:
             self.discard()
-        if not self._begun:
+        if not self._receiving:
             try:
                 self._locate(world)
             except Invalid:  # the process set was removed; finish() reports it
@@ -275,13 +280,7 @@ class GradientReducer:
                 " DistributedOptimizer; compute such gradients with torch.autograd.grad()"
             )
         notify_end(self)
-        self._partial += slot.passes_left == self._passes
-        slot.passes_left -= 1
-        if slot.passes_left:
-            return
-        self._partial -= 1
-        self._complete += 1
-        if self._late:
+        if not self._progress.count(slot, self._passes) or self._progress.phase is StepPhase.LATE:
             return
         if self._agreed != world.generation or self._changing:
             self._ready.append(parameter)
@@ -300,47 +299,33 @@ class GradientReducer:
             PeerLost: a rank was lost.
             StateMismatch: ranks reduce different gradients.
         """
-        world = lifecycle.current()
-        if not self._begun or self._reduced or self._generation != world.generation or world.broken:
+        world, slots = lifecycle.current(), self._plan.slots
+        if self._generation != world.generation or world.broken:
             return  # finish() reports the reason if needed
-        if self._next is not None:
-            self._ended += not inner
-            if (
-                not inner and 0 < self._usual <= self._ended
-            ):  # otherwise finish() notifies the other ranks
-                with world.guard(GRADIENTS), torch.no_grad():
-                    self._agree_again(world)
-                    self._early = True
-                    self._launch_rest(world)
-            return
         # Parameters trained only on other ranks receive no gradient here.
-        slots = self._plan.slots
-        complete = self._complete == len(slots) or self._complete == sum(
+        complete = self._progress.complete == len(slots) or self._progress.complete == sum(
             slot.parameter.requires_grad for slot in slots
         )
-        if inner and not complete:
+        end = self._progress.pass_ended(
+            self._plan_state(world),
+            inner=inner,
+            complete=complete,
+            only_finish=self._never == world.generation,
+        )
+        if end is PassEnd.NOTHING:
             return
-        self._ended += 1
-        if self._partial or self._late or self._never == world.generation:
-            return
-        last = complete or 0 < self._usual <= self._ended
         with world.guard(GRADIENTS), torch.no_grad():
-            if self._agreed == world.generation:
-                self._early = last
-            else:
-                # Also if gradients are missing, since ranks that have all of theirs wait here.
-                moment = (
-                    plan_agreement.ComparisonPoint.LAST_PASS
-                    if last
-                    else plan_agreement.ComparisonPoint.PASS
-                )
-                self._early = self._agree(world, moment)
-                self._late = not self._early
-            if self._early:
-                self._launch_rest(world)
-                if not complete:
-                    for slot in self._plan.slots:
-                        slot.passes_left = 0  # too late for another gradient in this step
+            match end:
+                case PassEnd.COMPARE_LAST | PassEnd.COMPARE:
+                    last = self._agree(world, _POINT_OF[end])
+                    self._progress.compared(last)
+                    if not last:
+                        return
+                case PassEnd.REPLACE_PLAN:
+                    self._agree_again(world)
+            self._launch_rest(world)
+            if not complete:
+                end_counts(self._plan.slots)  # too late for another gradient in this step
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def wait_after_backward(self) -> None:
@@ -351,15 +336,20 @@ class GradientReducer:
             Invalid: the script changed a gradient that was already being reduced.
         """
         world = lifecycle.current()
-        if not self._early or self._reduced or self._generation != world.generation:
+        if self._progress.phase is not StepPhase.COMPLETING or self._generation != world.generation:
             return
         with world.guard(GRADIENTS), torch.no_grad():
             changed = self._wait(world)
             self._heed_change(world)
-        self._begun = self._reduced = True
+        self._progress.reduced()
         if changed is not None:
             self._clear()
             raise Invalid(_too_early(changed))
+
+    def _plan_state(self, world: Context) -> PlanState:
+        if self._next is not None:
+            return PlanState.CHANGED
+        return PlanState.AGREED if self._agreed == world.generation else PlanState.UNCOMPARED
 
     def follows(self, parameter: torch.Tensor) -> bool:
         """Return whether this optimizer also trains the parameter."""
@@ -399,7 +389,7 @@ class GradientReducer:
             self._changing = own != self._told
         if signature != self._signature:
             if [each[0] for each in signature] != [each[0] for each in self._signature or ()]:
-                self._usual = 0  # the new parameters may have passes of their own
+                self._progress.usual = 0  # the new parameters may have passes of their own
             self._signature = signature
             named = [
                 (self._parameters.name(each, f"parameter {number}"), each)
@@ -419,7 +409,7 @@ class GradientReducer:
             self._plan.renew()
         self._stale = []
         self._generation = generation
-        self._begun = True
+        self._progress.begin()
 
     def _fill(self, slot: Slot, *, watch: bool) -> None:
         if slot.bucket is None:  # sparse
@@ -493,17 +483,14 @@ class GradientReducer:
         self._plan.begin_step(self._passes)
         self._launched = 0
         self._known_pass = -1
-        self._complete = self._partial = self._ended = 0
-        self._begun = self._late = self._early = self._reduced = False
+        self._progress.clear()
         self._ready.clear()
         if self._next is not None:  # abandoned: the next step begins with the changed parameters
             self._next = self._signature = None
 
     # ---- the plan --------------------------------------------------------------------------------------------------
 
-    def _agree(
-        self, world: Context, moment: plan_agreement.ComparisonPoint, anew: bool = False
-    ) -> bool:
+    def _agree(self, world: Context, moment: ComparisonPoint, anew: bool = False) -> bool:
         """Compare the plan with the other members', and adopt their order and their set of sparse gradients.
 
         Changes nothing in a world of one rank, which is also the world of a worker that has not joined yet. Changes
@@ -518,10 +505,10 @@ class GradientReducer:
             self._clear()  # no work is in flight
             raise
 
-    def _compare(self, world: Context, moment: plan_agreement.ComparisonPoint, anew: bool) -> bool:
+    def _compare(self, world: Context, moment: ComparisonPoint, anew: bool) -> bool:
         known = plan_agreement.of(world, self._members)
         digest = digest_of(self._plan.lines())
-        last = moment is plan_agreement.ComparisonPoint.LAST_PASS
+        last = moment is ComparisonPoint.LAST_PASS
         agreed = known.adopt(self, digest, self._version)
         if agreed is None:
             agreed, last = self._negotiate(world, known, digest, moment, anew)
@@ -539,7 +526,7 @@ class GradientReducer:
             wire = getattr(torch, bucket.wire().dtype)
             bucket.scales = self._options.scales(self._size, inside, wire)
         self._agreed = world.generation
-        self._usual = 0  # equal on all ranks
+        self._progress.usual = 0  # equal on all ranks
         return last
 
     def _negotiate(
@@ -547,7 +534,7 @@ class GradientReducer:
         world: Context,
         known: plan_agreement.Plans,
         digest: int,
-        moment: plan_agreement.ComparisonPoint,
+        moment: ComparisonPoint,
         anew: bool,
     ) -> tuple[plan_agreement.AgreedPlan | None, bool]:
         """Compare the plan with all other ranks, including joined ones. See `_agree`, also for a result of None."""
@@ -565,21 +552,31 @@ class GradientReducer:
         if group.size == 1:
             return None, False
         replaces = -1 if before is None else before.number
-        own = plan_agreement.PlanDigest(digest, len(plan.named), replaces, int(anew))
-        trains = digest_of([str(self._own)])
         plan.train(self._own)
         order = plan.own_order(self._ready)
-        proposal = plan_agreement.proposal(
-            own, trains, len(dims), group.rank, known.taken(), moment, *self._twins(), order
+        twin, twins = self._twins()
+        proposal = plan_agreement.PlanProposal(
+            digest=digest,
+            parameters=len(plan.named),
+            replaces=replaces,
+            anew=int(anew),
+            trains=digest_of([str(self._own)]),
+            sparse=len(dims),
+            rank=group.rank,
+            point=moment,
+            twin=twin,
+            twins=twins,
+            order=plan_agreement.order_digest(order),
         )
-        verdict = joined_rank.compare(group, device, proposal)
+        sent = plan_agreement.vector(proposal, known.taken())
+        verdict = joined_rank.compare(group, device, sent)
         while verdict.again:
             # Ranks run the backward passes of the optimizers in different orders. The order of step() calls is the
             # same.
             self._never = world.generation
-            if moment is not plan_agreement.ComparisonPoint.STEP:
+            if moment is not ComparisonPoint.STEP:
                 return None, False
-            verdict = joined_rank.compare(group, device, proposal)
+            verdict = joined_rank.compare(group, device, sent)
         if not verdict.equal:
             found_out = plan_difference.find(group, device, verdict.source, plan.lines())
             plan_difference.refuse(world, self._members, plan.lines(), found_out)
@@ -596,7 +593,7 @@ class GradientReducer:
         if not verdict.same_order:
             order = plan.own_order(self._ready)
             order = joined_rank.share_order(group, device, verdict.source, order, len(plan.slots))
-        if verdict.sparse:
+        if verdict.greatest.sparse:
             found = joined_rank.compare_sparse(group, device, found, len(plan.slots))
             if self._options.wire_op not in joined_rank.GATHERED:
                 if verdict.joined:
@@ -627,9 +624,9 @@ class GradientReducer:
         if anew and self._number is not None:
             joined_rank.end_plan(world, self._number, self._members)
         self._plan, self._next = self._next, None
-        self._agreed, usual = None, self._usual
-        self._agree(world, plan_agreement.ComparisonPoint.STEP, anew)
-        self._usual = usual
+        self._agreed, usual = None, self._progress.usual
+        self._agree(world, ComparisonPoint.STEP, anew)
+        self._progress.usual = usual
 
     def _heed_change(self, world: Context) -> None:
         """Agree on a new plan if the step's flag says that other parameters require a gradient on some rank.
@@ -647,13 +644,13 @@ class GradientReducer:
         reduced = {
             id(slot.parameter): (slot.parameter, slot.parameter.grad) for slot in self._plan.slots
         }
-        ready, usual, ended = list(self._ready), self._usual, self._ended
+        ready, usual, ended = list(self._ready), self._progress.usual, self._progress.ended
         self._clear()
         self._agreed, self._ready = None, ready
-        self._agree(world, plan_agreement.ComparisonPoint.STEP)
+        self._agree(world, ComparisonPoint.STEP)
         self._ready.clear()
         # The passes that produce gradients stay the same in later steps.
-        self._usual, self._ended = usual, ended
+        self._progress.usual, self._progress.ended = usual, ended
         for parameter in absent:
             if id(parameter) not in self._plan.slot_of:
                 parameter.grad = None  # frozen on every rank now, so the optimizer must skip it

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import PeerLost
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.optimizer.gradients.step_progress import StepPhase
 from harness.golden import raises
 from harness.small_worlds import backward, net, sgd, small, train_once
 
@@ -200,7 +201,7 @@ def test_a_rank_that_has_all_gradients_waits_for_none_that_lacks_some(threads):
             losses = [model(batch(rank, step)).sum()]
             losses += [other(batch(rank, step)).sum()] if rank else []
             torch.stack(losses).sum().backward()
-            seen.append(optimizer._reducer._reduced)
+            seen.append(optimizer._reducer._progress.phase is StepPhase.REDUCED)
             clip_norm(both, optimizer)
             optimizer.step()
         return seen, [value.tolist() for value in both.parameters()]
@@ -294,7 +295,7 @@ def test_a_step_that_was_reduced_can_be_abandoned(world):
     optimizer = sgd(model, lr=0.0)
     for _ in range(2):
         backward(model)
-        assert optimizer._reducer._reduced
+        assert optimizer._reducer._progress.phase is StepPhase.REDUCED
         optimizer._reset_passes()
         assert [each.grad for each in model.parameters()] == [None, None]
         train_once(model, optimizer)

@@ -13,7 +13,8 @@ from elastic.errors import StateMismatch
 from elastic.optimizer import plan_agreement
 from elastic.optimizer.plan_agreement import (
     BucketSpec,
-    PlanDigest,
+    ComparisonPoint,
+    PlanProposal,
     Plans,
     Sparse,
     StepFlag,
@@ -40,8 +41,18 @@ def layout(digest: int) -> StepPlan:
     )
 
 
-def reduced(*proposals: list[int]) -> plan_agreement.PlanVerdict:
-    return plan_agreement.verdict([max(column) for column in zip(*proposals, strict=True)])
+def proposed(**fields: int) -> PlanProposal:
+    usual = {"digest": 7, "parameters": 3, "replaces": -1, "anew": 0, "trains": 5, "sparse": 0}
+    return PlanProposal(**{**usual, "rank": 0, **fields})
+
+
+def reduced(*vectors: list[int]) -> plan_agreement.PlanVerdict:
+    return plan_agreement.verdict([max(column) for column in zip(*vectors, strict=True)])
+
+
+def compared(*proposals: PlanProposal | None) -> plan_agreement.PlanVerdict:
+    """The verdict on these ranks' proposals; None: the rank has joined."""
+    return reduced(*(plan_agreement.vector(each, Plans().taken()) for each in proposals))
 
 
 # ---- marks ---------------------------------------------------------------------------------------
@@ -92,45 +103,66 @@ def test_one_change_is_heard_among_any_number_of_steps(op):
 
 
 def test_ranks_that_joined_have_no_say_in_what_must_be_equal():
-    own = PlanDigest(7, 3, -1, 0)
-    free = Plans().taken()
-    verdict = reduced(
-        plan_agreement.proposal(None, 0, 0, 0, free),
-        plan_agreement.proposal(own, 5, 1, 1, free),
-        plan_agreement.proposal(own, 5, 2, 2, free),
-    )
-    assert verdict.equal and verdict.alike and verdict.greatest == own
-    assert verdict.joined and verdict.source == 1 and verdict.sparse == 2
-    assert len(plan_agreement.proposal(own, 5, 0, 1, free)) == plan_agreement.VERDICT
+    verdict = compared(None, proposed(rank=1, sparse=1), proposed(rank=2, sparse=2))
+    assert verdict.equal and verdict.alike and verdict.greatest.compared == proposed().compared
+    assert verdict.joined and verdict.source == 1 and verdict.greatest.sparse == 2
+    assert len(plan_agreement.vector(proposed(), Plans().taken())) == plan_agreement.VECTOR
 
 
-def test_a_difference_is_seen_by_all_with_its_bounds():
-    free = Plans().taken()
-    verdict = reduced(
-        plan_agreement.proposal(PlanDigest(7, 3, -1, 0), 5, 0, 0, free),
-        plan_agreement.proposal(PlanDigest(8, 3, -1, 0), 6, 0, 1, free),
-    )
-    assert not verdict.equal and not verdict.alike and not verdict.joined
-    assert (verdict.least.digest, verdict.greatest.digest) == (7, 8)
+@pytest.mark.parametrize("field", ["digest", "parameters", "replaces", "anew"])
+def test_a_difference_is_seen_by_all_with_its_bounds(field):
+    own = proposed()
+    verdict = compared(own, own._replace(**{field: getattr(own, field) + 1}, rank=1))
+    assert not verdict.equal and verdict.alike and not verdict.joined
+    assert getattr(verdict.least, field) + 1 == getattr(verdict.greatest, field)
+
+
+def test_other_trained_parameters_are_no_difference_of_plans():
+    verdict = compared(proposed(trains=5), proposed(trains=6, rank=1))
+    assert verdict.equal and not verdict.alike and not verdict.same_order
 
 
 def test_an_order_that_all_have_seen_need_not_be_told():
-    own, free = PlanDigest(7, 3, 100, -1), Plans().taken()
-    joined = plan_agreement.proposal(None, 0, 0, 0, free)
-    first, same, other = [
-        plan_agreement.proposal(own, 5, 0, rank + 1, free, order=order)
+    first, same, other = (
+        proposed(rank=rank + 1, order=plan_agreement.order_digest(order))
         for rank, order in enumerate([(2, 1, 0), (2, 1, 0), (0, 1, 2)])
-    ]
-    assert reduced(joined, first, same).same_order
-    verdict = reduced(joined, first, same, other)
+    )
+    assert compared(None, first, same).same_order
+    verdict = compared(None, first, same, other)
     assert not verdict.same_order and verdict.equal  # it is told, and nothing is wrong
 
 
+@pytest.mark.parametrize(
+    ("points", "last"),
+    [
+        ((ComparisonPoint.LAST_PASS, ComparisonPoint.LAST_PASS), True),
+        ((ComparisonPoint.LAST_PASS, ComparisonPoint.PASS), False),
+        ((ComparisonPoint.LAST_PASS, ComparisonPoint.STEP), False),
+    ],
+)
+def test_a_pass_is_the_last_if_it_is_so_on_all_ranks_with_data(points, last):
+    ranks = [proposed(rank=rank, point=point) for rank, point in enumerate(points)]
+    assert compared(*ranks, None).last is last
+
+
+def test_backward_passes_of_different_optimizers_are_compared_again_in_their_steps():
+    passing = [proposed(rank=rank, digest=rank, point=ComparisonPoint.LAST_PASS) for rank in (0, 1)]
+    assert compared(*passing).again
+    stepping = [each._replace(point=ComparisonPoint.STEP) for each in passing]
+    assert compared(stepping[0], passing[1]).again and not compared(*stepping).again
+
+
+def test_optimizers_with_equal_parameters_are_told_apart_by_their_order_of_creation():
+    ranks = [
+        proposed(rank=rank, twin=rank, twins=2, point=ComparisonPoint.LAST_PASS) for rank in (0, 1)
+    ]
+    assert compared(*ranks).equal and compared(*ranks).again
+    assert not compared(*(each._replace(twins=1) for each in ranks)).again
+
+
 def test_nobody_is_left_to_propose():
-    verdict = reduced(
-        *[plan_agreement.proposal(None, 0, 0, rank, Plans().taken()) for rank in range(3)]
-    )
-    assert verdict.source is None
+    verdict = compared(None, None, None)
+    assert verdict.source is None and not verdict.again
 
 
 def test_a_layout_survives_the_wire():
@@ -154,11 +186,11 @@ def agree(
     known: Plans, digest: int, owner: Optimizer, others_taken: list[int] | None = None
 ) -> int:
     before = known.find(owner)
-    own = PlanDigest(digest, 1, -1 if before is None else before.number, 0)
-    proposals = [plan_agreement.proposal(own, 5, 0, 0, known.taken())]
+    own = proposed(digest=digest, replaces=-1 if before is None else before.number)
+    vectors = [plan_agreement.vector(own, known.taken())]
     if others_taken is not None:
-        proposals.append(plan_agreement.proposal(own, 5, 0, 1, others_taken))
-    number = known.number(reduced(*proposals))
+        vectors.append(plan_agreement.vector(own._replace(rank=1), others_taken))
+    number = known.number(reduced(*vectors))
     known.record(number, layout(digest), owner)
     return number
 

@@ -1,0 +1,150 @@
+"""Progress of a step: which gradients have arrived, and which backward pass is the last. Pure.
+
+A step begins with its first gradient, or in `finish` if it has none::
+
+    IDLE -> RECEIVING -> COMPLETING -> REDUCED -> IDLE      the last backward pass was recognized
+            RECEIVING -> LATE -> IDLE                       ranks disagree on the last pass; finish() reduces
+            RECEIVING -> IDLE                               no pass was the last on this rank; finish() reduces
+
+A pass is the last of a step if no gradient is missing after it. If some are missing, parameters may be unused, or
+another loss may follow; then the pass is the last if other steps ended with this pass number. A pass that leaves a
+parameter with some of its gradients is never the last.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class StepPhase(enum.Enum):
+    """StepPhase of a step on this rank."""
+
+    IDLE = enum.auto()  # no gradient has arrived, and no reduction is in flight
+    RECEIVING = enum.auto()  # gradients arrive; full buckets of an agreed plan are launched
+    COMPLETING = enum.auto()  # the last pass has ended and all buckets are launched
+    LATE = (
+        enum.auto()
+    )  # some rank has not recognized the last pass: nothing is launched before finish()
+    REDUCED = enum.auto()  # every gradient is reduced; only step() is missing
+
+
+class PlanState(enum.Enum):
+    """What the other ranks know about this rank's plan."""
+
+    AGREED = enum.auto()  # compared in this generation: buckets can be launched
+    UNCOMPARED = enum.auto()
+    CHANGED = (
+        enum.auto()
+    )  # this rank's parameters have changed; the others only know the plan before
+
+
+class PassEnd(enum.Enum):
+    """What to do at the end of a backward pass."""
+
+    NOTHING = enum.auto()  # another pass follows, or finish() does it
+    LAUNCH = enum.auto()  # it was the last pass: launch the remaining buckets
+    COMPARE_LAST = enum.auto()  # compare plans; it was the last pass on this rank
+    COMPARE = enum.auto()  # compare plans, since ranks with all of their gradients wait for that
+    REPLACE_PLAN = enum.auto()  # it was the last pass: agree on the changed plan, then launch
+
+
+class CountedSlot(Protocol):
+    """A parameter that receives the same number of gradients in each step."""
+
+    passes_left: int
+
+
+class StepProgress:
+    """Progress of the steps of one optimizer.
+
+    Attributes:
+        phase: of the present step.
+        complete: number of slots with all of their gradients. 0 in IDLE.
+        partial: number of slots with some but not all of their gradients. 0 in IDLE.
+        ended: number of backward passes that produced gradients in this step. 0 in IDLE.
+        usual: number of such passes in other steps; 0 if unknown. Equal on all ranks once plans were compared, since
+            all then begin with 0 and count the same steps.
+    """
+
+    __slots__ = ("complete", "ended", "partial", "phase", "usual")
+
+    def __init__(self) -> None:
+        self.usual = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """End the step, or abandon it."""
+        self.phase = StepPhase.IDLE
+        self.complete = self.partial = self.ended = 0
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.phase = StepPhase.RECEIVING
+
+    def count(self, slot: CountedSlot, passes: int) -> bool:
+        """Count one gradient of a slot that misses some. Return whether it has all ``passes`` now."""
+        self.partial += slot.passes_left == passes
+        slot.passes_left -= 1
+        if slot.passes_left:
+            return False
+        self.partial -= 1
+        self.complete += 1
+        return True
+
+    def pass_ended(
+        self, plan: PlanState, *, inner: bool, complete: bool, only_finish: bool
+    ) -> PassEnd:
+        """Count a backward pass that produced gradients, and decide whether it was the last of the step.
+
+        Args:
+            plan: state of this rank's plan.
+            inner: whether the pass ran within another backward pass, which is the one that counts unless this pass
+                completes the step.
+            complete: whether every parameter that is trained on this rank has all of its gradients.
+            only_finish: whether ranks run the passes of several optimizers in different orders, so that no pass is
+                the last.
+        """
+        if self.phase in (StepPhase.IDLE, StepPhase.REDUCED):
+            return PassEnd.NOTHING
+        if plan is PlanState.CHANGED:
+            self.ended += not inner
+            return self._as_last(PassEnd.REPLACE_PLAN, not inner and self._usual_reached)
+        if inner and not complete:
+            return PassEnd.NOTHING
+        self.ended += 1
+        if self.partial or self.phase is StepPhase.LATE or only_finish:
+            return PassEnd.NOTHING
+        last = complete or self._usual_reached
+        if plan is PlanState.UNCOMPARED:
+            return PassEnd.COMPARE_LAST if last else PassEnd.COMPARE
+        return self._as_last(PassEnd.LAUNCH, last)
+
+    def compared(self, last: bool) -> None:
+        """Take the result of a comparison at the end of a pass. ``last``: whether it is the last on all ranks."""
+        self.phase = StepPhase.COMPLETING if last else StepPhase.LATE
+
+    def reduced(self) -> None:
+        """Every gradient is reduced, before step()."""
+        self.phase = StepPhase.REDUCED
+
+    def learn(self) -> None:
+        """Expect as many passes in later steps as this one had, if earlier ones did not have more."""
+        self.usual = max(self.usual, self.ended)
+
+    def _as_last(self, end: PassEnd, last: bool) -> PassEnd:
+        if not last:
+            return PassEnd.NOTHING
+        self.phase = StepPhase.COMPLETING
+        return end
+
+    @property
+    def _usual_reached(self) -> bool:
+        return 0 < self.usual <= self.ended
+
+
+def end_counts(slots: Iterable[CountedSlot]) -> None:
+    """Take no further gradient in this step."""
+    for slot in slots:
+        slot.passes_left = 0
