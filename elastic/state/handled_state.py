@@ -356,16 +356,22 @@ class HandledState(_OfThisProcess, ObjectState):
         """Keep the replicated values twice, like the shards: all ranks may have to restore the previous commit."""
         self._check_parameters()
         self._check_stepped()
-        snapshots = sharded.begin()
-        self._begun += 1
-        for name, part in self._handlers.items():
-            assert isinstance(part, Part)
-            part.snapshot = snapshots.setdefault(name, Snapshot())
-            part.save()
-            failpoint("snapshot")
-        if self._random is not None:
+
+        def replicated(
+            snapshots: dict[str, Snapshot],
+        ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+            self._begun += 1
+            for name, part in self._handlers.items():
+                assert isinstance(part, Part)
+                part.snapshot = snapshots.setdefault(name, Snapshot())
+                part.save()
+                failpoint("snapshot")
+            if self._random is None:
+                return values, None
             self._random.save()
-        sharded.commit((values, None if self._random is None else self._random.saved))
+            return values, self._random.saved
+
+        sharded.commit(replicated)
         self._saved_state = values
 
     def _steps_taken(self) -> int | None:

@@ -216,9 +216,7 @@ class ShardedCommits:
         )
         self._number = 0  # number of the next commit in this world
         self._bank = 0  # index of the bank in progress
-        self._committing: dict[str, LiveShard] = {}  # rows of the commit in progress
         self._transfers: list[Transfer] | None = None  # of the newest commit; None: it is sealed
-        self._waited_s = 0.0  # seconds that the commit in progress has waited for the previous one
         # Used if ranks have different tensors: the specs of this rank at the last commit, and those of all ranks.
         self._mine: dict[str, RowSpec] | None = None
         self._everyones: dict[str, RowSpec] = {}
@@ -230,42 +228,30 @@ class ShardedCommits:
 
     # ---- a commit ------------------------------------------------------------------------------------------------
 
-    def begin(self) -> dict[str, Snapshot]:
-        """Seal the previous commit and begin another. Return the snapshots to save the replicated parts into, by part.
+    def commit(self, save: Callable[[dict[str, Snapshot]], Any]) -> None:
+        """Seal the previous commit and make another: copy this rank's shard, and begin to mirror it. Collective.
 
-        Raises:
-            PeerLost: a rank was lost.
-        """
-        self._waited_s = self.seal()
-        world = self._world
-        live = self._live()
-        shards = self._committing = self._with_rows(self._agree_on_specs(live), live)
-        if world is None:
-            shard, count = self._position()
-            record = BufferRecord(CommitId(0, self._number), count, shard, (), ())
-        else:
-            count, shard = world.shards, world.shard
-            copies = tuple(copied_to(world.placement, world.rank))
-            commit = CommitId(world.generation, self._number)
-            record = BufferRecord(commit, count, shard, copies, world.where())
-        self._bank = self._cycle.begin(record)
-        bank = self._banks[self._bank]
-        bank.arrange(shards, count, (record.shard, *record.copies))
-        return bank.snapshots
+        It is sealed at once if no copies have to be sent.
 
-    def commit(self, values: Any) -> None:
-        """Copy this rank's shard, begin to mirror it, and seal the commit if no copies have to be sent. Collective.
+        Args:
+            save: saves the replicated parts into the given snapshots, by part, and returns the other replicated
+                values. If it raises, the previous commit stays the newest.
 
         Raises:
             PeerLost: a rank was lost.
             StateMismatch: ranks commit different tensors, or replicas differ.
         """
+        waited_s = self.seal()
+        world, rt, live = self._world, lifecycle.active(), self._live()
+        shards = self._with_rows(self._agree_on_specs(live), live)
+        record = self._record(world)
+        self._bank = self._cycle.begin(record)
+        bank = self._banks[self._bank]
+        bank.arrange(shards, record.shards, (record.shard, *record.copies))
+        bank.values = save(bank.snapshots)
         began = time.perf_counter()
-        bank, world, rt = self._banks[self._bank], self._world, lifecycle.active()
-        bank.values = values
         failpoint("shard-copy")
-        spent = CommitCost(bank.copy(self._committing, self._cycle.written().commit))
-        self._committing = {}
+        spent = CommitCost(bank.copy(shards, record.commit))
         self._cycle.copied()
         copied = time.perf_counter()
         failpoint("shard-mirror")
@@ -278,8 +264,19 @@ class ShardedCommits:
         self._transfers = transfers
         self._number += 1
         spent.copy_s, spent.mirror_s = copied - began, time.perf_counter() - copied
-        spent.seal_s = self._waited_s if transfers else self.seal()
+        spent.seal_s = waited_s if transfers else self.seal()
         self.spent = spent
+
+    def _record(self, world: ShardedWorld | None) -> BufferRecord:
+        """Return the description of the next commit on this rank."""
+        if world is None:
+            shard, count = self._position()
+            return BufferRecord(CommitId(0, self._number), count, shard, (), ())
+        commit, copies = (
+            CommitId(world.generation, self._number),
+            copied_to(world.placement, world.rank),
+        )
+        return BufferRecord(commit, world.shards, world.shard, tuple(copies), world.where())
 
     def seal(self) -> float:
         """Wait until all ranks have mirrored the newest commit, and seal it. Collective, unless it is sealed already.

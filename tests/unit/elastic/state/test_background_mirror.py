@@ -20,6 +20,7 @@ from elastic.sharding.rows import rows_of
 from elastic.state.fully_sharded import sharded_commits
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
 from elastic.state.fully_sharded.sharded_commits import ShardedCommits, WorldInventory
+from elastic.state.snapshots.snapshot import Snapshot
 
 SPEC = RowSpec((6, 2), torch.float32)
 
@@ -94,9 +95,11 @@ class TwoHosts:
         return self._work(True)
 
     def commit(self, value: float) -> None:
-        self.commits.begin()
-        self.part.local.fill_(value)
-        self.commits.commit(value)
+        def save(_: dict[str, Snapshot]) -> float:
+            self.part.local.fill_(value)
+            return value
+
+        self.commits.commit(save)
 
     def sealed(self) -> Any:
         base = self.commits.base()
@@ -139,7 +142,7 @@ def test_next_commit_leaves_the_sealed_bank_alone_when_the_copy_fails(two: TwoHo
     two.commit(2.0)
     two.arriving[1].wait.side_effect = CollectiveFailed("a peer is lost")
     with pytest.raises(CollectiveFailed):
-        two.commits.begin()
+        two.commit(3.0)
     assert two.sealed() == 1.0
     assert two.held() == {0: True, 1: False}
 
@@ -164,13 +167,12 @@ def test_commit_that_ranks_disagree_on_is_not_sealed_later(
     two: TwoHosts, monkeypatch: pytest.MonkeyPatch
 ):
     two.commit(1.0)
-    two.commits.begin()
     monkeypatch.setattr(
         sharded_commits.ShardedCommits,
         "_compare",
         lambda *_, **__: (_ for _ in ()).throw(CollectiveFailed("differs")),
     )
     with pytest.raises(CollectiveFailed):
-        two.commits.commit(2.0)
+        two.commit(2.0)
     two.commits.seal()
     assert two.sealed() == 1.0
