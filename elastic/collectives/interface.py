@@ -7,7 +7,8 @@ driver. Every tensor is contiguous and on the group's device. Ranks are indices 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -152,6 +153,79 @@ class ReducesInto(Protocol):
         """Like `Collectives.allreduce` of ``tensor``, which is not modified.
 
         ``result`` is like it; they share no memory.
+        """
+
+
+@runtime_checkable
+class SumsTrees(Protocol):
+    """A group that can sum values in other ranks' memory in a given order, without sending them."""
+
+    def reduce_tree(
+        self,
+        places: torch.Tensor,
+        elements: int,
+        program: Sequence[tuple[int, int] | None],
+        divisor: int = 1,
+    ) -> Work:
+        """Sum rows of ``places`` of any ranks in a given order; only the first ``elements`` of a row are used.
+
+        The result, rounded and then divided by ``divisor``, replaces row 0 on every rank.
+
+        Args:
+            places: in memory that all ranks map, with equal row strides and as many rows as this rank needs.
+            elements: number of elements of a row to use.
+            program: in postfix notation: ``(rank, row)`` pushes a value, None replaces the top two by their sum.
+            divisor: see above.
+
+        Raises:
+            ValueError: ``places`` is in other memory.
+        """
+
+
+class Counts(NamedTuple):
+    """Progress of the collectives of one group, in order: launched by this rank, reached by its GPU, and ended."""
+
+    launched: int
+    arrived: int
+    done: int
+    took_s: float  # longest time from a launch until the GPU had reached it; 0 if shorter than the polling interval
+    failed: bool  # the device returns an error
+
+
+class DeviceCollectives(Collectives, Protocol):
+    """A group of several ranks on GPUs, whose kernels run after calls have returned."""
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether streams follow a collective whose outcome is not known yet."""
+
+    def settle(self) -> None:
+        """Wait until all collectives that streams follow have ended.
+
+        Raises:
+            CollectiveFailed: the group has failed; results of its last collectives may be invalid.
+        """
+
+    def followed_since(self) -> float | None:
+        """Return the launch time of the oldest collective that has not ended, if streams follow any; else None.
+
+        None if the group has failed: a kernel that outlives an abort waits for no peer. Fails the group if the
+        backend has detected an error. The training thread may wait in CUDA, where it cannot do so.
+        """
+
+    def counts(self) -> Counts:
+        """Return the progress of its collectives. Does not wait for the GPU; call it from one thread at a time."""
+
+    def ended(self, timeout_s: float) -> bool:
+        """Return, after `abort`, whether all kernels of collectives have ended. Waits up to ``timeout_s``."""
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Close the group. Waits up to ``timeout_s``, by default the timeout for connecting."""
+
+    def freed(self, timeout_s: float) -> bool:
+        """Return whether the GPU memory has been freed after `close`, possibly by another thread.
+
+        Waits up to ``timeout_s``.
         """
 
 

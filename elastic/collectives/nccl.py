@@ -30,13 +30,13 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
 from elastic.collectives import dtypes_and_ops, nccl_library, own_gpu, threads
-from elastic.collectives.interface import Op, Work
+from elastic.collectives.interface import Counts, Op, Work
 from elastic.collectives.torch_group import REDUCE, as_bytes
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment
@@ -45,16 +45,6 @@ from elastic.rendezvous.store import Call, Store, listen
 _SPIN_S = 0.001  # a step's collectives usually end within this, so do not sleep before
 _STEP_S = 0.0001
 _WARM_UP_S = 30.0
-
-
-class Counts(NamedTuple):
-    """Progress of the collectives of one group, in order: launched by this rank, reached by its GPU, and ended."""
-
-    launched: int
-    arrived: int
-    done: int
-    took_s: float  # longest time from a launch until the GPU had reached it; 0 if shorter than the polling interval
-    failed: bool  # CUDA returns an error
 
 
 class NcclCollectives:
@@ -258,25 +248,14 @@ class NcclCollectives:
 
     @property
     def unsettled(self) -> bool:
-        """Whether streams follow a collective whose outcome is not known yet."""
         return self._followed is not None
 
     def settle(self) -> None:
-        """Wait until all collectives that streams follow have ended.
-
-        Raises:
-            CollectiveFailed: the group has failed; results of its last collectives may be invalid.
-        """
         followed, self._followed = self._followed, None
         if followed is not None:
             followed.wait_on_host()  # NCCL runs the collectives of a communicator in order
 
     def followed_since(self) -> float | None:
-        """Return the launch time of the oldest collective that has not ended, if streams follow any; else None.
-
-        None if the group has failed: a kernel that outlives an abort waits for no peer. Fails the group if NCCL has
-        detected an error. The training thread may wait in CUDA, where it cannot do so.
-        """
         if self._followed is None:
             return None
         self._heed_error()
@@ -289,7 +268,6 @@ class NcclCollectives:
             return None
 
     def counts(self) -> Counts:
-        """Return the progress of its collectives. Does not wait for the GPU; call it from one thread at a time."""
         launched, now = self._launched, time.monotonic()
         works = list(self._under_way)
         if works:
@@ -327,7 +305,6 @@ class NcclCollectives:
         return not any(thread.is_alive() for thread in ending)
 
     def ended(self, timeout_s: float) -> bool:
-        """Return, after `abort`, whether all kernels of collectives have ended. Waits up to ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         behind = self._behind_all()
         while any(not work.finished() for work in list(self._under_way)) or not (
@@ -353,7 +330,6 @@ class NcclCollectives:
         return behind
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Close the group. Waits up to ``timeout_s``, by default the timeout for connecting."""
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         self.abort()
         self.drain(max(0.0, deadline - time.monotonic()))
@@ -362,10 +338,6 @@ class NcclCollectives:
         self._under_way.clear()
 
     def freed(self, timeout_s: float) -> bool:
-        """Return whether the GPU memory has been freed after `close`, possibly by another thread.
-
-        Waits up to ``timeout_s``.
-        """
         return self._freed.wait(timeout_s)
 
     def close_in_forked_child(self) -> None:

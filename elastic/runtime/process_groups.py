@@ -11,14 +11,14 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 
 from elastic.collectives import group_factory, threads
 from elastic.collectives.group_factory import Abortable, ConnectingGroup
-from elastic.collectives.interface import Collectives
+from elastic.collectives.interface import Collectives, DeviceCollectives
 from elastic.errors import CollectiveFailed, DeviceLost
 from elastic.negotiation.engine import Engine
 from elastic.negotiation.messages import Members
@@ -27,9 +27,6 @@ from elastic.protocol import messages
 from elastic.protocol.messages import GRADIENTS, Address, Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, StoreListener, listen
-
-if TYPE_CHECKING:  # requires a torch built with NCCL
-    from elastic.collectives.nccl import NcclCollectives
 
 DEVICE_S = 10.0  # seconds for a GPU to end aborted work, which takes milliseconds
 MOST_UNCONNECTED = (
@@ -80,10 +77,10 @@ class Groups:
         self._forming_each: dict[GroupKey, threading.Lock] = {}
         self._made: dict[GroupKey, Collectives] = {}
         self._connecting: set[ConnectingGroup] = set()
-        self._unmade: list[NcclCollectives] = []  # did not connect; peers may use their memory
-        self._buried: list[NcclCollectives] = []  # groups of the previous world
+        self._unmade: list[DeviceCollectives] = []  # did not connect; peers may use their memory
+        self._buried: list[DeviceCollectives] = []  # groups of the previous world
         self._unconnected: list[
-            NcclCollectives
+            DeviceCollectives
         ] = []  # groups of all previous worlds; torch waits for them
         self._store: Store | None = None
         self._listener: StoreListener | None = None
@@ -170,14 +167,9 @@ class Groups:
     def find(self, key: GroupKey) -> Collectives | None:
         return self._made.get(key)
 
-    def unsettled(self) -> list[NcclCollectives]:
+    def unsettled(self) -> list[DeviceCollectives]:
         """Return the groups with collectives that streams follow, whose outcome is not known yet."""
-        on_gpus = [
-            cast("NcclCollectives", group)
-            for (_, device_type, _), group in list(self._made.items())
-            if device_type == "cuda"
-        ]
-        return [group for group in on_gpus if group.unsettled]
+        return [group for group in _on_gpus(self._made).values() if group.unsettled]
 
     def form(self, key: GroupKey, generation: int, place: Place) -> Collectives:
         """Create the group, collectively among the ranks of the key.
@@ -296,8 +288,8 @@ class Groups:
             self._cut_with(generation, connecting)
             return connecting.connect()
         except BaseException:
-            if device_type == "cuda":
-                self._unmade.append(cast("NcclCollectives", connecting.group))
+            if _is_on_gpus(key):
+                self._unmade.append(cast(DeviceCollectives, connecting.group))
             raise
         finally:
             self._connecting.discard(connecting)
@@ -321,15 +313,12 @@ class Groups:
         Raises:
             DeviceLost: a GPU did not end its work within `DEVICE_S`; later work would wait behind it forever.
         """
-        late = 0
-        for (_, device_type, _), group in list(self._made.items()):
-            if group.drain(timeout_s):
-                continue
-            late += 1
-            if device_type == "cuda" and not cast("NcclCollectives", group).ended(
-                DEVICE_S - timeout_s
-            ):
-                raise _did_not_come_back()
+        late, on_gpus = 0, _on_gpus(self._made)
+        for key, group in list(self._made.items()):
+            if not group.drain(timeout_s):
+                late += 1
+                if key in on_gpus and not on_gpus[key].ended(DEVICE_S - timeout_s):
+                    raise _did_not_come_back()
         if not all(group.ended(DEVICE_S) for group in self._unmade):
             raise _did_not_come_back()
         return late
@@ -337,10 +326,10 @@ class Groups:
     def launches(self) -> list[messages.Launches]:
         """Return how far each group on this worker's GPU has progressed. Does not wait; called in the link thread."""
         place, found = self._place, []
-        for (purpose, device_type, members), group in list(self._made.items()):
-            if device_type != "cuda" or len(members) < 2 or place is None:
+        for (purpose, _, members), group in _on_gpus(self._made).items():
+            if place is None:
                 continue
-            counts = cast("NcclCollectives", group).counts()
+            counts = group.counts()
             if counts.launched:
                 name = _named(purpose, members, place)
                 found.append(messages.Launches(name, len(members), *counts))
@@ -388,11 +377,7 @@ class Groups:
         with self._forming:
             groups, store, engine = list(self._made.values()), self._store, self._engine
             unmade, self._unmade = self._unmade, []
-            self._buried = [
-                cast("NcclCollectives", group)
-                for (_, device_type, _), group in self._made.items()
-                if device_type == "cuda"
-            ]
+            self._buried = list(_on_gpus(self._made).values())
             self._unconnected += unmade
             for purpose, device_type, members in self._made:
                 if self._place is not None and len(members) == self._place.size:
@@ -424,12 +409,12 @@ class Groups:
                 connecting.abort()
             self._out_of_torch(CLOSE_S)
         with self._forming:
-            for (_, device_type, _), group in list(self._made.items()):
-                if device_type != "cuda":
+            on_gpus = _on_gpus(self._made)
+            self._unmade += on_gpus.values()
+            for key, group in list(self._made.items()):
+                if key not in on_gpus:
                     # If the interpreter freed it, it would close its sockets or wait for work in flight.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-                else:
-                    self._unmade.append(cast("NcclCollectives", group))
         until = time.monotonic() + CLOSE_S
         for each in self._unmade:
             each.abort()
@@ -455,6 +440,19 @@ class Groups:
             self._listener.close()
         for _, abortable in self._cuttable:
             abortable.close_in_forked_child()
+
+
+def _is_on_gpus(key: GroupKey) -> bool:
+    """Return whether a group is a `DeviceCollectives`. A group of one rank never is: it has nothing to launch."""
+    _, device_type, members = key
+    return device_type == "cuda" and len(members) > 1
+
+
+def _on_gpus(made: Mapping[GroupKey, Collectives]) -> dict[GroupKey, DeviceCollectives]:
+    # Copied, because other threads add groups.
+    return {
+        key: cast(DeviceCollectives, each) for key, each in list(made.items()) if _is_on_gpus(key)
+    }
 
 
 def _did_not_come_back() -> DeviceLost:

@@ -157,19 +157,6 @@ class SharedCollectives:
         program: Sequence[tuple[int, int] | None],
         divisor: int = 1,
     ) -> Work:
-        """Sum rows of ``places`` of any ranks in a given order; only the first ``elements`` of a row are used.
-
-        The result, rounded and then divided by ``divisor``, replaces row 0 on every rank.
-
-        Args:
-            places: in the arena on every rank, with equal row strides and as many rows as this rank needs.
-            elements: number of elements of a row to use.
-            program: in postfix notation: ``(rank, row)`` pushes a value, None replaces the top two by their sum.
-            divisor: see above.
-
-        Raises:
-            ValueError: ``places`` is not in the arena.
-        """
         check(places, Op.SUM)
         words = [-1 if each is None else each[0] << 16 | each[1] for each in program]
         return self._submit(

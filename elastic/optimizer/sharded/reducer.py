@@ -19,9 +19,7 @@ import torch
 
 from elastic.api.compression import Compression
 from elastic.collectives import agreement
-from elastic.collectives.interface import Collectives, Op, Work
-from elastic.collectives.local import LocalCollectives
-from elastic.collectives.shared_memory.process_group import SharedCollectives
+from elastic.collectives.interface import Collectives, Op, SumsTrees, Work
 from elastic.context import Context
 from elastic.errors import CollectiveFailed, Interrupted, Invalid, StateMismatch
 from elastic.exact import tree
@@ -349,7 +347,7 @@ class ShardReducer:
             return group.allreduce(target, Op.SUM, divisor=divisor)
         if len(step.held) == 1:
             return group.barrier()  # the root is already complete; see `_divisor_of_root`
-        if self._in_memory and isinstance(group, SharedCollectives):
+        if self._in_memory and isinstance(group, SumsTrees):
             return group.reduce_tree(bucket.sent, elements, self._program, divisor)
         counts = [len(nodes) for nodes in step.partials]
         return PartialsExchange(group, list(bucket.sent), elements, self._program, counts, divisor)
@@ -361,7 +359,7 @@ class ShardReducer:
             StateMismatch: ranks have different parameters or shards.
         """
         group = world.group(PURPOSE, self._plan.buckets[0].device)
-        if not isinstance(group, LocalCollectives):
+        if group.size > 1:
             found = self._of_all(group, _digest(self._lines()), _digest(self.shards.arithmetic))
             differs = [rank for rank, row in enumerate(found) if row[0] != found[0][0]]
             if differs:

@@ -14,6 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from elastic import run
 from elastic.collectives import nccl, threads
 from elastic.collectives.gloo.process_group import GlooCollectives
+from elastic.collectives.local import LocalCollectives
 from elastic.collectives.nccl import NcclCollectives, NcclWork
 from elastic.errors import DeviceLost, PeerLost
 from elastic.rendezvous import environment
@@ -76,6 +77,15 @@ def test_no_worker_is_ready_before_the_gpu_memory_of_the_world_before_last_is_fr
     with raises(DeviceLost):
         gpu.groups.make_room()
     gpu.clock.now = 104.0
+    gpu.groups.make_room()
+
+
+def test_a_group_of_one_rank_on_a_gpu_launches_nothing_that_is_watched_or_freed(gpu):
+    """For example of a process set with one rank."""
+    gpu.groups._made = {("named", "cuda", (0,)): LocalCollectives()}
+    assert gpu.groups.unsettled() == [] and gpu.groups.followed_since() is None
+    assert gpu.groups.launches() == [] and gpu.groups.drain(1.0) == 0
+    gpu.groups.retire()
     gpu.groups.make_room()
 
 
