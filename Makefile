@@ -205,7 +205,7 @@ check-types:
 
 QUICK = $(ENDS) 1200 $(BIN)/python -m pytest --quiet -o faulthandler_timeout=0 -m "not slow"
 
-WORKER_TESTS := $(addprefix tests/unit/,elastic horovod chaos) $(wildcard tests/unit/test_*.py)
+WORKER_TESTS := $(addprefix tests/unit/,elastic horovod chaos stress) $(wildcard tests/unit/test_*.py)
 
 check-worker-tests:
 	$(QUICK) $(WORKER_TESTS)
@@ -276,13 +276,13 @@ bench-ray: $(READY)
 MINUTES ?= 20
 
 soak: $(READY)
-	$(BIN)/python -m elastic.chaos soak --minutes $(MINUTES) --write-doc docs/soak.md
+	$(BIN)/python -m tests.stress soak --minutes $(MINUTES) --write-doc docs/soak.md
 
 matrix: $(READY)
-	$(BIN)/python -m elastic.chaos matrix --jobs 2 --report docs/faults.md
+	$(BIN)/python -m tests.stress matrix --jobs 2 --report docs/faults.md
 
 hosts: $(READY)
-	$(BIN)/python -m elastic.chaos hosts --report docs/hosts.md
+	$(BIN)/python -m tests.stress hosts --report docs/hosts.md
 
 clean:
 	rm -rf $(VENV) $(LIBRARY) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

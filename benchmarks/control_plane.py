@@ -3,7 +3,7 @@
     python benchmarks/control_plane.py [--workers 8000] [--slots 8] [--losses 3] [--idle-s 40] [--json FILE]
 
 The driver is a separate process: elasticrun with a journal, snapshots and --resume. All agents and workers are tasks of
-a second process (`elastic.chaos.load.agents`): real connections, real messages, no training. It measures the time to
+a second process (`stress.load.agents`): real connections, real messages, no training. It measures the time to
 the first world, the losses of hosts one after the other (from when the driver notices until the last survivor has its
 new place), the load during training, the driver's memory, and a driver that is killed with SIGKILL and restarted. Small
 worlds for comparison show that the bytes per worker do not grow.
@@ -23,9 +23,10 @@ from pathlib import Path
 from rich.table import Table
 
 import results_output
-from elastic.chaos.load.agents import Adopted, Count, Counted, Lose, Together
-from elastic.chaos.load.job import LightJob
+import tests_on_path  # noqa: F401
 from measurements import Mark
+from stress.load.agents import Adopted, Count, Counted, Lose, Together
+from stress.load.job import LightJob
 
 SMALL = (10, 80, 800)  # workers of the small worlds
 TOLD_S, MEMORY_MB, IDLE = 1.0, 300.0, 0.10  # limits

@@ -22,9 +22,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import results_output
-from elastic.chaos.load.agents import Lose, Together
-from elastic.chaos.load.job import LightJob
+import tests_on_path  # noqa: F401
 from measurements import Mark
+from stress.load.agents import Lose, Together
+from stress.load.job import LightJob
 
 CORE, MEMORY_MB, SHOWN_S = 0.01, 20.0, 0.2  # limits
 

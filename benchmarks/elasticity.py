@@ -34,7 +34,8 @@ import elastic
 import groups
 import models
 import results_output
-from elastic.chaos.harness.ports import free_port
+import tests_on_path  # noqa: F401
+from harness.ports import free_port
 from measurements import Mark, Spread, ratio, spread
 
 RATIO, MESSAGES = 1.02, 0.01  # limits; messages are per step

@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 from rich.table import Table
 
 import results_output
-from elastic.chaos.harness.step_lines import Step, read
+import tests_on_path  # noqa: F401
+from harness.step_lines import Step, read
 
 Found = TypeVar("Found")
 HERE = Path(__file__).parent

@@ -20,10 +20,11 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
-from elastic.chaos.harness.ports import free_ports
+import tests_on_path  # noqa: F401
 from elastic.collectives.interface import Collectives, Op
 from elastic.protocol.messages import Address
 from elastic.runtime import lifecycle
+from harness.ports import free_ports
 from measurements import order
 
 CPU = torch.device("cpu")

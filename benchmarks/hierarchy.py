@@ -40,11 +40,12 @@ from torch import distributed
 
 import groups
 import results_output
+import tests_on_path  # noqa: F401
 from allreduce import gloo_sum, torchs
-from elastic.chaos.hosts.namespaces import Network, check_possible
 from elastic.collectives.shared_memory import arena
 from elastic.errors import Invalid
 from measurements import Mark, Spread, ratio, size_text, spread
+from stress.hosts.namespaces import Network, check_possible
 
 MB = 1 << 20
 ORDERS = {"hosts": "host by host", "dealt": "dealt out"}

@@ -11,18 +11,16 @@ parameter: the minimum with hooks.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import distributed
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import results_output
+import tests_on_path  # noqa: F401
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.runtime import lifecycle
 from harness.small_worlds import World

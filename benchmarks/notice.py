@@ -21,8 +21,9 @@ from pathlib import Path
 import psutil
 
 import results_output
-from elastic.chaos.harness.step_lines import repeated
+import tests_on_path  # noqa: F401
 from faulted_job import Disturbed, longest_gap, options_of, table_of
+from harness.step_lines import repeated
 
 AHEAD_S = 2.0
 OTHER = "127.0.0.2"

@@ -25,12 +25,11 @@ from typing import Any
 
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 import results_output
-from elastic.chaos.harness.step_lines import Step, committed_lost, repeated
+import tests_on_path  # noqa: F401
 from harness.ray_cluster import RayCluster, ray_nodes
 from harness.ray_stepping import Stepping
+from harness.step_lines import Step, committed_lost, repeated
 
 HERE = Path(__file__).parent
 WORKERS = 3

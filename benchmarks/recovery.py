@@ -17,8 +17,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import results_output
-from elastic.chaos.harness.step_lines import committed_lost
+import tests_on_path  # noqa: F401
 from faulted_job import Disturbed, options_of, table_of
+from harness.step_lines import committed_lost
 
 BACK_SOON = ["--preload=auto", "--slot-attempts=50", "--blacklist-cooldown-range", "0.1", "0.2"]
 

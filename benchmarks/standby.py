@@ -19,8 +19,9 @@ import time
 from typing import Any
 
 import results_output
-from elastic.chaos.harness.step_lines import Step
+import tests_on_path  # noqa: F401
 from faulted_job import Disturbed, options_of, table_of
+from harness.step_lines import Step
 
 WORKERS = 2
 TURN_S = 1.0  # shorter than a lease

@@ -20,16 +20,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 import elastic
 import results_output
-from elastic.chaos.harness.step_lines import Step, StepFiles, committed_lost, repeated
+import tests_on_path  # noqa: F401
 from elastic.driver.network.secret import make_secret_file
 from faulted_job import Disturbed
 from harness.etcd import one_etcd
 from harness.ray_cluster import ray_nodes
 from harness.ray_stepping import Stepping
+from harness.step_lines import Step, StepFiles, committed_lost, repeated
 from measurements import Mark
 
 WITHIN_S = 1.0  # limit

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import results_output
-from elastic.chaos.harness.ports import free_ports
+import tests_on_path  # noqa: F401
+from harness.ports import free_ports
 from measurements import Mark, order
 
 WIDTH, LAYERS = 2880, 3  # 25M parameters

@@ -23,8 +23,8 @@ from pathlib import Path
 import yaml
 
 from cluster.api import BROKEN, PATHS, Api, Namespace, Object, Refused, ready
-from elastic.chaos.harness.ports import free_ports
-from elastic.chaos.harness.processes import clean_environment, kill_all, marked
+from harness.ports import free_ports
+from harness.processes import clean_environment, kill_all, marked
 from harness.waiting import wait_until
 
 SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from cluster.api import Namespace, ready
 from cluster.control_plane import MARK, ControlPlane, eventually
-from elastic.chaos.harness.processes import marked
 from harness import wording
+from harness.processes import marked
 
 ROOT = Path(__file__).parents[2]
 CHART = str(ROOT / "charts/hvd-elastic")

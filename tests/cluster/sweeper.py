@@ -6,7 +6,7 @@ Its standard input is a pipe from them. Where they are killed, the pipe ends.
 import shutil
 import sys
 
-from elastic.chaos.harness.processes import kill_all, marked
+from harness.processes import kill_all, marked
 
 if __name__ == "__main__":
     mark, folder = sys.argv[1:]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic.chaos.harness.processes import lives
 from fakecuda.strikes import FULL, GPUS, HOSTS, SPARING, Strike
 from harness.history import RETURN, History, started
 from harness.job import Job
+from harness.processes import lives
 
 CONNECT_S = 20.0
 START_S = 240.0  # for workers to start; the import takes long on a busy machine

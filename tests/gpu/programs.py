@@ -14,10 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from elastic.chaos.harness.processes import clean_environment
 from elastic.chaos.invariants.invariants import check_journal
 from elastic.driver.journal.journal import read
 from gpu.machine import ROOT, SHARED, Machine
+from harness.processes import clean_environment
 from harness.program import Program
 
 WORKERS = Path(__file__).parent / "workers"

@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic.chaos.harness.ports import free_ports
 from elastic.driver.etcd.client import EtcdClient
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 from elastic.errors import Invalid
+from harness.ports import free_ports
 from harness.waiting import wait_until
 
 START_S = 60.0

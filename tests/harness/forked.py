@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from elastic.chaos.fault_matrix.job import MARK as MATRIX_MARK
 from elastic.chaos.inject.injection import MARK as CHAOS_MARK
 from elastic.driver.launch.environment import defaults
 from elastic.driver.processes.prepared_processes import PREPARED
 from harness import forking
 from harness.forking import ForkRequest, early, tell
+from stress.fault_matrix.job import MARK as MATRIX_MARK
 
 MARK = "ELASTIC_TEST_JOB"
 # What /proc shows of a fork's environment, beside what it has of ours: marks of its job, in hexadecimal, and that the

@@ -8,8 +8,8 @@ session, and dies with the driver, as usual. Later processes, and commands other
 ``python -m MODULE``, are started normally.
 
 A script that starts a job itself, without ``-np``, is also forked, with SPARE_WORKERS workers, as is an agent that is
-started by hand. ``python -m elastic.chaos`` has one fork: the driver of its job. Any other ``python SCRIPT.py`` has
-none.
+started by hand. ``python -m elastic.chaos`` and ``python -m stress`` have one fork: the driver of their job. Any other
+``python SCRIPT.py`` has none.
 
 Differences to a normal start: all workers hash strings in the same way, /proc shows one command line for all, and no
 worker finalizes its interpreter at exit. Not every test therefore forks its jobs.
@@ -62,7 +62,7 @@ PR_SET_PDEATHSIG = 1
 KNOWN = {"jemalloc_bg_thd"}  # of pyarrow's allocator, which stops it for a fork
 PYTHON = ("python", sys.executable)
 AGENT_MODULE = "elastic.driver.agents.agent_process"
-CHAOS = ["-m", "elastic.chaos"]
+CHAOS = (["-m", "elastic.chaos"], ["-m", "stress"])  # programs that start a job
 ROOM = "-"  # for a mark: repetitions in this process's arguments
 
 Program = Callable[[], object]
@@ -150,8 +150,9 @@ def guard(told: ForkRequest, descriptors: list[int], starter: socket.socket) -> 
 
 def begin(words: list[str]) -> None:
     """Run a program that starts workers, or a driver; or any other Python program."""
-    if words[1:3] == CHAOS:
+    if words[1:3] in CHAOS:
         have_forks(1, apart=False)
+        take_path()
         return run_module(words[2:])
     if words[0] in PYTHON:
         return python(words)
@@ -272,9 +273,7 @@ def python(words: list[str]) -> None:
 
     sitecustomize.leave_path(os.environ)  # the start of Python would have imported it
     sitecustomize.arrange()
-    path = os.environ.get("PYTHONPATH", "")
-    if path and path != at_the_start.get("PYTHONPATH"):
-        sys.path[1:1] = path.split(os.pathsep)  # behind the folder of the script
+    take_path()
     from elastic import failpoints
     from elastic.rendezvous import environment
     from elastic.torch_autoload import autoload
@@ -286,6 +285,13 @@ def python(words: list[str]) -> None:
         run_module(words[2:])
     else:
         run_script(words[1:])
+
+
+def take_path() -> None:
+    """Search the folders of PYTHONPATH, behind that of the script."""
+    path = os.environ.get("PYTHONPATH", "")
+    if path and path != at_the_start.get("PYTHONPATH"):
+        sys.path[1:1] = path.split(os.pathsep)
 
 
 def become(told: ForkRequest, descriptors: Sequence[int]) -> None:

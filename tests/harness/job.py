@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from elastic.chaos.harness.processes import clean_environment
 from elastic.chaos.invariants.invariants import Summary, check_journal
 from elastic.driver.journal.journal import read
 from elastic.driver.reasons import Reason
 from harness import forked as forks
+from harness.processes import clean_environment
 from harness.program import Program
 
 MARK = forks.MARK

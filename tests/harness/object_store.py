@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic.chaos.harness.ports import free_port
+from harness.ports import free_port
 
 START_S = 60.0
 UNAVAILABLE = (

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from elastic.chaos.harness.processes import kill_all, marked
 from harness.forked import Forked
+from harness.processes import kill_all, marked
 
 GRACE_S = 10.0  # time to end after SIGTERM
 LINGER_S = 3.0  # time for its last processes to exit after its end

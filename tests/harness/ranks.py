@@ -17,10 +17,10 @@ from typing import Any, Literal
 import cloudpickle
 import pytest
 
-from elastic.chaos.harness.ports import free_port
 from elastic.driver.processes.prepared_process import OURS
 from elastic.protocol.messages import Address
 from elastic.rendezvous.store import Store, listen
+from harness.ports import free_port
 
 START_S = 60.0
 RUN_S = 60.0

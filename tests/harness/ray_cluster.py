@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from elastic.chaos.harness.processes import clean_environment, in_session, kill_all, marked
+from harness.processes import clean_environment, in_session, kill_all, marked
 from harness.program import GRACE_S, SHOWN_LINES, Program
 from harness.waiting import wait_until
 

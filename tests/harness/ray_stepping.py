@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import psutil
 
-from elastic.chaos.harness.step_lines import Step, StepFiles
 from harness.ray_cluster import RayCluster, RayJob
+from harness.step_lines import Step, StepFiles
 
 SCRIPT = Path(__file__).with_name("scripts") / "ray_stepping.py"
 START_S = 90.0  # on a busy machine; a new worker takes about five seconds

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+INSTALLED = ("elastic", "driver", "chaos", "horovod")  # folders of the wheel
 SELF = ("self", "cls", "super()")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from elastic.chaos.harness.ports import free_port
+from harness.ports import free_port
 
 DEADLINE_S = 60.0
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")

@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic.chaos.harness.processes import lives
 from elastic.driver.launch.starter import READY, RUN_MODULE, Bootstrap, Starter, StartFailed
 from elastic.version import __version__
+from harness.processes import lives
 
 DEADLINE_S = 60.0
 SECRET = "5ec2e7" * 10 + "5ec2"

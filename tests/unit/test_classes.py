@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.sources import ROOT, Facts, Use, facts, facts_of, sources
+from harness.sources import INSTALLED, ROOT, Facts, Use, facts, facts_of, sources
 
 # Public names of an optimizer or a state are torch's and the user's: what inherits from ours shares private ones.
 SPREAD = (
@@ -22,7 +22,7 @@ FOREIGN = (torch.Tensor, torch.nn.Module(), os)  # have private names that other
 
 
 def product() -> dict[Path, Facts]:
-    return {file: facts(file) for file in sources("elastic", "driver", "chaos", "horovod")}
+    return {file: facts(file) for file in sources(*INSTALLED, "tests/stress")}
 
 
 def reaches(uses: list[Use], names: set[str]) -> list[str]:

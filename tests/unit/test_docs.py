@@ -17,16 +17,18 @@ from types import ModuleType
 import pytest
 import yaml
 
-from elastic.chaos import __main__ as chaos
+from elastic.chaos.__main__ import COMMAND_LINE as CHAOS
 from elastic.driver.commandline import cli
 from elastic.driver.commandline.setup import docs_cli
 from elastic.script_checks.mistakes import PAGE, Kind
-from harness.sources import ROOT, sources
+from harness.sources import INSTALLED, ROOT, sources
+from stress.__main__ import COMMAND_LINE as STRESS
 
 DOCS = ROOT / "docs"
 PAGES = sorted(
     [
         *DOCS.rglob("*.md"),
+        *(ROOT / "tests").glob("*/README.md"),
         *(
             p
             for n in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")
@@ -43,8 +45,8 @@ _FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
 _FILE = re.compile(
     r"`((?:elastic|driver|chaos|horovod|tests|benchmarks|examples|native|charts|docs)/[\w/.-]+\.\w+)`"
 )
-_MODULE = re.compile(r"python3? (?:-u )?-m (elastic[\w.]*|tests\.gpu)")
-_CHAOS = re.compile(r"python3? -m elastic\.chaos ([a-z]+)([^`|#\n]*)")
+_MODULE = re.compile(r"python3? (?:-u )?-m (elastic[\w.]*|tests\.\w+)")
+_TOOL = re.compile(r"(python -m (?:elastic\.chaos|tests\.stress)) ([a-z]+)([^`|#\n]*)")
 _SCRIPT = re.compile(r"python3? (?:-u )?((?:examples|benchmarks|tests|docs)/[\w/]+\.py)")
 _MAKE = re.compile(r"`make ([a-z][\w-]*)[^`\n]*`|^make ([a-z][\w-]*) *(?:#.*)?$", re.MULTILINE)
 
@@ -163,11 +165,12 @@ def test_every_flag_in_a_quoted_command_is_there():
             assert flag in known[name], f"{where}: {name} has no flag {flag}"
 
 
-def test_every_flag_in_a_quoted_command_of_the_chaos_tool_is_there():
-    seen = [(p.name, *each) for p in PAGES for each in _CHAOS.findall(p.read_text())]
+def test_every_flag_in_a_quoted_command_of_the_fault_tools_is_there():
+    seen = [(p.name, *each) for p in PAGES for each in _TOOL.findall(p.read_text())]
     assert len(seen) > 15, "they are found"
-    for page, name, rest in seen:
-        module = importlib.import_module(f"elastic.chaos.{chaos.MODULES[name]}")
+    commands = {tool.program: tool.commands for tool in (CHAOS, STRESS)}
+    for page, program, name, rest in seen:
+        module = importlib.import_module(commands[program][name][0])
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)
         known = _FLAG.findall(parser.format_help())
@@ -231,7 +234,7 @@ _SHOWN = re.compile(r"`?elasticrun docs`? ([a-z][\w/-]*)(?:#([a-z-]+))?")
 
 def shown_strings() -> Iterator[tuple[Path, str]]:
     """Strings of what is installed, without docstrings: what a user may read."""
-    for file in sources("elastic", "driver", "horovod", "chaos"):
+    for file in sources(*INSTALLED):
         tree = ast.parse(file.read_text())
         own = {
             id(node.body[0].value)
@@ -254,7 +257,6 @@ def test_a_sentence_names_no_page_by_a_path_that_is_not_installed():
         f"{file.relative_to(ROOT)}: {text[:80]}"
         for file, text in shown_strings()
         if re.search(r"(?<!-)\bdocs/[\w-]+\.md", text)
-        and not re.search(r"--(?:report|write-doc) docs/", text)  # written there, in a checkout
     ]
     assert not named
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("elastic", "driver", "chaos", "horovod", "benchmarks", "examples")
+ROOMS = ("elastic", "driver", "chaos", "horovod", "benchmarks", "examples", "tests/stress")
 GENERATED = ("reference", "faults.md", "hosts.md", "soak.md")  # in docs
 # People and pronouns as subjects, and verbs that no reference documentation uses.
 PHRASES = re.compile(

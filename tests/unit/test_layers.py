@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.sources import ROOT, facts, sources
+from harness.processes import path_of_tests
+from harness.sources import INSTALLED, ROOT, facts, sources
 
 # From the ground up: a room imports from itself and from rooms above its line here, never from one below. A room that
 # is not named belongs to the nearest folder around it that is. So a new file gets its rules from where it stands.
@@ -60,15 +62,17 @@ ROOMS = """
     elastic.chaos.harness
     elastic.chaos.inject
     elastic.chaos.exact
-    elastic.chaos.hosts
-    elastic.chaos.fault_matrix
-    elastic.chaos.fuzz
-    elastic.chaos.soak
-    elastic.chaos.load
-    elastic.chaos.reductions
     elastic.chaos
+    stress.hosts
+    stress.fault_matrix
+    stress.fuzz
+    stress.soak
+    stress.load
+    stress.reductions
+    stress
 """
 LEVEL = {room: level for level, line in enumerate(ROOMS.split("\n")) for room in line.split()}
+ORDERED = ("elastic", "driver", "chaos", "tests/stress")
 PURE_ROOMS = ["driver/membership", "chaos/invariants"]  # whole, and what is in them
 # Elsewhere a file is pure that says so of itself: "Pure." or "Pure: no clock, no network."
 SAYS_PURE = re.compile(r"\bPure[.:;]|; pure\.|\bDeterministic: no\s")
@@ -94,14 +98,17 @@ def within(name: str, package: str) -> bool:
 
 
 def dotted(file: Path) -> str:
-    """The name a file is imported by: driver/ and chaos/ live in ``elastic``."""
+    """The name a file is imported by: driver/ and chaos/ live in ``elastic``, tests/ is on the path."""
     parts = file.relative_to(ROOT).with_suffix("").parts
-    parts = parts if parts[0] in ("elastic", "horovod") else ("elastic", *parts)
+    if parts[0] == "tests":
+        parts = parts[1:]
+    elif parts[0] not in ("elastic", "horovod"):
+        parts = ("elastic", *parts)
     return ".".join(parts).removesuffix(".__init__")
 
 
 def pure() -> list[Path]:
-    said = sources("elastic", "driver", "chaos")
+    said = sources(*ORDERED)
     said = [file for file in said if SAYS_PURE.search(facts(file).docstring)]
     return sorted({*said, *sources(*PURE_ROOMS)})
 
@@ -109,7 +116,12 @@ def pure() -> list[Path]:
 def bare(program: str) -> None:
     """Runs a program in a process of its own, where nothing has been imported yet."""
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=os.environ | path_of_tests(),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
 
@@ -119,7 +131,8 @@ def test_what_decides_names_no_clock_socket_thread_or_torch():
     for file in pure():
         found = facts(file)
         named = found.names | {name.split(".")[0] for name, _ in found.imported}
-        drawn = {"random"} if within(dotted(file), "elastic.chaos") else set()  # from a seed
+        seeded = any(within(dotted(file), each) for each in ("elastic.chaos", "stress"))
+        drawn = {"random"} if seeded else set()
         assert not named & (IMPURE - drawn), file
 
 
@@ -195,7 +208,7 @@ def test_nobody_imports_driver_by_its_folder():
         r"^\s*(?:from|import) (?:driver|chaos)\b(?=.* import |\.|,|$)", re.MULTILINE
     )
     assert by_folder.search("import driver.x") and by_folder.search("  from chaos import y")
-    for file in sources("elastic", "driver", "chaos", "horovod", "examples", "benchmarks", "tests"):
+    for file in sources(*INSTALLED, "examples", "benchmarks", "tests"):
         assert not (found := by_folder.search(file.read_text())), f"{file}: {found}"
 
 
@@ -207,17 +220,23 @@ def test_scripts_have_names_of_their_own():
 
 def test_the_product_names_no_test():
     """What is installed has none: a file that is needed belongs to the product."""
-    for file in sources("elastic", "driver", "chaos", "horovod"):
+    folders = {folder.name for folder in (ROOT / "tests").iterdir() if folder.is_dir()}
+    for file in sources(*INSTALLED):
         assert not re.search(r'"tests"|\btests/', file.read_text()), file
+        for name, line in facts(file).imported:
+            assert name.partition(".")[0] not in {"tests", *folders}, (
+                f"{file}:{line} imports {name}"
+            )
 
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """Every file of the product, and the files of it that it imports, wherever and for whatever.
+    """Every file of the product and of its stress tests, and the files of them that it imports, wherever and for
+    whatever.
 
     By full names: the linter refuses relative ones.
     """
-    files = {dotted(file): file for file in sources("elastic", "driver", "chaos")}
+    files = {dotted(file): file for file in sources(*ORDERED)}
     found: dict[str, set[str]] = {}
     for name, file in files.items():
         heard = {each for each, _ in facts(file).imported}
@@ -238,11 +257,10 @@ def room(name: str) -> str:
 
 
 def test_every_room_has_its_place():
-    for top in ("elastic", "driver", "chaos"):
-        prefix = "elastic" if top == "elastic" else f"elastic.{top}"
+    for top in ORDERED:
         for folder in (ROOT / top).iterdir():
             if folder.is_dir() and not folder.is_symlink() and any(folder.rglob("*.py")):
-                assert f"{prefix}.{folder.name}" in LEVEL, f"{folder} stands in no line of ROOMS"
+                assert dotted(folder) in LEVEL, f"{folder} stands in no line of ROOMS"
 
 
 def test_a_room_itself_is_empty():
@@ -285,7 +303,7 @@ def test_no_files_import_each_other():
     assert not circles
 
 
-@pytest.mark.parametrize("side", ["elastic", "driver", "chaos"])
+@pytest.mark.parametrize("side", ORDERED)
 def test_no_two_classes_of_one_side_have_the_same_name(side):
     places: dict[str, list[str]] = {}
     for file in sources(side):
@@ -296,7 +314,7 @@ def test_no_two_classes_of_one_side_have_the_same_name(side):
 
 def test_unit_tests_stand_in_the_rooms_of_what_they_test():
     tests = ROOT / "tests" / "unit"
-    for room in ("elastic", "driver", "chaos", "horovod"):
+    for room in INSTALLED:
         for file in sources(f"tests/unit/{room}"):
             folder = file.parent.relative_to(tests)
             assert (ROOT / folder).is_dir(), f"{file}: there is no {folder}"

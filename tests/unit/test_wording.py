@@ -11,6 +11,7 @@ import pytest
 
 from harness import wording
 from harness.prose import NUMBER, text_of
+from harness.sources import INSTALLED
 
 ROOT = Path(__file__).parents[2]
 PATTERNS = {
@@ -33,7 +34,7 @@ def sentences() -> str:
     """Every string of the product; an expression in one, and a number, is a blank."""
     found = [
         NUMBER.sub(" ", text_of(node).replace("{}", " "))
-        for room in ("driver", "elastic", "chaos", "horovod", "charts", "tests/harness/fake_cuda")
+        for room in (*INSTALLED, "charts", "tests/harness/fake_cuda", "tests/stress")
         for path in (ROOT / room).rglob("*.py")
         for node in strings_of(ast.parse(path.read_text()))
     ]

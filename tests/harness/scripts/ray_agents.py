@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import ray
 
-from elastic.chaos.harness.processes import lives
+sys.path.append(str(Path(__file__).parents[2]))
 from elastic.driver.agents.agent_manager import AGENTS, AgentManager
 from elastic.driver.agents.messages import Attach
 from elastic.driver.events import HostLost
@@ -28,6 +28,7 @@ from elastic.driver.processes.output import Output
 from elastic.driver.ray.actors import RayActors
 from elastic.driver.ray.starter import RayStarter, name_of
 from elastic.protocol.messages import Worker
+from harness.processes import lives
 
 SECRET = b"s" * 32
 JOB = "agents"

@@ -34,8 +34,9 @@ from typing import Any
 
 import psutil
 
-from elastic.chaos.harness.ports import free_port
-from elastic.chaos.harness.processes import in_session, marked
+sys.path.append(str(Path(__file__).parents[2]))
+from harness.ports import free_port
+from harness.processes import in_session, marked
 
 NODE_MARK = "TEST_RAY_NODE"
 STORE_BYTES = 80_000_000

@@ -10,28 +10,26 @@ machine.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import elastic.ray
 
 
 def train(config: dict[str, Any]) -> int:
-    import gc
     import os
+    import sys
     import time
 
-    gc.disable()  # during the import of torch, so that its objects are not scanned
+    sys.path.append(config["scripts"])
+    import light  # type: ignore[import-not-found]  # noqa: F401
+
+    # isort: split
     import torch
 
-    gc.freeze()
-    gc.enable()
-
     import elastic
-    from elastic.chaos.hosts.workers.no_compile import without_compiler
     from elastic.runtime import lifecycle
 
-    torch.set_num_threads(1)
-    without_compiler()
     elastic.init()
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 10)
@@ -68,7 +66,11 @@ def main() -> None:
     folder, num, least, most, *step_s = sys.argv[1:]
     result = elastic.ray.run(
         train,
-        {"folder": folder, "step_s": float(step_s[0]) if step_s else 0.01},
+        {
+            "folder": folder,
+            "step_s": float(step_s[0]) if step_s else 0.01,
+            "scripts": str(Path(__file__).parent),
+        },
         num_workers=int(num),
         min_workers=int(least),
         max_workers=int(most),

@@ -26,8 +26,6 @@ import psutil
 import pytest
 import torch
 
-from elastic.chaos.harness.processes import clean_environment
-from elastic.chaos.reductions.numbers import reduced
 from elastic.collectives.group_factory import Store, listen
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import arena, native_library, peer_memory
@@ -40,7 +38,9 @@ from harness.forked import MARK, Forked
 from harness.forking import WHOLE_END
 from harness.groups import World, connecting, wait_in_two_orders
 from harness.history import SCRIPTS
+from harness.processes import clean_environment, path_of_tests
 from harness.ranks import Died, Ranks
+from stress.reductions.numbers import reduced
 
 pytestmark = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
 
@@ -804,11 +804,12 @@ def test_a_program_ends_in_silence(how):
 
 
 def test_reductions_under_fire_give_no_wrong_number_and_leave_nothing_behind(tmp_path):
-    """A short one of what `python -m elastic.chaos reductions` does by the ten thousand."""
+    """A short one of what `python -m tests.stress reductions` does by the ten thousand."""
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "elastic.chaos", "reductions", "--count", "60"]
+    command = [sys.executable, "-m", "stress", "reductions", "--count", "60"]
     done = subprocess.run(
         [*command, "--seed", "5", "--json", str(report)],
+        env=os.environ | path_of_tests(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from elastic.chaos.harness.ports import free_port
 from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address
 from elastic.runtime import lifecycle
 from elastic.state import ElasticSampler, TorchState
 from elastic.state.snapshots.snapshot import same_bits
+from harness.ports import free_port
 from harness.ranks import forks
 
 LIMIT_S = 60.0

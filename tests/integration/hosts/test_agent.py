@@ -18,7 +18,6 @@ from unittest.mock import create_autospec
 import psutil
 import pytest
 
-from elastic.chaos.harness.processes import lives
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.processes import orphan_reaper, proc_stats
@@ -27,6 +26,7 @@ from elastic.driver.processes.output import Output
 from elastic.protocol.life_lock import LIFE_LOCK
 from elastic.protocol.messages import Place, Worker
 from harness import wording
+from harness.processes import lives
 from harness.stalls import debugged, freezer
 from harness.starter_contract import gone
 from harness.waiting import until

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic.chaos.hosts.namespaces import Network, check_possible
-from elastic.chaos.hosts.programs import Program
 from elastic.errors import Invalid
 from harness import wording
 from harness.history import SCRIPTS
+from stress.hosts.namespaces import Network, check_possible
+from stress.hosts.programs import Program
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 START_S = 90.0  # TensorFlow's imports, twice

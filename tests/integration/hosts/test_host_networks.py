@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic.chaos.harness.processes import lives
-from elastic.chaos.hosts import namespaces
-from elastic.chaos.hosts.namespaces import Host, Network, NetworkTrouble, check_possible
 from elastic.errors import Invalid
+from harness.processes import lives, path_of_tests
 from harness.waiting import wait_until
+from stress.hosts import namespaces
+from stress.hosts.namespaces import Host, Network, NetworkTrouble, check_possible
 
 PORT = 7000
 
@@ -217,7 +217,7 @@ def test_what_a_killed_run_has_left_behind_is_removed(tmp_path):
     program = f"""
         import subprocess
         from pathlib import Path
-        from elastic.chaos.hosts.namespaces import Network
+        from stress.hosts.namespaces import Network
         network = Network(["x"], Path({str(tmp_path)!r})).__enter__()
         words = ["ip", "netns", "exec", network.hosts["x"].namespace, "sleep", "1000"]
         sleeps = subprocess.Popen(words, stdin=-3, stdout=-3)
@@ -225,7 +225,13 @@ def test_what_a_killed_run_has_left_behind_is_removed(tmp_path):
         input()
     """
     words = [sys.executable, "-c", textwrap.dedent(program)]
-    run = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        words,
+        env=os.environ | path_of_tests(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert run.stdout is not None
     name, pid = run.stdout.readline().split()
     assert namespaces.sweep() == []  # it lives

@@ -1,6 +1,6 @@
 """Jobs on many hosts, each a network namespace: real agents, real etcd, real sshd. The essential handful.
 
-The rest is played by `python -m elastic.chaos hosts`, which also writes docs/hosts.md.
+The rest is played by `python -m tests.stress hosts`, which also writes docs/hosts.md.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.chaos.hosts import scenarios
-from elastic.chaos.hosts.cluster import HOSTS, HostCluster
-from elastic.chaos.hosts.namespaces import check_possible
-from elastic.chaos.hosts.report import Mark
-from elastic.chaos.hosts.scenarios import ADOPTED, CUT, REST, VICTIM
 from elastic.errors import Invalid
+from stress.hosts import scenarios
+from stress.hosts.cluster import HOSTS, HostCluster
+from stress.hosts.namespaces import check_possible
+from stress.hosts.report import Mark
+from stress.hosts.scenarios import ADOPTED, CUT, REST, VICTIM
 
 SLACK = 5.0  # how fast it is, the command measures: a machine that runs tests does other things too
 

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import pytest
 
-from elastic.chaos.harness.ports import free_port
 from elastic.driver.monitoring.metrics import MetricsServer
 from elastic.driver.network.choose_address import choose_bind
 from elastic.driver.network.interfaces import listen_address, own_addresses, worker_network
@@ -34,6 +33,7 @@ from harness.etcd import START_S, Member
 from harness.golden import raises
 from harness.history import SCRIPTS, STAY_AWAY, History, sizes
 from harness.job import Job, elasticrun
+from harness.ports import free_port
 
 HERE, THERE = "fd77::1", "fd77::2"
 CLONE_NEWNET = 0x40000000

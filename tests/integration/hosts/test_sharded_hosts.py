@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic.chaos.hosts.cluster import DRIVER, ENDPOINT, HOSTS, HostCluster
-from elastic.chaos.hosts.namespaces import check_possible
-from elastic.chaos.hosts.programs import Program
 from elastic.errors import Invalid
 from harness.history import SCRIPTS
+from stress.hosts.cluster import DRIVER, ENDPOINT, HOSTS, HostCluster
+from stress.hosts.namespaces import check_possible
+from stress.hosts.programs import Program
 
 sys.path.append(str(SCRIPTS))
 fsdp = pytest.importorskip("fsdp")

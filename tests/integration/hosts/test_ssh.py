@@ -22,13 +22,13 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic.chaos.harness.processes import lives
 from elastic.driver.commandline import cli
 from elastic.driver.launch.ssh import SshOptions, SshStarter
 from elastic.driver.launch.starter import Bootstrap
 from harness import wording
 from harness.golden import recorded
 from harness.history import SCRIPTS
+from harness.processes import lives
 from harness.sshd import SshHosts, missing, ssh_hosts
 from harness.starter_contract import (
     DEADLINE_S,

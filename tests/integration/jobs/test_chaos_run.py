@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic.chaos.harness.processes import clean_environment
 from elastic.chaos.inject import network
 from elastic.chaos.inject.injection import MARK as CHAOS_MARK
 from elastic.chaos.inject.injection import Injector, NotOurs
@@ -25,6 +24,7 @@ from elastic.protocol.messages import Worker
 from harness import wording
 from harness.history import RETURN, SCRIPTS, STAY_AWAY
 from harness.job import MARK, elasticrun
+from harness.processes import clean_environment
 from harness.program import Program
 from harness.waiting import wait_until
 

@@ -12,13 +12,13 @@ import msgspec
 import psutil
 import pytest
 
-from elastic.chaos.harness.processes import clean_environment
 from elastic.checkpoints import catalog
 from elastic.checkpoints.files.storage import Storage
 from elastic.driver.commandline.setup.finished_job import FINISHED, FinishedJob
 from harness import wording
 from harness.history import SCRIPTS
 from harness.job import Job, elasticrun
+from harness.processes import clean_environment
 
 pytestmark = pytest.mark.forked
 

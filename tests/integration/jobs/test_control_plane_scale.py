@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 
 from elastic.chaos.invariants.invariants import check_journal
-from elastic.chaos.load.agents import Adopted, Count, Counted, Lose, Together
-from elastic.chaos.load.job import LightJob
 from harness import wording
+from stress.load.agents import Adopted, Count, Counted, Lose, Together
+from stress.load.job import LightJob
 
 SLOTS = 8
 

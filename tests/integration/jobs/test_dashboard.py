@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from elastic.chaos.load.agents import Lose, Together
-from elastic.chaos.load.job import LightJob
 from elastic.driver.events import (
     HostsChanged,
     Member,
@@ -30,6 +28,8 @@ from elastic.driver.monitoring.dashboard.page_state import TAILS
 from elastic.driver.reasons import as_sentence
 from elastic.protocol.messages import Address, Place, Worker
 from harness.browser import CHROMIUM, Browser
+from stress.load.agents import Lose, Together
+from stress.load.job import LightJob
 
 pytestmark = [
     pytest.mark.nightly,

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from elastic.chaos.harness.processes import clean_environment
 from harness import wording
 from harness.history import SCRIPTS
+from harness.processes import clean_environment
 from harness.torchrun import torchrun
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -11,13 +11,13 @@ import subprocess
 import psutil
 import pytest
 
-from elastic.chaos.harness.processes import clean_environment
 from elastic.driver.launch.starter import AGENT_MODULE
 from elastic.driver.network.secret import make_secret_file
 from harness import wording
 from harness.etcd import one_etcd
 from harness.history import SCRIPTS, TRAINING, History, kill_slot, pid_of, sizes, started
 from harness.job import Job, elasticrun
+from harness.processes import clean_environment
 from harness.waiting import wait_until
 
 LOADING = ["python", SCRIPTS / "loading.py"]

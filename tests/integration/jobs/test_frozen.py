@@ -12,11 +12,11 @@ import urllib.request
 
 import pytest
 
-from elastic.chaos.harness.ports import free_port
 from elastic.driver.reasons import ReasonKind, because
 from harness import wording
 from harness.history import RETURN, History, pid_of, sizes, started
 from harness.job import Job
+from harness.ports import free_port
 from harness.stalls import freezer
 
 pytestmark = pytest.mark.forked

@@ -14,12 +14,12 @@ from typing import Any, BinaryIO
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from elastic.chaos.fault_matrix import cells, command, expectations, job
-from elastic.chaos.fault_matrix.cells import Cell
-from elastic.chaos.fault_matrix.command import Progress
 from harness import wording
 from harness.forked import Forked
 from harness.forking import SPARE_WORKERS
+from stress.fault_matrix import cells, command, expectations, job
+from stress.fault_matrix.cells import Cell
+from stress.fault_matrix.command import Progress
 
 SPARE = 10  # workers, forked ahead: each cell of a job loses some
 AT_A_TIME = 2  # jobs: while one waits for its workers to start, another waits for a lease

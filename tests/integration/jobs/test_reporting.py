@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from elastic.chaos.harness.processes import clean_environment, kill_all, marked
 from harness import wording
 from harness.forked import Forked
 from harness.forking import SPARE_WORKERS
 from harness.history import SCRIPTS
 from harness.job import MARK
+from harness.processes import clean_environment, kill_all, marked
 from harness.waiting import wait_until
 
 PROGRAM = str(SCRIPTS / "reporting.py")

@@ -24,11 +24,11 @@ from urllib.parse import urlsplit
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic.chaos.harness.ports import free_port
 from harness import wording
 from harness.browser import CHROMIUM, Browser
 from harness.history import SCRIPTS, STAY_AWAY, pid_of
 from harness.job import Job, elasticrun
+from harness.ports import free_port
 from harness.stalls import debugged
 
 pytestmark = pytest.mark.forked

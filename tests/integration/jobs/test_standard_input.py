@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.chaos.harness.processes import clean_environment
 from harness.job import elasticrun
+from harness.processes import clean_environment
 
 DEADLINE_S = 60.0
 READS = """

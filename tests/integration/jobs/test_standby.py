@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic.chaos.harness.processes import clean_environment
 from elastic.driver.network.credentials import TlsFiles
 from elastic.driver.network.secret import make_secret_file
 from harness import wording
@@ -16,6 +15,7 @@ from harness.etcd import one_etcd
 from harness.forking import SPARE_WORKERS
 from harness.history import RETURN, TRAINING, History, sizes
 from harness.job import MARK, Job, elasticrun
+from harness.processes import clean_environment
 from harness.program import Program
 
 pytestmark = pytest.mark.etcd

@@ -12,7 +12,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import elastic
-from elastic.chaos.harness.ports import free_port
 from elastic.driver.commandline.offline.explain_cli import as_json
 from elastic.driver.commandline.offline.replay_cli import play
 from elastic.driver.monitoring.dashboard.page_model import PageModel
@@ -22,6 +21,7 @@ from harness import wording
 from harness.forking import SPARE_WORKERS
 from harness.history import SCRIPTS
 from harness.job import Job
+from harness.ports import free_port
 
 pytestmark = pytest.mark.forked
 

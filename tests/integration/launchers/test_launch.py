@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from elastic.chaos.harness.processes import clean_environment
 from harness.forking import SPARE_WORKERS
 from harness.history import SCRIPTS
 from harness.job import MARK
+from harness.processes import clean_environment
 from harness.program import Program
 
 WORKERS = 3  # at most, in one job

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from elastic.chaos.harness.ports import free_port
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment, find_rank0
 from elastic.rendezvous.find_rank0 import Rank0Endpoint, meet
@@ -29,6 +28,7 @@ from elastic.rendezvous.store import listen
 from harness.forked import MARK, Forked
 from harness.golden import raises, recorded
 from harness.history import SCRIPTS
+from harness.ports import free_port
 from harness.torchrun import torchrun
 
 SCRIPT = SCRIPTS / "other_launcher.py"

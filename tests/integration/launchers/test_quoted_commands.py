@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.chaos.harness.processes import clean_environment
 from harness import wording
 from harness.job import Job, elasticrun
+from harness.processes import clean_environment
 from harness.sources import ROOT
 
 PAGES = [
@@ -97,8 +97,9 @@ NOT_RUN = {
     "pip ": "test_wheel.py installs the package into an empty environment",
     "python benchmarks/": "measures for minutes: each stands beside its figures, with date and machine",
     "python -m tests.gpu": "needs a GPU",
+    "python -m tests.stress": "minutes to hours: tests/integration has parts of it",
     "python -m elastic.chaos simulate": "takes minutes: tests/simulation runs seeds of it",
-    "python -m elastic.chaos fuzz": "30 s of the fuzzer are tests of their own",
+    "python -m tests.stress fuzz": "30 s of the fuzzer are tests of their own",
     "python -m elastic.chaos run --mean-time-between-faults 22 ": "how a film was made, in half an hour",
     "elasticrun replay --svg docs/film.svg": "the same",
     "elasticrun -np 8 --min-np 4 -H gpu1:4,gpu2:4": "needs two machines: tests/integration/hosts has its like",

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import elastic
-from elastic.chaos.harness.processes import clean_environment
 from harness.job import elasticrun
+from harness.processes import clean_environment
 from harness.sources import ROOT
 
 RUN_S = 120.0

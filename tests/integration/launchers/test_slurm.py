@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic.chaos.harness.ports import free_ports
 from harness.history import SCRIPTS
+from harness.ports import free_ports
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")

@@ -56,6 +56,10 @@ def test_its_name_has_the_version_and_it_holds_what_pages_need(wheel):
     for name in ("report.html", "report.js"):
         assert f"elastic/driver/monitoring/explain/{name}" in held
     assert not [name for name in held if name.startswith(("driver/", "chaos/", "tests/"))]
+    # Tools for jobs of users only; stress tests of hvd-elastic itself are in tests/stress.
+    parts = [name.split("/") for name in held if name.startswith("elastic/chaos/")]
+    rooms = {each[2] for each in parts if len(each) > 3}
+    assert rooms == {"exact", "harness", "inject", "invariants", "simulator"}
 
 
 def test_it_trains_in_a_separate_environment(wheel, tmp_path):

@@ -17,12 +17,12 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic.chaos.harness.ports import free_port
 from elastic.driver.launch.starter import AGENT_MODULE
 from elastic.driver.reasons import ReasonKind, because
 from harness import wording
 from harness.history import SCRIPTS
 from harness.otlp_collector import otlp_collector
+from harness.ports import free_port
 from harness.program import output_of
 from harness.ray_cluster import RayCluster, RayJob, ray_environment, ray_nodes
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from elastic.chaos.harness.step_lines import committed_lost, repeated
 from harness.ray_cluster import RayCluster, ray_nodes
 from harness.ray_stepping import Stepping
+from harness.step_lines import committed_lost, repeated
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import elastic
-from elastic.chaos.harness.step_lines import Step, committed_lost, repeated
 from elastic.driver.reasons import ReasonKind, because
 from harness import wording
 from harness.ray_cluster import RayCluster, ray_nodes
 from harness.ray_stepping import Stepping
+from harness.step_lines import Step, committed_lost, repeated
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(400)]
 

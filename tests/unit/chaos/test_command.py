@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic.chaos.__main__ import COMMANDS, main
+from elastic.chaos.__main__ import COMMAND_LINE, main
+from elastic.chaos.command_line import CommandLine
 from harness.golden import recorded
 
 JOB = ["--", "elasticrun", "-np", "2", "--min-np", "1", sys.executable, "-c", "pass"]
@@ -34,27 +35,22 @@ def test_the_overview_lists_all_commands(capsys):
     assert main([]) == 2
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert all(f"  {name} " in said for name in COMMANDS)
+    assert all(f"  {name} " in said for name in COMMAND_LINE.commands)
 
 
 def test_an_unknown_command_is_refused(capsys):
     recorded("output", refused(capsys, "rum"))
 
 
-def test_a_command_that_is_not_installed_does_not_break_the_others(capsys, monkeypatch):
-    monkeypatch.setitem(COMMANDS, "nothing", "is not there")
-    recorded("output", refused(capsys, "nothing"))
-
-
 def test_what_a_command_raises_by_mistake_is_not_hidden(monkeypatch):
     broken = SimpleNamespace(add_arguments=lambda parser: None, main=lambda options: 1 / 0)
-    monkeypatch.setitem(sys.modules, "elastic.chaos.broken", broken)
-    monkeypatch.setitem(COMMANDS, "broken", "raises")
+    monkeypatch.setitem(sys.modules, "broken_command", broken)
+    program = CommandLine("program", "Raises.", {"broken": ("broken_command", "raises")})
     with pytest.raises(ZeroDivisionError):
-        main(["broken"])
+        program.main(["broken"])
 
 
-@pytest.mark.parametrize("name", ["run", "soak", "check"])
+@pytest.mark.parametrize("name", ["run", "check"])
 def test_each_explains_itself(name, capsys):
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
@@ -129,20 +125,6 @@ def test_a_journal_of_the_users_own_is_used(capsys, tmp_path):
     job = ["--", "elasticrun", "-np", "2", "--min-np", "1", "--journal", own, sys.executable]
     assert main(["run", *OFTEN, "--dry-run", *job]) == 0
     assert f"-np 2 --min-np 1 --journal {own}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--minutes", "0"],
-        ["--fault-every", "-2"],
-        ["--workers", "1"],
-        ["--faults", "kill,crash"],
-        ["--json", "/nowhere/x.json"],
-    ],
-)
-def test_wrong_arguments_of_soak_are_refused(words, capsys):
-    recorded("output", refused(capsys, "soak", *words))
 
 
 def test_check_refuses_what_is_no_journal(capsys, tmp_path):

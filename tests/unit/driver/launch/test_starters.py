@@ -18,7 +18,6 @@ from unittest.mock import create_autospec
 import psutil
 import pytest
 
-from elastic.chaos.harness.processes import lives
 from elastic.driver.launch.child_processes import ChildProcesses, as_logged
 from elastic.driver.launch.ssh import REMOTE, SshOptions, SshStarter
 from elastic.driver.launch.ssh_failures import why_ended, why_no_agent, why_ssh_failed
@@ -29,6 +28,7 @@ from elastic.errors import Invalid
 from elastic.version import __version__
 from harness.fakes.starter import FakeStarter
 from harness.golden import raises, recorded
+from harness.processes import lives
 from harness.starter_contract import (
     SECRET,
     Bench,

@@ -12,13 +12,13 @@ from typing import ClassVar
 
 import pytest
 
-from elastic.chaos.fuzz.server import Caller
 from elastic.driver.network import connection
 from elastic.driver.network.control_server import WORKERS, ControlServer
 from elastic.protocol import messages as protocol
 from elastic.protocol.framing import proof
 from elastic.protocol.messages import Address, Commit, Worker
 from harness.golden import recorded
+from stress.fuzz.server import Caller
 
 SECRET = b"s" * 32
 A, B = Worker("localhost", 0), Worker("localhost", 1)

@@ -17,11 +17,6 @@ import msgspec
 import pytest
 
 from certificates import OPENSSL, new_authority
-from elastic.chaos.fuzz import command
-from elastic.chaos.fuzz.decoders import Decoders, Streams
-from elastic.chaos.fuzz.inputs import Inputs
-from elastic.chaos.fuzz.server import LoopbackServer
-from elastic.chaos.fuzz.tally import Tally
 from elastic.driver.agents import messages as agent_protocol
 from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.monitoring import metrics
@@ -38,6 +33,11 @@ from elastic.protocol.messages import ProtocolError, Worker
 from elastic.protocol.tls import TlsEndpoint, TlsFailed, context
 from harness.conversation import failed, running, worker
 from harness.golden import recorded
+from stress.fuzz import command
+from stress.fuzz.decoders import Decoders, Streams
+from stress.fuzz.inputs import Inputs
+from stress.fuzz.server import LoopbackServer
+from stress.fuzz.tally import Tally
 from unit.driver.network.test_control_server import SECRET, A, B, Peer, conversation, driving
 
 needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="needs openssl")
