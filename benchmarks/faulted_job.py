@@ -17,19 +17,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.table import Table
 
 import results_output
 import tests_on_path  # noqa: F401
+from harness.job import Job
 from harness.step_lines import Step, read
 
-Found = TypeVar("Found")
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 MARGIN_S = 2.0  # seconds of steps, so that all see that the end was decided
 START_S = 120.0  # start of all workers, imports included, on a busy machine
 TAIL = 32768  # bytes at the end of a file of steps: about 900 of them
@@ -48,7 +47,7 @@ class Strike:
         return (self.resumed_at - self.at) * 1e3
 
 
-class Disturbed:
+class Disturbed(Job):
     """A running job. Use as a context manager; it leaves no process behind.
 
     It trains an MLP of this width, by ``script``, optionally with ``way`` ddp, fsdp or zero; or ``example`` names one
@@ -65,23 +64,24 @@ class Disturbed:
         script: str = "stepper.py",
     ) -> None:
         self.workers = workers
-        self.directory = Path(tempfile.mkdtemp(prefix="elastic-bench-"))
-        self.journal = self.directory / "journal.jsonl"
+        folder = Path(tempfile.mkdtemp(prefix="elastic-bench-"))
         path = HERE / ("stepped_example.py" if example else script)
-        program = [sys.executable, str(path), str(self.directory)]
+        program = [sys.executable, str(path), str(folder)]
         if example:
             program += [example, *(["1000000"] if example == "gpt" else [])]
         else:
             program += ["1000000", str(width), *([way] if way else [])]
-        command = [sys.executable, "-m", "elastic.driver.commandline.cli", "-np", str(workers)]
-        command += ["--min-np", "1", "--journal", str(self.journal), *flags]
-        self.log = open(self.directory / "log", "wb")  # noqa: SIM115 -- lives as long as the job
-        self.driver = subprocess.Popen(
-            [*command, *program],
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        super().__init__(
+            ["-np", str(workers), "--min-np", "1", *flags],
+            program,
+            folder=folder,
+            env={
+                "ELASTIC_PREEMPTION": "auto",
+                "ELASTIC_PRELOAD": "auto",
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+            },
+            program=[sys.executable, "-m", "elastic.driver.commandline.cli"],
         )
 
     def __enter__(self) -> Disturbed:
@@ -89,59 +89,31 @@ class Disturbed:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.driver.send_signal(signal.SIGTERM)
-        try:
-            self.driver.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.driver.pid, signal.SIGKILL)
-        self.log.close()
+        self.end()
 
     def steps(self, kind: str = "steps") -> list[Step]:
         """Return all steps so far, by time; ``entries``: all calls of the training function."""
         found = []
-        for path in self.directory.glob(f"*.{kind}"):
+        for path in self.folder.glob(f"*.{kind}"):
             found += read(path)[0]
         return sorted(found, key=lambda s: s.at)
 
     def replicas(self) -> str:
         """Compare the weights of all workers of the last world; for a job that has ended."""
-        digests = [path.read_text() for path in self.directory.glob("*.weights")]
+        digests = [path.read_text() for path in self.folder.glob("*.weights")]
         if len(digests) != self.workers:
             return f"only {len(digests)} of {self.workers} workers ended normally"
         return "replicas equal" if len(set(digests)) == 1 else "replicas DIFFER"
 
     def costs(self) -> list[dict[str, Any]]:
         """Return the costs of a fully sharded state's commits, by worker."""
-        return [json.loads(path.read_text()) for path in self.directory.glob("*.costs")]
-
-    def records(self) -> list[dict[str, Any]]:
-        """Return the entries of the journal so far."""
-        if not self.journal.exists():
-            return []
-        lines = self.journal.read_text().splitlines()
-        return [json.loads(line) for line in lines[1:] if line.endswith("}")]
-
-    def actions(self, kind: str) -> list[dict[str, Any]]:
-        return [a for r in self.records() for a in r.get("actions", []) if a["type"] == kind]
-
-    def wait(self, what: str, condition: Callable[[], Found | None], timeout_s: float) -> Found:
-        """Poll a condition; end the benchmark with the job's log if it does not become true."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            found = condition()
-            if found:
-                return found
-            if self.driver.poll() is not None:
-                break
-            time.sleep(0.02)
-        tail = (self.directory / "log").read_text()[-3000:]
-        raise SystemExit(f"no {what} within {timeout_s:g} s; the job's log ends:\n{tail}")
+        return [json.loads(path.read_text()) for path in self.folder.glob("*.costs")]
 
     def strike(self, number: signal.Signals, rng: random.Random) -> Strike:
         """Send a signal to a random worker of a world that has trained for a while, and wait until all others train
         without it.
         """
-        last = self.wait("a full world", lambda: self.full(20), START_S)
+        last = self.until(lambda: self.full(20), "a full world", START_S)
         victim = rng.choice(last)
         survivors = {s.pid for s in last} - {victim.pid}
         at = time.monotonic()
@@ -154,7 +126,7 @@ class Disturbed:
                     first[step.pid] = min(step.at, first.get(step.pid, step.at))
             return first if first.keys() == survivors else None
 
-        first = self.wait("the survivors' next step", resumed, 60)
+        first = self.until(resumed, "the survivors' next step", 60)
         return Strike(victim, at, max(first.values()))
 
     def finish(self) -> int | None:
@@ -162,10 +134,10 @@ class Disturbed:
 
         None: workers have finished training, but not exited within a minute; the measurements are valid anyway.
         """
-        last = self.wait("a full world", lambda: self.full(20), START_S)
-        request = self.directory / "stop.new"
+        last = self.until(lambda: self.full(20), "a full world", START_S)
+        request = self.folder / "stop.new"
         request.write_text(str(max(step.step for step in last) + self._steps_of(MARGIN_S)))
-        request.rename(self.directory / "stop")
+        request.rename(self.folder / "stop")
         try:
             return self.driver.wait(60)
         except subprocess.TimeoutExpired:
@@ -193,7 +165,7 @@ class Disturbed:
     def _recent(self) -> list[Step]:
         """Read the ends of all files: enough for the newest world."""
         found = []
-        for path in self.directory.glob("*.steps"):
+        for path in self.folder.glob("*.steps"):
             found += read(path, max(0, path.stat().st_size - TAIL))[0][
                 1:
             ]  # the first line may be incomplete

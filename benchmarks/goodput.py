@@ -197,7 +197,7 @@ def main() -> None:
     with Disturbed(workers, *flags) as job:
         machines = Machines(job, hosts)
         machines.have(options.slots)
-        job.wait("a full world", lambda: job.full(20), 180)
+        job.until(lambda: job.full(20), "a full world", 180)
         played = play(machines, moments, options.ahead)
         time.sleep(2.0)
         over = time.monotonic()

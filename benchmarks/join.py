@@ -24,7 +24,7 @@ def main() -> None:
             job.strike(signal.SIGKILL, rng)
             recovered = job.steps()
             generation = recovered[-1].generation
-            last = job.wait("the newcomer", lambda: job.full(200), 60)
+            last = job.until(lambda: job.full(200), "the newcomer", 60)
             steps = job.steps()
             newest = last[0].generation
             joined = min(s.at for s in steps if s.generation == newest)

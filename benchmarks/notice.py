@@ -56,10 +56,10 @@ def main() -> None:
         hosts = f"localhost:2,{OTHER}:2"
         with Disturbed(4, "-H", hosts, "--resume", "--preemption", says) as job:
             for _ in range(options.notices):
-                last = job.wait("a full world", lambda: job.full(200), 90)
+                last = job.until(lambda: job.full(200), "a full world", 90)
                 known = len(job.records())
                 goes.touch()
-                heard_at = job.wait("the notice", functools.partial(told, job, known), 20)
+                heard_at = job.until(functools.partial(told, job, known), "the notice", 20)
                 connected = {
                     record["event"]["pid"]: record["event"]["worker"][0]
                     for record in job.records()
@@ -73,7 +73,7 @@ def main() -> None:
                 for pid in filter(psutil.pid_exists, going):
                     late += 1
                     os.kill(pid, signal.SIGKILL)
-                job.wait("a second of steps", functools.partial(passed, heard_at + 3.0), 10)
+                job.until(functools.partial(passed, heard_at + 3.0), "a second of steps", 10)
                 told_at.append((heard_at, others))
                 goes.unlink()
             job.finish()

@@ -118,19 +118,19 @@ def measured(options: argparse.Namespace, preload: str) -> dict[str, Any]:
         WORKERS, *flags, width=options.width, example="gpt" if options.gpt else ""
     ) as job:
         for _ in range(options.strikes):
-            standby = job.wait("a standby", functools.partial(stands_by, job), 90)
+            standby = job.until(functools.partial(stands_by, job), "a standby", 90)
             watched += turns(job, standby, options.turns)
-            last = job.wait("a full world", lambda: job.full(20), 60)
+            last = job.until(lambda: job.full(20), "a full world", 60)
             victim = rng.choice(last)
             at = time.monotonic()
             os.kill(victim.pid, signal.SIGKILL)
             full = functools.partial(full_after, job, victim.generation)
-            full_at, stepped_at = job.wait("a full world", full, 60)
+            full_at, stepped_at = job.until(full, "a full world", 60)
             lasted.append((full_at - at) * 1e3)
             stepped.append((stepped_at - at) * 1e3)
             for part, ms in spent(job, at).items():
                 parts.setdefault(part, []).append(ms)
-        job.wait("the last replacement", lambda: len(started(job)) == options.strikes, 90)
+        job.until(lambda: len(started(job)) == options.strikes, "the last replacement", 90)
         steps, joining = job.steps(), started(job)
     beside = [
         i for begin, end, stopped in watched if not stopped for i in intervals(steps, begin, end)

@@ -133,8 +133,8 @@ def pids(world: list[Step]) -> set[int]:
 def one_machine(folder: Path) -> Iterator[Steered]:
     hosts = ["-H", "localhost:4,127.0.0.2:4"]
     with Disturbed(4, "--max-np", "4", *hosts) as job:
-        job.wait("four workers", lambda: job.full(SETTLED), START_S)
-        yield Steered(ONE_MACHINE, job.directory, elastic.Job())
+        job.until(lambda: job.full(SETTLED), "four workers", START_S)
+        yield Steered(ONE_MACHINE, job.folder, elastic.Job())
 
 
 @contextlib.contextmanager
@@ -148,9 +148,9 @@ def agents_and_etcd(folder: Path) -> Iterator[Steered]:
         for host in ("a", "b"):
             stack.enter_context(agent(folder, [*common, "--host", host, "--slots", "4"]))
         job = stack.enter_context(Disturbed(4, "--max-np", "4", *common))
-        job.wait("four workers", lambda: job.full(SETTLED), START_S)
+        job.until(lambda: job.full(SETTLED), "four workers", START_S)
         found = elastic.Job("steered", etcd=etcd, secret_file=str(secret))
-        yield Steered(ETCD, job.directory, found)
+        yield Steered(ETCD, job.folder, found)
 
 
 @contextlib.contextmanager

@@ -12,32 +12,26 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 from elastic.chaos.inject.injection import MARK as CHAOS_MARK
 from elastic.driver.launch.environment import defaults
 from elastic.driver.processes.prepared_processes import PREPARED
 from harness import forking
 from harness.forking import ForkRequest, early, tell
-from stress.fault_matrix.job import MARK as MATRIX_MARK
 
 MARK = "ELASTIC_TEST_JOB"
 # What /proc shows of a fork's environment, beside what it has of ours: marks of its job, in hexadecimal, and that the
 # process was there before it was told to be a worker.
-SHOWN = {
-    MARK: forking.ROOM * 32,
-    MATRIX_MARK: forking.ROOM * 32,
-    CHAOS_MARK: forking.ROOM * 16,
-    PREPARED: "1",
-}
+SHOWN = {MARK: forking.ROOM * 32, CHAOS_MARK: forking.ROOM * 16, PREPARED: "1"}
 _making = threading.Lock()
 
 
 class Forked:
     """What tests use of `subprocess.Popen`: its number, too, stays its own until its exit status was read.
 
-    ``mark`` is ``NAME=value``, by which `harness.program.marked` finds it. ``modules``: what has been imported besides
-    torch. ``output``: the file that it writes to, instead of ``stdout``. ``passed``: descriptors that it has from 3 on.
+    ``mark`` is ``NAME=value``, by which `harness.processes.marked` finds it. ``modules`` have been imported besides
+    torch. ``passed``: descriptors that it has from 3 on.
     """
 
     def __init__(
@@ -48,7 +42,6 @@ class Forked:
         env: Mapping[str, str],
         mark: str,
         modules: Sequence[str] = (),
-        output: BinaryIO | None = None,
         passed: Sequence[int] = (),
     ) -> None:
         self.args = list(words)
@@ -57,11 +50,7 @@ class Forked:
         beginning = early({**defaults(threads=1), **env})  # as workers have it
         source = _Source.of(tuple(beginning.items()), tuple(modules))
         read, write = os.pipe()
-        self.stdout: TextIO | None = os.fdopen(read, encoding="utf-8", errors="replace")
-        if output is not None:
-            os.dup2(output.fileno(), write)
-            self.stdout.close()
-            self.stdout = None
+        self.stdout: TextIO = os.fdopen(read, encoding="utf-8", errors="replace")
         self._guardian, theirs = socket.socketpair()
         told = ForkRequest(self.args, {**env, name: value}, str(folder))
         tell(source.channel, told, [write, theirs.fileno(), *passed])
@@ -74,7 +63,6 @@ class Forked:
 
     def printed(self) -> str:
         """Return the whole output, once all writers have ended."""
-        assert self.stdout is not None
         with self.stdout as stdout:
             return stdout.read()
 

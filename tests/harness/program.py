@@ -7,6 +7,7 @@ orphans. `end` kills all of them and returns those that should have exited befor
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -33,6 +34,7 @@ class Program:
 
     ``mark`` is the environment variable by which its processes are found; ``called`` what messages call it. ``forked``:
     it is `elasticrun`, and comes from a process that has imported torch, and ``modules``; see `harness.forking`.
+    ``log`` receives a copy of the output. ``popen`` starts it, like `subprocess.Popen`.
     """
 
     def __init__(
@@ -45,6 +47,8 @@ class Program:
         called: str = "the program",
         forked: bool = False,
         modules: Sequence[str] = (),
+        log: Path | None = None,
+        popen: Callable[..., subprocess.Popen[Any]] = subprocess.Popen,
     ) -> None:
         self._called = called
         self._forked = forked
@@ -53,6 +57,8 @@ class Program:
         self._lines: list[str] = []
         self._news = threading.Condition()
         self._output_ended = False
+        self._log = log
+        self._popen = popen
         self.process = self._start(words, folder, env)
         self._reader = threading.Thread(target=self._read, name="program output", daemon=True)
         self._reader.start()
@@ -146,7 +152,7 @@ class Program:
         if self._forked:
             return Forked(words, folder=folder, env=env, mark=self._mark, modules=self._modules)
         name, _, value = self._mark.partition("=")
-        return subprocess.Popen(
+        return self._popen(
             words,
             cwd=folder,
             env={**env, name: value},
@@ -160,10 +166,12 @@ class Program:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._news:
-                self._lines.append(line.rstrip("\n"))
-                self._news.notify_all()
+        with open(self._log or os.devnull, "a", buffering=1) as log:
+            for line in self.process.stdout:
+                log.write(line)
+                with self._news:
+                    self._lines.append(line.rstrip("\n"))
+                    self._news.notify_all()
         with self._news:
             self._output_ended = True
             self._news.notify_all()

@@ -10,11 +10,21 @@ LOOK_S = 0.005
 DEADLINE_S = 60.0
 
 
-def wait_until(true: Callable[[], object], awaited: str, timeout: float = DEADLINE_S) -> None:
+def wait_until(
+    true: Callable[[], object],
+    awaited: str,
+    timeout: float = DEADLINE_S,
+    *,
+    look_s: float = LOOK_S,
+    state: Callable[[], str] = lambda: "",
+) -> float:
+    """Return the time on the monotonic clock. ``state()`` is shown at the deadline."""
     deadline = time.monotonic() + timeout
     while not true():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {awaited}"
-        time.sleep(LOOK_S)
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout:g} s for {awaited}\n{state()}".rstrip())
+        time.sleep(look_s)
+    return time.monotonic()
 
 
 async def until(true: Callable[[], object], awaited: str, timeout: float = DEADLINE_S) -> None:

@@ -17,7 +17,7 @@ from elastic.errors import Invalid
 from harness import wording
 from harness.history import SCRIPTS
 from stress.hosts.namespaces import Network, check_possible
-from stress.hosts.programs import Program
+from stress.hosts.programs import HostProgram
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 START_S = 90.0  # TensorFlow's imports, twice
@@ -47,13 +47,17 @@ def network(tmp_path) -> Iterator[Network]:
         yield network
 
 
-def test_training_gets_samples_from_another_host_and_is_notified_of_its_loss(network, tmp_path):
+def test_training_gets_samples_from_another_host_and_is_notified_of_its_loss(
+    network, tmp_path, request
+):
     a, b = network.hosts.values()
     file = str(tmp_path / "compute.json")
 
     def horovodrun(host, *words):
         command = [str(HOROVODRUN), "-np", "1", *words]
-        return Program(host, f"job-{host.name}", command, tmp_path, env=ENV)
+        program = HostProgram(host, f"job-{host.name}", command, tmp_path, env=ENV)
+        request.addfinalizer(program.end)
+        return program
 
     service = ["-m", "horovod.tensorflow.data.compute_worker", "--dispatcher-side", "training"]
     horovodrun(a, "--network-interface", "eth0", sys.executable, *service, file)

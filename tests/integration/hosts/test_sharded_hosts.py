@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from elastic.errors import Invalid
 from harness.history import SCRIPTS
 from stress.hosts.cluster import DRIVER, ENDPOINT, HOSTS, HostCluster
 from stress.hosts.namespaces import check_possible
-from stress.hosts.programs import Program
+from stress.hosts.programs import HostProgram
 
 sys.path.append(str(SCRIPTS))
 fsdp = pytest.importorskip("fsdp")
@@ -43,17 +44,23 @@ def test_as_many_hosts_as_there_are_copies_can_be_lost_at_once(
     tmp_path: Path, copies: int, lost: tuple[str, ...], least: int | None
 ):
     """Each has two workers, which map each other's memory. ``least``: shards, of which there are replicas."""
-    with HostCluster(tmp_path) as bench:
+    with HostCluster(tmp_path) as bench, contextlib.ExitStack() as stack:
+
+        def start(host: str, name: str, words: list[str]) -> HostProgram:
+            program = HostProgram(bench.network.hosts[host], name, words, tmp_path)
+            stack.callback(program.end)
+            return program
+
         bench.start_etcd()
         joined = ["--etcd", ENDPOINT, "--job", "sharded", "--secret-file", str(bench.secret)]
         for host in HOSTS:
             words = ["elasticrun", "agent", *joined, "--host", host, "--slots", "2"]
-            Program(bench.network.hosts[host], f"agent-{host}", words, tmp_path)
+            start(host, f"agent-{host}", words)
         words = ["elasticrun", "-np", "8", "--min-np", str(least or 2), "--max-np", "8", *joined]
         words += ["env", f"STEPS={STEPS}", f"COPIES={copies}", "SLOW=0.1"]
         words += [] if least is None else [f"LEAST={least}"]
         words += [sys.executable, str(SCRIPTS / "fsdp.py")]
-        driver = Program(bench.network.hosts[DRIVER], "driver", words, tmp_path)
+        driver = start(DRIVER, "driver", words)
         driver.wait_for("started in", 150)
         driver.wait_for("at step 10", 60)
         for host in lost:

@@ -5,21 +5,21 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import pytest
 from _pytest.mark.structures import ParameterSet
 
 from harness import wording
-from harness.forked import Forked
 from harness.forking import SPARE_WORKERS
-from stress.fault_matrix import cells, command, expectations, job
+from stress.fault_matrix import cells, command, expectations
 from stress.fault_matrix.cells import Cell
 from stress.fault_matrix.command import Progress
+from stress.fault_matrix.job import MatrixJob
 
 SPARE = 10  # workers, forked ahead: each cell of a job loses some
 AT_A_TIME = 2  # jobs: while one waits for its workers to start, another waits for a lease
@@ -42,16 +42,9 @@ JOBS = [*jobs(FEW), *jobs([cell for cell in HERE if cell not in FEW], pytest.mar
 @pytest.fixture(scope="module", autouse=True)
 def _forked() -> Iterator[None]:
     """Drivers and their first workers are forks of a process that has imported torch; `make matrix` starts them."""
-
-    def started(
-        words: Sequence[str], folder: Path, env: Mapping[str, str], output: BinaryIO
-    ) -> Any:
-        mark = f"{job.MARK}={env[job.MARK]}"
-        forks = {SPARE_WORKERS: str(SPARE)}
-        return Forked(words, folder=folder, env={**env, **forks}, mark=mark, output=output)
-
+    forked = functools.partial(MatrixJob, forked=True, env={SPARE_WORKERS: str(SPARE)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "started", started)
+        patch.setattr(command, "MatrixJob", forked)
         yield
 
 

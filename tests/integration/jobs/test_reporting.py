@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,69 +12,45 @@ from typing import Any
 import pytest
 
 from harness import wording
-from harness.forked import Forked
 from harness.forking import SPARE_WORKERS
 from harness.history import SCRIPTS
 from harness.job import MARK
-from harness.processes import clean_environment, kill_all, marked
+from harness.processes import clean_environment
+from harness.program import Program
 from harness.waiting import wait_until
 
 PROGRAM = str(SCRIPTS / "reporting.py")
 DEADLINE_S = 60.0
 
 
-class Driver:
-    """A process in a separate folder, and its output."""
+class Driver(Program):
+    """A driver, and workers that report."""
 
-    def __init__(self, folder: Path, mark: str, *words: str) -> None:
-        self._path = folder / f"printed{time.monotonic_ns()}"
-        env = clean_environment() | {"OMP_NUM_THREADS": "1", SPARE_WORKERS: "2"}
-        with open(self._path, "wb") as printed:
-            self.process = Forked(
-                [PROGRAM, *words], folder=folder, env=env, mark=mark, output=printed
-            )
-
-    @property
-    def printed(self) -> str:
-        return self._path.read_text()
-
-    def until(self, true: Callable[[], Any], awaited: str) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not true():
-            assert self.process.poll() is None, f"it ended without {awaited}:\n{self.printed}"
-            assert time.monotonic() < deadline, f"waited for {awaited}:\n{self.printed}"
-            time.sleep(0.005)
+    def __init__(self, folder: Path, *words: str) -> None:
+        env = clean_environment() | {SPARE_WORKERS: "2"}
+        super().__init__([PROGRAM, *words], folder=folder, env=env, mark=MARK, forked=True)
 
     def result(self, word: str = "result") -> Any:
         """Return its output at its end."""
-        assert self.process.wait(DEADLINE_S) == 0, self.printed
-        [line] = [each for each in self.printed.splitlines() if each.startswith(f"{word} ")]
+        self.succeed(DEADLINE_S)
+        [line] = [each for each in self.lines if each.startswith(f"{word} ")]
         return json.loads(line.removeprefix(f"{word} "))
 
     def dropped(self) -> int:
         """Return its log."""
-        return sum(map(int, re.findall(wording.REPORTS_WERE_DROPPED, self.printed)))
+        return sum(map(int, re.findall(wording.REPORTS_WERE_DROPPED, self.output)))
 
 
 @pytest.fixture
 def driver(tmp_path) -> Iterator[Callable[..., Driver]]:
     started: list[Driver] = []
-    mark = f"{MARK}={uuid.uuid4().hex}"
 
     def start(*words: str) -> Driver:
-        started.append(Driver(tmp_path, mark, *words))
+        started.append(Driver(tmp_path, *words))
         return started[-1]
 
     yield start
-    for each in started:
-        if each.process.poll() is None:
-            each.process.send_signal(signal.SIGCONT)
-            each.process.terminate()
-            each.process.wait(DEADLINE_S)
-    deadline = time.monotonic() + 10.0
-    while (left := list(marked(mark))) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    kill_all(lambda: marked(mark))
+    left = [process for each in started for process in each.end()]
     assert not left, f"these processes outlived their job: {left}"
 
 
@@ -89,15 +63,15 @@ def test_all_reports_are_delivered_before_launch_returns_whatever_the_callback_d
     assert first["loss"] == 2.0 and first["nan"] != first["nan"]
     assert len(last["text"]) == 60_000 and last["nested"] == {"a": [1, None, True]}
     assert result["raised"] == 2
-    assert launched.printed.count(wording.CALLBACK_REPORTS_RAISED_KEYERROR) == 1
+    assert launched.output.count(wording.CALLBACK_REPORTS_RAISED_KEYERROR) == 1
 
 
 def test_a_stopped_driver_delays_no_worker_and_gets_the_newest_reports_later(driver, tmp_path):
     launched = driver("many")
-    launched.until(lambda: "has 1 worker" in launched.printed, "its world")
+    launched.until(lambda: "has 1 worker" in launched.output, "its world", DEADLINE_S)
     launched.process.send_signal(signal.SIGSTOP)
     (tmp_path / "stopped").touch()
-    launched.until((tmp_path / "made").exists, "20 MB of reports")
+    launched.until((tmp_path / "made").exists, "20 MB of reports", DEADLINE_S)
     launched.process.send_signal(signal.SIGCONT)
     (tmp_path / "go").touch()
     [numbers] = launched.result()["numbers"].values()
@@ -128,13 +102,17 @@ def test_with_agents_the_successor_of_a_killed_driver_gets_the_remaining_reports
                 found[report["rank"]].append(report["metrics"]["samples seen"])
         return found
 
-    first.until(lambda: all(len(each) > 20 for each in heard(first).values()), "some reports")
+    first.until(
+        lambda: all(len(each) > 20 for each in heard(first).values()), "some reports", DEADLINE_S
+    )
     first.process.kill()
     first.process.wait(DEADLINE_S)
     absent = [made(0), made(1)]
     wait_until(lambda: all(made(r) >= absent[r] + 100 for r in range(2)), "reports to no driver")
     second = driver("drive", *flags)
-    second.until(lambda: all(len(each) > 120 for each in heard(second).values()), "the rest")
+    second.until(
+        lambda: all(len(each) > 120 for each in heard(second).values()), "the rest", DEADLINE_S
+    )
     (tmp_path / "go").touch()
     last = second.result("last")
     before, after = heard(first), heard(second)

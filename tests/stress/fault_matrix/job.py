@@ -12,20 +12,20 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import psutil
 
 from elastic.chaos.harness.journal_tail import JournalTail, Json
 from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
-from harness.processes import clean_environment, kill_all, marked
+from harness.forked import Forked
+from harness.job import MARK, elasticrun
+from harness.processes import clean_environment, kill_all, path_of_tests
+from harness.program import Program
 from stress.fault_matrix.expectations import GONE_S, WORKERS, JobKind
 from stress.fault_matrix.journal_facts import JournalFacts
 
-MARK = "ELASTIC_MATRIX_JOB"
 END_S = 30.0  # time for a job to end after the request
 LOOK_S = 0.01
 SLOTS = 64  # enough for workers that must not return to their slot
@@ -52,21 +52,6 @@ class Unexpected(Exception):
     """A process or job did not end as expected; the message contains the expected and the actual outcome."""
 
 
-def started(
-    words: Sequence[str], folder: Path, env: Mapping[str, str], output: BinaryIO
-) -> subprocess.Popen[bytes]:
-    """Start the driver's process in its own session."""
-    return subprocess.Popen(
-        words,
-        cwd=folder,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
 class MatrixJob:
     """A job in its own folder, not started yet: rules can be set before its first workers start."""
 
@@ -77,14 +62,18 @@ class MatrixJob:
         kind: JobKind = JobKind.PLAIN,
         small_disk: bool = False,
         shared_memory: bool = True,
+        forked: bool = False,
+        env: Mapping[str, str] | None = None,
     ) -> None:
+        """``forked``: as in `harness.program.Program`. ``env`` is added to the driver's environment."""
         self._kind = kind
+        self._forked = forked
+        self._env = dict(env or {})
         self.folder = folder
         self.over = folder / "over"  # once this file exists, training ends
         self._shared_memory = shared_memory
         self._rules = folder / "rules"
-        self._mark = uuid.uuid4().hex
-        self._driver: subprocess.Popen[bytes] | None = None
+        self._program: Program | None = None
         self._disk = folder / "disk" if small_disk else None
         if self._disk is not None:
             self._disk.mkdir()
@@ -97,36 +86,37 @@ class MatrixJob:
 
     def start(self) -> None:
         """Start the driver, which starts the workers."""
-        settings = {
-            "ELASTIC_FAILPOINTS": f"@{self._rules}",
-            "ELASTIC_DIGESTS": "1",
-            MARK: self._mark,
-        }
+        settings = {"ELASTIC_FAILPOINTS": f"@{self._rules}", "ELASTIC_DIGESTS": "1"}
         if not self._shared_memory:
             settings["ELASTIC_NATIVE"] = "0"
         script = SHARDED_TRAINING if self._kind is JobKind.SHARDED else TRAINING
-        with (self.folder / "output.txt").open("wb") as output:
-            self._driver = started(
-                [
-                    str(Path(sys.executable).with_name("elasticrun")),
-                    *FLAGS,
-                    *MORE_FLAGS[self._kind],
-                    *("--journal", str(self.journal), sys.executable, "-m", script),
-                    str(self.over),
-                ],
-                self.folder,
-                clean_environment() | settings,
-                output,
-            )
+        self._program = Program(
+            [
+                elasticrun(),
+                *FLAGS,
+                *MORE_FLAGS[self._kind],
+                *("--journal", str(self.journal), sys.executable, "-m", script, str(self.over)),
+            ],
+            folder=self.folder,
+            env=clean_environment() | path_of_tests() | settings | self._env,
+            mark=MARK,
+            called="elasticrun",
+            forked=self._forked,
+            log=self.folder / "output.txt",
+        )
 
     @property
     def started(self) -> bool:
-        return self._driver is not None
+        return self._program is not None
 
     @property
-    def driver(self) -> subprocess.Popen[bytes]:
-        assert self._driver is not None, "the job has not been started"
-        return self._driver
+    def program(self) -> Program:
+        assert self._program is not None, "the job has not been started"
+        return self._program
+
+    @property
+    def driver(self) -> subprocess.Popen[str] | Forked:
+        return self.program.process
 
     # ---- rules -----------------------------------------------------------------------------------
 
@@ -168,10 +158,6 @@ class MatrixJob:
 
     # ---- what can be seen ------------------------------------------------------------------------
 
-    @property
-    def output(self) -> str:
-        return (self.folder / "output.txt").read_text(errors="replace")
-
     def has_spare(self) -> bool:
         """Return whether the additional process that this job's cells need exists."""
         if self._kind is JobKind.STANDBYS:
@@ -181,7 +167,7 @@ class MatrixJob:
                 return any(
                     "prepared_process" in " ".join(each.info["cmdline"])
                     and each.memory_info().rss > IMPORTED_BYTES
-                    for each in marked(f"{MARK}={self._mark}")
+                    for each in self.program.processes()
                 )
             return False
         if self._kind is JobKind.DURABLE:
@@ -207,7 +193,7 @@ class MatrixJob:
         """Poll until a condition is true. Raises Unexpected at the deadline, or if the job ends first."""
         deadline = time.monotonic() + within_s
         while True:
-            over = self._driver is not None and self._driver.poll() is not None
+            over = self._program is not None and self.driver.poll() is not None
             each_turn()
             self.look()
             if true():
@@ -226,13 +212,12 @@ class MatrixJob:
             self.must(time.monotonic() < deadline, f"the driver still runs after {END_S:g} s")
             time.sleep(LOOK_S)
         self.look()
-        code: int = self.driver.returncode
-        return code
+        return self.program.wait()
 
     def nothing_left(self) -> None:
         """Raise Unexpected if processes outlive the driver."""
         deadline = time.monotonic() + GONE_S
-        while left := list(marked(f"{MARK}={self._mark}")):
+        while left := self.program.processes():
             self.must(time.monotonic() < deadline, f"processes are left: {left}")
             time.sleep(LOOK_S)
 
@@ -260,8 +245,8 @@ class MatrixJob:
 
     def close(self) -> None:
         """Kill all processes of the job."""
-        kill_all(lambda: marked(f"{MARK}={self._mark}"))
-        if self._driver is not None:
-            self._driver.wait(END_S)
+        if self._program is not None:
+            kill_all(self._program.processes)
+            self._program.end()
         if self._disk is not None and os.path.ismount(self._disk):
             subprocess.run(["umount", self._disk], check=True)

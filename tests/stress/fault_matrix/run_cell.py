@@ -91,7 +91,7 @@ def _await_end(job: MatrixJob, cell: Cell, victims: set[str], since: int, each_t
             _check_exits(job, wanted, victims, since)
         case ExpectedEnd.JOB_ENDS:
             _ends_with(job, 1, each_turn)
-            job.must("Traceback" in job.output, "the job ended without a traceback")
+            job.must("Traceback" in job.program.output, "the job ended without a traceback")
         case ExpectedEnd.STOPS:
             job.must(job.ends(each_turn) != 0, "SIGTERM at the driver ended in success")
         case ExpectedEnd.ALL_GONE:
@@ -101,7 +101,9 @@ def _await_end(job: MatrixJob, cell: Cell, victims: set[str], since: int, each_t
         case ExpectedEnd.SUCCEEDS:
             if cell.victim == cells.DRIVER and cell.phase != cells.SHUTDOWN:
                 job.until(
-                    lambda: "ends here" in job.output, "the warning that the journal ends", CELL_S
+                    lambda: "ends here" in job.program.output,
+                    "the warning that the journal ends",
+                    CELL_S,
                 )
                 job.over.touch()
             _ends_with(job, 0, each_turn)

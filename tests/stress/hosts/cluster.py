@@ -18,11 +18,12 @@ from elastic.chaos.inject.report import report
 from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
 from elastic.driver.events import WorkerConnected
 from elastic.driver.journal.journal import read
+from harness.waiting import wait_until
 from stress.hosts import sshd, steps
 from stress.hosts.adoption import Adoptions
 from stress.hosts.merge_journals import join, term_of
 from stress.hosts.namespaces import Network
-from stress.hosts.programs import Program, wait_until
+from stress.hosts.programs import HostProgram
 from stress.hosts.report import Mark, ScenarioMeasurement, ScenarioOutcome
 from stress.hosts.steps import Note, WorkerNotes
 
@@ -32,6 +33,7 @@ ETCD_PORT = 2379
 ENDPOINT = f"{ETCD}:{ETCD_PORT}"
 START_S = 120.0  # seconds for a job's workers to start and train; two cores import torch four times
 CHANGE_S = 90.0  # seconds for a smaller or larger world to train
+LOOK_S = 0.02
 TAIL_BYTES = 512  # end of a worker's notes, which contains the latest one
 
 
@@ -46,8 +48,7 @@ class HostCluster:
         self.slack = slack
         self.network = Network([*HOSTS, ETCD, DRIVER, STANDBY], folder)
         self.secret = folder / "secret"
-        self.etcd: Program
-        self._etcds = 0
+        self._etcds: list[HostProgram] = []
         self._jobs = 0
 
     def __enter__(self) -> HostCluster:
@@ -57,9 +58,16 @@ class HostCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for each in self._etcds:
+            each.end()
         self.network.close()
 
-    def start_etcd(self) -> Program:
+    @property
+    def etcd(self) -> HostProgram:
+        """The latest one."""
+        return self._etcds[-1]
+
+    def start_etcd(self) -> HostProgram:
         """Start etcd, with the data of an earlier one if any. Returns once it answers."""
         url = f"http://{self.network.hosts[ETCD].address}:{ETCD_PORT}"
         peers = "http://127.0.0.1:2380"
@@ -67,9 +75,8 @@ class HostCluster:
         words += ["--listen-client-urls", url, "--advertise-client-urls", url]
         words += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers]
         words += ["--initial-cluster", f"default={peers}"]
-        self.etcd = Program(self.network.hosts[ETCD], ETCD, words, self.folder)
-        self._etcds += 1
-        self.etcd.wait_for("serving insecure client requests", count=self._etcds)
+        self._etcds.append(HostProgram(self.network.hosts[ETCD], ETCD, words, self.folder))
+        self.etcd.wait_for("serving insecure client requests")
         return self.etcd
 
     @contextlib.contextmanager
@@ -100,28 +107,28 @@ class HostedJob:
         self.folder = folder
         self.hosts = hosts
         self.journals: list[Path] = []  # journals of the drivers that may have been the leader
-        self.agents: dict[str, Program] = {}  # the latest of each host
-        self.drivers: list[Program] = []
-        self.programs: list[Program] = []
+        self.agents: dict[str, HostProgram] = {}  # the latest of each host
+        self.drivers: list[HostProgram] = []
+        self.programs: list[HostProgram] = []
         self.measured: list[ScenarioMeasurement] = []
         self._secret = bench.secret
         self._slack = bench.slack
 
     # ---- programs --------------------------------------------------------------------------------------------------
 
-    def start_agent(self, host: str) -> Program:
+    def start_agent(self, host: str) -> HostProgram:
         words = ["elasticrun", "agent", "--etcd", ENDPOINT, "--job", self.name, "--host", host]
         words += ["--slots", "1", "--secret-file", str(self._secret)]
         self.agents[host] = self._start(host, f"agent-{host}", words)
         return self.agents[host]
 
-    def start_driver(self, *flags: str, on: str = DRIVER) -> Program:
+    def start_driver(self, *flags: str, on: str = DRIVER) -> HostProgram:
         """Start a driver, with failover unless ``flags`` say otherwise."""
         journal = self.folder / f"journal.{len(self.drivers) + 1}.jsonl"
         words = ["--etcd", ENDPOINT, "--job", self.name, "--secret-file", str(self._secret)]
         return self._drive([*words, *(flags or ["--standby"])], journal, on)
 
-    def start_driver_by_ssh(self, *flags: str) -> Program:
+    def start_driver_by_ssh(self, *flags: str) -> HostProgram:
         """Start a driver that starts the agents by ssh, and continues the previous driver's journal, if any."""
         if not self.drivers:
             hosts = [self.network.hosts[name] for name in self.hosts]
@@ -130,7 +137,7 @@ class HostedJob:
         listed = ",".join(f"{name}:1" for name in self.hosts)
         return self._drive(["-H", listed, *flags], self.folder / "journal.1.jsonl", DRIVER)
 
-    def _drive(self, flags: Sequence[str], journal: Path, host: str) -> Program:
+    def _drive(self, flags: Sequence[str], journal: Path, host: str) -> HostProgram:
         size = str(len(self.hosts))
         words = ["elasticrun", "-np", size, "--min-np", "1", "--max-np", size, *flags]
         words += ["--journal", str(journal), "--blacklist-cooldown-range", "0.2", "1"]
@@ -151,13 +158,13 @@ class HostedJob:
         self.trains(self.hosts, timeout=START_S)
         return self
 
-    def _start(self, host: str, name: str, words: Sequence[str]) -> Program:
+    def _start(self, host: str, name: str, words: Sequence[str]) -> HostProgram:
         env = {"ELASTIC_DIGESTS": "1"}
-        program = Program(self.network.hosts[host], name, words, self.folder, env=env)
+        program = HostProgram(self.network.hosts[host], name, words, self.folder, env=env)
         self.programs.append(program)
         return program
 
-    def leader(self) -> Program:
+    def leader(self) -> HostProgram:
         """Return the live driver that became leader last; the first one if none has."""
         alive = [driver for driver in self.drivers if driver.process.poll() is None]
         return max(alive or self.drivers, key=_term)
@@ -180,7 +187,7 @@ class HostedJob:
             }
             return found == wanted
 
-        return wait_until(together, f"{sorted(wanted)} to train", timeout, self._story)
+        return self._wait_until(together, f"{sorted(wanted)} to train", timeout)
 
     def worker_pid(self, host: str) -> int:
         """Return the process ID of the latest worker on a host."""
@@ -209,7 +216,7 @@ class HostedJob:
 
         def wait(at: float) -> float:
             awaited = "another driver to have all workers"
-            return 1e3 * (wait_until(adopted, awaited, CHANGE_S, self._story) - at)
+            return 1e3 * (self._wait_until(adopted, awaited, CHANGE_S) - at)
 
         return wait
 
@@ -241,7 +248,7 @@ class HostedJob:
         (self.folder / "over").touch()
         leader = self.leader()
         code = leader.wait(CHANGE_S)
-        broken = [f"elasticrun ended with exit code {code}\n{self._story()}"] if code else []
+        broken = [f"elasticrun ended with exit code {code}\n{self._state()}"] if code else []
         journal = self.folder / "journal.jsonl"
         join(self._by_term(), journal)
         settings, entries = read(journal)
@@ -286,7 +293,10 @@ class HostedJob:
             found += [(path.name.split(".")[0], note) for note in (committed or notes)[-1:]]
         return found
 
-    def _story(self) -> str:
+    def _wait_until(self, true: Callable[[], bool], awaited: str, timeout: float) -> float:
+        return wait_until(true, awaited, timeout, look_s=LOOK_S, state=self._state)
+
+    def _state(self) -> str:
         latest = ", ".join(
             f"{host}: {note.kind} {note.step} of {note.size}" for host, note in self._latest()
         )
@@ -294,7 +304,7 @@ class HostedJob:
         return "\n".join([f"the latest notes: {latest or 'none'}", *tails])
 
 
-def _term(driver: Program) -> int:
+def _term(driver: HostProgram) -> int:
     """Return the term with which it became leader; 0 if it has not logged any."""
     found = [
         match[1]

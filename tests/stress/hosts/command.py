@@ -102,7 +102,7 @@ def play(bench: HostCluster, name: str, scenario: Scenario) -> ScenarioOutcome:
     began = time.monotonic()
     try:
         outcome = scenario(bench)
-    except ElasticError as error:
+    except (AssertionError, ElasticError) as error:
         outcome = ScenarioOutcome(name, failed=str(error))
     for trouble in outcome.troubles:
         say(f"{name}: {trouble}")

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from elastic.chaos.inject.faulty_job import say
 from stress.hosts import scenarios
 from stress.hosts.cluster import DRIVER, ETCD, HOSTS, STANDBY, HostCluster, HostedJob
-from stress.hosts.programs import Late
 from stress.hosts.report import ScenarioOutcome
 
 SPARED = HOSTS[0]
@@ -82,8 +81,8 @@ def play(bench: HostCluster, seed: int, rounds: int) -> ScenarioOutcome:
             _heal(bench, job, stopped)
             try:
                 job.trains(HOSTS, timeout=BACK_S)
-            except Late as late:
-                raise Late(f"after round {number} ({listed}): {late}") from None
+            except AssertionError as late:
+                raise AssertionError(f"after round {number} ({listed}): {late}") from None
         job.measure(f"{rounds} rounds", began, survivors=None)
         outcome = job.finish(all_heard=False)
     if job.worker_pid(SPARED) != spared and not any(map(_alone, draw(seed, rounds))):

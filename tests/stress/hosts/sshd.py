@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stress.hosts.namespaces import Host
-from stress.hosts.programs import Program
+from stress.hosts.programs import HostProgram
 
 # ssh's default configuration, replaced on the driver's host only.
 CONFIG = Path("/etc/ssh/ssh_config")
@@ -33,7 +33,7 @@ Host {names}
 """
 
 
-def start(hosts: Sequence[Host], folder: Path) -> list[Program]:
+def start(hosts: Sequence[Host], folder: Path) -> list[HostProgram]:
     """Start them, and return once all listen. ``folder`` is created for keys, configuration and logs."""
     folder.mkdir(mode=0o700)
     PRIVILEGES.mkdir(mode=0o755, exist_ok=True)
@@ -46,7 +46,7 @@ def start(hosts: Sequence[Host], folder: Path) -> list[Program]:
     (folder / "sshd_config").write_text(_SSHD.format(folder=folder))
     (folder / "ssh_config").write_text(_SSH.format(folder=folder, names=" ".join(names)))
     words = ["/usr/sbin/sshd", "-D", "-e", "-f", str(folder / "sshd_config")]
-    started = [Program(host, f"sshd-{host.name}", words, folder) for host in hosts]
+    started = [HostProgram(host, f"sshd-{host.name}", words, folder) for host in hosts]
     for each in started:
         each.wait_for("Server listening")
     return started

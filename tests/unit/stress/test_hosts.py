@@ -39,7 +39,7 @@ from stress.hosts.adoption import Adoptions
 from stress.hosts.links import Link
 from stress.hosts.merge_journals import join, term_of
 from stress.hosts.netem import DelayedFrames
-from stress.hosts.programs import Late, Program
+from stress.hosts.programs import HostProgram
 from stress.hosts.random_faults import MOST_GAP_S, ON_DRIVERS, ON_ETCD, ON_HOSTS, SPARED, draw
 from stress.hosts.report import Mark, ScenarioMeasurement, ScenarioOutcome, page, rows
 from stress.hosts.scenarios import SCENARIOS
@@ -123,7 +123,7 @@ class Here:
 
 
 def test_reaped_program_receives_no_more_signals(tmp_path, monkeypatch):
-    program = Program(Here(), "true", ["true"], tmp_path)  # type: ignore[arg-type]
+    program = HostProgram(Here(), "true", ["true"], tmp_path)  # type: ignore[arg-type]
     assert program.wait() == 0
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
@@ -477,7 +477,7 @@ def stage(monkeypatch, tmp_path):
 
     def late(bench):
         """Never ends."""
-        raise Late("waited 30 s for ['a'] to train")
+        raise AssertionError("waited 30 s for ['a'] to train")
 
     def good(bench):
         """Succeeds."""
