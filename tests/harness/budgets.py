@@ -46,6 +46,7 @@ BUDGETS_S = {
         "tests/unit/driver": 28.0,
         "tests/unit/elastic": 48.0,
         "tests/unit/horovod": 1.0,
+        "tests/unit/stress": 2.0,
     },
 }
 TOO_MUCH = 1.5  # factor of the budget

@@ -64,6 +64,7 @@ ELASTIC_MODEL_WEIGHT_FLOAT = (
     r"^elastic \|   model.0.weight: float32 \[9, 6\] here, float32 \[8, 6\] in the world"
 )
 ELASTIC_RUN_SURVIVE_LOST = "@elastic.run to survive lost workers"
+ELECTED_LEADER = r"elected leader of job .*, term (\d+)"
 ENDED_SCRIPT_TRAINED_BEFORE = "exited; only the first elastic.run call of a job is elastic"
 ENDS_AT_STEP = "ends at step 60"
 ERROR_JOB_ENDS_EXIT = "error: the job ended with exit code 1"
@@ -107,6 +108,7 @@ JOB_ENDS_EXIT_CODE = "the job ended with exit code 1: .* raised the same excepti
 JOB_ENDS_EXIT_CODE_2 = "--reset-limit 1 is reached"
 JOB_ENDS_EXIT_CODE_3 = "the job ended with exit code .*localhost:1#1.*signal 9 SIGKILL"
 JOB_JOB_ALREADY_GIVE = ": pass another --name"
+JOURNAL_ENDS = "ends here"
 KEEPS_OTHERS_WAITING = "keeps the others waiting"
 KEEPS_OTHERS_WAITING_EVALUATION = (
     "keeps the others waiting .*in 'evaluation', which its code marks as long"
@@ -227,6 +229,7 @@ SO_FROM_STEP_RUN = "the run is not bitwise identical to an undisturbed one from 
 SPOILT = "have corrupted all replicas"
 SSH_FAILED = "ssh to %s failed: "
 STANDBY_READY = "standby %s is ready"
+STANDING_BY = "standby: another driver leads"
 STANDING_ANOTHER_DRIVER_LEADS = "standby: another driver leads job test"
 STOPPING_CTRL_AT_DRIVER = "stopping: Ctrl-C at the driver"
 TF_DATA_SERVICE_AS = r"with tf_data_service\(\.\.\.\) as address"

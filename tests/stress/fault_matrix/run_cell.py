@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from elastic.driver.reasons import Reason
+from harness import wording
 from stress.fault_matrix import cells, expectations, external_faults
 from stress.fault_matrix.cells import Cell
 from stress.fault_matrix.expectations import MOMENT_S, WORKERS, Expected, ExpectedEnd, Result
@@ -101,7 +102,7 @@ def _await_end(job: MatrixJob, cell: Cell, victims: set[str], since: int, each_t
         case ExpectedEnd.SUCCEEDS:
             if cell.victim == cells.DRIVER and cell.phase != cells.SHUTDOWN:
                 job.until(
-                    lambda: "ends here" in job.program.output,
+                    lambda: wording.JOURNAL_ENDS in job.program.output,
                     "the warning that the journal ends",
                     CELL_S,
                 )

@@ -18,6 +18,7 @@ from elastic.chaos.inject.report import report
 from elastic.chaos.invariants.invariants import BrokenInvariant, check_journal
 from elastic.driver.events import WorkerConnected
 from elastic.driver.journal.journal import read
+from harness import wording
 from harness.waiting import wait_until
 from stress.hosts import sshd, steps
 from stress.hosts.adoption import Adoptions
@@ -30,6 +31,7 @@ from stress.hosts.steps import Note, WorkerNotes
 HOSTS = ("a", "b", "c", "d")
 ETCD, DRIVER, STANDBY = "etcd", "driver", "standby"
 ETCD_PORT = 2379
+SERVES = "serving insecure client requests"  # a line of etcd
 ENDPOINT = f"{ETCD}:{ETCD_PORT}"
 START_S = 120.0  # seconds for a job's workers to start and train; two cores import torch four times
 CHANGE_S = 90.0  # seconds for a smaller or larger world to train
@@ -76,7 +78,7 @@ class HostCluster:
         words += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers]
         words += ["--initial-cluster", f"default={peers}"]
         self._etcds.append(HostProgram(self.network.hosts[ETCD], ETCD, words, self.folder))
-        self.etcd.wait_for("serving insecure client requests")
+        self.etcd.wait_for(SERVES)
         return self.etcd
 
     @contextlib.contextmanager
@@ -307,8 +309,6 @@ class HostedJob:
 def _term(driver: HostProgram) -> int:
     """Return the term with which it became leader; 0 if it has not logged any."""
     found = [
-        match[1]
-        for line in driver.lines
-        if (match := re.search(r"elected leader of job .*, term (\d+)", line))
+        match[1] for line in driver.lines if (match := re.search(wording.ELECTED_LEADER, line))
     ]
     return int(found[-1]) if found else 0

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 
+from harness import wording
 from stress.hosts.cluster import DRIVER, HOSTS, STANDBY, START_S, HostCluster, HostedJob
 from stress.hosts.report import Mark, ScenarioOutcome
 
@@ -270,7 +271,7 @@ def ssh(bench: HostCluster) -> ScenarioOutcome:
 
 def stand_by(job: HostedJob) -> None:
     """Start a standby driver. Returns once it stands by."""
-    job.start_driver(on=STANDBY).wait_for("standby: another driver leads")
+    job.start_driver(on=STANDBY).wait_for(wording.STANDING_BY)
 
 
 def kill_worker(job: HostedJob, host: str) -> float:

@@ -11,6 +11,7 @@ from stress.hosts.programs import HostProgram
 
 # ssh's default configuration, replaced on the driver's host only.
 CONFIG = Path("/etc/ssh/ssh_config")
+LISTENS = "Server listening"  # a line of sshd
 PRIVILEGES = Path("/run/sshd")  # required by sshd
 
 _SSHD = """\
@@ -48,5 +49,5 @@ def start(hosts: Sequence[Host], folder: Path) -> list[HostProgram]:
     words = ["/usr/sbin/sshd", "-D", "-e", "-f", str(folder / "sshd_config")]
     started = [HostProgram(host, f"sshd-{host.name}", words, folder) for host in hosts]
     for each in started:
-        each.wait_for("Server listening")
+        each.wait_for(LISTENS)
     return started

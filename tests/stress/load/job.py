@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
+from harness import wording
 from harness.ports import free_port
 from harness.processes import path_of_tests
 from stress.load.agents import Begin, Order, answers
@@ -142,7 +143,7 @@ class LightJob:
 
     def page_link(self) -> str:
         """Return the link of the live page with its token, from the driver's log."""
-        found = re.findall(r"page of this job: (\S+)", (self.folder / "log").read_text())
+        found = re.findall(wording.PAGE_JOB, (self.folder / "log").read_text())
         if not found:
             raise RuntimeError(f"the driver serves no page; its output:\n{self._tail('log')}")
         return str(found[-1])

@@ -50,7 +50,7 @@ from stress.hosts.steps import Note, SurvivorSteps, WorkerNotes, aftermath, note
 
 def rules(**by_host: Link) -> list[str]:
     lines = links.ruleset(by_host).splitlines()
-    return [line.rpartition("passing ")[2] for line in lines if line.startswith("add rule")]
+    return [line.rpartition("passing ")[2] for line in lines if line.split()[:2] == ["add", "rule"]]
 
 
 def test_sound_link_drops_nothing():
