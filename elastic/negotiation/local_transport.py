@@ -1,4 +1,4 @@
-"""Rank 0's connection to the coordinator, which runs in the same process. `coordinator` decides."""
+"""Rank 0's end of the negotiation: connections of the other ranks to the coordinator in it. `coordinator` decides."""
 
 from __future__ import annotations
 
@@ -7,17 +7,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 from elastic.errors import CollectiveFailed
 from elastic.monitoring import timeline
 from elastic.negotiation.coordinator import Coordinator
 from elastic.negotiation.messages import RequestList, ResponseList
 from elastic.negotiation.pending import row
-from elastic.negotiation.transport import BEAT_S, ControllerServer, ControllerSettings
+from elastic.negotiation.transport import FRAME_LIMIT, KEY, ControllerSettings, RankHello
+from elastic.protocol.framing import derived
+from elastic.protocol.messages import ProtocolError
 from elastic.rendezvous.environment import COLLECTIVE_TIMEOUT_S, Environment
 from elastic.rendezvous.store import StoreListener
+from elastic.rpc.server import SealedCaller, SealedServer
 
+LOOK_S = 1.0  # seconds between two checks for collectives that make no progress
+BEAT_S = 5.0  # seconds between two heartbeats
 SILENT_BEATS = 6
+_HELLO_LIMIT = 256  # bytes, before the peer is authenticated
+_HELLO_S = 10.0
+
+_hellos: msgspec.msgpack.Decoder[RankHello] = msgspec.msgpack.Decoder(RankHello)
+_offers: msgspec.msgpack.Decoder[RequestList] = msgspec.msgpack.Decoder(RequestList)
+_encoder = msgspec.msgpack.Encoder()
 
 
 def last_resort_s(env: Environment) -> float:
@@ -36,7 +50,10 @@ def silence_s(env: Environment) -> float:
 
 
 class LocalController:
-    """Rank 0's connection to the local coordinator: requests are decided immediately, in the thread that makes them."""
+    """Rank 0's end: requests are decided immediately, in the thread that makes or receives them.
+
+    ``died(why)`` is called in the server's thread if that fails.
+    """
 
     def __init__(
         self,
@@ -48,25 +65,78 @@ class LocalController:
         died: Callable[[str], None],
     ) -> None:
         self.rules = rules
+        # Mailbox of rank 0: decisions, wakes, and None at the end.
+        self.own: queue.SimpleQueue[ResponseList | str | None] = queue.SimpleQueue()
+        self._size = size
         self._coordinator = Coordinator(size, env.cache_capacity)
-        self._deciding = threading.Lock()  # also ensures the order of published decisions
+        # Guards the coordinator and the two fields below, and ensures the order of published decisions.
+        self._deciding = threading.Lock()
+        self._connected: dict[int, SealedCaller] = {}
+        self._early: dict[int, list[bytes]] = {}  # bodies for ranks that have not connected yet
         self._warn_s = env.stall_warning_s
         self._end_s = last_resort_s(env)
-        self._server = ControllerServer(
-            listener,
-            rules,
-            size=size,
-            generation=generation,
-            secret=env.secret,
-            offered=self._offered,
-            left=self._left,
-            look=self._look,
-            died=died,
+        self._look_at = time.monotonic() + LOOK_S
+        self._beat_at = time.monotonic() + BEAT_S
+        # All ranks connect at about the same time, and are unauthenticated until their first message.
+        self._server = SealedServer(
+            listener.socket,
+            f"elastic-controller-{generation}",
+            _hellos,
+            derived(env.secret, KEY, generation),
+            received=self._received,
+            lost=lambda caller: self._left(caller.identity),
+            first_limit=_HELLO_LIMIT,
+            first_s=_HELLO_S,
+            nonce=rules.nonce,
+            extra=size,
+            idle_s=min(LOOK_S, BEAT_S),
+            tick=self._tick,
+            died=lambda error: died(
+                f"the negotiation on rank 0 ended: {type(error).__name__}: {error}"
+            ),
         )
+        self.close_sockets = self._server.close_sockets
         self._server.start()
 
     def send(self, offer: RequestList) -> None:
         self._offered(0, offer)
+
+    def publish(self, decision: ResponseList) -> None:
+        """Send a decision to all its members; a rank that is gone is skipped. The caller holds ``_deciding``."""
+        body = _encoder.encode(decision)
+        members = decision.members or range(self._size)
+        for rank in members:
+            if rank in self._connected:
+                self._server.send(self._connected[rank], body)
+            elif rank != 0:
+                self._early.setdefault(rank, []).append(body)
+        if 0 in members:
+            # Rank 0 last: on receipt its process may exit before the others have been notified.
+            self.own.put(decision)
+
+    # ---- called in the server's thread -----------------------------------------------------------------------------
+
+    def _received(self, caller: SealedCaller, message: Any) -> None:
+        if caller.identity is not None:
+            self._offered(caller.identity, message)
+            return
+        rank = message.rank
+        with self._deciding:
+            if not 0 < rank < self._size or rank in self._connected:
+                raise ProtocolError(f"rank {rank} is not expected")
+            caller.wire.expect(_offers, FRAME_LIMIT)
+            caller.identity = rank
+            self._connected[rank] = caller
+            for body in self._early.pop(rank, []):
+                self._server.send(caller, body)
+
+    def _tick(self, now: float) -> None:
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            self._look()
+        if now >= self._beat_at:
+            self._beat_at = now + BEAT_S
+            self._server.beat()
 
     def _offered(self, rank: int, offer: RequestList) -> None:
         with self._deciding:
@@ -74,12 +144,12 @@ class LocalController:
                 for name in self._coordinator.named(offer):
                     timeline.tick(row(name, offer.members), rank)
             for decision in self._coordinator.offer(rank, offer):
-                self._server.publish(decision)
+                self.publish(decision)
 
     def _left(self, rank: int) -> None:
         with self._deciding:
             for decision in self._coordinator.leave(rank, "left: its connection was closed"):
-                self._server.publish(decision)
+                self.publish(decision)
 
     def _look(self) -> None:
         if self._warn_s <= 0 and self._end_s <= 0:
@@ -89,9 +159,11 @@ class LocalController:
                 time.monotonic(), self._warn_s, self._end_s
             )
             for decision in decisions:
-                self._server.publish(decision)
+                self.publish(decision)
         for sentence in stalled:
             print(f"elastic: stalled: {sentence}", file=sys.stderr, flush=True)
+
+    # ---- called in rank 0's threads --------------------------------------------------------------------------------
 
     def receive(self, within_s: float | None = None) -> list[ResponseList]:
         """Block until a decision or a wake arrives, for at most ``within_s`` seconds.
@@ -100,7 +172,7 @@ class LocalController:
         too, and it may be the reason that this world is over.
         """
         try:
-            received = [self._server.own.get(timeout=within_s), *self._waiting()]
+            received = [self.own.get(timeout=within_s), *self._waiting()]
         except queue.Empty:
             return []
         decisions = [each for each in received if isinstance(each, ResponseList)]
@@ -108,7 +180,7 @@ class LocalController:
             # Decisions that are being sent to the other ranks right now are meant for this rank too.
             with self._deciding:
                 rest = self._waiting()
-            self._server.own.put(None)  # wakes the next caller too
+            self.own.put(None)  # wakes the next caller too
             decisions += [each for each in rest if isinstance(each, ResponseList)]
             if not decisions:
                 raise CollectiveFailed("aborted", aborted=True)
@@ -116,18 +188,18 @@ class LocalController:
 
     def _waiting(self) -> list[ResponseList | str | None]:
         found = []
-        while not self._server.own.empty():
-            found.append(self._server.own.get())
+        while not self.own.empty():
+            found.append(self.own.get())
         return found
 
     def wake(self) -> None:
-        self._server.wake()
+        self.own.put("wake")
 
     def abort(self) -> None:
+        """Wake the thread that waits for a decision, and the server's thread. Never blocks."""
         self._server.abort()
+        self.own.put(None)
 
     def close(self) -> None:
-        self._server.close()
-
-    def close_sockets(self) -> None:
-        self._server.close_sockets()
+        self.abort()
+        self._server.close(2 * LOOK_S)

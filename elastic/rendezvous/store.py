@@ -11,28 +11,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from elastic.errors import CollectiveFailed
-from elastic.protocol.framing import NONCE_BYTES, AcceptedConnection, FramedConnection, derived
+from elastic.protocol.framing import NONCE_BYTES, FramedConnection, derived
 from elastic.protocol.messages import Address, ProtocolError
-from elastic.protocol.pending_handshakes import PendingHandshakes, count_limit
+from elastic.rpc.server import SealedCaller, SealedServer
 
 log = logging.getLogger("elastic.rendezvous")
 _REQUEST_LIMIT = 1 << 18  # bytes; a rank's blob grows by 8 bytes per rank
 _REPLY_LIMIT = 1 << 30
 _READ_BYTES = 1 << 16
+CLOSE_S = 5.0  # seconds for the server's thread to end
 RETRY_S = 0.02  # seconds between attempts to reach a store that is not up yet
-_DEAF_S = 0.1  # how long accepting pauses when descriptors run out
 # In place of a size, in requests that are not exchanges:
 _FETCH = 0  # fetch what rank 0 provides
 _ANNOUNCE = -1
@@ -119,7 +115,7 @@ class Store:
                 self._timeout_s,
                 self._provided,
             )
-            self._server.start()
+            self._server.rpc.start()
 
     def exchange(
         self,
@@ -206,7 +202,7 @@ class Store:
         """Stop serving. Ranks that still wait are disconnected, so call this when the generation is over."""
         self.abort()
         if self._server is not None:
-            self._server.close()
+            self._server.rpc.close(CLOSE_S)
         elif self._listener is not None:
             self._listener.close()
 
@@ -215,7 +211,7 @@ class Store:
         for call in self._calls:
             call.close()
         if self._server is not None:
-            self._server.close_in_forked_child()
+            self._server.rpc.close_sockets()
         elif self._listener is not None:
             self._listener.close()
 
@@ -281,16 +277,8 @@ class Call:
                 self._socket = None
 
 
-@dataclass
-class _Peer:
-    """A connection to the server that has not been answered yet."""
-
-    wire: FramedConnection
-    request: _Request | None = None
-
-
 class _Server:
-    """Thread on rank 0 that collects requests by key and answers when a key is complete."""
+    """Requests of all ranks, on rank 0: collects them by key, and answers when a key is complete."""
 
     def __init__(
         self,
@@ -300,108 +288,30 @@ class _Server:
         timeout_s: float,
         provided: dict[str, Callable[[], list[bytes]]],
     ) -> None:
-        self._listener = listener
         self._generation = generation
-        self._secret = derived(secret, "store", generation)
-        self._timeout_s = timeout_s
-        self._closed = False
-        self._deaf = False  # temporarily not accepting connections
         self.provided: dict[str, Callable[[], list[bytes]]] = {
             _AWAITED: lambda: [key.encode() for key, _ in self._groups]
         } | provided
-        self._selector = selectors.DefaultSelector()
-        self._peers: dict[socket.socket, _Peer] = {}
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._strangers: PendingHandshakes[socket.socket] = PendingHandshakes(
-            timeout_s, count_limit(_REQUEST_LIMIT, descriptors)
-        )
-        self._groups: dict[tuple[str, int], dict[int, socket.socket]] = {}
+        self._groups: dict[tuple[str, int], dict[int, SealedCaller]] = {}
         self._announced: dict[str, bytes] = {}
-        self._listening: dict[str, set[socket.socket]] = {}
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(
-            target=self._serve, name=f"elastic-store-{generation}", daemon=True
+        self._listening: dict[str, set[SealedCaller]] = {}
+        self.rpc = SealedServer(
+            listener,
+            f"elastic-store-{generation}",
+            _requests,
+            derived(secret, "store", generation),
+            received=self._received,
+            lost=self._lost,
+            first_limit=_REQUEST_LIMIT,
+            first_s=timeout_s,
+            idle_s=timeout_s,
         )
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
-
-    def close_in_forked_child(self) -> None:
-        for held in (self._listener, *self._peers):
-            held.close()
-
-    def _serve(self) -> None:
-        while not self._closed:
-            self._turn()
-        for held in list(self._peers):
-            self._drop(held)
-        self._selector.close()
-        self._listener.close()
-
-    def _turn(self) -> None:
-        ready = self._selector.select(_DEAF_S if self._deaf else self._timeout_s)
-        if self._deaf:
-            self._deaf = False
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        for key, _ in ready:
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.fileobj in self._peers:  # not dropped earlier in this turn
-                self._read(key.fileobj)
-        self._drop_silent(time.monotonic())
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:
-                if not self._closed:  # out of descriptors: accept again later
-                    self._deaf = True
-                    self._selector.unregister(self._listener)
-                return
-            if (oldest := self._strangers.add(sock, time.monotonic())) is not None:
-                self._drop(oldest)
-            sock.setblocking(False)
-            self._peers[sock] = _Peer(
-                AcceptedConnection(_requests, self._secret, limit=_REQUEST_LIMIT)
-            )
-            self._selector.register(sock, selectors.EVENT_READ)
-
-    def _read(self, sock: Any) -> None:
-        peer = self._peers[sock]
-        try:
-            part = sock.recv(_READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        if not part or peer.request is not None:  # closed, or sent an unexpected message
-            self._drop(sock)
-            return
-        peer.wire.feed(part)
-        try:
-            request = peer.wire.next()
-        except ProtocolError:
-            self._drop(sock)
-            return
-        if request is None:
-            return
-        if self._belongs_here(request):
-            peer.request = request
-            self._strangers.remove(sock)
-            self._collect(sock, request)
-        else:
-            self._drop(sock)
+    def _received(self, caller: SealedCaller, request: _Request) -> None:
+        if caller.identity is not None or not self._belongs_here(request):
+            raise ProtocolError("an unexpected request")
+        caller.identity = request
+        self._collect(caller, request)
 
     def _belongs_here(self, request: _Request) -> bool:
         fetches = request.size == _FETCH and request.key in self.provided
@@ -409,76 +319,59 @@ class _Server:
         here = request.rank >= 0 and (fetches or announces or request.rank < request.size)
         return here and request.generation == self._generation
 
-    def _collect(self, sock: socket.socket, request: _Request) -> None:
+    def _collect(self, caller: SealedCaller, request: _Request) -> None:
         if request.size == _FETCH:
-            self._provide(sock, request)
+            self._provide(caller, request)
             return
         if request.size in (_ANNOUNCE, _LISTEN):
-            self._tell(sock, request)
+            self._tell(caller, request)
             return
         group = self._groups.setdefault((request.key, request.size), {})
         before = group.get(request.rank)
         if before is not None:  # its rank gave up and reconnected
-            self._drop(before)
+            self.rpc.drop(before)
             group = self._groups.setdefault((request.key, request.size), {})
-        group[request.rank] = sock
+        group[request.rank] = caller
         if len(group) < request.size:
             return
         del self._groups[request.key, request.size]
-        requests = {rank: self._peers[each].request for rank, each in group.items()}
-        blobs = [asked.blob for _, asked in sorted(requests.items()) if asked is not None]
-        for rank, each in group.items():
-            asked = requests[rank]
-            assert asked is not None
-            self._answer(each, asked, blobs)
+        blobs = [each.identity.blob for _, each in sorted(group.items())]
+        for each in group.values():
+            self._answer(each, each.identity, blobs)
 
-    def _provide(self, sock: socket.socket, request: _Request) -> None:
+    def _provide(self, caller: SealedCaller, request: _Request) -> None:
         blobs, failed = [], ""
         try:
             blobs = self.provided[request.key]()
         except Exception as error:  # this thread serves all other ranks too
             log.exception("the store does not support %r", request.key)
             failed = f"{request.key!r} is not available: {type(error).__name__}: {error}"
-        self._answer(sock, request, blobs, failed)
+        self._answer(caller, request, blobs, failed)
 
-    def _tell(self, sock: socket.socket, request: _Request) -> None:
+    def _tell(self, caller: SealedCaller, request: _Request) -> None:
         listening = self._listening.setdefault(request.key, set())
-        listening.add(sock)
+        listening.add(caller)
         if request.size == _ANNOUNCE:
             self._announced.setdefault(request.key, request.blob)
         if request.key in self._announced:
-            for each in list(listening):
+            for each in self._listening.pop(request.key):
                 self._answer(each, request, [self._announced[request.key]])
 
     def _answer(
-        self, sock: socket.socket, request: _Request, blobs: list[bytes], error: str = ""
+        self, caller: SealedCaller, request: _Request, blobs: list[bytes], error: str = ""
     ) -> None:
         reply = _Reply(self._generation, request.key, blobs, error)
-        frame = self._peers[sock].wire.frame_of(msgspec.msgpack.encode(reply))
-        with contextlib.suppress(OSError):
-            sock.settimeout(1.0)  # a stopped peer with a full buffer must not delay the others
-            sock.sendall(frame)
-        self._drop(sock)
+        self.rpc.send(caller, msgspec.msgpack.encode(reply))  # it disconnects when it has read this
 
-    def _drop_silent(self, now: float) -> None:
-        for sock in self._strangers.late(now):
-            self._drop(sock)
-
-    def _drop(self, sock: socket.socket) -> None:
-        self._strangers.remove(sock)
-        peer = self._peers.pop(sock, None)
-        if peer is None:
-            return
-        if peer.request is not None:
-            self._listening.get(peer.request.key, set()).discard(sock)
-            key = (peer.request.key, peer.request.size)
-            group = self._groups.get(key, {})
-            if group.get(peer.request.rank) is sock:
-                del group[peer.request.rank]
-            if not group:
-                self._groups.pop(key, None)
-        self._selector.unregister(sock)
-        sock.close()
+    def _lost(self, caller: SealedCaller) -> None:
+        request: _Request = caller.identity
+        self._listening.get(request.key, set()).discard(caller)
+        key = (request.key, request.size)
+        group = self._groups.get(key, {})
+        if group.get(request.rank) is caller:
+            del group[request.rank]
+        if not group:
+            self._groups.pop(key, None)
 
 
 def _family(host: str) -> socket.AddressFamily:

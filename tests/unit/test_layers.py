@@ -19,6 +19,7 @@ from harness.sources import INSTALLED, ROOT, facts, sources
 ROOMS = """
     elastic.errors elastic.horovod_errors elastic.conflicting_packages elastic.pickling elastic.version
     elastic.protocol
+    elastic.rpc
     elastic.rendezvous
     elastic.failpoints
     elastic.collectives elastic.context
@@ -186,6 +187,7 @@ def test_the_driver_imports_only_what_both_sides_share():
         "elastic.conflicting_packages",
         "elastic.version",
         "elastic.protocol",
+        "elastic.rpc",
         "elastic.rendezvous.nccl_settings",
         "elastic.runtime.recovery",
         "elastic.checkpoints.catalog",

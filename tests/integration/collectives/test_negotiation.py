@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import queue
@@ -30,14 +31,15 @@ from elastic.api.ops import (
     synchronize,
 )
 from elastic.errors import CollectiveFailed, DuplicateName, TensorMismatch
-from elastic.negotiation import local_transport, transport
+from elastic.negotiation import local_transport
 from elastic.negotiation.fusion import FusionLimits
 from elastic.negotiation.local_transport import LocalController
 from elastic.negotiation.messages import ALL, Request, RequestList, ResponseList
-from elastic.negotiation.transport import ControllerClient, ControllerServer, rules_of
+from elastic.negotiation.transport import ControllerClient, rules_of
 from elastic.protocol.calls import Called
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import listen
+from elastic.rpc import server as rpc_server
 from elastic.runtime import lifecycle
 from harness.golden import recorded
 from harness.ranks import Died, Ranks, store_to_be
@@ -181,31 +183,42 @@ def test_a_rank_that_shuts_down_before_its_first_collective_is_not_waited_for(ra
     )  # None: rank 0 has given the world up by then, and its connection
 
 
-def started_server(size: int) -> tuple[ControllerServer, Any, queue.SimpleQueue[Any]]:
-    """Rank 0's end, what it lays down, and what it hears."""
-    listener = listen("127.0.0.1")
-    rules = rules_of(listener, FusionLimits())
-    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    made = ControllerServer(
-        listener,
-        rules,
-        size=size,
-        generation=7,
-        secret=b"secret",
-        offered=lambda rank, offer: heard.put((rank, offer)),
-        left=lambda rank: heard.put((rank, "left")),
-        look=lambda: None,
-        died=lambda why: heard.put((0, why)),
-    )
-    made.start()
-    return made, rules, heard
+class Recorder(LocalController):
+    """Rank 0's end without decisions: what it receives is recorded."""
+
+    def __init__(self, size: int) -> None:
+        self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        listener = listen("127.0.0.1")
+        env = dataclasses.replace(environment.read({}), secret=b"secret")
+        super().__init__(
+            rules_of(listener, FusionLimits()),
+            listener,
+            size,
+            7,
+            env,
+            died=lambda why: self.heard.put((0, why)),
+        )
+
+    def _offered(self, rank: int, offer: RequestList) -> None:
+        self.heard.put((rank, offer))
+
+    def _left(self, rank: int) -> None:
+        self.heard.put((rank, "left"))
+
+    def _look(self) -> None: ...
+
+
+def started_server(size: int) -> tuple[LocalController, Any, queue.SimpleQueue[Any]]:
+    """Rank 0's end, its settings, and what it receives."""
+    made = Recorder(size)
+    return made, made.rules, made.heard
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Rank 0's end, with ranks 1 and 2 connected; their offers and losses are recorded."""
-    monkeypatch.setattr(transport, "BEAT_S", 0.1)
-    monkeypatch.setattr(transport, "count_limit", lambda *limits, extra: 16)
+    monkeypatch.setattr(local_transport, "BEAT_S", 0.1)
+    monkeypatch.setattr(rpc_server, "count_limit", lambda *limits: 16)
     made, rules, heard = started_server(size=3)
     peers = {rank: ControllerClient(rules, rank, 7, b"secret", silence_s=2.0) for rank in (1, 2)}
     for rank, peer in peers.items():
@@ -237,7 +250,7 @@ def test_unauthenticated_peers_are_ignored_and_do_no_harm(hub):
     crowd[0].sendall(b"\xff" * 64)  # no frame of any length that is allowed
     hub.peers[1].send(RequestList(ALL, 0, b"\x02"))
     assert hub.heard.get(timeout=5) == (1, RequestList(ALL, 0, b"\x02"))
-    assert len(hub.hub._strangers.all()) <= 16
+    assert len(hub.hub._server.pending.all()) <= 16
     for each in crowd:
         each.close()
 
@@ -333,7 +346,7 @@ def test_rank_0_receives_what_the_others_receive_while_the_world_ends():
         heard: queue.SimpleQueue[list[ResponseList]] = queue.SimpleQueue()
         rank_0 = threading.Thread(target=lambda: heard.put(line.receive()))
         rank_0.start()
-        line._server.own.put(ResponseList(ALL, 0, b"told"))
+        line.own.put(ResponseList(ALL, 0, b"told"))
     assert [decision.known for decision in heard.get(timeout=5)] == [b"told"]
     rank_0.join()
     line.close()
@@ -402,7 +415,7 @@ def test_a_stopped_rank_0_is_given_up(ranks):
 
 
 def beat_fast(rank: int, size: int) -> None:
-    transport.BEAT_S, local_transport.SILENT_BEATS = 0.2, 0
+    local_transport.BEAT_S, local_transport.SILENT_BEATS = 0.2, 0
 
 
 def wait_in_vain(rank: int, size: int) -> int | None:

@@ -12,6 +12,7 @@ import pytest
 
 from elastic.protocol.framing import NONCE_BYTES, FramedConnection, derived
 from elastic.rendezvous import store
+from elastic.rpc import server
 from harness.golden import recorded
 
 SECRET = b"k" * 32
@@ -34,7 +35,7 @@ def answered(caller):
     wire = FramedConnection(store._replies)
     secret, nonce = derived(SECRET, "store", 0), bytes(NONCE_BYTES)
     wire.seal(secret, mine=nonce, theirs=b"", caller=True, limit=1 << 20)
-    wire.feed(caller.sendall.call_args.args[0])
+    wire.feed(caller.send.call_args.args[0])
     return wire.next()
 
 
@@ -43,6 +44,8 @@ class Conversation:
         self.selector = create_autospec(selectors.DefaultSelector, instance=True)
         self.listener = create_autospec(socket.socket, instance=True)
         monkeypatch.setattr(selectors, "DefaultSelector", lambda: self.selector)
+        pair = [create_autospec(socket.socket, instance=True) for _ in range(2)]
+        monkeypatch.setattr(socket, "socketpair", lambda: pair)
         self.server = store._Server(
             self.listener, 0, SECRET, 30.0, {"end": lambda: [], "fails": fails}
         )
@@ -52,10 +55,11 @@ class Conversation:
             (selectors.SelectorKey(each, 0, selectors.EVENT_READ, None), selectors.EVENT_READ)
             for each in ready
         ]
-        self.server._turn()
+        self.server.rpc._turn()
 
     def calls(self):
         caller = create_autospec(socket.socket, instance=True)
+        caller.send.side_effect = lambda data, flags: len(data)
         self.listener.accept.side_effect = [(caller, ("10.0.0.2", 5000)), BlockingIOError]
         return caller
 
@@ -75,24 +79,24 @@ def talk(monkeypatch):
 
 
 def test_an_evicted_peer_that_sends_a_message_ends_nothing(monkeypatch):
-    monkeypatch.setattr(store, "count_limit", lambda *_: 1)
+    monkeypatch.setattr(server, "count_limit", lambda *_: 1)
     talk = Conversation(monkeypatch)
     stranger = talk.comes()
     caller = talk.calls()
     talk.turn(talk.listener, talk.says(stranger, b"x"))
     stranger.close.assert_called_once()
     talk.turn(talk.says(caller, asks(FETCH)))
-    caller.sendall.assert_called_once()
+    caller.send.assert_called_once()
 
 
 def test_a_listener_that_disconnects_during_its_notification_ends_nothing(talk):
     listens, announces = talk.comes(), talk.comes()
     talk.turn(talk.says(listens, asks(LISTEN)))
     talk.turn(talk.says(announces, asks(ANNOUNCE)), talk.says(listens, b""))
-    announces.sendall.assert_called_once()
+    announces.send.assert_called_once()
     late = talk.comes()
     talk.turn(talk.says(late, asks(LISTEN)))
-    late.sendall.assert_called_once()
+    late.send.assert_called_once()
 
 
 def test_without_descriptors_it_accepts_later_and_serves_existing_peers(talk):
@@ -100,9 +104,9 @@ def test_without_descriptors_it_accepts_later_and_serves_existing_peers(talk):
     talk.listener.accept.side_effect = OSError(errno.EMFILE, "Too many open files")
     talk.turn(talk.listener, talk.says(caller, asks(FETCH)))
     talk.selector.unregister.assert_any_call(talk.listener)  # which stays ready: it would spin
-    caller.sendall.assert_called_once()
+    caller.send.assert_called_once()
     talk.turn()
-    talk.selector.select.assert_called_with(store._DEAF_S)
+    talk.selector.select.assert_called_with(server.DEAF_S)
     talk.selector.register.assert_called_with(talk.listener, selectors.EVENT_READ)
     talk.comes()
     talk.selector.select.assert_called_with(30.0)

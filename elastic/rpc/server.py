@@ -1,0 +1,261 @@
+"""Server of sealed frames, in one thread: accepts, authenticates and drops callers. Decides nothing.
+
+    accepted --first message--> authenticated: each message goes to ``received``
+    closed, invalid data, a refused message, unread frames: dropped; ``lost``, once
+
+A caller sends its nonce, followed by sealed frames (`elastic.protocol.framing`). Until its first message is accepted it
+is unauthenticated: what it may send is limited, and `elastic.protocol.pending_handshakes` limits how many such callers
+there are, and for how long. Sending never blocks: frames that a caller does not read are queued and delay no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from elastic.protocol.framing import AcceptedConnection
+from elastic.protocol.messages import ProtocolError
+from elastic.protocol.pending_handshakes import PendingHandshakes, count_limit
+
+UNSENT_LIMIT = 256 << 20  # bytes queued for a caller; beyond that it is dropped
+DEAF_S = 0.1  # how long accepting pauses when descriptors run out
+FLUSH_S = 1.0  # time at the end for a caller to read what is queued for it
+_READ_BYTES = 1 << 16
+
+
+@dataclass(eq=False)
+class SealedCaller:
+    """One caller. ``identity`` is set by the owner of the server when it accepts the first message."""
+
+    socket: socket.socket
+    wire: AcceptedConnection
+    identity: Any = None
+
+
+class SealedServer:
+    """Listener and its callers, served by the thread that `start` starts.
+
+    Args:
+        listener: bound socket, which the server closes.
+        name: name of the thread.
+        decoder: decoder of first messages, of at most ``first_limit`` bytes, which arrive within ``first_s`` seconds.
+        secret: see `elastic.protocol.framing.derived`.
+        received: called for each message; raises ProtocolError to drop the caller.
+        lost: called when an authenticated caller is gone, unless the server is closed.
+        nonce: this end's nonce, if callers know it.
+        extra: number of callers that may connect at once.
+        tick: called with the time after each turn, at least every ``idle_s`` seconds.
+        died: called with the reason if the thread fails.
+
+    All are called in the server's thread.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        name: str,
+        decoder: msgspec.msgpack.Decoder[Any],
+        secret: bytes,
+        *,
+        received: Callable[[SealedCaller, Any], None],
+        lost: Callable[[SealedCaller], None],
+        first_limit: int,
+        first_s: float,
+        nonce: bytes = b"",
+        extra: int = 0,
+        idle_s: float,
+        tick: Callable[[float], None] = lambda now: None,
+        died: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        self._listener = listener
+        self._wire = lambda: AcceptedConnection(decoder, secret, mine=nonce, limit=first_limit)
+        self._received, self._lost, self._tick, self._died = received, lost, tick, died
+        self._idle_s = idle_s
+        self._deaf = False  # temporarily not accepting
+        self._closed = threading.Event()
+        self._callers: dict[Any, SealedCaller] = {}  # by socket
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.pending: PendingHandshakes[SealedCaller] = PendingHandshakes(
+            first_s, count_limit(first_limit, descriptors, extra)
+        )
+        self._unsent: dict[SealedCaller, bytearray] = {}
+        # Guards the queues, the removal of callers, and the sealing of frames, which go out in the order of their
+        # numbers. Never held while blocking.
+        self._sending = threading.Lock()
+        self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # ---- sending ---------------------------------------------------------------------------------------------------
+
+    def send(self, caller: SealedCaller, body: bytes) -> None:
+        """Send an encoded message, without blocking; dropped if the caller is gone. Thread-safe."""
+        with self._sending:
+            if caller.socket not in self._callers:
+                return
+            frame = caller.wire.frame_of(body)
+            if caller not in self._unsent:
+                frame = frame[_sent(caller.socket, frame) :]
+            if frame:
+                self._unsent.setdefault(caller, bytearray()).extend(frame)
+                with contextlib.suppress(OSError):  # full: the thread wakes anyway
+                    self._waker.send(b"!")
+
+    def beat(self) -> None:
+        """Send a heartbeat to all authenticated callers that have nothing queued."""
+        for caller in [*self._callers.values()]:
+            if caller.identity is not None and caller not in self._unsent:
+                self.send(caller, b"")
+
+    def _send_more(self) -> None:
+        """Send queued frames to callers that can receive, and watch the others."""
+        with self._sending:
+            for caller, queue in [*self._unsent.items()]:
+                del queue[: _sent(caller.socket, queue)]
+                events = selectors.EVENT_READ
+                if len(queue) > UNSENT_LIMIT:
+                    with contextlib.suppress(OSError):
+                        caller.socket.shutdown(socket.SHUT_RDWR)  # the next read drops it
+                elif queue:
+                    events |= selectors.EVENT_WRITE
+                else:
+                    del self._unsent[caller]
+                self._selector.modify(caller.socket, events)
+
+    # ---- receiving -------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._closed.is_set():
+                self._turn()
+        except Exception as error:
+            if not self._closed.is_set():
+                self._died(error)
+                raise
+        finally:
+            for caller, queue in [*self._unsent.items()]:
+                with contextlib.suppress(OSError):
+                    caller.socket.settimeout(FLUSH_S)
+                    caller.socket.sendall(queue)
+            self.close_sockets()
+
+    def _turn(self) -> None:
+        ready = self._selector.select(DEAF_S if self._deaf else self._idle_s)
+        if self._deaf:
+            self._deaf = False
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        for key, events in ready:
+            if self._closed.is_set():
+                return
+            if key.fileobj is self._listener:
+                self._accept()
+                continue
+            if key.fileobj is self._woken:
+                self._woken.recv(_READ_BYTES)
+            if key.fileobj is self._woken or events & selectors.EVENT_WRITE:
+                self._send_more()
+            if events & selectors.EVENT_READ and key.fileobj in self._callers:
+                self._read(self._callers[key.fileobj])
+        now = time.monotonic()
+        for caller in self.pending.late(now):
+            self.drop(caller)
+        if not self._closed.is_set():
+            self._tick(now)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:
+                if not self._closed.is_set():  # out of descriptors: accept again later
+                    self._deaf = True
+                    self._selector.unregister(self._listener)
+                return
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            caller = self._callers[sock] = SealedCaller(sock, self._wire())
+            self._selector.register(sock, selectors.EVENT_READ)
+            if (oldest := self.pending.add(caller, time.monotonic())) is not None:
+                self.drop(oldest)
+
+    def _read(self, caller: SealedCaller) -> None:
+        try:
+            part = caller.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        if not part:
+            self.drop(caller)
+            return
+        try:
+            for message in caller.wire.receive(part):
+                self._received(caller, message)
+                self.pending.remove(caller)
+                if caller.socket not in self._callers:
+                    return
+        except (ProtocolError, OSError):
+            self.drop(caller)
+
+    def drop(self, caller: SealedCaller) -> None:
+        """Close a connection now; nothing happens if it is gone. Call this in the server's thread."""
+        with self._sending:
+            if self._callers.pop(caller.socket, None) is None:
+                return
+            self._unsent.pop(caller, None)
+        self.pending.remove(caller)
+        self._selector.unregister(caller.socket)
+        caller.socket.close()
+        if caller.identity is not None and not self._closed.is_set():
+            self._lost(caller)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """End the thread and all connections. Thread-safe, idempotent, never blocks."""
+        self._closed.set()
+        for sock in (self._listener, *list(self._callers)):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self, within_s: float) -> None:
+        """Stop serving, and send what is queued. Waits for the thread for at most ``within_s`` seconds."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(within_s)
+
+    def close_sockets(self) -> None:
+        """Close all descriptors; in a forked child, this leaves the parent's connections open."""
+        for held in (self._listener, self._woken, self._waker, *list(self._callers)):
+            held.close()
+        self._selector.close()
+
+
+def _sent(sock: socket.socket, data: bytes | bytearray) -> int:
+    """Return how many bytes went out without waiting; all of them if the connection is gone."""
+    try:
+        return sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    except BlockingIOError:
+        return 0
+    except OSError:
+        return len(data)  # reading from it reports the loss

@@ -1,0 +1,180 @@
+"""The server of sealed frames, turn by turn, over real sockets: the test is its thread."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from elastic.protocol.framing import NONCE_BYTES, FramedConnection
+from elastic.protocol.messages import ProtocolError
+from elastic.rpc import server as server_module
+from elastic.rpc.server import SealedServer
+
+SECRET = b"k" * 32
+LARGE = bytes(8 << 20)  # more than a socket takes at once
+NUMBERS: msgspec.msgpack.Decoder[int] = msgspec.msgpack.Decoder(int)
+BODIES: msgspec.msgpack.Decoder[bytes] = msgspec.msgpack.Decoder(bytes)
+encoded = msgspec.msgpack.encode
+
+
+class Caller:
+    """The other end; ``number`` is its first message."""
+
+    def __init__(self, served: Served, number: int, secret: bytes = SECRET) -> None:
+        self._served = served
+        nonce = bytes([number]) * NONCE_BYTES
+        self.wire = FramedConnection(BODIES)
+        self.wire.seal(secret, mine=nonce, theirs=b"", caller=True, limit=1 << 30)
+        self.socket = socket.create_connection(served.address, 10)
+        self.socket.sendall(nonce + self.wire.frame_of(encoded(number)))
+        served.closing.append(self.socket)
+
+    def next(self) -> bytes | None:
+        """Return the next message, or None at the end of the connection. The server has its turns meanwhile."""
+        while (message := self.wire.next()) is None:
+            self._served.turn()
+            self.socket.setblocking(False)
+            try:
+                data = self.socket.recv(1 << 20)
+            except BlockingIOError:
+                continue
+            if not data:
+                return None
+            self.wire.feed(data)
+        return message
+
+
+class Served:
+    """A server that accepts callers with positive numbers, and what it has reported."""
+
+    def __init__(self, first_s: float = 60.0) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = listener.getsockname()
+        self.callers: dict[int, Any] = {}
+        self.received: list[tuple[int, int]] = []
+        self.lost: list[int] = []
+        self.closing: list[socket.socket] = []
+        self.server = SealedServer(
+            listener,
+            "served",
+            NUMBERS,
+            SECRET,
+            received=self._received,
+            lost=lambda caller: self.lost.append(caller.identity),
+            first_limit=256,
+            first_s=first_s,
+            idle_s=0.01,
+        )
+
+    def _received(self, caller, number) -> None:
+        if caller.identity is not None:
+            self.received.append((caller.identity, number))
+            return
+        if number < 1:
+            raise ProtocolError("not a number of a caller")
+        caller.identity = number
+        self.callers[number] = caller
+
+    def turn(self) -> None:
+        self.server._turn()
+
+    def call(self, number: int) -> Caller:
+        caller = Caller(self, number)
+        while number not in self.callers:
+            self.turn()
+        return caller
+
+    def close(self) -> None:
+        for each in self.closing:
+            each.close()
+        self.server.close_sockets()
+
+
+@pytest.fixture
+def served():
+    made = Served()
+    yield made
+    made.close()
+
+
+def test_a_caller_that_does_not_read_delays_no_other_and_misses_nothing(served):
+    slow, quick = served.call(1), served.call(2)
+    for body in (LARGE, b"then"):
+        served.server.send(served.callers[1], encoded(body))
+    served.server.send(served.callers[2], encoded(b"at once"))
+    assert quick.next() == b"at once"
+    assert [slow.next(), slow.next()] == [LARGE, b"then"]
+
+
+def test_messages_of_a_caller_arrive_in_order_until_it_is_lost(served):
+    caller = served.call(1)
+    caller.socket.sendall(b"".join(caller.wire.frame_of(encoded(n)) for n in range(3)))
+    caller.socket.close()
+    while not served.lost:
+        served.turn()
+    assert served.received == [(1, 0), (1, 1), (1, 2)]
+    assert served.lost == [1]
+    served.server.send(served.callers[1], encoded(b"to nobody"))
+
+
+def test_what_is_queued_is_sent_when_the_server_closes(served, monkeypatch):
+    monkeypatch.setattr(server_module, "FLUSH_S", 60.0)
+    caller = served.call(1)
+    served.server.send(served.callers[1], encoded(LARGE))
+    served.server.start()
+    while (message := caller.wire.next()) is None:
+        served.server.close(within_s=0.0)
+        caller.socket.settimeout(10)
+        caller.wire.feed(caller.socket.recv(1 << 20))
+    assert message == LARGE
+    assert served.lost == []
+
+
+def test_a_caller_with_too_much_unread_is_dropped(served, monkeypatch):
+    monkeypatch.setattr(server_module, "UNSENT_LIMIT", 1 << 20)
+    served.call(1)
+    served.server.send(served.callers[1], encoded(LARGE))
+    while not served.lost:
+        served.turn()
+    assert served.lost == [1]
+
+
+def test_heartbeats_go_only_to_authenticated_callers_with_an_empty_queue(served):
+    idle, busy = served.call(1), served.call(2)
+    stranger = socket.create_connection(served.address, 10)
+    served.closing.append(stranger)
+    served.server.send(served.callers[2], encoded(LARGE))
+    served.turn()
+    served.server.beat()
+    idle.socket.settimeout(10)
+    assert len(idle.socket.recv(100)) == 20, "the head and the tag of an empty frame"
+    assert busy.next() == LARGE
+    stranger.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        stranger.recv(1)
+
+
+@pytest.mark.parametrize(("number", "secret"), [(0, SECRET), (1, b"another")])
+def test_a_refused_caller_is_dropped_and_was_never_there(served, number, secret):
+    assert Caller(served, number, secret).next() is None
+    assert (served.callers, served.lost, served.server.pending.all()) == ({}, [], [])
+
+
+def test_a_silent_caller_is_dropped_in_time():
+    made = Served(first_s=0.0)
+    with socket.create_connection(made.address, 10) as silent:
+        deadline = time.monotonic() + 60
+        silent.setblocking(False)
+        closed = False
+        while not closed and time.monotonic() < deadline:
+            made.turn()
+            try:
+                closed = silent.recv(1) == b""
+            except BlockingIOError:
+                continue
+        assert closed
+    made.close()
