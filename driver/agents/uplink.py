@@ -11,9 +11,6 @@ decides how long that makes sense.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import secrets
-import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -23,15 +20,13 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
 from elastic.driver.agents import messages
 from elastic.driver.agents.messages import AgentAnswer, AgentId, AgentMessage, Heard
 from elastic.driver.network.blocking_calls import within
-from elastic.driver.network.keepalive import expect_signs_of_life
-from elastic.protocol.framing import NONCE_BYTES, FramedConnection
+from elastic.driver.network.connection import Connection
 from elastic.protocol.handshake import ClientHandshake
-from elastic.protocol.messages import RELAY_LIMIT, Message, ProtocolError, SendResult, encoded
-from elastic.protocol.tls import explained
+from elastic.protocol.messages import RELAY_LIMIT, ProtocolError, SendResult, encoded
 
 CONNECT_S = 5.0  # seconds to connect to one address and authenticate
 RETRY_S = (0.05, 1.0)  # seconds between two attempts: first, longest
-BACKLOG_LIMIT = 64 * 1024 * 1024  # bytes; a driver that reads nothing is considered lost
+REJECTED = "the driver rejected this agent: see its log (another secret, another release, or TLS on one side only)"
 
 
 class NoDriver(Exception):
@@ -70,22 +65,20 @@ class Uplink:
         self._secret = secret
         self._find = find
         self._opened, self._heard, self._closed, self._missing = opened, heard, closed, missing
-        self._lease_s = lease_s
-        self._tls = tls
-        self._wire = FramedConnection(messages.to_agent)
-        self._writer: asyncio.StreamWriter | None = None
-        self._drop_reason = ""
-        self._results = 0  # bytes of functions' values that may be pending
+        self.lease_s = lease_s
+        self.tls = tls
+        self.decoder = messages.to_agent
+        self.open = False  # both sides have authenticated
         self.bound = ""  # numeric address of this host in the last connection
-
-    @property
-    def open(self) -> bool:
-        return self._writer is not None
+        self._connection: Connection[AgentId] | None = None
+        self._caller: ClientHandshake
+        self._proved: asyncio.Future[None]  # of the present attempt
+        self._ended: asyncio.Future[str]  # reason for the end of the open connection
 
     @property
     def backlog(self) -> int:
         """Number of bytes that wait to be sent."""
-        return 0 if self._writer is None else self._writer.transport.get_write_buffer_size()
+        return self._connection.backlog if self._connection is not None and self.open else 0
 
     async def run(self) -> None:
         """Connect and reconnect until cancelled."""
@@ -93,10 +86,9 @@ class Uplink:
         pause_s = RETRY_S[0]
         try:
             while True:
-                reader = await self._connected()
+                await self._connect()
                 began = loop.time()
-                self._opened()
-                reason = await self._read(reader)
+                reason = await self._ended
                 self._hang_up()
                 self._closed(reason)
                 # A driver that closes immediately would do so again, so that retries are delayed.
@@ -108,25 +100,20 @@ class Uplink:
 
     def send(self, message: AgentMessage) -> bool:
         """Send a message without blocking. Returns False without a connection, in which case it is dropped."""
-        if self._writer is None:
+        if self._connection is None or not self.open:
             return False
-        frame = self._wire.frame_of(encoded(message, RELAY_LIMIT))
+        body = encoded(message, RELAY_LIMIT)
         if not self.backlog:
-            self._results = 0
+            self._connection.patience = 0
         if isinstance(message, Heard) and isinstance(message.message, SendResult):
             # Each worker has one, which may be large: no sign of a stuck driver.
-            self._results += len(frame)
-        self._writer.write(frame)
-        if self.backlog > BACKLOG_LIMIT + self._results:
-            self.drop(f"it has not read {BACKLOG_LIMIT >> 20} MiB that were sent")
-            return False
-        return True
+            self._connection.patience += len(body)
+        return self._connection.write(body)
 
     def drop(self, reason: str) -> None:
         """Abort this connection, and immediately search for the next one."""
-        if self._writer is not None:
-            self._drop_reason = reason
-            self._writer.transport.abort()
+        if self._connection is not None and self.open:
+            self._connection.end(reason)
 
     async def finish(self, timeout_s: float = 1.0) -> None:
         """Wait until pending messages are sent, within a limit."""
@@ -136,7 +123,7 @@ class Uplink:
 
     # ---- one connection --------------------------------------------------------------------------------------------
 
-    async def _connected(self) -> asyncio.StreamReader:
+    async def _connect(self) -> None:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type((OSError, ProtocolError, NoDriver)),
             wait=wait_exponential(multiplier=RETRY_S[0], max=RETRY_S[1]),
@@ -144,77 +131,75 @@ class Uplink:
                 str(state.outcome and state.outcome.exception())
             ),
         )
-        async for attempt in retrying:
-            with attempt:
-                return await self._reach()
-        raise AssertionError("not reachable, because the connection is retried indefinitely")
+        await retrying(self._reach)
 
-    async def _reach(self) -> asyncio.StreamReader:
+    async def _reach(self) -> None:
         failures = []
         for host, port in await self._find():
             try:
-                return await within(self._prove(host, port), CONNECT_S)
+                await self._prove(host, port)
+                return
             except asyncio.TimeoutError:
                 failures.append(f"{host}:{port} does not answer within {CONNECT_S:g} s")
             except (OSError, ProtocolError) as error:
                 failures.append(f"{host}:{port}: {_worded(error)}")
         raise NoDriver("; ".join(failures) or "no address to try")
 
-    async def _prove(self, host: str, port: int) -> asyncio.StreamReader:
-        reader, writer = await asyncio.open_connection(host, port, ssl=self._tls)
+    async def _prove(self, host: str, port: int) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + CONNECT_S
+        self._proved, self._ended = loop.create_future(), loop.create_future()
+        made = loop.create_connection(lambda: Connection(self, loop, calls=True), host, port)
         try:
-            sock: socket.socket = writer.get_extra_info("socket")
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            expect_signs_of_life(sock, self._lease_s)
-            wire = FramedConnection(messages.to_agent)
-            nonce = secrets.token_bytes(NONCE_BYTES)
-            caller = ClientHandshake(self._secret, "agent", str(self._agent), nonce)
-            proof = caller.answer(await self._next(reader, wire))
-            writer.write(wire.frame(AgentAnswer(self._agent, nonce, proof)))
-            caller.accepted(await self._next(reader, wire), wire)
+            await within(made, CONNECT_S)
+            await asyncio.wait({self._proved}, timeout=max(0.0, deadline - loop.time()))
+            if not self._proved.done():
+                raise asyncio.TimeoutError
+            self._proved.result()
         except BaseException:
-            writer.transport.abort()
+            self._hang_up()
             raise
-        self._wire, self._writer, self._drop_reason = wire, writer, ""
-        self.bound = sock.getsockname()[0]
-        return reader
-
-    async def _next(self, reader: asyncio.StreamReader, wire: FramedConnection) -> Message:
-        while (message := wire.next()) is None:
-            data = await reader.read(65536)
-            if not data:
-                raise ProtocolError(
-                    "the driver rejected this agent: see its log (another secret, another release, or TLS on one"
-                    " side only)"
-                )
-            wire.feed(data)
-        assert isinstance(message, Message | AgentMessage)
-        return message  # type: ignore[return-value]
-
-    async def _read(self, reader: asyncio.StreamReader) -> str:
-        """Read until the end of the connection; return the reason."""
-        try:
-            self._receive_bytes(b"")
-            while data := await reader.read(256 * 1024):
-                self._receive_bytes(data)
-        except (OSError, ProtocolError) as error:
-            return self._drop_reason or _worded(error)
-        return self._drop_reason or "the driver closed the connection"
-
-    def _receive_bytes(self, data: bytes) -> None:
-        for message in self._wire.receive(data):
-            self._heard(message)
-            if self._drop_reason:
-                return  # the remaining messages are from a driver that is no longer served
 
     def _hang_up(self) -> None:
-        if self._writer is not None:
-            with contextlib.suppress(OSError):
-                self._writer.transport.abort()
-            self._writer = None
+        if self._connection is not None:
+            self._connection.abandon()
+        self._connection, self.open = None, False
+
+    # ---- called by the connection ----------------------------------------------------------------------------------
+
+    def opened(self, connection: Connection[AgentId]) -> None:
+        self._connection = connection
+        self._caller = ClientHandshake(self._secret, "agent", str(self._agent), connection.nonce)
+
+    def authenticate(self, connection: Connection[AgentId], message: Any) -> AgentId | None:
+        if not self._caller.answered:
+            proof = self._caller.answer(message)
+            connection.write(encoded(AgentAnswer(self._agent, connection.nonce, proof)))
+            return None
+        self._caller.accepted(message, connection.wire)
+        self.bound, self.open = connection.local, True
+        self._proved.set_result(None)
+        self._opened()
+        return self._agent
+
+    def hear(self, peer: AgentId, message: Any) -> None:
+        self._heard(message)
+
+    def lost(
+        self,
+        connection: Connection[AgentId],
+        peer: AgentId | None,
+        trouble: str,
+        error: Exception | None,
+    ) -> None:
+        if error is not None and not isinstance(error, OSError):
+            (self._ended if self.open else self._proved).set_exception(error)
+        elif self.open:
+            reason = trouble or (_worded(error) if error else "the driver closed the connection")
+            self._ended.set_result(reason)
+        else:
+            self._proved.set_exception(error or ProtocolError(trouble or REJECTED))
 
 
 def _worded(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        return explained(error)
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

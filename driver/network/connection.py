@@ -1,4 +1,4 @@
-"""One connection to a control server, from accept to close: converts bytes to messages. Decides nothing."""
+"""One end of a control connection in an event loop: TLS, frames, keepalives, backlog. Decides nothing."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from elastic.driver.network.keepalive import expect_signs_of_life
 from elastic.protocol.framing import NONCE_BYTES, FramedConnection
-from elastic.protocol.messages import HANDSHAKE_LIMIT, Address, Challenge, ProtocolError, encoded
+from elastic.protocol.messages import HANDSHAKE_LIMIT, Address, ProtocolError
 from elastic.protocol.tls import FLAGS, TlsEndpoint
 
 HANDSHAKE_S = 5.0
 TLS_HANDSHAKE_LIMIT = 64 * 1024  # bytes, including the caller's certificates
-BACKLOG_LIMIT = 64 * 1024 * 1024  # bytes; a worker that does not read is disconnected
+BACKLOG_LIMIT = 64 * 1024 * 1024  # bytes; a peer that does not read is disconnected
+KEEPALIVE_S = 1  # the kernel's minimum
 DRAIN_LIMIT = 16 * 1024 * 1024  # bytes
 
 _TLS_HELLO = b"\x16\x03"  # first bytes of a TLS connection
@@ -33,42 +33,42 @@ Who = TypeVar("Who", bound=Hashable)
 
 
 class Owner(Protocol[Who]):
-    """Interface of the server that a connection belongs to: see `elastic.driver.network.control_server`."""
+    """Interface of the owner of connections: a `ControlServer`, or an agent's `Uplink`."""
 
-    secret: bytes
     lease_s: float
 
-    @property
-    def tls(self) -> ssl.SSLContext | None: ...
-
-    @property
-    def decoder(self) -> msgspec.msgpack.Decoder[Any]:
-        """Decoder of the callers' messages."""
-        ...
+    tls: ssl.SSLContext | None
+    decoder: msgspec.msgpack.Decoder[Any]  # decoder of the peers' messages
 
     def opened(self, connection: Connection[Who]) -> None: ...
 
-    def authenticate(self, connection: Connection[Who], nonce: bytes, answer: Any) -> Who:
-        """Return the caller that answered the challenge. Raises ProtocolError with the reason to refuse."""
+    def authenticate(self, connection: Connection[Who], message: Any) -> Who | None:
+        """Return the peer, or None if another message has to follow. Raises ProtocolError with the reason to refuse."""
         ...
 
     def hear(self, peer: Who, message: Any) -> None: ...
 
     def lost(
-        self, connection: Connection[Who], peer: Who | None, trouble: str, silent: bool
-    ) -> None: ...
+        self, connection: Connection[Who], peer: Who | None, trouble: str, error: Exception | None
+    ) -> None:
+        """Handle the end: ``trouble`` is why this end has closed the connection, ``error`` that of the transport."""
+        ...
 
 
 class Connection(asyncio.Protocol, Generic[Who]):
-    """One connection, from accept to close."""
+    """One connection, from accept or connect to close. ``calls``: this end has opened it."""
 
-    def __init__(self, server: Owner[Who], loop: asyncio.AbstractEventLoop) -> None:
-        self._server = server
+    def __init__(
+        self, owner: Owner[Who], loop: asyncio.AbstractEventLoop, *, calls: bool = False
+    ) -> None:
+        self._owner = owner
         self._loop = loop
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._wire = FramedConnection(server.decoder)
+        self._calls = calls
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self.wire = FramedConnection(owner.decoder)
+        self.patience = 0  # bytes that may wait to be sent, in addition to the limit
         self._unproved = 0  # bytes received before authentication
-        self._tls = None if server.tls is None else TlsEndpoint(server.tls, server=True)
+        self._tls = None if owner.tls is None else TlsEndpoint(owner.tls, server=not calls)
         self._identity: Who | None = None
         self._over = False
         self._deadline: asyncio.TimerHandle | None = None
@@ -80,6 +80,11 @@ class Connection(asyncio.Protocol, Generic[Who]):
         return self._over
 
     @property
+    def local(self) -> str:
+        """Numeric address of this end."""
+        return str(self._socket.getsockname()[0])
+
+    @property
     def backlog(self) -> int:
         """Number of bytes that wait to be sent."""
         return 0 if self._over else self._transport.get_write_buffer_size()
@@ -89,40 +94,40 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self._transport = transport
         self._socket = transport.get_extra_info("socket")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        expect_signs_of_life(self._socket, self._server.lease_s)
+        _expect_signs_of_life(self._socket, self._owner.lease_s)
         name = transport.get_extra_info("peername")
         self.peer = str(Address(*name[:2])) if name else "?"
-        self._server.opened(self)
-        self._deadline = self._loop.call_later(HANDSHAKE_S, self._too_late)
-        self.write(encoded(Challenge(self._nonce)))
+        if not self._calls:
+            self._deadline = self._loop.call_later(HANDSHAKE_S, self._too_late)
+        self._flush()
+        self._owner.opened(self)
 
     def data_received(self, data: bytes) -> None:
         if self.over():
             return
         try:
-            if self._identity is None:
+            if self._identity is None and not self._calls:
                 self._count(data)
             if self._tls is not None:
                 data = self._tls.feed(data)
                 self._flush()
-            if self._identity is None:
-                self._wire.feed(data)
-                answer = self._wire.next()
-                if answer is None:
+            for message in self.wire.receive(data):
+                if self._identity is None:
+                    self._authenticate(message)
+                else:
+                    self._owner.hear(self._identity, message)
+                if self.over():
                     return
-                if self._wire.unread:
-                    raise ProtocolError("it sent more data before it was accepted")
-                self._identity = self._server.authenticate(self, self._nonce, answer)
-                assert self._deadline is not None
-                self._deadline.cancel()
-            else:
-                for message in self._wire.receive(data):
-                    self._server.hear(self._identity, message)
-                    if self.over():
-                        return
         except ProtocolError as error:
             self._flush()  # TLS may have an alert with the reason
-            self._end(str(error))
+            self.end(str(error))
+
+    def _authenticate(self, message: Any) -> None:
+        if not self._calls and self.wire.unread:
+            raise ProtocolError("it sent more data before it was accepted")
+        self._identity = self._owner.authenticate(self, message)
+        if self._identity is not None and self._deadline is not None:
+            self._deadline.cancel()
 
     def _count(self, data: bytes) -> None:
         """Limit the data of an unauthenticated caller. Raises ProtocolError."""
@@ -134,25 +139,20 @@ class Connection(asyncio.Protocol, Generic[Who]):
             raise ProtocolError(f"more than {limit} bytes before authentication")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end("", silent=_is_silence(exc))
-
-    def accept(self, body: bytes, nonce: bytes) -> None:
-        """Accept the caller: sends the last frame without a seal."""
-        self.write(body)
-        self._wire.seal(self._server.secret, mine=self._nonce, theirs=nonce, caller=False)
+        self.end(error=exc)
 
     def write(self, *bodies: bytes) -> bool:
         """Send or buffer encoded messages. Returns False if the connection is over."""
         if self._over or self._transport.is_closing():
             return False
-        data = b"".join(map(self._wire.frame_of, bodies))
+        data = b"".join(map(self.wire.frame_of, bodies))
         if self._tls is None:
             self._transport.write(data)
         else:
             self._tls.say(data)
             self._flush()
-        if self._transport.get_write_buffer_size() > BACKLOG_LIMIT:
-            self._end(f"it has not read {BACKLOG_LIMIT >> 20} MiB that were sent")
+        if self._transport.get_write_buffer_size() > BACKLOG_LIMIT + self.patience:
+            self.end(f"it has not read {BACKLOG_LIMIT >> 20} MiB that were sent")
             return False
         return True
 
@@ -170,33 +170,27 @@ class Connection(asyncio.Protocol, Generic[Who]):
             except BlockingIOError:
                 return
             except OSError as error:
-                self._end("", silent=_is_silence(error))
+                self.end(error=error)
                 return
             if not data:
-                self._end("")
+                self.end()
                 return
             read += len(data)
             self.data_received(data)
 
-    def abort(self) -> None:
-        self._end("")
-
     def abandon(self) -> None:
-        """Abort the connection without notifying the server, since another one has replaced it."""
+        """Close immediately without notifying the owner."""
         self._over = True
         with contextlib.suppress(OSError):
             self._transport.abort()
 
-    def give_way(self) -> None:
-        self._end("too many other connections were opened before it was authenticated")
-
     def _too_late(self) -> None:
         hint = f"; if it belongs to this job, pass it {FLAGS}"
         silent = self._tls is not None and not self._unproved
-        self._end(f"not authenticated within {HANDSHAKE_S:.0f} s{hint if silent else ''}")
+        self.end(f"not authenticated within {HANDSHAKE_S:.0f} s{hint if silent else ''}")
 
-    def _end(self, trouble: str, *, silent: bool = False) -> None:
-        """Close immediately. The server is notified once, before this returns."""
+    def end(self, trouble: str = "", error: Exception | None = None) -> None:
+        """Close immediately; see `Owner.lost`, which is called once, before this returns."""
         if self._over:
             return
         self._over = True
@@ -204,8 +198,26 @@ class Connection(asyncio.Protocol, Generic[Who]):
             self._deadline.cancel()
         with contextlib.suppress(OSError):
             self._transport.abort()
-        self._server.lost(self, self._identity, trouble, silent)
+        self._owner.lost(self, self._identity, trouble, error)
 
 
-def _is_silence(error: Exception | None) -> bool:
+def is_silence(error: Exception | None) -> bool:
+    """Return whether a connection ended because its peer, or its host, has not answered."""
     return isinstance(error, OSError) and error.errno in _SILENT
+
+
+def _expect_signs_of_life(sock: socket.socket, lease_s: float) -> None:
+    """End the connection with a timeout if nothing is acknowledged for ``lease_s``.
+
+    Each host's kernel acknowledges a small packet every second, whatever its processes do.
+    """
+    options = {
+        socket.TCP_KEEPIDLE: KEEPALIVE_S,
+        socket.TCP_KEEPINTVL: KEEPALIVE_S,
+        socket.TCP_KEEPCNT: max(1, round(lease_s / KEEPALIVE_S) - 1),
+        # Also for data in flight, which have no keepalives but retransmissions at growing intervals.
+        socket.TCP_USER_TIMEOUT: round(lease_s * 1000),
+    }
+    for option, value in options.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

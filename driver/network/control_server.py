@@ -29,7 +29,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from elastic.driver.network.connection import HANDSHAKE_S, TLS_HANDSHAKE_LIMIT, Connection
+from elastic.driver.network.connection import (
+    HANDSHAKE_S,
+    TLS_HANDSHAKE_LIMIT,
+    Connection,
+    is_silence,
+)
 from elastic.driver.settings import Settings
 from elastic.driver.sinks import Log
 from elastic.protocol.framing import NONCE_BYTES, proof
@@ -39,6 +44,7 @@ from elastic.protocol.messages import (
     Accepted,
     Address,
     Answer,
+    Challenge,
     Hello,
     ProtocolError,
     TurnedAway,
@@ -104,7 +110,8 @@ class ControlServer(Generic[Who]):
         self.secret = secret
         self.lease_s = lease_s
         self.callers = callers
-        self._tls = tls
+        self.decoder = callers.decoder
+        self.tls = tls
         self._log = log
         self._heard: Callable[[Who, Any], None] = lambda who, message: None
         self._gone: Callable[[Who, bool], None] = lambda who, silent: None
@@ -202,7 +209,7 @@ class ControlServer(Generic[Who]):
         """Drop the connection; ``gone`` is called before this returns."""
         connection = self._connections.get(peer)
         if connection is not None:
-            connection.abort()
+            connection.end()
 
     async def close(self) -> None:
         """Stop listening, send buffered data within CLOSE_S, drop all connections. ``gone`` is not called."""
@@ -210,31 +217,24 @@ class ControlServer(Generic[Who]):
         if self._server is not None:
             self._server.close()
         for connection in self._strangers.all():
-            connection.abort()
+            connection.end()
         # A worker that does not read must not block the exit.
         deadline = asyncio.get_running_loop().time() + CLOSE_S
         for connection in list(self._connections.values()):
             while connection.backlog and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(0.002)
-            connection.abort()
+            connection.end()
         await asyncio.sleep(0)  # transports close their sockets in the loop's next turn
 
     # ---- called by connections
 
-    @property
-    def tls(self) -> ssl.SSLContext | None:
-        return self._tls
-
-    @property
-    def decoder(self) -> msgspec.msgpack.Decoder[Any]:
-        return self.callers.decoder
-
     def opened(self, connection: Connection[Who]) -> None:
         oldest = self._strangers.add(connection, asyncio.get_running_loop().time())
         if oldest is not None:
-            oldest.give_way()
+            oldest.end("too many other connections were opened before it was authenticated")
+        connection.write(encoded(Challenge(connection.nonce)))
 
-    def authenticate(self, connection: Connection[Who], nonce: bytes, answer: Any) -> Who:
+    def authenticate(self, connection: Connection[Who], answer: Any) -> Who:
         """Return the caller that answered the challenge. Raises ProtocolError with the reason to refuse."""
         callers = self.callers
         if not isinstance(answer, callers.answer):
@@ -245,32 +245,31 @@ class ControlServer(Generic[Who]):
                 " everywhere"
             )
         peer = callers.who(answer)
-        expected = proof(self.secret, callers.role, nonce, answer.nonce, str(peer))
+        expected = proof(self.secret, callers.role, connection.nonce, answer.nonce, str(peer))
         # The nonce's length is fixed, so that the text of the proof is unambiguous.
         if len(answer.nonce) != NONCE_BYTES or not hmac.compare_digest(answer.proof, expected):
             raise ProtocolError(f"it claims to be {peer}, but does not know the job's secret")
         if not self._expected(peer):
             raise self._turned_away(
-                connection, nonce, answer, f"{peer} is not {_a(callers.role)} of this job"
+                connection, answer, f"{peer} is not {_a(callers.role)} of this job"
             )
         self.drain(peer)  # an earlier connection may have ended unnoticed
         before = self._connections.get(peer)
         if before is not None:
             if not callers.replaces:
-                raise self._turned_away(connection, nonce, answer, f"{peer} {SECOND}")
+                raise self._turned_away(connection, answer, f"{peer} {SECOND}")
             before.abandon()
         self._strangers.remove(connection)
         self._connections[peer] = connection
-        own = proof(self.secret, "driver", answer.nonce, nonce, str(peer))
-        connection.accept(encoded(Accepted(own)), answer.nonce)
+        own = proof(self.secret, "driver", answer.nonce, connection.nonce, str(peer))
+        connection.write(encoded(Accepted(own)))
+        connection.wire.seal(self.secret, mine=connection.nonce, theirs=answer.nonce, caller=False)
         self._accepted(peer)
         return peer
 
-    def _turned_away(
-        self, connection: Connection[Who], nonce: bytes, answer: Any, reason: str
-    ) -> ProtocolError:
+    def _turned_away(self, connection: Connection[Who], answer: Any, reason: str) -> ProtocolError:
         if self.callers.told_why:
-            own = proof(self.secret, "turned away", answer.nonce, nonce, reason)
+            own = proof(self.secret, "turned away", answer.nonce, connection.nonce, reason)
             connection.write(encoded(TurnedAway(reason, own)))
         return ProtocolError(reason)
 
@@ -282,9 +281,8 @@ class ControlServer(Generic[Who]):
         self._heard(peer, message)
 
     def lost(
-        self, connection: Connection[Who], peer: Who | None, trouble: str, silent: bool
+        self, connection: Connection[Who], peer: Who | None, trouble: str, error: Exception | None
     ) -> None:
-        """Handle the end of a connection; ``trouble`` is set if it was closed for a reason."""
         if peer is None:
             self._strangers.remove(connection)
             if trouble:
@@ -294,7 +292,7 @@ class ControlServer(Generic[Who]):
             self._log("warning", f"connection of {peer} closed: {trouble}")
         if self._connections.get(peer) is connection:
             del self._connections[peer]
-            self._gone(peer, silent)
+            self._gone(peer, is_silence(error))
 
     def _refuse(self, peer: str, trouble: str) -> None:
         now = asyncio.get_running_loop().time()

@@ -16,6 +16,10 @@ class ClientHandshake:
         self._secret, self._role, self._who, self.nonce = secret, role, who, nonce
         self._theirs = b""
 
+    @property
+    def answered(self) -> bool:
+        return bool(self._theirs)
+
     def answer(self, challenge: Any) -> bytes:
         """Return the proof for our nonce. Raises ProtocolError unless the peer is a driver of this version."""
         if not isinstance(challenge, Challenge):

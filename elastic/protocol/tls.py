@@ -115,7 +115,7 @@ class TlsEndpoint:
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
             pass  # after the latter, the stream ends
         except ssl.SSLError as error:
-            raise TlsFailed(explained(error)) from error
+            raise TlsFailed(_explained(error)) from error
         return b"".join(parts)
 
     def say(self, data: bytes | bytearray) -> None:
@@ -127,7 +127,7 @@ class TlsEndpoint:
             while view:
                 view = view[self._tls.write(view) :]  # a record at a time
         except ssl.SSLError as error:
-            raise TlsFailed(explained(error)) from error
+            raise TlsFailed(_explained(error)) from error
 
     def due(self) -> bytes:
         """Return the bytes to be sent now, each once."""
@@ -142,7 +142,7 @@ def _no_passphrase() -> str:
     raise _Passphrase
 
 
-def explained(error: ssl.SSLError) -> str:
+def _explained(error: ssl.SSLError) -> str:
     """Return the reason of a failed handshake, as a sentence about the peer."""
     reason = error.reason or ""
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
