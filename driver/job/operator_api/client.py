@@ -26,9 +26,8 @@ from elastic.driver.job.operator_api.runtime_folder import JobRecord, records
 from elastic.driver.network.hosts import parse_address
 from elastic.driver.network.secret import derived
 from elastic.errors import ElasticError, Invalid
-from elastic.protocol.framing import NONCE_BYTES, FramedConnection
-from elastic.protocol.handshake import ClientHandshake
 from elastic.protocol.messages import Accepted, Challenge, ProtocolError, TurnedAway, encoded
+from elastic.rpc.client import ConnectionClosed, ControlClient
 
 CONNECT_S = 5.0
 ANSWER_S = 20.0
@@ -122,38 +121,42 @@ class JobClient:
     def __init__(self, job: JobAddress) -> None:
         self.job = job
         self._numbers = itertools.count(1)
-        self._wire = FramedConnection(_from_desk)
         host, port = parse_address(job.address)
         try:
-            self._socket = socket.create_connection((host, port), CONNECT_S)
+            sock = socket.create_connection((host, port), CONNECT_S)
         except OSError as error:
             raise JobUnreachable(
                 f"the driver of job {job.name} does not answer at {job.address}: {error.strerror or error}"
             ) from None
+        self._client = ControlClient(sock, _from_desk, job.tls)
+        name = f"{_user()}@{socket.gethostname()}:{secrets.token_hex(4)}"
         try:
-            if job.tls is not None:
-                self._socket = job.tls.wrap_socket(self._socket)
-            self._prove()
+            self._client.authenticate(
+                job.key,
+                "operator",
+                name,
+                lambda nonce, proof: OperatorAnswer(name, nonce, proof),
+                CONNECT_S,
+            )
         except (OSError, ProtocolError) as error:
-            self.close()
-            raise _unreachable(job, f"refuses: {error}", error, CONNECT_S) from None
+            raise _unreachable(job, f"refuses: {_worded(error)}", error, CONNECT_S) from None
 
     def ask(self, kind: type[Any], *arguments: Any) -> Told:
         """Send a request of this kind, and return the answer. Raises JobUnreachable."""
         request: Request = kind(next(self._numbers), *arguments)
         try:
-            self._socket.sendall(self._wire.frame_of(encoded(request)))
+            self._client.send(encoded(request))
             deadline = time.monotonic() + ANSWER_S
             while True:
-                reply = self._next(deadline)
+                reply = self._client.next(deadline)
                 if isinstance(reply, Told) and reply.number == request.number:
                     return reply
         except (OSError, ProtocolError) as error:
-            raise _unreachable(self.job, f"has exited: {error}", error, ANSWER_S) from None
+            raise _unreachable(self.job, f"has exited: {_worded(error)}", error, ANSWER_S) from None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.close()
+            self._client.socket.close()
 
     def __enter__(self) -> JobClient:
         return self
@@ -161,25 +164,10 @@ class JobClient:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _prove(self) -> None:
-        deadline = time.monotonic() + CONNECT_S
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        name = f"{_user()}@{socket.gethostname()}:{secrets.token_hex(4)}"
-        caller = ClientHandshake(self.job.key, "operator", name, nonce)
-        proof = caller.answer(self._next(deadline))
-        self._socket.sendall(self._wire.frame(OperatorAnswer(name, nonce, proof)))
-        caller.accepted(self._next(deadline), self._wire)
 
-    def _next(self, deadline: float) -> Any:
-        while (message := self._wire.next()) is None:
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-            data = self._socket.recv(1 << 18)
-            if not data:
-                raise ProtocolError(
-                    "it closed the connection: check that the secret is that of the job"
-                )
-            self._wire.feed(data)
-        return message
+def _worded(error: OSError | ProtocolError) -> str:
+    hint = ": check that the secret is that of the job"
+    return f"{error}{hint if isinstance(error, ConnectionClosed) else ''}"
 
 
 def _user() -> str:

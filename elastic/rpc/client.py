@@ -1,0 +1,128 @@
+"""The calling end of a control connection, for threads: TLS, handshake and frames. Decides nothing.
+
+With TLS, the socket itself remains plain and a `tls.TlsEndpoint` transforms the data without system calls. Thus poll()
+reports all pending data, a blocked sender does not delay the reader, and a forked child cannot send a TLS shutdown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from elastic.protocol.framing import NONCE_BYTES, FramedConnection
+from elastic.protocol.handshake import ClientHandshake
+from elastic.protocol.messages import ProtocolError, encoded
+
+if TYPE_CHECKING:
+    import ssl
+
+    from elastic.protocol.tls import TlsEndpoint
+
+_READ_BYTES = 1 << 16
+
+
+class ConnectionClosed(ProtocolError):
+    """The peer closed the connection."""
+
+
+class ControlClient:
+    """A connection to a driver. Any thread may send; one at a time receives.
+
+    Args:
+        sock: connected socket, which the client owns.
+        decoder: decoder of the driver's messages.
+        tls: context; None without TLS.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        decoder: msgspec.msgpack.Decoder[Any],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = sock
+        self._tls: TlsEndpoint | None = None
+        if tls is not None:
+            from elastic.protocol.tls import TlsEndpoint  # most jobs need neither this nor ssl
+
+            self._tls = TlsEndpoint(tls, server=False)
+        self._wire = FramedConnection(decoder)
+        self._sending = threading.Lock()  # keeps frames in the order of their numbers
+        self._turning = threading.Lock()  # guards ``_tls``; never held while blocking
+
+    def authenticate(
+        self,
+        secret: bytes,
+        role: str,
+        name: str,
+        answer: Callable[[bytes, bytes], msgspec.Struct],
+        within_s: float,
+    ) -> None:
+        """Authenticate both ends. ``answer`` makes the answer to the challenge of a nonce and a proof.
+
+        Raises OSError and ProtocolError, and the connection is closed then.
+        """
+        deadline = time.monotonic() + within_s
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        caller = ClientHandshake(secret, role, name, nonce)
+        try:
+            self._flush()
+            proof = caller.answer(self.next(deadline))
+            self.send(encoded(answer(nonce, proof)))
+            caller.accepted(self.next(deadline), self._wire)
+        except (OSError, ProtocolError):
+            with contextlib.suppress(OSError):
+                self._flush()  # the alert gives the reason
+            self.socket.close()
+            raise
+
+    def next(self, deadline: float) -> Any:
+        """Block until a message arrives. Raises TimeoutError, OSError and ProtocolError."""
+        while (message := self._wire.next()) is None:
+            self.socket.settimeout(max(0.001, deadline - time.monotonic()))
+            self.read()
+        return message
+
+    def messages(self) -> Iterator[Any]:
+        """Yield the complete messages that were read. Raises ProtocolError."""
+        return self._wire.receive(b"")
+
+    def read(self) -> None:
+        """Read once from the socket. Raises OSError and ProtocolError."""
+        data = self.socket.recv(_READ_BYTES)
+        if not data:
+            raise ConnectionClosed("it closed the connection")
+        if self._tls is not None:
+            with self._turning:
+                data = self._tls.feed(data)
+            self._flush()
+        self._wire.feed(data)
+
+    def _flush(self) -> None:
+        """Send TLS's own records, such as the handshake. A concurrent sender sends them too."""
+        if self._tls is not None and self._sending.acquire(blocking=False):
+            try:
+                with self._turning:
+                    data = self._tls.due()
+                if data:
+                    self.socket.sendall(data)
+            finally:
+                self._sending.release()
+
+    def send(self, body: bytes) -> None:
+        """Send an encoded message; blocks for at most the socket's timeout. Raises OSError and ProtocolError."""
+        with self._sending:
+            data = self._wire.frame_of(body)
+            if self._tls is not None:
+                with self._turning:
+                    self._tls.say(data)
+                    data = self._tls.due()
+            self.socket.sendall(data)
