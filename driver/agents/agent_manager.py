@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 from elastic.driver.agents import pool_events
 from elastic.driver.agents.agent_pool import AgentPool
@@ -17,13 +18,14 @@ from elastic.driver.agents.messages import (
     AgentId,
     AgentMessage,
     Attach,
+    Drop,
     Dump,
     Probe,
     Registered,
     Start,
+    Tell,
     from_agent,
 )
-from elastic.driver.agents.relayed_workers import RelayedWorkers
 from elastic.driver.events import (
     Event,
     HostsChanged,
@@ -35,7 +37,7 @@ from elastic.driver.events import (
 from elastic.driver.launch.starter import Bootstrap, Starter, StartFailed
 from elastic.driver.network.control_server import Callers, ControlServer
 from elastic.driver.sinks import Log, Sink
-from elastic.protocol.messages import Address, Worker
+from elastic.protocol.messages import Address, Message, Worker
 
 AGENTS: Callers[AgentId] = Callers(
     "agent", from_agent, AgentAnswer, lambda answer: answer.agent, replaces=True
@@ -233,3 +235,52 @@ class AgentManager:
             self._handle(pool_events.AgentNotStarted(host, str(error)))
         else:
             self._handle(pool_events.AgentStarted(host, bootstrap.outlives))
+
+
+class RelayedWorkers:
+    """Connections of all workers through their hosts' agents, with the interface of `ControlServer`."""
+
+    def __init__(self, fleet: AgentManager) -> None:
+        self._fleet = fleet
+
+    async def open(
+        self,
+        interface: str,
+        port: int = 0,
+        *,
+        heard: Callable[[Worker, Any], None],
+        gone: Callable[[Worker, bool], None],
+        expected: Callable[[Worker], bool],
+    ) -> Address:
+        """Serve agents; see `Server.open`. The agents know which workers may connect, since they started them."""
+        return await self._fleet.listen(interface, port, heard, gone)
+
+    def send(self, worker: Worker, message: Message) -> bool:
+        return self._fleet.order(worker.host, Tell([worker], cast(Any, message)))
+
+    def send_each(self, messages: Iterable[tuple[Worker, Message]]) -> None:
+        """Send messages; consecutive ones for the same host are sent together, without waiting for the rest."""
+        for host, group in groupby(messages, key=lambda each: each[0].host):
+            self._fleet.order(
+                host, *(Tell([worker], cast(Any, message)) for worker, message in group)
+            )
+
+    def broadcast(self, workers: Iterable[Worker], message: Message) -> None:
+        by_host: dict[str, list[Worker]] = {}
+        for worker in workers:
+            by_host.setdefault(worker.host, []).append(worker)
+        for host, local in by_host.items():
+            self._fleet.order(host, Tell(local, cast(Any, message)))
+
+    def connected(self, worker: Worker) -> bool:
+        """Return False: exits never wait for remaining messages here, since the agent has ordered them."""
+        return False
+
+    def drain(self, worker: Worker) -> None:
+        """Do nothing; see `connected`."""
+
+    def disconnect(self, worker: Worker) -> None:
+        self._fleet.order(worker.host, Drop(worker))
+
+    async def close(self) -> None:
+        await self._fleet.hang_up()
