@@ -77,7 +77,9 @@ class SealedServer:
         died: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self._listener = listener
-        self._wire = lambda: AcceptedConnection(decoder, secret, mine=nonce, limit=first_limit)
+        self._wire: Callable[[], AcceptedConnection] = lambda: AcceptedConnection(
+            decoder, secret, mine=nonce, limit=first_limit
+        )
         self._received, self._lost, self._tick, self._died = received, lost, tick, died
         self._idle_s = idle_s
         self._deaf = False  # temporarily not accepting

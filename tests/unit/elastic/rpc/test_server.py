@@ -35,6 +35,7 @@ class Caller:
 
     def next(self) -> bytes | None:
         """Return the next message, or None at the end of the connection. The server has its turns meanwhile."""
+        message: bytes | None
         while (message := self.wire.next()) is None:
             self._served.turn()
             self.socket.setblocking(False)
