@@ -33,9 +33,8 @@ class Caller:
         self.socket.sendall(nonce + self.wire.frame_of(encoded(number)))
         served.closing.append(self.socket)
 
-    def next(self) -> bytes | None:
+    def next(self) -> Any:
         """Return the next message, or None at the end of the connection. The server has its turns meanwhile."""
-        message: bytes | None
         while (message := self.wire.next()) is None:
             self._served.turn()
             self.socket.setblocking(False)
