@@ -1,7 +1,7 @@
-"""Write the pages of docs/reference that are generated from the code: commands, variables, metrics, Python.
+"""Write what is generated from the code: the pages of docs/reference, and the types of keyword arguments.
 
-    python docs/site/reference.py           # write the pages
-    python docs/site/reference.py --check   # list outdated pages, and exit with 1 if there are any
+    python docs/site/reference.py           # write the files
+    python docs/site/reference.py --check   # list outdated files, and exit with 1 if there are any
 
 Flags and their help are defined in `driver/commandline`, so these pages show the text of `--help-all`.
 """
@@ -12,12 +12,15 @@ import argparse
 import functools
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field
 from pathlib import Path
+from typing import Any
 
 import elastic
 from elastic.driver.commandline import agent_cli, flags
-from elastic.driver.commandline.argument_parser import ArgumentParser
+from elastic.driver.commandline.argument_parser import FUNCTIONS, LAUNCH, RAY, ArgumentParser
+from elastic.driver.commandline.keywords import flag_of, keywords, type_of
 from elastic.driver.commandline.kubernetes import kubernetes_cli
 from elastic.driver.commandline.offline import checkpoints_cli, explain_cli, replay_cli
 from elastic.driver.commandline.running_jobs import job_commands
@@ -28,7 +31,7 @@ from elastic.protocol.messages import Commit, Worker
 sys.path.insert(0, str(Path(__file__).parent))
 from python_names import GROUPS, PRELUDE
 
-FOLDER = Path(__file__).parents[1] / "reference"
+ROOT = Path(__file__).parents[2]
 MADE = "<!-- Made by docs/site/reference.py: do not edit. -->"
 # Each command, and its flags. `secret` has none.
 COMMANDS: dict[str, Callable[[], ArgumentParser]] = {
@@ -110,10 +113,40 @@ def variables() -> str:
         "## Keys of the configuration file",
         "`--config-file FILE` is a YAML file with sections, as in Horovod. Keys are given as `section.key`.",
         "\n".join(["| key | flag |", "|---|---|", *keys]),
+        "## Keyword arguments",
+        "`elastic.launch`, and `elastic.ray.run` and `Executor`, accept these options; the flag has the meaning.",
+        "\n".join(["| keyword | type | flag | functions |", "|---|---|---|---|", *_keyword_rows()]),
         "[launchers](../launchers.md) lists the variables that other launchers set, and [horovod](../horovod.md) those"
         " of Horovod that have no meaning here.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _keyword_rows() -> Iterator[str]:
+    by_function = {function: keywords(function) for function in FUNCTIONS}
+    for name, option in {**by_function[LAUNCH], **by_function[RAY]}.items():
+        functions = ", ".join(each for each in FUNCTIONS if name in by_function[each])
+        typed = type_of(option).replace("|", "\\|")
+        yield f"| `{name}` | `{typed}` | `{flag_of(option)}` | {functions} |"
+
+
+def option_types() -> str:
+    """The keyword arguments of `elastic.launch` and `elastic.ray` for static checkers."""
+    ray, launch = keywords(RAY), keywords(LAUNCH)
+    for name in ray:
+        del launch[name]
+    parts = [
+        f'"""Types of the keyword arguments of functions that start jobs. {MADE[5:-4]}"""\n',
+        "from __future__ import annotations\n\nfrom typing import TypedDict\n\n",
+        _typed("RayOptions(TypedDict", "`elastic.ray.run` and `Executor`", ray) + "\n",
+        _typed("LaunchOptions(RayOptions", "`elastic.launch`", launch),
+    ]
+    return "\n".join(parts)
+
+
+def _typed(name: str, function: str, given: Mapping[str, Field[Any]]) -> str:
+    lines = [f"    {name}: {type_of(option)}\n" for name, option in given.items()]
+    return f'class {name}, total=False):\n    """Options of {function}; None or False by default."""\n\n' + "".join(lines)
 
 
 def metrics() -> str:
@@ -159,20 +192,21 @@ def api() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-PAGES = {
-    "commands.md": commands,
-    "variables.md": variables,
-    "metrics.md": metrics,
-    "python.md": api,
+FILES = {
+    "docs/reference/commands.md": commands,
+    "docs/reference/variables.md": variables,
+    "docs/reference/metrics.md": metrics,
+    "docs/reference/python.md": api,
+    "elastic/launcher/option_types.py": option_types,
 }
 
 
 def outdated() -> list[str]:
-    """Return the names of outdated pages."""
+    """Return the paths of outdated files."""
     return [
-        name
-        for name, make in PAGES.items()
-        if not (FOLDER / name).is_file() or (FOLDER / name).read_text() != make()
+        path
+        for path, make in FILES.items()
+        if not (ROOT / path).is_file() or (ROOT / path).read_text() != make()
     ]
 
 
@@ -185,9 +219,8 @@ def main() -> int:
                 file=sys.stderr,
             )
         return bool(late)
-    FOLDER.mkdir(exist_ok=True)
-    for name, make in PAGES.items():
-        (FOLDER / name).write_text(make())
+    for path, make in FILES.items():
+        (ROOT / path).write_text(make())
     return 0
 
 

@@ -9,7 +9,7 @@ import argparse
 import difflib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 from elastic.errors import Invalid
@@ -19,7 +19,32 @@ LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 Group = Callable[..., None]
 Declared = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a `Group`
 
+LAUNCH, RAY = FUNCTIONS = ("elastic.launch", "elastic.ray")
+
 # ---- fields that declare flags; for their arguments see `ArgumentParser.group` ------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """Uses of an option besides its flag.
+
+    Args:
+        functions: functions that accept it as a keyword argument.
+        keyword: its name there; default: the name of the field.
+        typed: its type there; default: the type of the field.
+        setting: field of the driver's `Settings` that has its value.
+        for_workers: workers read it too, from the environment variables of its flags.
+    """
+
+    functions: tuple[str, ...] = ()
+    keyword: str = ""
+    typed: str = ""
+    setting: str = ""
+    for_workers: bool = False
+
+
+ON_LAUNCH = Use(functions=(LAUNCH,))
+EVERYWHERE = Use(functions=FUNCTIONS)
 
 
 def flag(
@@ -29,20 +54,21 @@ def flag(
     convert: Callable[[str], Any] = str,
     *,
     default: Any = None,
+    use: Use = Use(),
     **more: Any,
 ) -> Any:
     """Declare a field for a flag with a value; ``default`` applies if it is not given."""
-    return choice(default, ((names, value, convert, text), more))
+    return choice(default, ((names, value, convert, text), more), use=use)
 
 
-def switch(names: str, text: str, **more: Any) -> Any:
+def switch(names: str, text: str, *, use: Use = Use(), **more: Any) -> Any:
     """Declare a field that is True if the flag is given."""
-    return choice(False, ((names, None, None, text), more))
+    return choice(False, ((names, None, None, text), more), use=use)
 
 
-def choice(default: Any, *each: Declared) -> Any:
+def choice(default: Any, *each: Declared, use: Use = Use()) -> Any:
     """Declare a field for several flags, each a `given` with its value."""
-    return field(default=default, metadata={"flags": each})
+    return field(default=default, metadata={"flags": each, "use": use})
 
 
 def given(names: str, value: Any, text: str = argparse.SUPPRESS, **more: Any) -> Declared:

@@ -17,8 +17,9 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from elastic.checkpoints.options import RUN
 from elastic.driver.commandline import check_build, flags, torchrun_flags
@@ -50,6 +51,7 @@ from elastic.driver.processes.console import replace_closed_streams
 from elastic.driver.reasons import counted
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
+from elastic.rendezvous.nccl_settings import CONNECT_TIMEOUT_S
 
 T = TypeVar("T")
 
@@ -69,15 +71,6 @@ TELLING = (*COMMANDS, *OTHER_COMMANDS[2:])
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
 _SLACK_S = 60.0  # a collective times out only long after its worker has been judged
-
-
-class _StallLimits(NamedTuple):
-    """Limits for a worker that others wait for, in seconds; 0: unlimited."""
-
-    idle_s: float
-    busy_warning_s: float
-    busy_s: float
-    gpu_hang_s: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -304,8 +297,9 @@ def _checked_job(
         )
     bind = "" if fleet.needed else alone_address(options.network_interfaces or ())
     timeline = _writable_place("--timeline-filename", options.timeline_filename)
+    options = replace(options, timeline_filename=timeline)
     checkpoints = checkpoint_plan(options, elastic=elastic, traces=traces)
-    env = _worker_additions(options, timeline) | checkpoints.env
+    env = _worker_additions(options, environ) | checkpoints.env
     if elastic:
         env["ELASTIC_MIN_WORKERS"] = str(workers_min)
     env |= _torch_additions(options, environ, bind, next(iter(hosts or ()), ""))
@@ -330,7 +324,6 @@ def _checked_job(
     cooldown_min_s, cooldown_max_s = _given(
         options.cooldown_range, (Settings.cooldown_min_s, Settings.cooldown_max_s)
     )
-    stall = _stall_limits(options)
     return Job(
         command=command,
         settings=Settings(
@@ -338,28 +331,18 @@ def _checked_job(
             workers_min=workers_min,
             workers_max=workers_max,
             elastic=elastic,
-            standbys=standbys,
-            start_timeout_s=_given(options.start_timeout, Settings.start_timeout_s),
-            elastic_timeout_s=_given(options.elastic_timeout, Settings.elastic_timeout_s),
-            reset_limit=options.reset_limit,
             cooldown_min_s=cooldown_min_s,
             cooldown_max_s=cooldown_max_s,
-            slot_attempts=_given(options.slot_attempts, Settings.slot_attempts),
-            host_attempts=options.host_attempts,
-            lease_s=_given(options.lease, Settings.lease_s),
             silence_s=_given(options.lease, Settings.lease_s),
-            idle_s=stall.idle_s,
-            busy_warning_s=stall.busy_warning_s,
-            busy_s=stall.busy_s,
-            gpu_hang_s=stall.gpu_hang_s,
             gpu_limit_s=_own_timeout_s(options, environ) or Settings.gpu_limit_s,
             restarts=checkpoints.restarts,
             judge_scripts=True,
-            strict=bool(options.strict),
             durable=bool(checkpoints.env),
             starting_max=cores if own_slots else None,
             timeline=timeline,
             env=env,
+            **_stall_limits(options),
+            **flags.settings_of(options),
         ),
         hosts=hosts,
         own_slots=own_slots,
@@ -371,8 +354,6 @@ def _checked_job(
             **(worker_network(bind, environ) if bind and options.network_interfaces else {}),
         },
         bind=bind,
-        gloo_timeout_s=_given(options.gloo_timeout_seconds, Job.gloo_timeout_s),
-        collective_timeout_s=_collective_timeout_s(options, environ),
         journal=_writable_file(options.journal, traces),
         summary=options.summary,
         report=_writable_place("--report", options.report),
@@ -426,39 +407,22 @@ def _stdin_rank(options: Options, workers_max: int, *, by_agents: bool) -> int |
     return rank
 
 
-def _worker_additions(options: Options, timeline: str | None) -> dict[str, str]:
+def _worker_additions(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that flags add to every worker's environment. They replace inherited values."""
     env = {
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{_given(options.gloo_timeout_seconds, Job.gloo_timeout_s):g}"
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{CONNECT_TIMEOUT_S:g}",
+        "ELASTIC_COLLECTIVE_TIMEOUT": f"{_collective_timeout_s(options, environ):g}",
+        **flags.worker_variables(options),
     }
     if options.tcp:
         env["NCCL_IB_DISABLE"] = "1"
-    if options.strict:
-        env["ELASTIC_STRICT"] = "1"
     if options.allow_inexact:
         env["ELASTIC_ALLOW_INEXACT"] = "1"
     if options.digests:
         env["ELASTIC_DIGESTS"] = "tensors"
     if options.fusion_threshold_mb is not None:
         env["HOROVOD_FUSION_THRESHOLD"] = str(int(options.fusion_threshold_mb * _MIB))
-    given: dict[str, str | float | None] = {
-        "HOROVOD_LOG_LEVEL": options.log_level,
-        "HOROVOD_CYCLE_TIME": options.cycle_time_ms,
-        "HOROVOD_CACHE_CAPACITY": options.cache_capacity,
-        "HOROVOD_THREAD_AFFINITY": options.thread_affinity,
-        "HOROVOD_TIMELINE": timeline,
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": options.stall_warning,
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": options.stall_shutdown,
-    }
-    for name, value in given.items():
-        if value is not None:
-            env[name] = value if isinstance(value, str) else f"{value:.17g}"
-    switches = {
-        "HOROVOD_TIMELINE_MARK_CYCLES": options.timeline_mark_cycles,
-        "HOROVOD_STALL_CHECK_DISABLE": _not(options.stall_check),
-        "HOROVOD_LOG_HIDE_TIME": _not(options.log_timestamps),
-    }
-    return env | {name: str(int(on)) for name, on in switches.items() if on is not None}
+    return env
 
 
 def _torch_additions(
@@ -495,21 +459,22 @@ def _command(options: Options, python: str) -> list[str]:
     return options.command if options.no_python else run_by_python(options.command, python)
 
 
-def _stall_limits(options: Options) -> _StallLimits:
+def _stall_limits(options: Options) -> dict[str, Any]:
+    """Return the fields of `Settings` that limit how long others wait for a worker, in seconds; 0: unlimited."""
     if options.stall_check is False:
-        return _StallLimits(0.0, 0.0, 0.0, 0.0)
+        return dict.fromkeys(("idle_s", "busy_warning_s", "busy_s", "gpu_hang_s"), 0.0)
     warning_s = _given(options.busy_warning, options.stall_warning)
     busy_s = _given(options.busy_timeout, options.stall_shutdown)
     busy_s = _given(busy_s, Settings.busy_s)
     # A fenced worker of a static job would not be replaced, so an idle one, possibly waiting for an upload, counts as
     # busy.
     idle_s = Settings.idle_s if _is_elastic(options) else busy_s
-    return _StallLimits(
-        _given(options.idle_timeout, idle_s),
-        _given(warning_s, Settings.busy_warning_s),
-        busy_s,
-        _given(options.gpu_hang_timeout, Settings.gpu_hang_s),
-    )
+    return {
+        "idle_s": _given(options.idle_timeout, idle_s),
+        "busy_warning_s": _given(warning_s, Settings.busy_warning_s),
+        "busy_s": busy_s,
+        "gpu_hang_s": _given(options.gpu_hang_timeout, Settings.gpu_hang_s),
+    }
 
 
 def _own_timeout_s(options: Options, environ: Mapping[str, str]) -> float | None:
@@ -533,7 +498,7 @@ def _collective_timeout_s(options: Options, environ: Mapping[str, str]) -> float
     own_s = _own_timeout_s(options, environ)
     if own_s is not None:
         return own_s
-    busy_s = _stall_limits(options).busy_s
+    busy_s: float = _stall_limits(options)["busy_s"]
     return busy_s + _SLACK_S if busy_s else _A_DAY_S
 
 
@@ -712,10 +677,6 @@ def _writable_place(flag: str, path: str | None) -> str | None:
     else:
         return os.path.abspath(path)
     raise Invalid(f"{flag} {path} is not writable: {trouble}; pass another file")
-
-
-def _not(on: bool | None) -> bool | None:
-    return None if on is None else not on
 
 
 def _given(value: T | None, default: T) -> T:

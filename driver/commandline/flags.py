@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from elastic.driver.commandline.argument_parser import (
+    EVERYWHERE,
+    FUNCTIONS,
+    LAUNCH,
     LOG_LEVELS,
+    ON_LAUNCH,
     ArgumentParser,
     Group,
     IgnoredFlag,
     NameList,
+    Use,
     add_declared,
     choice,
     cores,
@@ -76,18 +81,21 @@ class WorkerFlags:
         "N",
         "Number of workers to start with (default of an elastic job: --min-np).",
         whole(1),
+        use=Use(functions=(LAUNCH,), keyword="np"),
     )
     min_num_proc: int | None = flag(
         "--min-np --min-num-proc",
         "N",
         "Elastic: smallest number of workers to continue with (default: -np).",
         whole(1),
+        use=Use(functions=(LAUNCH,), keyword="min_np"),
     )
     max_num_proc: int | None = flag(
         "--max-np --max-num-proc",
         "N",
         "Elastic: largest number of workers (default: -np; the number of slots if hosts are discovered).",
         whole(1),
+        use=Use(functions=(LAUNCH,), keyword="max_np"),
     )
     standbys: int | None = flag(
         "--standbys",
@@ -96,6 +104,7 @@ class WorkerFlags:
         whole(0),
         variable="ELASTIC_STANDBYS",
         keys=("standbys.count",),
+        use=Use(functions=FUNCTIONS, setting="standbys"),
     )
     elastic_timeout: float | None = flag(
         "--elastic-timeout",
@@ -103,6 +112,7 @@ class WorkerFlags:
         f"Longest wait for --min-np workers (default: {Settings.elastic_timeout_s:g}, or HOROVOD_ELASTIC_TIMEOUT).",
         seconds,
         variable="HOROVOD_ELASTIC_TIMEOUT",
+        use=Use(functions=FUNCTIONS, setting="elastic_timeout_s"),
     )
     start_timeout: float | None = flag(
         "--start-timeout",
@@ -111,12 +121,14 @@ class WorkerFlags:
         " HOROVOD_START_TIMEOUT).",
         seconds,
         variable="HOROVOD_START_TIMEOUT",
+        use=Use(functions=FUNCTIONS, setting="start_timeout_s"),
     )
     reset_limit: int | None = flag(
         "--reset-limit",
         "N",
         "Failures to survive before the job ends; planned changes are not counted (default: no limit).",
         whole(0),
+        use=Use(functions=FUNCTIONS, setting="reset_limit"),
     )
     cooldown_range: Sequence[float] | None = flag(
         "--blacklist-cooldown-range",
@@ -125,18 +137,21 @@ class WorkerFlags:
         f" {Settings.cooldown_min_s:g} {Settings.cooldown_max_s:g}).",
         seconds,
         nargs=2,
+        use=Use(functions=FUNCTIONS, typed="tuple[float, float] | None"),
     )
     slot_attempts: int | None = flag(
         "--slot-attempts",
         "N",
         f"Stop using a slot after N consecutive start-up failures (default: {Settings.slot_attempts}).",
         whole(1),
+        use=Use(setting="slot_attempts"),
     )
     host_attempts: int | None = flag(
         "--host-attempts",
         "N",
         "Stop using a host after N of its slots were given up (default: never).",
         whole(1),
+        use=Use(setting="host_attempts"),
     )
 
 
@@ -145,21 +160,29 @@ class HostFlags:
     """Hosts and slots."""
 
     hosts: str | None = flag(
-        "-H --hosts", "LIST", "Hosts and slots, each host once: gpu1:4,gpu2:4 or [::1]:2."
+        "-H --hosts",
+        "LIST",
+        "Hosts and slots, each host once: gpu1:4,gpu2:4 or [::1]:2.",
+        use=ON_LAUNCH,
     )
     hostfile: str | None = flag(
-        "-hostfile --hostfile", "FILE", "Read hosts from a file, one per line: gpu1 slots=4."
+        "-hostfile --hostfile",
+        "FILE",
+        "Read hosts from a file, one per line: gpu1 slots=4.",
+        use=ON_LAUNCH,
     )
     host_discovery_script: str | None = flag(
         "--host-discovery-script",
         "SCRIPT",
         "Program that prints the current hosts, one host[:slots] per line; run every second.",
+        use=ON_LAUNCH,
     )
     slots_per_host: int | None = flag(
         "--slots-per-host",
         "N",
         "Slots of a host that is listed without a number (default: 1).",
         whole(1),
+        use=ON_LAUNCH,
     )
     network_interfaces: list[str] | None = flag(
         "--network-interface --network-interfaces",
@@ -167,6 +190,7 @@ class HostFlags:
         "Interfaces, networks or addresses for worker traffic; each host uses the first it has:"
         " eth1,10.0.0.0/8,fd00::/8 (default: the route to the other hosts; loopback on a single machine).",
         action=NameList,
+        use=Use(functions=FUNCTIONS, keyword="network_interface", typed="str | None"),
     )
 
 
@@ -188,6 +212,7 @@ class CommunicationFlags:
         seconds,
         variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
         keys=("library_options.gloo_timeout_seconds",),
+        use=Use(functions=(LAUNCH,), keyword="gloo_timeout", for_workers=True),
     )
     tcp: bool = switch("--tcp", "Disable InfiniBand in NCCL (sets NCCL_IB_DISABLE=1).")
 
@@ -211,6 +236,7 @@ class TuningFlags:
         number,
         variable="HOROVOD_CYCLE_TIME",
         keys=("params.cycle_time_ms",),
+        use=Use(for_workers=True),
     )
     cache_capacity: int | None = flag(
         "--cache-capacity",
@@ -219,6 +245,7 @@ class TuningFlags:
         whole(0),
         variable="HOROVOD_CACHE_CAPACITY",
         keys=("params.cache_capacity",),
+        use=Use(for_workers=True),
     )
     thread_affinity: str | None = flag(
         "--thread-affinity",
@@ -228,6 +255,7 @@ class TuningFlags:
         cores,
         variable="HOROVOD_THREAD_AFFINITY",
         keys=("library_options.ccl_bgt_affinity", "library_options.thread_affinity"),
+        use=Use(for_workers=True),
     )
 
 
@@ -240,6 +268,7 @@ class DetectionFlags:
         "S",
         f"Kill a worker that has been stopped or unreachable for S seconds (default: {Settings.lease_s:g}).",
         seconds,
+        use=Use(setting="lease_s"),
     )
     idle_timeout: float | None = flag(
         "--idle-timeout",
@@ -276,6 +305,7 @@ class DetectionFlags:
         number,
         variable="HOROVOD_STALL_CHECK_TIME_SECONDS",
         keys=("stall_check.warning_time_seconds",),
+        use=Use(for_workers=True),
     )
     stall_shutdown: float | None = flag(
         "--stall-check-shutdown-time-seconds",
@@ -285,6 +315,7 @@ class DetectionFlags:
         number,
         variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
         keys=("stall_check.shutdown_time_seconds",),
+        use=Use(for_workers=True),
     )
     stall_check: bool | None = choice(
         None,
@@ -296,6 +327,7 @@ class DetectionFlags:
             keys=("stall_check.enabled=false",),
         ),
         given("--stall-check", True, keys=("stall_check.enabled=true",)),
+        use=Use(for_workers=True),
     )
 
 
@@ -307,6 +339,7 @@ class OutputFlags:
         "--output-filename",
         "DIR",
         "Copy the output of each worker to DIR/rank.N/stdout and DIR/rank.N/stderr.",
+        use=ON_LAUNCH,
     )
     stdin: int | None = flag(
         "--stdin",
@@ -314,6 +347,7 @@ class OutputFlags:
         "Pass standard input to the worker of this rank on this machine (default: no worker).",
         whole(0),
         keys=("stdin.rank",),
+        use=ON_LAUNCH,
     )
     prefix_output_with_timestamp: bool = switch(
         "-prefix-timestamp --prefix-output-with-timestamp",
@@ -325,6 +359,7 @@ class OutputFlags:
         "Write a timeline of all ranks, for chrome://tracing or ui.perfetto.dev (default: HOROVOD_TIMELINE).",
         variable="HOROVOD_TIMELINE",
         keys=("timeline.filename",),
+        use=Use(for_workers=True),
     )
     timeline_mark_cycles: bool | None = choice(
         None,
@@ -337,18 +372,21 @@ class OutputFlags:
             keys=("timeline.mark_cycles=true",),
         ),
         given("--no-timeline-mark-cycles", False, keys=("timeline.mark_cycles=false",)),
+        use=Use(for_workers=True),
     )
     journal: str | None = flag(
         "--journal",
         "FILE",
         "Record all events and decisions of the driver. Five earlier files are kept as FILE.1 (newest) to"
         " FILE.5.",
+        use=ON_LAUNCH,
     )
     summary: bool = switch(
         "--summary",
         "Print how the time of the job and of each worker was spent; also ELASTIC_SUMMARY=1.",
         variable="ELASTIC_SUMMARY",
         keys=("summary.enabled=true",),
+        use=EVERYWHERE,
     )
     report: str | None = flag(
         "--report",
@@ -356,6 +394,7 @@ class OutputFlags:
         "Write a page about the job when it ends (default: ELASTIC_REPORT, or none).",
         variable="ELASTIC_REPORT",
         keys=("report.file",),
+        use=ON_LAUNCH,
     )
     digests: bool = switch(
         "--digests",
@@ -366,6 +405,7 @@ class OutputFlags:
         "Exit with 2 on script mistakes in the first steps, with 1 if scripts failed.",
         variable="ELASTIC_STRICT",
         keys=("checks.strict=true",),
+        use=Use(setting="strict", for_workers=True),
     )
     allow_inexact: bool = switch(
         "--allow-inexact",
@@ -387,6 +427,7 @@ class OutputFlags:
         " tokenized URL printed at startup.",
         variable="ELASTIC_DASHBOARD",
         keys=("dashboard.address",),
+        use=EVERYWHERE,
     )
     opentelemetry: bool = switch(
         "--opentelemetry",
@@ -407,8 +448,9 @@ class OutputFlags:
         log_level,
         variable="HOROVOD_LOG_LEVEL",
         keys=("logging.level",),
+        use=Use(functions=(LAUNCH,), for_workers=True),
     )
-    verbose: bool = switch("--verbose", "Same as --log-level DEBUG.")
+    verbose: bool = switch("--verbose", "Same as --log-level DEBUG.", use=Use(functions=FUNCTIONS))
     log_timestamps: bool | None = choice(
         None,
         given(
@@ -423,6 +465,7 @@ class OutputFlags:
             True,
             keys=("logging.with_timestamp=true", "logging.hide_timestamp=false"),
         ),
+        use=Use(for_workers=True),
     )
 
 
@@ -530,27 +573,33 @@ def parse(arguments: Sequence[str]) -> Options:
     return options
 
 
-# Parameters of functions that start jobs whose names differ from the flags.
-OTHERWISE = {
-    "np": "num_proc",
-    "gloo_timeout": "gloo_timeout_seconds",
-    "begin_from": "from",
-    "cooldown_range": "blacklist_cooldown_range",
-}
+def declared() -> Iterator[tuple[Field[Any], Use]]:
+    """Yield all options, in the order of ``--help-all``."""
+    for _, _, kinds in GROUPS:
+        for option in (each for kind in kinds for each in fields(kind)):
+            yield option, option.metadata["use"]
 
 
-def flags_of(given: Mapping[str, Any]) -> list[str]:
-    """Return parameters of such a function as words of a command line. None and False: not given."""
-    words: list[str] = []
-    for name, value in given.items():
-        flag = f"--{OTHERWISE.get(name, name).replace('_', '-')}"
-        if name in ("fresh", "summary", "verbose"):
-            words += [flag] if value else []
-        elif name == "cooldown_range" and value is not None:
-            words += [flag, *map(str, value)]
-        elif value is not None:
-            words.append(f"{flag}={value}")
-    return words
+def settings_of(options: Options) -> dict[str, Any]:
+    """Return the fields of `Settings` that given options set as they are."""
+    values = ((use.setting, getattr(options, option.name)) for option, use in declared())
+    return {setting: value for setting, value in values if setting and value is not None}
+
+
+def worker_variables(options: Options) -> dict[str, str]:
+    """Return the environment variables by which workers read given options."""
+    env = {}
+    for option, use in declared():
+        value = getattr(options, option.name)
+        if not use.for_workers or value == option.default:
+            continue
+        for (_, metavar, _, _), more in option.metadata["flags"]:
+            if variable := more.get("variable"):
+                if metavar is None:
+                    env[variable] = str(int(value == more.get("const", True)))
+                else:
+                    env[variable] = value if isinstance(value, str) else f"{value:.17g}"
+    return env
 
 
 def build_parser() -> ArgumentParser:

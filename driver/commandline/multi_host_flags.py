@@ -5,16 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.checkpoints.options import DEFAULT_EVERY, DEFAULT_KEEP, DEFAULT_RESTARTS
-from elastic.driver.commandline.argument_parser import NameList, flag, seconds, switch, whole
+from elastic.driver.commandline.argument_parser import (
+    EVERYWHERE,
+    ON_LAUNCH,
+    NameList,
+    flag,
+    seconds,
+    switch,
+    whole,
+)
 
 
 @dataclass
 class SshFlags:
     """ssh to other hosts, and their workers' environment."""
 
-    ssh_port: int | None = flag("-p --ssh-port", "PORT", "ssh port of the other hosts.", whole(1))
+    ssh_port: int | None = flag(
+        "-p --ssh-port", "PORT", "ssh port of the other hosts.", whole(1), use=ON_LAUNCH
+    )
     ssh_identity_file: str | None = flag(
-        "-i --ssh-identity-file", "FILE", "ssh private key for the other hosts."
+        "-i --ssh-identity-file", "FILE", "ssh private key for the other hosts.", use=ON_LAUNCH
     )
     ssh_config: str | None = flag(
         "--ssh-config", "FILE", "ssh configuration file (default: the user's)."
@@ -90,7 +100,9 @@ class FailoverFlags:
         "--standby", "Wait until no driver leads the job in --etcd, then take over."
     )
     fresh: bool = switch(
-        "--fresh", "Start a new job; discard an earlier one in --journal or under --job."
+        "--fresh",
+        "Start a new job; discard an earlier one in --journal or under --job.",
+        use=EVERYWHERE,
     )
     driver_timeout: float | None = flag(
         "--driver-timeout",
@@ -115,6 +127,7 @@ class CheckpointFlags:
         " ELASTIC_CHECKPOINT_DIR).",
         variable="ELASTIC_CHECKPOINT_DIR",
         keys=("checkpoint.dir",),
+        use=EVERYWHERE,
     )
     checkpoint_every: str | None = flag(
         "--checkpoint-every",
@@ -123,6 +136,7 @@ class CheckpointFlags:
         " The last commit is always written.",
         variable="ELASTIC_CHECKPOINT_EVERY",
         keys=("checkpoint.every",),
+        use=EVERYWHERE,
     )
     checkpoint_keep: int | None = flag(
         "--checkpoint-keep",
@@ -131,12 +145,14 @@ class CheckpointFlags:
         whole(1),
         variable="ELASTIC_CHECKPOINT_KEEP",
         keys=("checkpoint.keep",),
+        use=EVERYWHERE,
     )
     begin_from: str | None = flag(
         "--from",
         "DIR@COMMIT",
         "Start from this commit; `elasticrun checkpoints DIR` lists them. New checkpoints go to"
         " --checkpoint-dir.",
+        use=EVERYWHERE,
     )
     restarts: int | None = flag(
         "--restarts",
@@ -145,6 +161,7 @@ class CheckpointFlags:
         f" {DEFAULT_RESTARTS}).",
         whole(0),
         keys=("checkpoint.restarts",),
+        use=EVERYWHERE,
     )
 
 
@@ -159,6 +176,7 @@ class PreemptionFlags:
         " ELASTIC_PREEMPTION, or auto).",
         variable="ELASTIC_PREEMPTION",
         keys=("preemption.source",),
+        use=EVERYWHERE,
     )
     preload: str | None = flag(
         "--preload",
@@ -167,6 +185,7 @@ class PreemptionFlags:
         " auto,2: two processes; off (default: ELASTIC_PRELOAD, or auto if the job is elastic).",
         variable="ELASTIC_PRELOAD",
         keys=("preload.modules",),
+        use=EVERYWHERE,
     )
 
 

@@ -108,8 +108,6 @@ class JobRuntime:
     advertised: str = ""  # address that workers connect to, if it differs
     bind: str = "127.0.0.1"  # address on which a worker listens for its peers
     port: int = 0
-    gloo_timeout_s: float = 30.0  # time limit for forming a group
-    collective_timeout_s: float = 30.0  # timeout of a collective
 
 
 @dataclass(frozen=True)
@@ -607,9 +605,7 @@ class Driver:
         settings, job, worker, place = self.job.settings, self.job, action.worker, action.place
         wait_timeout_s = 2 * settings.elastic_timeout_s + settings.start_timeout_s + WAIT_SLACK_S
         if job.by_agents:
-            job_env = job_environment(
-                worker, place, settings.elastic, job.collective_timeout_s, wait_timeout_s
-            )
+            job_env = job_environment(worker, place, settings.elastic, wait_timeout_s)
             env = {**without_secrets(job.environ), **settings.env, **job_env}
         else:
             env = worker_environment(
@@ -620,8 +616,6 @@ class Driver:
                 secret=job.secret,
                 bind=job.bind,
                 elastic=settings.elastic,
-                gloo_timeout_s=job.gloo_timeout_s,
-                collective_timeout_s=job.collective_timeout_s,
                 wait_timeout_s=wait_timeout_s,
                 threads=threads_per_worker(len(os.sched_getaffinity(0)), place.local_size),
                 tls=job.tls,

@@ -54,8 +54,6 @@ class Job:
     # Called with the operators' address and key.
     steered: Callable[[str, bytes], object] | None = None
     bind: str = "127.0.0.1"  # the address on which driver and workers listen
-    gloo_timeout_s: float = 30.0  # time limit for forming a group
-    collective_timeout_s: float = 660.0  # timeout of a collective
     output_dir: str | None = None  # an existing writable folder
     prefix_timestamps: bool = False
     journal: str | None = None  # a writable file

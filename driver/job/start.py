@@ -133,8 +133,6 @@ async def _alone(
             tls=files,
             interface=bind,
             bind=bind,
-            gloo_timeout_s=job.gloo_timeout_s,
-            collective_timeout_s=job.collective_timeout_s,
         ),
         membership=membership,
         server=ControlServer(

@@ -239,7 +239,6 @@ class _Run:
                 fixed_hosts=isinstance(discovery, GivenHosts),
                 interface=address.host,
                 port=address.port,
-                collective_timeout_s=job.collective_timeout_s,
             ),
             membership=self.membership,
             server=fleet.workers,

@@ -27,8 +27,6 @@ def worker_environment(
     secret: str,
     bind: str,
     elastic: bool,
-    gloo_timeout_s: float,
-    collective_timeout_s: float,
     wait_timeout_s: float,
     threads: int,
     tls: TlsFiles | None = None,
@@ -40,21 +38,19 @@ def worker_environment(
         inherited: the driver's own environment.
         place: provisional; the final one is sent after the worker has connected.
         driver, secret, bind, tls: see `host_environment`.
-        gloo_timeout_s: time limit for connecting a group.
         threads: see `defaults`.
-        extra: the job's additional variables. Like ``inherited``, they override the defaults, but not the worker's
-            identity.
+        extra: the job's additional variables, with its timeouts. Like ``inherited``, they override the defaults, but
+            not the worker's identity.
     """
-    job = job_environment(worker, place, elastic, collective_timeout_s, wait_timeout_s)
-    return {
+    env = {
         **defaults(threads),
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{gloo_timeout_s:g}",
         **without_secrets(inherited),
         **(extra or {}),
-        **nccl_settings.needed(gloo_timeout_s),
-        **job,
+        **job_environment(worker, place, elastic, wait_timeout_s),
         **host_environment(driver, secret, bind, tls),
     }
+    connect_s = float(env.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or nccl_settings.CONNECT_TIMEOUT_S)
+    return env | nccl_settings.needed(connect_s)
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
@@ -74,7 +70,7 @@ def defaults(threads: int) -> dict[str, str]:
 
 
 def job_environment(
-    worker: Worker, place: Place, elastic: bool, collective_timeout_s: float, wait_timeout_s: float
+    worker: Worker, place: Place, elastic: bool, wait_timeout_s: float
 ) -> dict[str, str]:
     """Return the variables that depend on worker and job, but not on the host.
 
@@ -82,12 +78,10 @@ def job_environment(
 
     Args:
         place: provisional.
-        collective_timeout_s: time limit for a collective.
         wait_timeout_s: how long to wait for a message from the driver.
     """
     return {
         "ELASTIC_WORKER": str(worker),
-        "ELASTIC_COLLECTIVE_TIMEOUT": f"{collective_timeout_s:g}",
         "ELASTIC_WAIT_TIMEOUT": f"{wait_timeout_s:g}",
         "HOROVOD_ELASTIC": "1" if elastic else "0",
         "HOROVOD_RANK": str(place.rank),

@@ -10,59 +10,36 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from elastic.driver.commandline.argument_parser import LAUNCH
+from elastic.driver.commandline.keywords import accepts, words_of
 from elastic.errors import Invalid, JobFailed
 from elastic.launcher.run_function import carried
 from elastic.protocol.report_values import Report
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from elastic.launcher.option_types import LaunchOptions
+
+
+@accepts(LAUNCH)
 def launch(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    np: int | None = None,
-    min_np: int | None = None,
-    max_np: int | None = None,
-    standbys: int | None = None,
-    hosts: str | None = None,
-    hostfile: str | None = None,
-    host_discovery_script: str | None = None,
-    slots_per_host: int | None = None,
-    elastic_timeout: float | None = None,
-    start_timeout: float | None = None,
-    reset_limit: int | None = None,
-    cooldown_range: tuple[float, float] | None = None,
-    network_interface: str | None = None,
-    ssh_port: int | None = None,
-    ssh_identity_file: str | None = None,
-    gloo_timeout: float | None = None,
-    output_filename: str | None = None,
-    stdin: int | None = None,
-    journal: str | None = None,
-    checkpoint_dir: str | None = None,
-    checkpoint_every: str | None = None,
-    checkpoint_keep: int | None = None,
-    restarts: int | None = None,
-    preemption: str | None = None,
-    preload: str | None = None,
-    begin_from: str | None = None,
-    fresh: bool = False,
-    summary: bool = False,
-    report: str | None = None,
-    dashboard: str | None = None,
-    log_level: str | None = None,
-    verbose: bool = False,
     env: Mapping[str, str] | None = None,
     executable: str | None = None,
     on_report: Callable[[Report], object] | None = None,
+    **options: Unpack[LaunchOptions],
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` on every worker; return the values by rank of the last world.
 
-    The arguments are those of ``elasticrun`` (``begin_from`` is ``--from``), with times in seconds; ``min_np``,
+    The options are those of ``elasticrun`` (``begin_from`` is ``--from``), with times in seconds; ``min_np``,
     ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with cloudpickle; hosts that do
     not share this one's TMPDIR receive up to 512 KiB of it over the job's own connections. ``env`` replaces the
     environment that workers inherit (default: this process's). ``on_report`` is called here with a `Report` for each
@@ -71,15 +48,14 @@ def launch(
 
     Raises:
         Invalid: (a ValueError) for bad arguments, before anything is started.
+        TypeError: there is no such option.
         JobFailed: the job failed, after all output of the workers was forwarded.
 
     Example::
 
         losses = elastic.launch(train, args=(0.1,), np=4)  # what train(0.1) returned, by rank
     """
-    given = dict(locals())  # all but the following are flags of elasticrun
-    for name in ("func", "args", "kwargs", "env", "executable", "on_report"):
-        del given[name]
+    flags = words_of(LAUNCH, options)
     if not callable(func):
         raise Invalid(f"launch() calls a function, not a {type(func).__name__}")
     if not isinstance(args, list | tuple):
@@ -87,7 +63,6 @@ def launch(
     if on_report is not None and not callable(on_report):
         raise Invalid(f"on_report is a {type(on_report).__name__}: pass a function of one argument")
     from elastic.driver.commandline import cli
-    from elastic.driver.commandline.flags import flags_of
     from elastic.driver.job.start import Outcome, start
 
     environ = dict(os.environ if env is None else env)
@@ -99,7 +74,7 @@ def launch(
         pickled = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
         call.write_bytes(pickled)
         command = [executable or sys.executable, "-m", "elastic.launcher.run_function", str(call)]
-        job = cli.make_job(cli.read_options([*flags_of(given), *command], environ), environ)
+        job = cli.make_job(cli.read_options([*flags, *command], environ), environ)
         fleet = job.fleet
         if fleet is not None:  # other machines may not see this folder
             fleet = replace(fleet, forwarded={**fleet.forwarded, **carried(pickled)})

@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.driver.commandline.argument_parser import RAY
+from elastic.driver.commandline.keywords import words_of
 from elastic.errors import Invalid
+from elastic.launcher.option_types import RayOptions
 
 CURRENT = "current"  # the placement group that the caller runs in, if any
 PLACEMENT_S = 100.0
-START_S = 120.0  # seconds for workers to start once they are placed; elasticrun's default
-LEAST_S = 1.0  # minimum of any limit
+LEAST_S = 1.0  # minimum of placement_timeout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,42 +36,11 @@ class WorkerRequest:
     in_use: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     per_bundle: int = 1  # workers in each bundle with room for them
     hosts: int | None = None  # exact number of nodes, with np / hosts workers on each
+    placement_timeout: float = PLACEMENT_S  # seconds to wait for resources
 
     @property
     def gpus(self) -> float:
         return self.resources.get("GPU", 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobLimits:
-    """Seconds and counts, named as the flags of ``elasticrun``. None: the flag's default."""
-
-    elastic_timeout: float | None = None
-    start_timeout: float | None = None
-    # Limit of the wait for resources for the initial workers.
-    placement_timeout: float = PLACEMENT_S
-    reset_limit: int | None = None
-    cooldown_range: tuple[float, float] | None = None
-    gloo_timeout: float | None = None
-    network_interface: str | None = None
-    checkpoint_dir: str | None = None
-    checkpoint_every: str | None = None
-    checkpoint_keep: int | None = None
-    restarts: int | None = None
-    preemption: str | None = None
-    preload: str | None = None
-    begin_from: str | None = None
-    fresh: bool = False
-    standbys: int | None = None
-    summary: bool = False
-    dashboard: str | None = None
-    verbose: bool = False
-    flags: tuple[str, ...] = field(default=())  # further ones of elasticrun
-
-    @property
-    def start_s(self) -> float:
-        """Seconds from the placement of the workers until all have started."""
-        return START_S if self.start_timeout is None else self.start_timeout
 
 
 def wanted(
@@ -80,6 +51,7 @@ def wanted(
     use_gpu: bool,
     placement_group: Any = CURRENT,
     num_hosts: int | None = None,
+    placement_timeout: float = PLACEMENT_S,
 ) -> WorkerRequest:
     """Check the arguments that determine the workers. Raises Invalid."""
     counts = {"num_workers": num_workers, "min_workers": min_workers, "max_workers": max_workers}
@@ -106,6 +78,11 @@ def wanted(
         raise Invalid(f"{np} workers can't be divided evenly among {num_hosts} hosts")
     if num_hosts is not None and elastic:
         raise Invalid("an elastic job uses all hosts that are available: leave num_hosts out")
+    number = isinstance(placement_timeout, int | float) and not isinstance(placement_timeout, bool)
+    if not number or not math.isfinite(placement_timeout) or placement_timeout < LEAST_S:
+        raise Invalid(
+            f"placement_timeout is {placement_timeout!r}: pass seconds, at least {LEAST_S:g}"
+        )
     return WorkerRequest(
         np=np,
         least=least,
@@ -114,6 +91,7 @@ def wanted(
         resources=resources(resources_per_worker, use_gpu),
         placement_group=placement_group,
         hosts=num_hosts,
+        placement_timeout=placement_timeout,
     )
 
 
@@ -152,47 +130,19 @@ def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, flo
     return found
 
 
-def places(wanted: WorkerRequest, limits: JobLimits) -> int:
+def places(wanted: WorkerRequest, options: RayOptions) -> int:
     """Return the maximum number of workers, including standbys."""
-    return wanted.most + (limits.standbys or 0)
+    return wanted.most + (options.get("standbys") or 0)
 
 
-def check_limits(limits: JobLimits, *, elastic: bool = True) -> None:
-    """Check the limits. Raises Invalid."""
-    seconds = {
-        "elastic_timeout": limits.elastic_timeout,
-        "start_timeout": limits.start_timeout,
-        "placement_timeout": limits.placement_timeout,
-        "gloo_timeout": limits.gloo_timeout,
-    }
-    for name, value in seconds.items():
-        if value is None:
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value < LEAST_S:
-            raise Invalid(f"{name} is {value!r}: pass seconds, at least {LEAST_S:g}")
-
-    whole = {"reset_limit": 0, "checkpoint_keep": 1, "restarts": 0, "standbys": 0}
-    for name, least in whole.items():
-        count = getattr(limits, name)
-        number = isinstance(count, int) and not isinstance(count, bool)
-        if count is not None and (not number or count < least):
-            raise Invalid(f"{name} is {count!r}: pass a whole number, {least} or more")
-    if limits.standbys and not elastic:
+def check_options(options: RayOptions, *, elastic: bool = True) -> None:
+    """Check the options. Raises Invalid, or TypeError if there is no such option."""
+    words_of(RAY, options)
+    standbys = options.get("standbys")
+    if standbys and not elastic:
         raise Invalid(
-            f"standbys is {limits.standbys}, but a job without min_workers and max_workers replaces no worker: pass"
-            " one of them"
-        )
-    if limits.cooldown_range is not None:
-        _check_cooldown(limits.cooldown_range)
-
-
-def _check_cooldown(given: object) -> None:
-    pair = list(given) if isinstance(given, tuple | list) else []
-    numbers = [x for x in pair if isinstance(x, int | float) and not isinstance(x, bool)]
-    if len(pair) != 2 or len(numbers) != 2 or not 0 < numbers[0] <= numbers[1]:
-        raise Invalid(
-            f"cooldown_range is {given!r}: pass the shortest and the longest in seconds, as in (1, 60)"
+            f"standbys is {standbys}, but a job without min_workers and max_workers replaces no worker: pass one of"
+            " them"
         )
 
 

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import ray
 
 from elastic.driver.commandline import cli
-from elastic.driver.commandline.flags import flags_of
+from elastic.driver.commandline.argument_parser import RAY
+from elastic.driver.commandline.keywords import words_of
 from elastic.driver.discovery.interface import Log, ResourceDemand
 from elastic.driver.job.job import Job, Stoppable
 from elastic.driver.job.start import start
@@ -32,9 +33,10 @@ from elastic.driver.ray.journal import RayArchive
 from elastic.driver.ray.node.worker_calls import CallFailed
 from elastic.driver.ray.starter import RayStarter
 from elastic.errors import ElasticError, Invalid
+from elastic.launcher.option_types import RayOptions
 from elastic.protocol.report_values import Report
 from elastic.ray import arguments, call_results
-from elastic.ray.arguments import JobLimits, WorkerRequest
+from elastic.ray.arguments import WorkerRequest
 from elastic.ray.job_updates import JobUpdate, JobUpdates, UpdateBatch
 
 RUN_FUNCTION = ("python", "-m", "elastic.launcher.run_function")
@@ -54,7 +56,7 @@ class DriverSpec:
 
     name: str
     wanted: WorkerRequest
-    limits: JobLimits
+    options: RayOptions
     # added to the environment of the workers
     environ: Mapping[str, str] = dataclasses.field(repr=False)
     # OTEL_* variables of the driver.
@@ -150,7 +152,7 @@ class DriverActor:
     async def _make_news(self) -> JobUpdates:
         news = JobUpdates()
         spec = self._job_spec
-        level = "debug" if spec.limits.verbose else "info"
+        level = "debug" if spec.options.get("verbose") else "info"
         self._log: Log = Console(news.err, level=level, colour=False, timestamps=True)
         self._discovery = self._discover()
         self._archive = RayArchive(spec.name, log=self._log) if spec.detached else None
@@ -160,7 +162,7 @@ class DriverActor:
         wanted = self._job_spec.wanted
         return RayDiscovery(
             places.ClusterRequest(
-                arguments.places(wanted, self._job_spec.limits),
+                arguments.places(wanted, self._job_spec.options),
                 wanted.resources,
                 wanted.placement_group,
                 wanted.in_use,
@@ -179,7 +181,7 @@ class DriverActor:
         if self._again:
             count = 0  # the previous driver's remaining workers keep their places
         try:
-            await self._discovery.place(count, spec.limits.placement_timeout)
+            await self._discovery.place(count, spec.wanted.placement_timeout)
         except Invalid as error:
             return str(error)
         self._placed = True
@@ -215,9 +217,7 @@ class DriverActor:
     def _make_job(self, call: bytes, program: Sequence[str]) -> Job:
         spec, wanted = self._job_spec, self._job_spec.wanted
         name = spec.name if spec.detached else f"{spec.name}-{self._runs}"
-        given = {**vars(spec.limits)}
-        del given["placement_timeout"], given["flags"]
-        flags = ["-np", str(wanted.np), "--job", name, *flags_of(given), *spec.limits.flags]
+        flags = ["-np", str(wanted.np), "--job", name, *words_of(RAY, spec.options)]
         if wanted.elastic:
             flags += ["--min-np", str(wanted.least), "--max-np", str(wanted.most)]
         environ = {**os.environ, **spec.environ}

@@ -28,8 +28,9 @@ from elastic.driver.ray.discovery_calls import remove_claims
 from elastic.driver.ray.journal import RayArchive
 from elastic.errors import Invalid, JobFailed
 from elastic.launcher.launch_function import run_apart, values_of
+from elastic.launcher.option_types import RayOptions
 from elastic.protocol.report_values import Report
-from elastic.ray.arguments import CURRENT, JobLimits, WorkerRequest, check_environ, telemetry
+from elastic.ray.arguments import CURRENT, WorkerRequest, check_environ, telemetry
 from elastic.ray.driver_actor import DriverActor, DriverSpec, Ended
 from elastic.ray.job_updates import UpdateBatch
 
@@ -81,7 +82,7 @@ class DriverClient:
     def made(
         cls,
         wanted: WorkerRequest,
-        limits: JobLimits,
+        options: RayOptions,
         environ: Mapping[str, str],
         *,
         detached: str | None = None,
@@ -99,16 +100,16 @@ class DriverClient:
         spec = DriverSpec(
             name=name,
             wanted=with_group(wanted),
-            limits=limits,
+            options=options,
             environ=dict(environ),
             telemetry=telemetry(os.environ, environ),
             secret=secrets.token_bytes(SECRET_BYTES),
             detached=detached is not None,
             call=call,
         )
-        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000}
+        of_actor: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000}
         if detached is not None:
-            options |= {
+            of_actor |= {
                 "name": actor_name(name),
                 "namespace": NAMESPACE,
                 "lifetime": "detached",
@@ -117,15 +118,15 @@ class DriverClient:
             }
         by_client: bool = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call]
         if detached is not None or by_client:
-            options["resources"] = {HEAD: 0.001}
+            of_actor["resources"] = {HEAD: 0.001}
             # Outside the caller's placement group, none of whose bundles has this resource.
-            options["scheduling_strategy"] = "DEFAULT"
+            of_actor["scheduling_strategy"] = "DEFAULT"
         else:
             here = ray.get_runtime_context().get_node_id()
             # Not soft: on another node, the actor would not end with this process.
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
+            of_actor["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         made: Any = ray.remote(DriverActor)
-        actor = made.options(**options).remote(spec)
+        actor = made.options(**of_actor).remote(spec)
         follower = cls(actor, on_output=on_output, on_report=on_report)
         try:
             ray.get(actor.pid.remote(), timeout=START_S)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from elastic.driver.commandline.argument_parser import RAY
+from elastic.driver.commandline.keywords import accepts
+from elastic.driver.settings import Settings
 from elastic.errors import Invalid, JobFailed
 from elastic.protocol.report_values import Report
 from elastic.ray import arguments, call_results
-from elastic.ray.arguments import CURRENT, PLACEMENT_S, JobLimits
+from elastic.ray.arguments import CURRENT, PLACEMENT_S
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from elastic.launcher.option_types import RayOptions
 
 NEEDS_RAY = "elastic.ray needs Ray: pip install 'hvd-elastic[ray]'"
 
@@ -28,6 +36,7 @@ class Result:
     reports: dict[int, Report] = field(default_factory=dict)
 
 
+@accepts(RAY)
 def run(
     train_fn: Callable[..., Any],
     config: Any = None,
@@ -42,24 +51,8 @@ def run(
     on_report: Callable[[Report], None] | None = None,
     on_output: Callable[[str, bytes], None] | None = None,
     detached: str | None = None,
-    elastic_timeout: float | None = None,
-    start_timeout: float | None = None,
     placement_timeout: float = PLACEMENT_S,
-    reset_limit: int | None = None,
-    cooldown_range: tuple[float, float] | None = None,
-    network_interface: str | None = None,
-    checkpoint_dir: str | None = None,
-    checkpoint_every: str | None = None,
-    checkpoint_keep: int | None = None,
-    restarts: int | None = None,
-    preemption: str | None = None,
-    preload: str | None = None,
-    begin_from: str | None = None,
-    fresh: bool = False,
-    standbys: int | None = None,
-    summary: bool = False,
-    dashboard: str | None = None,
-    verbose: bool = False,
+    **options: Unpack[RayOptions],
 ) -> Result:
     """Call ``train_fn(config)``, or ``train_fn()`` without a config, on workers of a Ray cluster; wait for the end.
 
@@ -82,9 +75,19 @@ def run(
             the workers within ``placement_timeout``.
         JobFailed: the job failed.
     """
-    options = dict(locals())
-    del options["train_fn"], options["config"], options["detached"]
-    with Executor(**options) as executor:
+    with Executor(
+        num_workers,
+        min_workers=min_workers,
+        max_workers=max_workers,
+        resources_per_worker=resources_per_worker,
+        use_gpu=use_gpu,
+        placement_group=placement_group,
+        env=env,
+        on_report=on_report,
+        on_output=on_output,
+        placement_timeout=placement_timeout,
+        **options,
+    ) as executor:
         if not callable(train_fn):
             raise Invalid(f"run() calls a function, not a {type(train_fn).__name__}")
         given = arguments.call_arguments(config)
@@ -137,6 +140,7 @@ class Executor:
     its resources, and each `run` has new workers.
     """
 
+    @accepts(RAY)
     def __init__(
         self,
         num_workers: int | None = None,
@@ -150,24 +154,8 @@ class Executor:
         env: Mapping[str, str] | None = None,
         on_report: Callable[[Report], None] | None = None,
         on_output: Callable[[str, bytes], None] | None = None,
-        elastic_timeout: float | None = None,
-        start_timeout: float | None = None,
         placement_timeout: float = PLACEMENT_S,
-        reset_limit: int | None = None,
-        cooldown_range: tuple[float, float] | None = None,
-        network_interface: str | None = None,
-        checkpoint_dir: str | None = None,
-        checkpoint_every: str | None = None,
-        checkpoint_keep: int | None = None,
-        restarts: int | None = None,
-        preemption: str | None = None,
-        preload: str | None = None,
-        begin_from: str | None = None,
-        fresh: bool = False,
-        standbys: int | None = None,
-        summary: bool = False,
-        dashboard: str | None = None,
-        verbose: bool = False,
+        **options: Unpack[RayOptions],
     ) -> None:
         """Check the arguments; start nothing.
 
@@ -176,7 +164,6 @@ class Executor:
         Raises:
             Invalid: an argument is invalid.
         """
-        given = locals()
         self._wanted = arguments.wanted(
             num_workers,
             min_workers,
@@ -185,10 +172,10 @@ class Executor:
             use_gpu,
             placement_group,
             num_hosts,
+            placement_timeout,
         )
-        of_limits = {each.name for each in fields(JobLimits)} & given.keys()
-        self._limits = JobLimits(**{name: given[name] for name in of_limits})
-        arguments.check_limits(self._limits, elastic=self._wanted.elastic)
+        arguments.check_options(options, elastic=self._wanted.elastic)
+        self._options = options
         arguments.check_callables(on_report=on_report, on_output=on_output)
         arguments.check_environ(env)
         self._env = dict(env or {})
@@ -243,7 +230,7 @@ class Executor:
     def _made(self, driver_client: Any, environ: Mapping[str, str], **more: Any) -> Any:
         return driver_client.DriverClient.made(
             self._spread or self._wanted,
-            self._limits,
+            self._options,
             environ,
             on_output=self._on_output,
             on_report=self._on_report,
@@ -258,7 +245,8 @@ class Executor:
     ) -> None:
         follower, wanted = self._follower, self._wanted
         follower.ask(follower.actor.begin.remote(b"", persistent=True))
-        ready = follower.actor.ready.remote(wanted.np, self._limits.start_s)
+        start_s = self._options.get("start_timeout") or Settings.start_timeout_s
+        ready = follower.actor.ready.remote(wanted.np, start_s)
         (trouble,) = follower.wait([ready])
         if trouble:
             raise JobFailed(trouble)

@@ -13,9 +13,9 @@ from elastic.protocol.life_lock import LIFE_LOCK
 from elastic.protocol.messages import Address, Worker
 from elastic.rendezvous import nccl_settings
 from elastic.rendezvous.launcher_env import LauncherEnv, started
+from elastic.rendezvous.nccl_settings import CONNECT_TIMEOUT_S
 
 WAIT_TIMEOUT_S = 1260.0  # twice the default of --elastic-timeout, plus a minute
-CONNECT_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 600.0  # rank 0 may prepare the data first
 # Without a driver, stuck ranks are not detected, and a checkpoint may take long. The same as torch's default.
 COLLECTIVE_TIMEOUT_S = 1800.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+CONNECT_TIMEOUT_S = 30.0  # seconds to connect a group; default of HOROVOD_GLOO_TIMEOUT_SECONDS
 # The user's values take precedence. Without the first two, torch's watchdog waits a minute after an error, holding its
 # lock. The others connect while the communicator is created, and launch the communicators of one GPU in one order.
 DEFAULTS = {

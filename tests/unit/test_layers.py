@@ -171,8 +171,9 @@ def test_importing_elastic_starts_nothing():
 
 def test_the_worker_side_never_imports_the_driver():
     # But for the public names that start jobs, and are the driver; their modules are loaded when they're first used.
-    starting = {ROOT / "elastic/launcher/launch_function.py", ROOT / "elastic/ray/driver_actor.py"}
-    starting.add(ROOT / "elastic/ray/driver_client.py")
+    ray = ("arguments", "driver_actor", "driver_client", "executor")
+    starting = {ROOT / f"elastic/ray/{name}.py" for name in ray}
+    starting.add(ROOT / "elastic/launcher/launch_function.py")
     starting.add(ROOT / "elastic/launcher/running_job.py")
     starting |= {ROOT / "horovod/runner/launch.py", ROOT / "horovod/runner/elastic/discovery.py"}
     for file in set(sources("elastic", "horovod")) - starting:

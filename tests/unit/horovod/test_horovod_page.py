@@ -181,8 +181,6 @@ def test_a_variable_is_read_or_set_according_to_its_row():
         secret="",
         bind="h",
         elastic=True,
-        gloo_timeout_s=1.0,
-        collective_timeout_s=1.0,
         wait_timeout_s=1.0,
         threads=1,
     )

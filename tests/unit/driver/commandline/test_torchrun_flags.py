@@ -126,7 +126,7 @@ def test_workers_receive_torchruns_variables():
     options = cli.read_options(["-np", "2", "--rdzv-id", "bert", "train.py"], environ)
     job = cli.make_job(options, environ, this_host=ThisHost(hostname="a"))
     env = job.settings.env
-    env |= job_environment(Worker("a", 1, 3), Place(1, 2, 1, 2, 0, 1), False, 1.0, 1.0)
+    env |= job_environment(Worker("a", 1, 3), Place(1, 2, 1, 2, 0, 1), False, 1.0)
     assert {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
         "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
     }  # fmt: skip

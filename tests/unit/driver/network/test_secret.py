@@ -130,8 +130,6 @@ def test_workers_do_not_inherit_the_jobs_secret():
         secret="ee",
         bind="127.0.0.1",
         elastic=True,
-        gloo_timeout_s=1,
-        collective_timeout_s=1,
         wait_timeout_s=1,
         threads=1,
     )

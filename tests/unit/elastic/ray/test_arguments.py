@@ -2,10 +2,8 @@
 
 import pytest
 
-from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.ray import arguments
-from elastic.ray.arguments import JobLimits
 from harness.golden import raises
 
 
@@ -47,6 +45,7 @@ def test_limits_make_it_elastic(given, found):
         {"num": 1, "resources": {"GPU": 0}, "use_gpu": True},
         {"num": 1, "use_gpu": "yes"},
         {"num": 3, "num_hosts": 2},
+        {"num": 1, "placement_timeout": float("nan")},
     ],
 )
 def test_what_can_not_be_meant(arguments_):
@@ -55,22 +54,22 @@ def test_what_can_not_be_meant(arguments_):
 
 
 @pytest.mark.parametrize(
-    "limits",
+    "options",
     [
-        JobLimits(elastic_timeout=0),
-        JobLimits(placement_timeout=float("nan")),
-        JobLimits(reset_limit=-1),
-        JobLimits(cooldown_range=5),  # type: ignore[arg-type]
-        JobLimits(cooldown_range=(5, 1)),
-        JobLimits(checkpoint_dir="/a", checkpoint_keep=0),
-        JobLimits(restarts=-1),
-        JobLimits(standbys=-1),
-        JobLimits(standbys=True),
+        {"elastic_timeout": 0},
+        {"start_timeout": float("nan")},
+        {"reset_limit": -1},
+        {"cooldown_range": 5},
+        {"cooldown_range": (5, 1)},
+        {"checkpoint_dir": "/a", "checkpoint_keep": 0},
+        {"restarts": -1},
+        {"standbys": -1},
+        {"standbys": True},
     ],
 )
-def test_limits_are_checked(limits):
+def test_options_are_checked(options):
     with raises(Invalid):
-        arguments.check_limits(limits)
+        arguments.check_options(options)
 
 
 @pytest.mark.parametrize("environ", [["A=1"], {"A": 1}, {"A=B": "1"}, {"A": "x\0y"}])
@@ -113,18 +112,12 @@ def test_the_driver_gets_what_opentelemetry_reads():
 
 def test_a_job_holds_places_for_its_standbys_too():
     wanted = arguments.wanted(2, 1, 4, None, use_gpu=False)
-    assert arguments.places(wanted, JobLimits()) == 4
-    assert arguments.places(wanted, JobLimits(standbys=2)) == 6
+    assert arguments.places(wanted, {}) == 4
+    assert arguments.places(wanted, {"standbys": 2}) == 6
 
 
 def test_a_job_that_is_not_elastic_has_no_use_for_standbys():
-    arguments.check_limits(JobLimits(standbys=1))
-    arguments.check_limits(JobLimits(standbys=0), elastic=False)
+    arguments.check_options({"standbys": 1})
+    arguments.check_options({"standbys": 0}, elastic=False)
     with raises(Invalid):
-        arguments.check_limits(JobLimits(standbys=1), elastic=False)
-
-
-def test_a_short_time_for_the_placement_is_none_for_the_start():
-    """Workers import torch all at once, on nodes that were idle until they were placed."""
-    assert JobLimits(placement_timeout=5.0).start_s == Settings.start_timeout_s
-    assert JobLimits(placement_timeout=5.0, start_timeout=60.0).start_s == 60.0
+        arguments.check_options({"standbys": 1}, elastic=False)
