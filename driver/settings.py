@@ -73,8 +73,6 @@ class Settings:
                 f"-np {self.np} is outside --min-np {self.workers_min} .. --max-np {self.workers_max}: pass min <= np"
                 " <= max"
             )
-        if self.standbys < 0:
-            raise Invalid(f"--standbys is {self.standbys}: pass 0 or more")
         if self.standbys and (not self.elastic or self.workers_max == UNBOUNDED):
             raise Invalid(
                 f"--standbys {self.standbys} requires a largest world size: pass --max-np"
@@ -86,8 +84,6 @@ class Settings:
             raise Invalid(
                 f"the cooldown range {self.cooldown_min_s} .. {self.cooldown_max_s} s is empty: pass MIN <= MAX"
             )
-        if self.lease_s <= 0:
-            raise Invalid(f"--lease is {self.lease_s:g}: pass a positive number of seconds")
         for flag, value in (
             ("--idle-timeout", self.idle_s),
             ("--busy-warning", self.busy_warning_s),
@@ -96,19 +92,22 @@ class Settings:
         ):
             if value < 0:
                 raise Invalid(f"{flag} is {value:g}: pass seconds, or 0 to turn it off")
-        if self.gpu_limit_s <= 0:
-            raise Invalid(f"gpu_limit_s is {self.gpu_limit_s:g}: pass a positive number of seconds")
+        for name, limit_s in (
+            ("--lease", self.lease_s),
+            ("gpu_limit_s", self.gpu_limit_s),
+            ("kill_s", self.kill_s),
+        ):
+            if limit_s <= 0:
+                raise Invalid(f"{name} is {limit_s:g}: pass a positive number of seconds")
         if self.dump_s < 0:
             raise Invalid(f"dump_s is {self.dump_s:g}: pass 0 or more seconds")
-        if self.kill_s <= 0:
-            raise Invalid(f"kill_s is {self.kill_s:g}: pass a positive number of seconds")
-        if self.reset_limit is not None and self.reset_limit < 0:
-            raise Invalid(f"--reset-limit is {self.reset_limit}: pass 0 or more")
-        if self.restarts is not None and self.restarts < 0:
-            raise Invalid(f"--restarts is {self.restarts}: pass 0 or more")
-        if self.starting_max is not None and self.starting_max < 1:
-            raise Invalid(f"starting_max is {self.starting_max}: pass 1 or more")
-        if self.slot_attempts < 1:
-            raise Invalid(f"--slot-attempts is {self.slot_attempts}: pass 1 or more")
-        if self.host_attempts is not None and self.host_attempts < 1:
-            raise Invalid(f"--host-attempts is {self.host_attempts}: pass 1 or more")
+        for name, count, least in (
+            ("--standbys", self.standbys, 0),
+            ("--reset-limit", self.reset_limit, 0),
+            ("--restarts", self.restarts, 0),
+            ("starting_max", self.starting_max, 1),
+            ("--slot-attempts", self.slot_attempts, 1),
+            ("--host-attempts", self.host_attempts, 1),
+        ):
+            if count is not None and count < least:
+                raise Invalid(f"{name} is {count}: pass {least} or more")
