@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from elastic.checkpoints import catalog
@@ -15,6 +15,8 @@ from elastic.checkpoints import options as told
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.manifest import Manifest, UnreadableCommit
 from elastic.driver.commandline.flags import Options
+from elastic.driver.commandline.keywords import flag_of
+from elastic.driver.commandline.multi_host_flags import CheckpointFlags
 from elastic.driver.commandline.setup.finished_job import SameCommand, same_command
 from elastic.driver.job.start_cleanup import StartCleanup
 from elastic.driver.network.blocking_calls import begun
@@ -45,15 +47,9 @@ def checkpoint_plan(
     """Check that the folder can be read and written. Raises Invalid. Files created are registered in ``traces``."""
     traces = traces or StartCleanup()
     if options.checkpoint_dir is None:
-        others = {
-            "--checkpoint-every": options.checkpoint_every,
-            "--checkpoint-keep": options.checkpoint_keep,
-            "--from": options.begin_from,
-            "--restarts": options.restarts,
-        }
-        given = [flag for flag, value in others.items() if value is not None]
-        if given:
-            raise Invalid(f"{given[0]} needs --checkpoint-dir: pass the folder too")
+        for option in fields(CheckpointFlags):
+            if getattr(options, option.name) is not None:
+                raise Invalid(f"{flag_of(option)} needs --checkpoint-dir: pass the folder too")
         return CheckpointPlan()
     if options.fresh and options.begin_from is not None:
         raise Invalid(
