@@ -8,6 +8,29 @@ from elastic.errors import Invalid
 
 UNBOUNDED = 2**31 - 1  # workers_max if only the slots limit the size
 
+# What sets a field; other fields have no flag.
+FLAGS = {
+    "np": "-np",
+    "workers_min": "--min-np",
+    "workers_max": "--max-np",
+    "standbys": "--standbys",
+    "start_timeout_s": "--start-timeout",
+    "elastic_timeout_s": "--elastic-timeout",
+    "reset_limit": "--reset-limit",
+    "cooldown_min_s": "minimum of --blacklist-cooldown-range",
+    "cooldown_max_s": "maximum of --blacklist-cooldown-range",
+    "slot_attempts": "--slot-attempts",
+    "host_attempts": "--host-attempts",
+    "lease_s": "--lease",
+    "idle_s": "--idle-timeout",
+    "busy_warning_s": "--busy-warning",
+    "busy_s": "--busy-timeout",
+    "gpu_hang_s": "--gpu-hang-timeout",
+    "gpu_limit_s": "ELASTIC_COLLECTIVE_TIMEOUT",
+    "restarts": "--restarts",
+    "timeline": "--timeline-filename",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -84,30 +107,19 @@ class Settings:
             raise Invalid(
                 f"the cooldown range {self.cooldown_min_s} .. {self.cooldown_max_s} s is empty: pass MIN <= MAX"
             )
-        for flag, value in (
-            ("--idle-timeout", self.idle_s),
-            ("--busy-warning", self.busy_warning_s),
-            ("--busy-timeout", self.busy_s),
-            ("--gpu-hang-timeout", self.gpu_hang_s),
-        ):
-            if value < 0:
-                raise Invalid(f"{flag} is {value:g}: pass seconds, or 0 to turn it off")
-        for name, limit_s in (
-            ("--lease", self.lease_s),
-            ("gpu_limit_s", self.gpu_limit_s),
-            ("kill_s", self.kill_s),
-        ):
-            if limit_s <= 0:
-                raise Invalid(f"{name} is {limit_s:g}: pass a positive number of seconds")
+        for name in ("idle_s", "busy_warning_s", "busy_s", "gpu_hang_s"):
+            if getattr(self, name) < 0:
+                raise Invalid(f"{self._shown(name)}: pass seconds, or 0 to turn it off")
+        for name in ("lease_s", "gpu_limit_s", "kill_s"):
+            if getattr(self, name) <= 0:
+                raise Invalid(f"{self._shown(name)}: pass a positive number of seconds")
         if self.dump_s < 0:
-            raise Invalid(f"dump_s is {self.dump_s:g}: pass 0 or more seconds")
-        for name, count, least in (
-            ("--standbys", self.standbys, 0),
-            ("--reset-limit", self.reset_limit, 0),
-            ("--restarts", self.restarts, 0),
-            ("starting_max", self.starting_max, 1),
-            ("--slot-attempts", self.slot_attempts, 1),
-            ("--host-attempts", self.host_attempts, 1),
-        ):
-            if count is not None and count < least:
-                raise Invalid(f"{name} is {count}: pass {least} or more")
+            raise Invalid(f"{self._shown('dump_s')}: pass 0 or more seconds")
+        least = {"standbys": 0, "reset_limit": 0, "restarts": 0}
+        least |= {"starting_max": 1, "slot_attempts": 1, "host_attempts": 1}
+        for name, count in least.items():
+            if getattr(self, name) is not None and getattr(self, name) < count:
+                raise Invalid(f"{self._shown(name)}: pass {count} or more")
+
+    def _shown(self, name: str) -> str:
+        return f"{FLAGS.get(name, name)} is {getattr(self, name):g}"

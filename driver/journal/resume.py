@@ -22,29 +22,9 @@ from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership
 from elastic.driver.reasons import as_sentence
-from elastic.driver.settings import UNBOUNDED, Settings
+from elastic.driver.settings import FLAGS, UNBOUNDED, Settings
 from elastic.errors import Invalid
 
-FLAGS = {
-    "np": "-np",
-    "workers_min": "--min-np",
-    "workers_max": "--max-np",
-    "standbys": "--standbys",
-    "start_timeout_s": "--start-timeout",
-    "elastic_timeout_s": "--elastic-timeout",
-    "reset_limit": "--reset-limit",
-    "cooldown_min_s": "minimum of --blacklist-cooldown-range",
-    "cooldown_max_s": "maximum of --blacklist-cooldown-range",
-    "slot_attempts": "--slot-attempts",
-    "host_attempts": "--host-attempts",
-    "lease_s": "--lease",
-    "idle_s": "--idle-timeout",
-    "busy_warning_s": "--busy-warning",
-    "busy_s": "--busy-timeout",
-    "gpu_hang_s": "--gpu-hang-timeout",
-    "gpu_limit_s": "ELASTIC_COLLECTIVE_TIMEOUT",
-    "timeline": "--timeline-filename",
-}
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 

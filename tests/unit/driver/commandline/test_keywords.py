@@ -15,6 +15,7 @@ import elastic.ray
 from elastic.driver.commandline import flags
 from elastic.driver.commandline.argument_parser import FUNCTIONS, LAUNCH, RAY
 from elastic.driver.commandline.keywords import flag_of, keywords, type_of, words_of
+from elastic.driver.settings import FLAGS
 from elastic.errors import Invalid
 from elastic.launcher.option_types import LaunchOptions, RayOptions
 from harness.golden import raises
@@ -34,6 +35,12 @@ def test_keyword_arguments_become_flags():
 def test_flag_of_each_keyword_sets_its_option(function):
     for option in keywords(function).values():
         assert flags.parser()._option_string_actions[flag_of(option)].dest == option.name
+
+
+def test_settings_are_named_after_the_flags_that_set_them():
+    for option, use in flags.declared():
+        if use.setting in FLAGS:
+            assert FLAGS[use.setting] == flag_of(option)
 
 
 @pytest.mark.parametrize(
