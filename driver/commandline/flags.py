@@ -630,44 +630,25 @@ parser = functools.cache(build_parser)
 
 
 def _add_without_meaning(add: Group) -> None:
-    valued: tuple[tuple[str, Any, str, dict[str, Any]], ...] = (
-        (
-            *("--autotune-log-file", str, "File for autotuning trials."),
-            {"variable": "HOROVOD_AUTOTUNE_LOG", "keys": ["autotune.log_file"]},
-        ),
-        (
-            *(
-                "--autotune-warmup-samples",
-                whole(0),
-                "Number of first samples that autotuning discards.",
-            ),
-            {"keys": ["autotune.warmup_samples"]},
-        ),
-        (
-            *("--autotune-steps-per-sample", whole(0), "Number of steps per autotuning sample."),
-            {"keys": ["autotune.steps_per_sample"]},
-        ),
-        (
-            *(
-                "--autotune-bayes-opt-max-samples",
-                whole(0),
-                "Largest number of autotuning samples.",
-            ),
-            {"keys": ["autotune.bayes_opt_max_samples"]},
-        ),
-        (
-            *("--autotune-gaussian-process-noise", number, "Noise that autotuning assumes."),
-            {"keys": ["autotune.gaussian_process_noise"]},
-        ),
-        (
-            *("--num-nccl-streams", whole(0), "Number of NCCL streams."),
-            {"variable": "HOROVOD_NUM_NCCL_STREAMS", "keys": ["library_options.num_nccl_streams"]},
-        ),
-        ("--mpi-args", str, "Arguments of mpirun.", {}),
-        ("--binding-args", str, "Process binding under MPI.", {}),
-    )
-    for name, convert, text, rest in valued:
-        add(name, "X", convert, text, action=IgnoredFlag, dest=name, const=True, **rest)
+    def valued(name: str, convert: Any, text: str, key: str = "", variable: str = "") -> None:
+        keys = [key] if key else []
+        rest = {"dest": name, "const": True, "variable": variable, "keys": keys}
+        add(name, "X", convert, text, action=IgnoredFlag, **rest)
+
+    text = "File for autotuning trials."
+    valued("--autotune-log-file", str, text, "autotune.log_file", "HOROVOD_AUTOTUNE_LOG")
+    text = "Number of first samples that autotuning discards."
+    valued("--autotune-warmup-samples", whole(0), text, "autotune.warmup_samples")
+    text = "Number of steps per autotuning sample."
+    valued("--autotune-steps-per-sample", whole(0), text, "autotune.steps_per_sample")
+    text = "Largest number of autotuning samples."
+    valued("--autotune-bayes-opt-max-samples", whole(0), text, "autotune.bayes_opt_max_samples")
+    text = "Noise that autotuning assumes."
+    valued("--autotune-gaussian-process-noise", number, text, "autotune.gaussian_process_noise")
+    text, key = "Number of NCCL streams.", "library_options.num_nccl_streams"
+    valued("--num-nccl-streams", whole(0), text, key, "HOROVOD_NUM_NCCL_STREAMS")
+    valued("--mpi-args", str, "Arguments of mpirun.")
+    valued("--binding-args", str, "Process binding under MPI.")
     for name, text, key in (
         ("hierarchical-allreduce", "Two-level allreduce.", "params.hierarchical_allreduce"),
         ("hierarchical-allgather", "Two-level allgather.", "params.hierarchical_allgather"),
