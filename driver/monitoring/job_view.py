@@ -1,0 +1,303 @@
+"""The state of a job as its events and decisions show it: workers, stages, ranks, world, commits, end. Pure.
+
+`JobView` is the only place that derives these facts. It receives each decision once; page, metrics, time accounting,
+stalls, ``explain``, the report, the timeline and the log are readers that follow it:
+
+    view = JobView()
+    page = PageModel(TimeSpent(view), name="bert", command=[], least=2, most=4)    # follows the view
+    view.note(event, actions, now)
+
+A reader is called once the view contains the event, and again once it contains each action, so that it may compare
+what an action changed with what the event changed. The oracle of the invariants, ``chaos/invariants``, derives its own
+state on purpose.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.driver import events
+from elastic.driver.reasons import Reason
+from elastic.protocol.messages import Commit, Worker
+
+
+class Stage(enum.Enum):
+    """Stage of a running process. The values are labels of a metric."""
+
+    STARTING = "starting"  # it was ordered, and has not called init()
+    CONNECTED = "connected"  # it has called init()
+    READY = "ready"  # it waits for a world; a member waits for the next one
+    STANDBY = "standby"
+    IN_WORLD = (
+        "training"  # it computes in the newest world, or announced its failure in the one before
+    )
+    RETURNED = "returned"  # its function returned
+    LEAVING = "leaving"  # it was notified to leave; late reports change nothing
+    KILLED = "killed"  # its kill was ordered; final
+
+    __hash__ = object.__hash__  # an enum's own hash is computed in Python
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end that a worker announced itself: an exception of its script, or an exit with an error."""
+
+    raised: bool
+    what: str  # summary of the exception; else the call that ended it, or empty: its state differs
+
+
+@dataclass(eq=False)
+class WorkerView:
+    """One process, from its start order to its exit."""
+
+    worker: Worker
+    stage: Stage = Stage.STARTING
+    pid: int = 0  # 0: unknown
+    connected_at: float | None = None  # time of its init(); None iff it was not seen
+    member: bool = False  # True iff it is in `JobView.ranks`; IN_WORLD without a failure implies it
+    rank: int | None = None  # in the last world that it was in; None iff it was in none
+    recovering: bool = False  # its world broke, and no other was published; implies `member`
+    running: bool = False  # it was in elastic.run at its last Ready
+    frozen: str | None = None  # why it cannot run, or empty if that is unknown; None: it can
+    why: Reason | None = None  # not None iff its stage is LEAVING or KILLED
+    dismissed: bool = False  # it was notified to leave, perhaps after its kill was ordered
+    failure: Failure | None = None
+    code: int | None = None  # exit code; None: it runs, or was lost with its host
+
+
+class ViewReader:
+    """Base class of all that follow a view."""
+
+    def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
+        """Handle an event that the view contains. Of its ``actions`` the view contains none yet."""
+
+    def decided(self, action: events.Action, now: float) -> None:
+        """Handle an action that the view contains."""
+
+    def adopted(self, now: float) -> None:
+        """Handle the workers of a previous driver, which the view contains."""
+
+
+class JobView:
+    """State of one job. Times are seconds on the caller's clock, the same for all its calls."""
+
+    def __init__(self) -> None:
+        # Processes that were ordered and are not known to have exited, in the order of their first mention.
+        self.workers: dict[Worker, WorkerView] = {}
+        # Processes that the current decision's event has ended; `workers` does not contain them.
+        self.exited: dict[Worker, WorkerView] = {}
+        # Processes that the last event or action may have changed; of exited ones, none.
+        self.touched: list[WorkerView] = []
+        self.started = 0  # processes that were ordered
+        # Members of the newest world in rank order, also those that have exited since. Replaced, never modified.
+        self.ranks: Mapping[Worker, int] = {}
+        self.before: Mapping[Worker, int] = {}  # the same of the world before
+        self.generation = 0  # of the newest world; 0: there was none
+        self.world: events.PublishWorld | None = None  # not None iff the newest world is not over
+        self.broken = False  # the newest world broke
+        self.trains = False  # a member of the newest world was in elastic.run
+        self.newest: Commit | None = None  # newest commit that any worker has reported
+        self.newest_at = 0.0  # time of that report
+        self.commits = 0  # number of commits in all generations
+        self.durable: Commit | None = (
+            None  # commit of the newest checkpoint; never newer than `newest`
+        )
+        self.checkpoints = 0
+        self.checkpoint_at: float | None = (
+            None  # time of the last checkpoint; None iff there was none
+        )
+        self.end: events.EndJob | None = None  # the first decision to end the job
+        # Incarnation of the last process that exited in each slot: what it reports later is ignored.
+        self._last: dict[tuple[str, int], int] = {}
+        self._of_events: list[Callable[[events.Event, Sequence[events.Action], float], None]] = []
+        self._of_actions: list[Callable[[events.Action, float], None]] = []
+        self._of_adoption: list[Callable[[float], None]] = []
+
+    def follow(self, reader: ViewReader) -> None:
+        """Call ``reader`` for each later event and action, after the readers that follow already."""
+        kind = type(reader)
+        if kind.happened is not ViewReader.happened:
+            self._of_events.append(reader.happened)
+        if kind.decided is not ViewReader.decided:
+            self._of_actions.append(reader.decided)
+        if kind.adopted is not ViewReader.adopted:
+            self._of_adoption.append(reader.adopted)
+
+    # ---- updates ---------------------------------------------------------------------------------------------------
+
+    def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
+        """Record an event and its actions."""
+        self.touched, self.exited = [], {}
+        self._happened(event, now)
+        for happened in self._of_events:
+            happened(event, actions, now)
+        for action in actions:
+            self.touched = []
+            self._decided(action)
+            for decided in self._of_actions:
+                decided(action, now)
+
+    def adopt(
+        self, workers: Mapping[Worker, tuple[int, int | None]], generation: int, now: float
+    ) -> None:
+        """Begin in the middle of a job.
+
+        Args:
+            workers: pid, 0 if unknown, and rank, None outside the world, of each running process.
+            generation: of their world.
+            now: the time.
+        """
+        self.touched = []
+        members = [(rank, worker) for worker, (_, rank) in workers.items() if rank is not None]
+        for worker, (pid, _) in workers.items():
+            self.workers[worker] = WorkerView(worker, Stage.CONNECTED, pid, now)
+        for _, worker in members:
+            self.workers[worker].running = True
+        self._publish([worker for _, worker in sorted(members)], generation)
+        self.touched = [*self.workers.values()]
+        for adopted in self._of_adoption:
+            adopted(now)
+
+    # ---- queries ---------------------------------------------------------------------------------------------------
+
+    def get(self, worker: Worker) -> WorkerView | None:
+        """Return a process that runs, or that the current decision's event has ended."""
+        return self.workers.get(worker) or self.exited.get(worker)
+
+    # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _happened(self, event: events.Event, now: float) -> None:
+        match event:
+            case events.WorkerSpent(worker):  # the most frequent ones first
+                self._known(worker)
+                self._knows(event.commit, now)
+            case events.WorkerPaced() | events.WorkerDigested():
+                self._knows(event.commit, now)
+            case events.WorkerReady(worker, running=running):
+                known = self._known(worker)
+                if known is not None:
+                    known.running = running
+                    self._move(known, Stage.READY)
+                self._knows(event.commit, now)
+            case events.WorkerConnected(worker, pid):
+                known = self._known(worker)
+                if known is not None:
+                    known.pid, known.connected_at = pid, now
+                    self._move(known, Stage.CONNECTED)
+            case events.WorkerReturned(worker) if worker in self.workers:
+                self._move(self.workers[worker], Stage.RETURNED)
+            case events.WorkerRaised(worker, summary=summary):
+                self._fails(worker, Failure(True, summary))
+                self._knows(event.commit, now)
+            case events.WorkerQuit(worker, call=call) if event.code:
+                self._fails(worker, Failure(False, call))
+            case events.WorkerFrozen(worker, how) if worker in self.workers:
+                self._freeze(self.workers[worker], how)
+            case events.WorkerThawed(worker) if worker in self.workers:
+                self._freeze(self.workers[worker], None)
+            case events.WorkerExited(worker, code):
+                self._exits([worker], code)
+            case events.HostLost(host):
+                self._exits([worker for worker in self.workers if worker.host == host], None)
+            case events.HostReported(host, alive, ordered) if ordered is not None:
+                gone = {worker for worker in ordered if worker.host == host}.difference(alive)
+                self._exits([worker for worker in self.workers if worker in gone], None)
+            case events.CheckpointMade(commit):
+                self._knows(commit, now)
+                self.durable = max(self.durable or commit, commit)
+                self.checkpoints += 1
+                self.checkpoint_at = now
+            case _:
+                pass
+
+    def _decided(self, action: events.Action) -> None:
+        match action:
+            case events.StartWorker(worker):
+                self.started += 1
+                self.workers[worker] = known = WorkerView(worker)
+                self.touched.append(known)
+            case events.PublishWorld(generation, members):
+                self._publish([member.worker for member in members], generation)
+                self.world = action
+            case events.BreakWorld(_, members):
+                self.world, self.broken = None, True
+                for worker in members:
+                    known = self.workers.get(worker)
+                    if known is not None and known.member:
+                        known.recovering = True
+                        self.touched.append(known)
+            case events.FinishWorld():
+                self.world = None
+            case events.TellStandby(worker) if worker in self.workers:
+                self._move(self.workers[worker], Stage.STANDBY)
+            case events.LetGo(worker, reason) if worker in self.workers:
+                self.workers[worker].dismissed = True
+                self._move(self.workers[worker], Stage.LEAVING, reason)
+            case events.KillWorker(worker, reason) if worker in self.workers:
+                self._move(self.workers[worker], Stage.KILLED, reason)
+            case events.EndJob():
+                self.end = self.end or action
+            case _:
+                pass
+
+    def _known(self, worker: Worker) -> WorkerView | None:
+        """Return a process that reports; None if it has exited. Its start may have preceded the first event."""
+        known = self.workers.get(worker)
+        if known is None and worker.incarnation > self._last.get((worker.host, worker.slot), 0):
+            known = self.workers[worker] = WorkerView(worker, Stage.CONNECTED)
+            self.touched.append(known)
+        return known
+
+    def _move(self, known: WorkerView, stage: Stage, why: Reason | None = None) -> None:
+        late = stage in (Stage.CONNECTED, Stage.READY)
+        self.touched.append(known)
+        if known.stage is not Stage.KILLED and not (known.stage is Stage.LEAVING and late):
+            known.stage, known.why = stage, why
+
+    def _fails(self, worker: Worker, failure: Failure) -> None:
+        known = self.workers.get(worker)
+        if known is not None:
+            known.failure = failure
+            self.touched.append(known)
+
+    def _freeze(self, known: WorkerView, how: str | None) -> None:
+        known.frozen = how
+        self.touched.append(known)
+
+    def _exits(self, workers: Iterable[Worker], code: int | None) -> None:
+        for worker in workers:
+            slot = worker.host, worker.slot
+            known = self.workers.pop(worker, None)
+            if known is None:
+                if worker.incarnation <= self._last.get(slot, 0):
+                    continue
+                known = WorkerView(worker)
+            self.exited[worker] = known
+            known.code = code
+            self._last[slot] = max(worker.incarnation, self._last.get(slot, 0))
+
+    def _publish(self, members: Sequence[Worker], generation: int) -> None:
+        self.before, self.ranks = self.ranks, {worker: n for n, worker in enumerate(members)}
+        self.generation, self.broken = generation, False
+        for worker in self.before:
+            known = self.workers.get(worker)
+            if known is not None and worker not in self.ranks:
+                known.member = known.recovering = False
+                self.touched.append(known)
+        for worker, rank in self.ranks.items():
+            known = self.workers.get(worker)
+            if known is None:
+                known = self.workers[worker] = WorkerView(worker)
+            known.member, known.rank, known.recovering = True, rank, False
+            self._move(known, Stage.IN_WORLD)
+        self.trains = any(self.workers[worker].running for worker in self.ranks)
+
+    def _knows(self, commit: Commit | None, now: float) -> None:
+        known = self.newest
+        if commit is None or (known is not None and commit <= known):
+            return
+        same = known is not None and known.generation == commit.generation
+        self.commits += commit.number - (known.number if known is not None and same else 0)
+        self.newest, self.newest_at = commit, now
