@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from elastic.protocol.messages import Worker
+from elastic.driver import events
+from elastic.driver.journal.entries import entry_of
+from elastic.driver.monitoring.job_view import JobView, ViewReader
+from elastic.protocol.messages import Commit, Worker
 
 CHUNK = 1 << 20  # bytes per read
 
@@ -31,63 +34,70 @@ class Heard(Protocol):
 S = TypeVar("S", bound=Heard)
 
 
-@dataclass
-class JobProgress:
+class JobProgress(ViewReader):
     """Facts from the entries so far. Times are the driver's clock, which is this machine's monotonic one."""
 
-    # start of training: the first collective in a world of elastic.run
-    began_at: float | None = None
-    generation: int = 0
-    # of the newest world, by rank, without exited ones
-    members: list[Worker] = field(default_factory=list)
-    # connected workers that have not exited, oldest first
-    pids: dict[Worker, int] = field(default_factory=dict)
-    commits: int = 0  # reported by at least one worker, each counted once; 0 without digests
-    # a worker has returned, or a stop was requested, or the outcome is decided
-    ending: bool = False
-    # a worker has committed a state without shards, so its steps are not counted
-    no_steps: bool = False
-    _newest: tuple[int, int] = (0, 0)
+    def __init__(self, members: Sequence[Worker] = ()) -> None:
+        """``members``: of the previous world, if the entries do not include it."""
+        self.view = JobView()
+        self.view.adopt({worker: (0, rank) for rank, worker in enumerate(members)}, 0, 0.0)
+        # start of training: the first collective in a world of elastic.run
+        self.began_at: float | None = None
+        self.commits = 0  # reported by at least one worker, each counted once; 0 without digests
+        # a worker has returned, or a stop was requested, or the outcome is decided
+        self.ending = False
+        # a worker has committed a state without shards, so its steps are not counted
+        self.no_steps = False
+        self._newest = Commit(0, 0)
+        self.view.follow(self)
 
     def hear(self, entry: Json) -> None:
-        self._event(entry["event"], entry.get("at", 0.0))
-        for action in entry.get("actions") or ():
-            match action["type"]:
-                case "PublishWorld":
-                    self.generation = action["generation"]
-                    self.members = [Worker(*member["worker"]) for member in action["members"]]
-                case "EndJob":
-                    self.ending = True
+        read = entry_of(entry)
+        self.view.note(read.event, read.actions, read.at)
 
-    def _event(self, event: Json, at: float) -> None:
-        match event["type"]:
-            case "WorkerConnected":
-                self.pids[Worker(*event["worker"])] = event["pid"]
-            case "WorkerExited":
-                worker = Worker(*event["worker"])
-                self.pids.pop(worker, None)
-                if worker in self.members:
-                    self.members.remove(worker)
-            case "WorkerResumed":
-                self.began_at = at if self.began_at is None else self.began_at
-            case "WorkerReturned" | "StopRequested":
+    def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
+        match event:
+            case events.WorkerResumed():
+                self.began_at = now if self.began_at is None else self.began_at
+            case events.WorkerReturned() | events.StopRequested():
                 self.ending = True
-            case "WorkerDigested":
+            case events.WorkerDigested(commit=commit, step=step) if commit.number:
                 # Number 0 is the initial state of a world, not a commit.
-                commit = (event["commit"][0], event["commit"][1])
-                if commit[1] and event.get("step", -1) < 0:
-                    self.no_steps = True
-                if commit[1] and commit > self._newest:
+                self.no_steps = self.no_steps or step < 0
+                if commit > self._newest:
                     self._newest = commit
                     self.commits += 1
+            case _:
+                pass
+
+    def decided(self, action: events.Action, now: float) -> None:
+        self.ending = self.ending or isinstance(action, events.EndJob)
+
+    @property
+    def generation(self) -> int:
+        return self.view.generation
+
+    @property
+    def members(self) -> list[Worker]:
+        """Members of the newest world by rank, without exited ones."""
+        return [worker for worker in self.view.ranks if worker in self.view.workers]
+
+    @property
+    def pids(self) -> dict[Worker, int]:
+        """Process ids of connected workers that have not exited, oldest first."""
+        connected = [each for each in self.view.workers.values() if each.pid]
+        connected.sort(key=lambda each: each.connected_at or 0.0)
+        return {each.worker: each.pid for each in connected}
 
     def present(self) -> list[Worker]:
         """Return the members whose process ids are known, by rank."""
-        return [worker for worker in self.members if worker in self.pids]
+        pids = self.pids
+        return [worker for worker in self.members if worker in pids]
 
     def arrived(self) -> list[Worker]:
         """Return the same members, oldest first."""
-        return [worker for worker in self.pids if worker in self.members]
+        members = self.members
+        return [worker for worker in self.pids if worker in members]
 
 
 class JournalTail(Generic[S]):

@@ -17,7 +17,7 @@ stored.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Union
 
@@ -131,8 +131,10 @@ class _Line(msgspec.Struct):
 
 _encoder = msgspec.json.Encoder()
 _lines = msgspec.json.Decoder(_Line)
-_events: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Union[tuple(Event.__subclasses__())])  # noqa: UP007
-_actions: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Union[tuple(Action.__subclasses__())])  # noqa: UP007
+_EVENTS: Any = Union[tuple(Event.__subclasses__())]  # noqa: UP007
+_ACTIONS: Any = Union[tuple(Action.__subclasses__())]  # noqa: UP007
+_events: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_EVENTS)
+_actions: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_ACTIONS)
 _headers = msgspec.json.Decoder(Header)
 
 
@@ -186,6 +188,16 @@ def decoded(line: bytes) -> Line:
         return Snapshot(parts.snapshot, parts.at, parts.writer)
     actions = [_actions.decode(each) for each in parts.actions]
     return Entry(parts.at, _events.decode(parts.event), actions, parts.error, parts.digest)
+
+
+def entry_of(line: Mapping[str, Any]) -> Entry:
+    """Return the entry of a line that was decoded as plain JSON.
+
+    Raises:
+        msgspec.MsgspecError: it is invalid.
+    """
+    actions = [msgspec.convert(each, _ACTIONS) for each in line.get("actions", ())]
+    return Entry(line.get("at", 0.0), msgspec.convert(line["event"], _EVENTS), actions)
 
 
 def same(recorded: Action | None, now: Action | None) -> bool:

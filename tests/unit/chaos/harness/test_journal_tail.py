@@ -57,9 +57,9 @@ class Written:
 
 def test_the_world_and_its_process_ids_as_they_change(tmp_path):
     written = Written(tmp_path)
-    assert written.follower.look() == JobProgress()  # there is no file yet
+    assert not written.follower.look().pids  # there is no file yet
     written.begin()
-    assert written.follower.look() == JobProgress()  # the settings have no facts
+    assert not written.follower.look().pids  # the settings have no facts
     written.happens(WorkerConnected(B, 102))
     written.happens(WorkerConnected(A, 101))
     story = written.happens(TimePassed(), world(1, A, B))
@@ -144,7 +144,8 @@ def test_an_incomplete_line_is_processed_when_it_is_complete(tmp_path):
 def test_what_is_no_entry_means_nothing(tmp_path):
     journal = tmp_path / "journal.jsonl"
     journal.write_bytes(b'\n{\n[]\n{"journal": 1}\n\xff\xfe\n{"resumed": {"term": 2}}\n3\n')
-    assert JournalTail(journal, JobProgress()).look() == JobProgress()
+    progress = JournalTail(journal, JobProgress()).look()
+    assert (progress.pids, progress.generation, progress.ending) == ({}, 0, False)
 
 
 def test_half_a_line_that_the_next_driver_cuts_off(tmp_path):
