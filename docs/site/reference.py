@@ -25,7 +25,10 @@ from elastic.driver.commandline.kubernetes import kubernetes_cli
 from elastic.driver.commandline.offline import checkpoints_cli, explain_cli, replay_cli
 from elastic.driver.commandline.running_jobs import job_commands
 from elastic.driver.commandline.setup import docs_cli, doctor_cli
+from elastic.driver.events import CheckpointMade
+from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.metrics import JobMetrics, families
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.protocol.messages import Commit, Worker
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -161,11 +164,12 @@ def metrics() -> str:
 
 
 def _metric_rows() -> Iterator[str]:
-    figures = JobMetrics()
-    figures.durable, figures.commit = 1, Commit(1, 1)  # there are some that begin with the first
-    figures.step = 1
+    figures = JobMetrics(TimeSpent(JobView()))
+    # There are some that begin with the first.
+    figures.view.note(CheckpointMade(Commit(1, 1)), [], 0.0)
+    figures.rates.step = 1
     for at in (0.0, 5.0):
-        figures.step_rate.told(Worker("h", 0), int(at), 1, at)
+        figures.rates.steps.told(Worker("h", 0), int(at), 1, at)
     for family in families(figures):
         labels = ", ".join(getattr(family, "_labelnames", ()))
         yield f"| `{family.name}` | {family.type} | {labels} | {_cell(family.documentation)} |"

@@ -45,6 +45,7 @@ from elastic.driver.membership.torch_versions import Versions
 from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.membership.worlds import layout_diff
 from elastic.driver.monitoring.exit_lines import ExitLines
+from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.reports import Reports
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.monitoring.world_lines import phases_line, recovery_line, world_line
@@ -193,7 +194,7 @@ class Driver:
         self._log = log
         self._noted = noted
         self._checkpoint_run = int(job.settings.env.get(RUN, 0))
-        self._tracing = tracing or Tracing(log)
+        self._tracing = tracing or Tracing(log, JobView())
         self._reports = Reports(reported, log)
         self._checkpoints = CheckpointShares()
         self._slots = 0  # number of listed slots
@@ -478,7 +479,6 @@ class Driver:
             self._slots = sum(event.hosts.values())
         if not self._decisions.raised:
             self._journal.record(now, event, answer)
-            self._tracing.noted(event, answer)
             if self._noted is not None:
                 self._noted(event, answer, now)
         return self._decisions.follow(event, answer, now)

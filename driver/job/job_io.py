@@ -9,7 +9,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,8 @@ from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
 from elastic.driver.monitoring.debounce_timer import DebounceTimer
 from elastic.driver.monitoring.explain.run_report import RunReport
-from elastic.driver.monitoring.ongoing_failure import OngoingFailure
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.ongoing_failure import failure_lasts
 from elastic.driver.monitoring.recovery_traces import RecoveryTraces
 from elastic.driver.monitoring.tensorboard_scalars import TensorBoard
 from elastic.driver.monitoring.time_spent import TimeSpent, summary
@@ -60,11 +62,12 @@ _LEVELS = {
 class JobIO:
     """Input and output of one driver. ``place_of`` may be set later, once a membership exists."""
 
+    view: JobView  # on a clock of seconds since 1970
     console: Console
     output: Output
     tracing: Tracing
     metrics: MetricsServer | None
-    spent: TimeSpent | None  # source of the summary at the end
+    summary: bool  # log a summary at the end
     report: RunReport | None
     page: LivePage
     traces: RecoveryTraces | None
@@ -75,7 +78,8 @@ class JobIO:
     level: str  # log level of the console
     line: Callable[[str], None] | None = None  # shows the state at the bottom of a terminal
     raised: dict[Worker, str] = field(default_factory=dict)  # tracebacks that workers have reported
-    failure: OngoingFailure = field(default_factory=OngoingFailure)
+    changing: threading.Lock = field(default_factory=threading.Lock)  # held while the view changes
+    epoch: float | None = None  # from the journal's clock to the view's; None: no event yet
     stopped: bool = False  # stopped by a signal: do not wait for a slow reader of the output
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
@@ -96,22 +100,20 @@ class JobIO:
             self.output.tracebacks.stopped = True
         if isinstance(event, WorkerRaised):
             self.raised[event.worker] = event.traceback
-        self.failure.note(event, actions)
-        self.page.noted(event, actions, now)
-        if self.spent is not None:
-            self.spent.note(event, actions, now)
-        if self.report is not None:
-            self.report.note(event, actions, now)
-        if self.metrics is not None:
-            self.metrics.note(event, actions, now)
-        if self.traces is not None:
-            self.traces.note(actions, now)
-        if self.tensorboard is not None:
-            self.tensorboard.note(actions)
+        if self.epoch is None:
+            self.epoch = time.time() - now
+        with self.changing:
+            self.view.note(event, actions, self.epoch + now)
+        self.page.changed()
+
+    def adopted(self, workers: Mapping[Worker, tuple[int, int | None]], generation: int) -> None:
+        """Record the workers of the previous driver; see `JobView.adopt`."""
+        with self.changing:
+            self.view.adopt(workers, generation, time.time())
 
     def unfolding(self) -> bool:
         """Return whether summaries of log lines wait for the end of a failure."""
-        return self.failure.lasts(self.output.sent)
+        return failure_lasts(self.view, self.output.sent)
 
     def log_remaining(self, *, last: bool = False) -> None:
         """Log exceptions of workers that were not logged yet.
@@ -138,8 +140,11 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
     if job.streams is None and is_terminal(sys.stderr) and job.environ.get("TERM") != "dumb":
         status = StatusLine(stderr, lambda: columns_of(2))
         stdout, stderr = status.write if stdout == stderr else stdout, status.write
+    view, changing = JobView(), threading.Lock()
+    spent = TimeSpent(view)
     page = LivePage(
         PageModel(
+            spent,
             name=job.name,
             command=readable(job.command),
             least=job.settings.workers_min,
@@ -174,30 +179,35 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
     try:
         for note_level, line in job.notes:
             console(note_level, line)
-        tracing = Tracing(console)
+        tracing = Tracing(console, view)
         if job.settings.timeline is not None:
             tracing.open(job.settings.timeline)
             console("info", f"timeline: {job.settings.timeline}")
         if job.metrics is not None:
-            from elastic.driver.monitoring.metrics import (
-                MetricsServer,  # its import takes a tenth of a second
-            )
+            # Its import takes a tenth of a second.
+            from elastic.driver.monitoring.metrics import JobMetrics, MetricsServer
 
-            metrics = MetricsServer(*job.metrics)
+            metrics = MetricsServer(*job.metrics, JobMetrics(spent), changing)
             host = f"[{job.metrics[0]}]" if ":" in job.metrics[0] else job.metrics[0]
             console("info", f"serving metrics at http://{host}:{metrics.port}/metrics")
-        spent = TimeSpent() if job.summary else None
         report = None
         if job.report is not None:
-            report = RunReport(Path(job.report), job.command, job.settings)
+            report = RunReport(Path(job.report), job.command, job.settings, spent)
+        traces = tensorboard = None
+        if job.opentelemetry:
+            traces = RecoveryTraces(job.name, job.environ, console)
+            view.follow(traces)
+        if job.tensorboard:
+            tensorboard = TensorBoard(Path(job.tensorboard), console)
+            view.follow(tensorboard)
         job_io = JobIO(
-            *(console, output, tracing, metrics, spent, report, page),
-            RecoveryTraces(job.name, job.environ, console) if job.opentelemetry else None,
-            TensorBoard(Path(job.tensorboard), console) if job.tensorboard else None,
+            *(view, console, output, tracing, metrics, job.summary, report, page),
+            *(traces, tensorboard),
             operator_desk(job, page, console),
             lambda worker: None,
             level,
             _shown_by(status, output),
+            changing=changing,
         )
         found.append(job_io)
         yield job_io
@@ -207,8 +217,8 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         timer.cancel()
         if found:
             found[0].log_remaining()
-        if found and found[0].spent is not None:
-            console("info", "\n".join(summary(found[0].spent)))
+        if found and found[0].summary:
+            console("info", "\n".join(summary(spent)))
         if found and found[0].report is not None:
             _write(found[0].report, console)
         if metrics is not None:

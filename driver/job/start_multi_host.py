@@ -462,15 +462,7 @@ class _Run:
         for worker, record in membership.roster.items():
             place = membership.place_of(worker)
             found[worker] = record.pid, None if place is None else place.rank
-        self.job_io.page.adopted(found, membership.generation)
-        members = [(worker, rank) for worker, (_, rank) in found.items() if rank is not None]
-        if self.job_io.metrics is not None:
-            self.job_io.metrics.adopt(members, membership.generation)
-        if self.job_io.spent is not None:
-            self.job_io.spent.stalls.adopt(members, membership.generation)
-        if self.job_io.report is not None:
-            ranks = {worker: rank for worker, (_, rank) in found.items()}
-            self.job_io.report.adopt(ranks, membership.generation)
+        self.job_io.adopted(found, membership.generation)
 
     def _adopted(self, clock_offset: float) -> driver_loop.Adopted | None:
         if self.past is None:

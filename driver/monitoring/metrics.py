@@ -27,19 +27,18 @@ from prometheus_client.registry import Collector
 
 from elastic.driver import events
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
-from elastic.driver.monitoring.commit_rate import CommitRate
 from elastic.driver.monitoring.dashboard.http_requests import is_ours
-from elastic.driver.monitoring.step_rate import StepRate
+from elastic.driver.monitoring.job_rates import JobRates
+from elastic.driver.monitoring.job_view import Stage, ViewReader
 from elastic.driver.monitoring.straggler_waits import Histogram, StragglerWaits
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import ReasonKind
 from elastic.errors import Invalid
-from elastic.protocol.messages import Commit, Worker
+from elastic.protocol.messages import Worker
 from elastic.protocol.report_values import Report
 
 VISITORS = 32  # concurrent scrapes
 VISIT_S = 5.0
-STAGES = ("starting", "connected", "ready", "standby", "training", "returned", "leaving", "killed")
 PHASES = 64  # limit of recovery phases, over all kinds
 RANKS, NAMES = 64, 64  # reported values: ranks below RANKS, and names of each
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of histograms
@@ -71,146 +70,68 @@ def _durations() -> Histogram:
     return Histogram(BOUNDS_S)
 
 
-class JobMetrics:
-    """All counted values of one job."""
+class JobMetrics(ViewReader):
+    """All counted values of one job. The times of ``spent`` and its view are seconds since 1970."""
 
-    def __init__(self) -> None:
-        self.stages: dict[Worker, str] = {}
-        self.generation = 0
-        self.size = 0
+    def __init__(self, spent: TimeSpent) -> None:
         self.recoveries: dict[str, Histogram] = defaultdict(_durations)  # by kind
         self.phases: dict[tuple[str, str], Histogram] = defaultdict(_durations)  # by kind and phase
         self.fenced: Counter[str] = Counter(dict.fromkeys(FENCES.values(), 0))  # by kind
-        self.started = 0
         self.lost = 0
         self.waits: dict[Worker, Waits] = {}
         self.stragglers: frozenset[Worker] = frozenset()
-        self.commit: Commit | None = None
-        self.committed_at = 0.0  # seconds since 1970: when the driver received it
-        self.commits = 0  # commits of the whole job
-        self.durable = 0
-        self.durable_at = 0.0  # seconds since 1970
         self.reported: dict[int, dict[str, float]] = {}  # reported values by rank and name
-        self.over = False
-        self.spent = TimeSpent()
-        self.rate = CommitRate(self.spent.stalls)
-        self.step_rate = StepRate(self.spent.stalls)
-        self.step: int | None = None  # step counter of the state at the newest commit
-        self._first: Worker | None = None  # rank 0
-        self._expected_to_go: set[Worker] = set()
+        self.spent = spent
+        self.view = spent.view
+        self.rates = JobRates(spent)
         self.waited_for = StragglerWaits()
         self._judge = Stragglers()
-        self._now = 0.0
+        self.view.follow(self)
 
-    def adopt(self, members: Sequence[tuple[Worker, int]], generation: int) -> None:
-        """Adopt the world of the previous driver."""
-        self.generation, self.size = generation, len(members)
-        self._first = members[0][0] if members else None
-        self._judge = Stragglers(size=self.size)
-        self.stages.update((worker, "training") for worker, _ in members)
-        self.spent.stalls.adopt(members, generation)
+    def adopted(self, now: float) -> None:
+        self._judge = Stragglers(size=len(self.view.ranks))
 
     def report(self, report: Report) -> None:
         """Store the numbers of the outermost dict; ranks outside the world or beyond RANKS are ignored."""
-        if report.rank >= min(RANKS, self.size):
+        if report.rank >= min(RANKS, len(self.view.ranks)):
             return
         values = self.reported.setdefault(report.rank, {})
         for name, value in report.metrics.items():
             if isinstance(value, int | float) and (name in values or len(values) < NAMES):
                 values[name] = float(value)
 
-    def note(self, event: events.Event, actions: Sequence[events.Action], now: float = 0.0) -> None:
-        """Record an event and its actions, ``now`` seconds since 1970."""
-        self._now = now
-        self.spent.note(event, actions, now)
-        self._happened(event)
-        for action in actions:
-            self._decided(action)
+    def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
+        for worker, known in self.view.exited.items():
+            self.waits.pop(worker, None)
+            self.stragglers -= {worker}
+            self.waited_for.gone(worker)
+            fenced = known.why is not None and known.why.kind in FENCES
+            expected = known.dismissed or (known.stage is Stage.KILLED and not fenced)
+            self.lost += known.code != 0 and not expected and self.view.end is None
+        if isinstance(event, events.WorkerPaced):
+            self._paced(event)
 
-    def _happened(self, event: events.Event) -> None:
-        match event:
-            case events.WorkerConnected(worker):
-                self._move(worker, "connected")
-            case events.WorkerReady(worker, _, commit):
-                self._move(worker, "ready")
-                self._committed(commit)
-            case events.WorkerReturned(worker):
-                self._move(worker, "returned")
-            case events.WorkerDigested(commit=commit):
-                self._committed(commit)
-            case events.WorkerSpent(worker, commit=commit):
-                self._committed(commit)
-                if worker == self._first:
-                    self.step_rate.told(worker, event.steps, event.batch, self._now)
-                    self.step = event.step
-            case events.WorkerPaced():
-                self._paced(event)
-            case events.CheckpointMade(commit):
-                self._committed(commit)
-                self.durable, self.durable_at = self.durable + 1, self._now
-            case events.WorkerExited(worker, code):
-                if self.stages.pop(worker, None) is None:
-                    return
-                self.waits.pop(worker, None)
-                self.stragglers -= {worker}
-                self.waited_for.gone(worker)
-                if code and not self.over and worker not in self._expected_to_go:
-                    self.lost += 1
-                self._expected_to_go.discard(worker)
-            case _:
-                pass
-
-    def _decided(self, action: events.Action) -> None:
+    def decided(self, action: events.Action, now: float) -> None:
         match action:
-            case events.StartWorker(worker):
-                self.started += 1
-                self.stages[worker] = "starting"
-            case events.PublishWorld(generation, members):
-                self.generation, self.size = generation, len(members)
-                self._first = members[0].worker
-                self._judge, self.stragglers = Stragglers(size=len(members)), frozenset()
+            case events.PublishWorld():
+                size = len(self.view.ranks)
+                self._judge, self.stragglers = Stragglers(size=size), frozenset()
                 self.waited_for.new_world()
-                for rank in [rank for rank in self.reported if rank >= self.size]:
+                for rank in [rank for rank in self.reported if rank >= size]:
                     del self.reported[rank]
-                for member in members:
-                    self._move(member.worker, "training")
-            case events.TellStandby(worker):
-                self._move(worker, "standby")
-            case events.LetGo(worker):
-                self._expected_to_go.add(worker)
-                self._move(worker, "leaving")
-            case events.KillWorker(worker, reason):
-                if reason.kind in FENCES:
-                    self.fenced[FENCES[reason.kind]] += 1
-                else:
-                    self._expected_to_go.add(worker)
-                self._move(worker, "killed")
+            case events.KillWorker(_, reason) if reason.kind in FENCES:
+                self.fenced[FENCES[reason.kind]] += 1
             case events.ReportRecovery(_, kind, _, _, total_ms, phases_ms):
                 self.recoveries[kind].add(total_ms / 1e3)
                 for phase, ms in phases_ms.items():
                     if (kind, phase) in self.phases or len(self.phases) < PHASES:
                         self.phases[kind, phase].add(ms / 1e3)
-            case events.EndJob():
-                self.over = True
             case _:
                 pass
 
-    def _move(self, worker: Worker, stage: str) -> None:
-        if self.stages.get(worker, "killed") != "killed":  # late reports are possible
-            self.stages[worker] = stage
-
-    def _committed(self, commit: Commit | None) -> None:
-        if commit is None or (self.commit is not None and commit <= self.commit):
-            return
-        same = self.commit is not None and self.commit.generation == commit.generation
-        self.commits += commit.number - (self.commit.number if self.commit and same else 0)
-        self.commit, self.committed_at = commit, self._now
-        self.rate.committed(self.commits, self._now)
-
     def _paced(self, event: events.WorkerPaced) -> None:
-        if event.worker not in self.stages or event.generation != self.generation:
+        if event.worker not in self.view.workers or event.generation != self.view.generation:
             return
-        self._committed(event.commit)
         waits = self.waits.setdefault(event.worker, Waits())
         waits.collectives += event.collectives
         waits.waited_s += event.waited_s
@@ -222,13 +143,15 @@ class JobMetrics:
 
 def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
     """Return the metric families in Prometheus format, ``now`` seconds since 1970. Pure."""
-    stages = Counter(figures.stages.values())
-    yield _gauge("workers", "Worker processes by stage.", "stage", ((s, stages[s]) for s in STAGES))
+    view, rates = figures.view, figures.rates
+    stages = Counter(known.stage for known in view.workers.values())
+    numbers = ((stage.value, stages[stage]) for stage in Stage)
+    yield _gauge("workers", "Worker processes by stage.", "stage", numbers)
     yield GaugeMetricFamily(
-        "elastic_generation", "Generation of the current world.", value=figures.generation
+        "elastic_generation", "Generation of the current world.", value=view.generation
     )
     yield GaugeMetricFamily(
-        "elastic_world_size", "Workers in the current world.", value=figures.size
+        "elastic_world_size", "Workers in the current world.", value=len(view.ranks)
     )
     recoveries = HistogramMetricFamily(
         "elastic_recovery_seconds",
@@ -253,7 +176,7 @@ def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
         figures.fenced.items(),
     )
     yield CounterMetricFamily(
-        "elastic_started_workers", "Workers started.", value=float(figures.started)
+        "elastic_started_workers", "Workers started.", value=float(view.started)
     )
     yield CounterMetricFamily(
         "elastic_lost_workers", "Workers that ended with an error.", value=float(figures.lost)
@@ -262,7 +185,7 @@ def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
         "straggler",
         "1 for a straggler.",
         "worker",
-        ((str(w), w in figures.stragglers) for w in figures.stages),
+        ((str(w), w in figures.stragglers) for w in view.workers),
     )
     waited_for = HistogramMetricFamily(
         "elastic_waited_for_seconds",
@@ -307,53 +230,49 @@ def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
         (
             "steps_per_second",
             "Optimizer steps per second; 0 while no step can complete.",
-            figures.step_rate.steps(at),
+            rates.steps.steps(at),
         ),
         (
             "samples_per_second",
             "Samples per second of all workers, if a loader in the state has a batch size.",
-            figures.step_rate.samples(at, figures.size),
+            rates.steps.samples(at, len(view.ranks)),
         ),
-        ("step", "Step counter of the state at the newest commit, if it has one.", figures.step),
+        ("step", "Step counter of the state at the newest commit, if it has one.", rates.step),
     ):
         if value is not None:
             yield GaugeMetricFamily(f"elastic_{name}", text, value=value)
-    yield CounterMetricFamily("elastic_commits", "Commits of the job.", value=figures.commits)
+    yield CounterMetricFamily("elastic_commits", "Commits of the job.", value=view.commits)
     yield CounterMetricFamily(
-        "elastic_durable_commits", "Commits that became durable.", value=figures.durable
+        "elastic_durable_commits", "Commits that became durable.", value=view.checkpoints
     )
-    if figures.durable:
+    if view.checkpoint_at is not None:
         yield GaugeMetricFamily(
             "elastic_last_durable_commit_timestamp_seconds",
             "Time at which the newest durable commit completed, in seconds since 1970.",
-            value=figures.durable_at,
+            value=view.checkpoint_at,
         )
         yield GaugeMetricFamily(
             "elastic_last_durable_commit_age_seconds",
             "Age of the newest durable commit.",
-            value=max(0.0, now - figures.durable_at),
+            value=max(0.0, now - view.checkpoint_at),
         )
-    if figures.commit is not None:
+    if view.newest is not None:
         for name, text, value in (
             (
                 "commit_number",
                 "Number of the newest known commit within its generation.",
-                figures.commit.number,
+                view.newest.number,
             ),
-            (
-                "commit_generation",
-                "Generation of the newest known commit.",
-                figures.commit.generation,
-            ),
+            ("commit_generation", "Generation of the newest known commit.", view.newest.generation),
             (
                 "last_commit_timestamp_seconds",
                 "Time at which the driver received the newest commit, in seconds since 1970.",
-                figures.committed_at,
+                view.newest_at,
             ),
             (
                 "commits_per_second",
                 "Latest measured rate; falls to 0 while no commit is possible.",
-                figures.rate.value(figures.spent.now) or 0.0,
+                rates.commits.value(figures.spent.now) or 0.0,
             ),
         ):
             yield GaugeMetricFamily(f"elastic_{name}", text, value=value)
@@ -465,12 +384,23 @@ def refuse_other_names(server: Any, own: str) -> None:
 
 
 class MetricsServer(Collector):
-    """Serves the metrics of one job. Raises Invalid if it cannot listen."""
+    """Serves the metrics of one job.
 
-    def __init__(self, address: str, port: int) -> None:
-        self._figures = JobMetrics()
-        self._changing = threading.Lock()  # the driver's thread writes, a scrape's thread reads
-        self._epoch: float | None = None  # offset from the journal's clock to seconds since 1970
+    Args:
+        address: where it listens.
+        port: 0: a free one.
+        figures: what it serves.
+        changing: held by the driver's thread while it changes ``figures``, which a scrape's thread reads.
+
+    Raises:
+        Invalid: it cannot listen.
+    """
+
+    def __init__(
+        self, address: str, port: int, figures: JobMetrics, changing: threading.Lock
+    ) -> None:
+        self._figures = figures
+        self._changing = changing
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -485,25 +415,13 @@ class MetricsServer(Collector):
             refuse_other_names(self._server, address)
         self.port = self._server.server_port
 
-    def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """Record an event and its actions. ``now``: on the journal's monotonic clock."""
-        with self._changing:
-            if self._epoch is None:
-                self._epoch = time.time() - now
-            self._figures.note(event, actions, self._epoch + now)
-
-    def adopt(self, members: Sequence[tuple[Worker, int]], generation: int) -> None:
-        """Adopt the world of the previous driver; see `JobMetrics.adopt`."""
-        with self._changing:
-            self._figures.adopt(members, generation)
-
     def report(self, report: Report) -> None:
         with self._changing:
             self._figures.report(report)
 
     def collect(self) -> Iterable[Metric]:
         with self._changing:
-            self._figures.spent.go_on(time.time())
+            self._figures.spent.go_on(time.time())  # moves no more than the end of the accounting
             return [*families(self._figures, time.time())]
 
     def close(self) -> None:

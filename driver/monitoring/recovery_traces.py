@@ -11,11 +11,11 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic.driver.events import Action, ReportRecovery
+from elastic.driver.monitoring.job_view import ViewReader
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 
@@ -50,8 +50,11 @@ def phases_of(report: ReportRecovery) -> list[tuple[str, float, float]]:
     return found
 
 
-class RecoveryTraces:
-    """Traces of one job. ``processors``: destinations of spans, instead of those that the variables configure."""
+class RecoveryTraces(ViewReader):
+    """Traces of one job, on a clock of seconds since 1970.
+
+    ``processors``: destinations of spans, instead of those that the variables configure.
+    """
 
     def __init__(
         self,
@@ -80,15 +83,10 @@ class RecoveryTraces:
         self._first_warnings = ExportErrorHandler(log)
         self._below = set_span_in_context
         self._job = job
-        self._epoch: float | None = None  # offset from the journal's clock to seconds since 1970
 
-    def note(self, actions: Sequence[Action], now: float) -> None:
-        """Record the actions of an event, ``now`` on the journal's clock."""
-        if self._epoch is None:
-            self._epoch = time.time() - now
-        for action in actions:
-            if isinstance(action, ReportRecovery):
-                self._record(action, self._epoch + now)
+    def decided(self, action: Action, now: float) -> None:
+        if isinstance(action, ReportRecovery):
+            self._record(action, now)
 
     def _record(self, report: ReportRecovery, ended: float) -> None:
         began_ns = int((ended - report.total_ms / 1e3) * 1e9)

@@ -15,11 +15,12 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic.driver import events
+from elastic.driver.monitoring.job_view import JobView, ViewReader
 from elastic.driver.reasons import counted
 from elastic.protocol.messages import COPY, Worker
 
@@ -97,20 +98,18 @@ class OpenWait:
     workers: set[Worker] = field(default_factory=set)
 
 
-class Stalls:
+class Stalls(ViewReader):
     """Stalls of one job.
 
     The cost of an event does not depend on the number of members, except at the end of a world or wait.
     """
 
-    def __init__(self) -> None:
-        self.ranks: dict[Worker, int] = {}  # members of the present world
+    def __init__(self, view: JobView) -> None:
+        self.view = view
+        self._ranks: Mapping[Worker, int] = {}  # of the world whose members may wait
         self.past: deque[Stall] = deque(maxlen=KEPT)
         self.count = 0  # number of past stalls
-        self._generation = 0
-        self._whole = False  # the world has not broken, as far as known
-        self._running: set[Worker] = set()  # workers in elastic.run at their last Ready
-        self._trains = False  # members of the world are in elastic.run
+        self._whole = False  # the world has several members and has not broken, as far as known
         self._waits: dict[tuple[str, int], OpenWait] = {}
         self._waits_in: dict[Worker, tuple[str, int]] = {}
         self._late: dict[Worker, None] = {}  # members that do not wait and have not returned
@@ -118,67 +117,49 @@ class Stalls:
         self._marked: set[Worker] = set()  # members in a phase that the script marks as long
         # Script lines of a member in the current wait, with counts, since it may have moved before the last report.
         self._lines: dict[Worker, Counter[str]] = {}
-        self._frozen: dict[Worker, str] = {}
         self._intervals: deque[float] = deque(maxlen=INTERVALS)
         # Past stalls, merged: begins, ends, and cumulative durations.
         self._begins: list[float] = []
         self._ends: list[float] = []
         self._sums: list[float] = []
+        view.follow(self)
 
     # ---- updates ---------------------------------------------------------------------------------------------------
 
-    def adopt(self, members: Iterable[tuple[Worker, int]], generation: int) -> None:
-        """Adopt the world of the previous driver."""
-        ranks = dict(members)
-        self._running.update(ranks)
-        self._new_world(ranks, generation)
+    def adopted(self, now: float) -> None:
+        self._new_world()
 
-    def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """Record an event and its actions."""
-        self._happened(event, now)
-        for action in actions:
-            self._decided(action, now)
-
-    def _happened(self, event: events.Event, now: float) -> None:
+    def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
+        view = self.view
+        for worker in view.exited:
+            self._gone(worker, now, StallEnd.LOST)
         match event:
             case events.WorkerProgressed(worker, generation):
-                if generation == self._generation and worker in self.ranks and self._whole:
+                if generation == view.generation and worker in self._ranks and self._whole:
                     self._progressed(event, now)
             case events.WorkerLocated(worker, generation, line):
-                if generation == self._generation and line and self._waits:
+                if generation == view.generation and line and self._waits:
                     self._lines.setdefault(worker, Counter())[line] += 1
             case events.WorkerPaced(worker, generation):
-                if generation == self._generation and event.over_s > 0 and event.collectives:
+                if generation == view.generation and event.over_s > 0 and event.collectives:
                     self._paced(event, now)
-            case events.WorkerReady(worker, running=running):
-                if worker in self.ranks and self._whole:
+            case events.WorkerReady(worker):
+                if worker in self._ranks and self._whole:
                     self._leave(worker, now)
-                    if self._trains:
+                    if view.trains:
                         self._enter(worker, ("", -1), OpenWait(now, now, "", ""))
                     self._late.pop(worker, None)  # a script that prepares itself is not a culprit
-                (self._running.add if running else self._running.discard)(worker)
             case events.WorkerReturned(worker):
                 self._leave(worker, now)
                 self._late.pop(worker, None)
-            case events.WorkerFrozen(worker, how):
-                self._frozen[worker] = how or "not able to run"
-            case events.WorkerThawed(worker):
-                self._frozen.pop(worker, None)
             case events.WorkerRaised(worker) | events.WorkerQuit(worker):
                 self._gone(worker, now, StallEnd.LOST)
-            case events.WorkerExited(worker):
-                self._gone(worker, now, StallEnd.LOST)
-                self._frozen.pop(worker, None)
-                self._running.discard(worker)
-            case events.HostLost(host):
-                for worker in [each for each in self._late if each.host == host]:
-                    self._gone(worker, now, StallEnd.LOST)
             case events.DriverRestarted():
                 self._forget()  # workers report again how long they have waited
             case _:
                 pass
 
-    def _decided(self, action: events.Action, now: float) -> None:
+    def decided(self, action: events.Action, now: float) -> None:
         match action:
             case events.KillWorker(worker):
                 self._gone(worker, now, StallEnd.KILLED)
@@ -186,9 +167,9 @@ class Stalls:
                 self._over(now, StallEnd.BROKEN)
             case events.CallOffChange():
                 self._complete(("", -1), now)
-            case events.PublishWorld(generation, members):
+            case events.PublishWorld():
                 self._over(now, StallEnd.RESUMED)  # not a failure but a planned change
-                self._new_world({m.worker: rank for rank, m in enumerate(members)}, generation)
+                self._new_world()
             case events.FinishWorld():
                 self._over(now, StallEnd.RESUMED)
             case events.EndJob():
@@ -238,7 +219,7 @@ class Stalls:
 
         None if no member waits, or if more than half of the members are waited for.
         """
-        if not self._waits or 2 * len(self._late) > len(self.ranks):
+        if not self._waits or 2 * len(self._late) > len(self._ranks):
             return None
         wait = min(self._waits.values(), key=lambda each: each.since)
         return self._of(wait, now, [*self._late]) if self._late else None
@@ -266,10 +247,10 @@ class Stalls:
 
     # ---- private ---------------------------------------------------------------------------------------------------
 
-    def _new_world(self, ranks: dict[Worker, int], generation: int) -> None:
-        self.ranks, self._generation, self._whole = ranks, generation, len(ranks) > 1
-        self._trains = not self._running.isdisjoint(ranks)
-        self._late = dict.fromkeys(ranks)
+    def _new_world(self) -> None:
+        self._ranks = self.view.ranks
+        self._whole = len(self._ranks) > 1
+        self._late = dict.fromkeys(self._ranks)
         for known in (self._progressed_at, self._lines):
             known.clear()
         self._marked.clear()
@@ -327,7 +308,7 @@ class Stalls:
 
     def _gone(self, worker: Worker, now: float, end: StallEnd) -> None:
         """Handle a process that exited or is about to: waits for it are over, whatever happens to the others."""
-        if worker not in self.ranks:
+        if worker not in self._ranks:
             return
         if worker in self._late or (end is StallEnd.KILLED and not self._late):
             self._over(now, end, [] if worker in self._late else [worker])
@@ -362,15 +343,19 @@ class Stalls:
         return max(wait.since, self._progressed_at.get(worker, wait.since))
 
     def _of(self, wait: OpenWait, now: float, late: Sequence[Worker]) -> Stall:
-        ranked = sorted(late, key=lambda worker: self.ranks[worker])
+        ranked = sorted(late, key=lambda worker: self._ranks[worker])
         named = tuple(
-            Culprit(w, self.ranks[w], self._line(w), self._frozen.get(w, ""))
-            for w in ranked[:CULPRITS]
+            Culprit(w, self._ranks[w], self._line(w), self._frozen(w)) for w in ranked[:CULPRITS]
         )
         held = [self._held_since(worker, wait) for worker in late if worker in self._late]
         since = min(held, default=wait.last)
         more, others = len(ranked) - len(named), len(self._waits_in)
         return Stall(since, now, named, more, others, wait.where, wait.line)
+
+    def _frozen(self, worker: Worker) -> str:
+        known = self.view.get(worker)
+        how = None if known is None else known.frozen
+        return "" if how is None else how or "not able to run"
 
     def _line(self, worker: Worker) -> str:
         lines = self._lines.get(worker)

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from elastic.driver.events import Action, PublishWorld, ReportRecovery
+from elastic.driver.events import Action, Event, PublishWorld, ReportRecovery
 from elastic.driver.monitoring.explain.reported_series import STEP
+from elastic.driver.monitoring.job_view import ViewReader
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.protocol.report_values import Report
@@ -93,7 +94,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class TensorBoard:
+class TensorBoard(ViewReader):
     """Writes the scalars of one job below ``folder``. Raises Invalid if tensorboardX is not installed."""
 
     def __init__(self, folder: Path, log: Log) -> None:
@@ -112,8 +113,8 @@ class TensorBoard:
     def report(self, report: Report) -> None:
         self._give(self._reports.of(report))
 
-    def note(self, actions: Sequence[Action]) -> None:
-        self._give(of_actions(actions, time.time()))
+    def happened(self, event: Event, actions: Sequence[Action], now: float) -> None:
+        self._give(of_actions(actions, now))
 
     def close(self) -> None:
         """Write the remaining scalars, within CLOSE_S."""

@@ -25,6 +25,7 @@ from typing import Literal
 import msgspec
 
 from elastic.driver import events
+from elastic.driver.monitoring.job_view import JobView, ViewReader
 from elastic.driver.monitoring.stalls import Stall, Stalls
 from elastic.protocol.messages import Part, Times, Worker
 
@@ -64,7 +65,6 @@ class Spent:
     said: Times = field(default_factory=Times)
     said_at: float | None = None
     doing: Part = "joining"
-    running: bool = False  # it was in elastic.run at its last Ready
     generation: int = 0  # generation of the last world that it was in
     joined: int = 0  # generation of the first world in which it trains
     trains_since: float | None = None  # time when that world was published
@@ -168,11 +168,12 @@ def _less(parts: dict[str, float], stalled: Mapping[str, float]) -> dict[str, fl
     return parts | {"stalled": found}
 
 
-class TimeSpent:
+class TimeSpent(ViewReader):
     """Time of one job, as far as this driver has observed it."""
 
-    def __init__(self) -> None:
-        self.stalls = Stalls()
+    def __init__(self, view: JobView) -> None:
+        self.view = view
+        self.stalls = Stalls(view)
         self.running: dict[Worker, Spent] = {}
         self.gone: list[Spent] = []
         self.older = Seconds()  # total of exited workers that are no longer listed
@@ -182,44 +183,27 @@ class TimeSpent:
         self.now = 0.0  # time of the latest event
         self._stretch: Stretch = "starting"
         self._since: float | None = None
-        self._members: set[Worker] = set()
-        self._trains = False  # the members are in elastic.run
         self._trained = False  # any worker was in elastic.run
-        self._durable_at: float | None = None
         self._steps: Mapping[str, float] | None = None  # of the last worker that reported them
         self._died: list[Spent] = []  # dead workers whose loss is not known yet
+        view.follow(self)
 
-    def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """Record an event and its actions."""
+    def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
         if self._since is None:
             self._since = now
         self.now = now
-        self.stalls.note(event, actions, now)
+        for worker, known in self.view.exited.items():
+            self._ended(worker, now, died=known.code != 0)
         match event:
             case events.WorkerSpent():
                 self._record_report(event, now)
             case events.WorkerReady(worker, running=running):
-                if worker in self.running:
-                    self.running[worker].running = running
-                if worker in self._members and self._stretch == "training":
-                    self._stop(now, first=running and not self._trains)
-            case events.WorkerExited(worker, code):
-                self._ended(worker, now, died=code != 0)
-            case events.HostLost(host):
-                for worker in [each for each in self.running if each.host == host]:
-                    self._ended(worker, now, died=True)
-            case events.HostReported(host, alive, known) if known is not None:
-                for worker in [each for each in self.running if each.host == host]:
-                    if worker in known and worker not in alive:
-                        self._ended(worker, now, died=True)
-            case events.CheckpointMade():
-                self._durable_at = now
+                if worker in self.view.ranks and self._stretch == "training":
+                    self._stop(now, first=running and not self.view.trains)
             case events.DriverRestarted():
                 self._stretch = "training"  # the previous driver's stretch is unknown
             case _:
                 pass
-        for action in actions:
-            self._decided(action, now)
 
     def go_on(self, now: float) -> None:
         """Advance the time without an event. After the end of everything, time does not count."""
@@ -231,27 +215,25 @@ class TimeSpent:
         """True if the job and all its workers have ended, so that the state is final."""
         return self._stretch == "ending" and not self.running
 
-    def _decided(self, action: events.Action, now: float) -> None:
+    def decided(self, action: events.Action, now: float) -> None:
         match action:
             case events.StartWorker(worker):
                 self.running[worker] = Spent(worker, now)
             case events.BreakWorld():
                 if self._stretch == "training":
                     self._begin("recovering", now)
-            case events.PublishWorld(generation, members, _, holders):
+            case events.PublishWorld(generation, holders=holders):
+                view = self.view
                 if not holders:
                     self._all_exited()
-                before, self._members = self._members, {member.worker for member in members}
-                for worker in before - self._members:
-                    if worker in self.running:
+                for worker in view.before:
+                    if worker not in view.ranks and worker in self.running:
                         self._left(self.running[worker], now)
-                known = [self.running[w] for w in self._members if w in self.running]
-                self._trains = any(spent.running for spent in known)
-                self._trained = self._trained or self._trains
-                for spent in known:
+                self._trained = self._trained or view.trains
+                for spent in [self.running[w] for w in view.ranks if w in self.running]:
                     spent.generation = generation
                     spent.stalled_to = now if spent.stalled_to == math.inf else spent.stalled_to
-                    if self._trains and not spent.joined:
+                    if view.trains and not spent.joined:
                         spent.joined, spent.trains_since = generation, now
                 if self._stretch != "ending":
                     self._begin("training", now)
@@ -285,8 +267,7 @@ class TimeSpent:
             spent = self.running[event.worker] = Spent(event.worker, now - age)
             spent.joined = spent.generation = event.generation
             if event.generation:  # not for workers that wait for their first world
-                self._members.add(event.worker)
-                self._trains = self._trained = True
+                self._trained = True
                 spent.stalled_to = spent.began
         self._count_stalls(spent, event.times, now)
         for dead in [*self._died]:
@@ -325,7 +306,7 @@ class TimeSpent:
         self._left(spent, now)
         spent.ended = now
         self.gone.append(spent)
-        if died and worker in self._members and self._stretch != "ending":
+        if died and worker in self.view.ranks and self._stretch != "ending":
             self._died.append(spent)
         if len(self.gone) > 2 * KEPT:
             for old in self.gone[:KEPT]:
@@ -340,7 +321,8 @@ class TimeSpent:
         """
         for dead in self._died:
             assert dead.ended is not None
-            since = dead.began if self._durable_at is None else self._durable_at
+            made_at = self.view.checkpoint_at
+            since = dead.began if made_at is None else made_at
             dead.lost = max(0.0, dead.ended - max(since, dead.began))
         self._died.clear()
 

@@ -29,37 +29,42 @@ MEMBERS_SHOWN = 64
 
 
 class Timeline:
-    """Timeline of one job, over one or several files. The state at the beginning of a file is tracked before."""
+    """Timeline of one job, over one or several files.
+
+    It runs in a thread of its own, so the facts of the view at the time of a call are arguments.
+    """
 
     def __init__(self) -> None:
         self._format = TraceFormat(0, 0)
-        self._recording = False
-        self._world: events.PublishWorld | None = None  # the current world
-        self._ranks: dict[Worker, int] = {}  # ranks in the newest world
         # Process and row -> name of the open span.
         self._begun: dict[tuple[str, str], str] = {}
         self._now_ns = 0
 
-    def begin(self, now_ns: int, epoch_us: int) -> list[str]:
-        """Begin a new file. ``epoch_us``: the current time in microseconds since 1970."""
+    def begin(self, now_ns: int, epoch_us: int, world: events.PublishWorld | None) -> list[str]:
+        """Begin a new file.
+
+        Args:
+            now_ns: the current time.
+            epoch_us: the same in microseconds since 1970.
+            world: the current world, if any.
+        """
         self._format = TraceFormat(now_ns, epoch_us)
-        self._recording = True
         self._begun = {}
         self._now_ns = now_ns
         lines = [*self._format.opening(), *self._format.process(DRIVER, DRIVER, 0)]
-        return lines if self._world is None else lines + self._published(self._world)
+        return lines if world is None else lines + self._published(world)
 
     def end(self, now_ns: int) -> list[str]:
         """Close all spans at the end of a file."""
         self._now_ns = now_ns
-        lines = [line for key, row in list(self._begun) for line in self._end(key, row)]
-        self._recording = False
-        return lines
+        return [line for key, row in list(self._begun) for line in self._end(key, row)]
 
-    def traced(self, worker: Worker, message: messages.Traced) -> list[str]:
-        """Return the lines for records of a worker."""
+    def traced(
+        self, worker: Worker, message: messages.Traced, ranks: Mapping[Worker, int]
+    ) -> list[str]:
+        """Return the lines for records of a worker. ``ranks``: in the newest world."""
         key = str(worker)
-        lines = self._named(worker)
+        lines = self._named(worker, ranks.get(worker))
         lines += self._format.records(key, message.records, message.offset_ns)
         if message.dropped:
             at_ns = message.records[0][3] + message.offset_ns if message.records else self._now_ns
@@ -67,26 +72,18 @@ class Timeline:
         return lines
 
     def noted(
-        self, event: events.Event, actions: Sequence[events.Action], now_ns: int
+        self,
+        event: events.Event,
+        actions: Sequence[events.Action],
+        now_ns: int,
+        ranks: Mapping[Worker, int],
     ) -> list[str]:
-        """Return the lines for an event and its actions. Without an open file, they only update the state."""
+        """Return the lines for an event and its actions. ``ranks``: in the newest world before the actions."""
         self._now_ns = now_ns
-        lines: list[str] = []
-        if self._recording:
-            lines += self._happened(event)
+        lines = self._happened(event)
         for action in actions:
-            if self._recording:
-                lines += self._done(action)
-            self._remember(action)
+            lines += self._done(action, ranks)
         return lines
-
-    def _remember(self, action: events.Action) -> None:
-        match action:
-            case events.PublishWorld(_, members):
-                self._world = action
-                self._ranks = {member.worker: member.place.rank for member in members}
-            case events.BreakWorld() | events.FinishWorld():
-                self._world = None
 
     # ---- events and actions
 
@@ -117,7 +114,7 @@ class Timeline:
                 )
         return []
 
-    def _done(self, action: events.Action) -> list[str]:
+    def _done(self, action: events.Action, ranks: Mapping[Worker, int]) -> list[str]:
         match action:
             case events.StartWorker(worker, _, reason):
                 return self._instant("workers", f"start {worker}", reason=str(reason))
@@ -132,7 +129,7 @@ class Timeline:
             case events.FinishWorld():
                 return self._world_over("all returned")
             case events.PublishWorld():
-                return self._publish(action)
+                return self._publish(action, ranks)
             case events.PrepareChange(_, _, _, reason):
                 return self._begin(DRIVER, "changes", "planned change", reason=str(reason))
             case events.StopMembersAt(_, _, check):
@@ -148,9 +145,9 @@ class Timeline:
                 return self._instant("warnings", text)
         return []
 
-    def _publish(self, world: events.PublishWorld) -> list[str]:
+    def _publish(self, world: events.PublishWorld, ranks: Mapping[Worker, int]) -> list[str]:
         lines = self._world_over("") + self._end(DRIVER, "changes")
-        before, now = self._ranks.keys(), {member.worker for member in world.members}
+        before, now = ranks.keys(), {member.worker for member in world.members}
         for worker in sorted(now - before if before else ()):
             lines += self._instant("workers", f"join {worker}", generation=world.generation)
         for worker in sorted(before - now):
@@ -194,9 +191,9 @@ class Timeline:
 
     # ---- rows
 
-    def _named(self, worker: Worker) -> list[str]:
+    def _named(self, worker: Worker, rank: int | None) -> list[str]:
         """Return the lines that name a worker's process. A worker that left the world keeps its name in it."""
-        key, rank = str(worker), self._ranks.get(worker)
+        key = str(worker)
         if self._format.knows(key):
             return []
         if rank is None:

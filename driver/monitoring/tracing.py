@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.driver.events import Action, Event
+from elastic.driver.events import Action, Event, PublishWorld
+from elastic.driver.monitoring.job_view import JobView, ViewReader
 from elastic.driver.monitoring.timeline import Timeline
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid
@@ -46,11 +47,12 @@ class _Ending:
     alarm: asyncio.TimerHandle | None = None
 
 
-class Tracing:
+class Tracing(ViewReader):
     """Timelines of one job. All methods must be called in the event loop's thread."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, view: JobView) -> None:
         self._log = log
+        self._view = view
         self._send: Send = lambda worker, message: None
         self._workers: set[Worker] = set()  # connected workers
         self._number = 0  # number of the newest timeline
@@ -60,6 +62,7 @@ class Tracing:
         self._waiting = 0  # records waiting to be written
         self._timeline = Timeline()
         self._writer: _Writer | None = None
+        view.follow(self)
 
     def open(self, path: str, *, mark_cycles: bool = False) -> None:
         """Begin to record. Raises Invalid if the file cannot be written."""
@@ -68,7 +71,7 @@ class Tracing:
         self._path, self._mark_cycles = path, mark_cycles
         if self._writer is None:
             self._writer = _Writer(self._timeline, self._taken, self._failed)
-        self._writer.begin(file)
+        self._writer.begin(file, self._view.world)
         for worker in self._workers:
             self._announce(worker)
 
@@ -78,13 +81,10 @@ class Tracing:
         if self._writer is not None:
             self._writer.start()
 
-    def noted(self, event: Event, actions: Sequence[Action]) -> None:
-        """Record an event and its actions."""
-        now_ns = time.monotonic_ns()
-        if self._writer is None:
-            self._timeline.noted(event, actions, now_ns)
-        else:
-            self._writer.put(lambda: self._timeline.noted(event, actions, now_ns))
+    def happened(self, event: Event, actions: Sequence[Action], now: float) -> None:
+        if self._writer is not None and self._path:
+            now_ns, ranks = time.monotonic_ns(), self._view.ranks
+            self._writer.put(lambda: self._timeline.noted(event, actions, now_ns, ranks))
 
     # ---- workers
 
@@ -126,9 +126,9 @@ class Tracing:
             lost = message.dropped + len(message.records)
             message = messages.Traced(message.timeline, message.offset_ns, [], lost)
         self._waiting += len(message.records)
-        number, count = message.timeline, len(message.records)
+        number, count, ranks = message.timeline, len(message.records), self._view.ranks
         self._writer.put(
-            lambda: self._timeline.traced(worker, message), taken=(worker, number, count)
+            lambda: self._timeline.traced(worker, message, ranks), taken=(worker, number, count)
         )
 
     def _taken(self, worker: Worker, number: int, count: int) -> None:
@@ -244,13 +244,13 @@ class _Writer:
             self._loop = asyncio.get_running_loop()
             self._thread.start()
 
-    def begin(self, file: TraceFile) -> None:
+    def begin(self, file: TraceFile, world: PublishWorld | None) -> None:
         now_ns, epoch_us = time.monotonic_ns(), time.time_ns() // 1000
 
         def opened() -> list[str]:
             self._number += 1
             self._file = file
-            return self._timeline.begin(now_ns, epoch_us)
+            return self._timeline.begin(now_ns, epoch_us, world)
 
         self._jobs.put(_Job(opened, first=True))
         with contextlib.suppress(RuntimeError):  # without a running loop, `serve` starts the thread

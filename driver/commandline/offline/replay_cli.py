@@ -33,6 +33,8 @@ from elastic.driver.monitoring.explain.journal_file import (
     read_journal,
 )
 from elastic.driver.monitoring.explain.run_report import write_page
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
@@ -176,6 +178,7 @@ async def _served(path: Path, options: ReplayOptions) -> None:
 def _model(reading: JournalReading, path: Path) -> PageModel:
     settings = reading.settings
     return PageModel(
+        TimeSpent(JobView()),
         name=f"{reading.header.job or path.name}, replayed",
         command=reading.header.command,
         least=settings.workers_min if settings else 1,
@@ -185,7 +188,7 @@ def _model(reading: JournalReading, path: Path) -> PageModel:
 
 def play(model: PageModel, entry: Entry, at: float) -> None:
     """Apply one entry, and the log lines of its actions."""
-    model.note(entry.event, entry.actions, at)
+    model.view.note(entry.event, entry.actions, at)
     for action in entry.actions:
         if isinstance(action, Report):
             for line in action.text.splitlines():

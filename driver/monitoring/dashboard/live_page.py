@@ -9,11 +9,10 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from elastic.driver.events import Action, Event
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
 from elastic.driver.monitoring.dashboard.page_state import Patch
@@ -32,7 +31,6 @@ class LivePage:
     def __init__(self, model: PageModel) -> None:
         self.model = model
         self._server: PageServer | None = None
-        self._epoch: float | None = None  # offset from the journal's clock to seconds since 1970
         self._thread = threading.get_ident()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._line: Callable[[str], None] | None = None
@@ -65,9 +63,7 @@ class LivePage:
 
     def members(self) -> list[Worker]:
         """Return the members of the current world, in rank order."""
-        rows = self.model.state.tables["workers"].values()
-        ranked = sorted((row["rank"], row) for row in rows if row["rank"] is not None)
-        return [Worker(row["host"], row["slot"], row["start"]) for _, row in ranked]
+        return [*self.model.view.ranks]
 
     def worker_of(self, name: str) -> Worker | None:
         """Return the worker with this rank, or in this slot.
@@ -98,20 +94,9 @@ class LivePage:
 
     # ---- updates ---------------------------------------------------------------------------------------------------
 
-    def noted(self, event: Event, actions: Sequence[Action], now: float) -> None:
-        """Record an event and its actions. ``now``: on the journal's monotonic clock."""
-        if self._epoch is None:
-            self._epoch = time.time() - now
-        self.model.note(event, actions, self._epoch + now)
-        self._changed()
-
-    def adopted(self, workers: Mapping[Worker, tuple[int, int | None]], generation: int) -> None:
-        """Adopt the workers of the previous driver; see `PageModel.adopt`."""
-        self.model.adopt(workers, generation, time.time())
-
     def reported(self, report: Report) -> None:
         self.model.report(report.rank, report.metrics, time.time())
-        self._changed()
+        self.changed()
 
     def said(self, level: str, text: str) -> None:
         """Add a line of the driver's log."""
@@ -122,7 +107,7 @@ class LivePage:
         if stream == "usage":
             for piece in pieces:
                 self.model.uses(worker, msgspec.json.decode(piece, type=Usage), time.time())
-            self._changed()
+            self.changed()
             return
         if stream != "stdout" and self.model.expects_stack(worker):
             for piece in pieces:
@@ -134,7 +119,7 @@ class LivePage:
                 break
             if text := _text(piece):
                 self.model.line(stream, label, text, now)
-        self._changed()
+        self.changed()
 
     def _show_line(self) -> None:
         assert self._loop is not None and self._line is not None
@@ -152,9 +137,10 @@ class LivePage:
             return
         for line in lines:
             self.model.line(level, label, line, time.time())
-        self._changed()
+        self.changed()
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Send the changes to the viewers."""
         if self._server is not None:
             self._server.changed()
 

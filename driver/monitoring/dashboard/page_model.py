@@ -3,11 +3,12 @@
 `PageModel` receives events and returns what changed since the last patch; `page_state` defines the format. The same
 model serves a running job and the replay of a journal:
 
-    model = PageModel(name="bert", command=header.command, least=settings.workers_min, most=settings.workers_max)
+    view = JobView()
+    model = PageModel(TimeSpent(view), name="bert", command=header.command, least=1, most=4)
     state = applied(None, model.full(began))
     for entry in entries:
         at = entry.at - header.writer.at + header.writer.unix_s      # seconds since 1970
-        model.note(entry.event, entry.actions, at)
+        view.note(entry.event, entry.actions, at)
         for action in entry.actions:                                # a live page has the driver's own log instead
             if isinstance(action, Report):
                 model.line(action.level, "", action.text, at)
@@ -25,16 +26,16 @@ from typing import Any
 import msgspec
 
 from elastic.driver import events
-from elastic.driver.monitoring.commit_rate import CommitRate
 from elastic.driver.monitoring.dashboard.page_state import PageState, Patch
 from elastic.driver.monitoring.dashboard.worker_grid import WorkerGrid, slot_of
+from elastic.driver.monitoring.job_rates import JobRates
+from elastic.driver.monitoring.job_view import ViewReader
 from elastic.driver.monitoring.shard_status import (
     ShardStatus,
     as_sentence,
     recovery_facts,
     source_sentence,
 )
-from elastic.driver.monitoring.step_rate import StepRate
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import brief
 from elastic.driver.sinks import Usage
@@ -51,10 +52,12 @@ SLOW_EACH_S = 0.002  # ... plus this much for each worker
 REPORTED_S = 60.0  # a rank that has reported nothing for this long is replaced by the next
 
 
-class PageModel:
-    """Page model of one job, as seen by one driver."""
+class PageModel(ViewReader):
+    """Page model of one job, as seen by one driver. The times of ``spent`` and its view are seconds since 1970."""
 
-    def __init__(self, *, name: str, command: Sequence[str], least: int, most: int) -> None:
+    def __init__(
+        self, spent: TimeSpent, *, name: str, command: Sequence[str], least: int, most: int
+    ) -> None:
         self.state = PageState(
             {
                 "job": {
@@ -81,37 +84,39 @@ class PageModel:
             }
         )
         self.now = 0.0
-        self.spent = TimeSpent()
-        self._grid = WorkerGrid(self.state)
+        self.spent = spent
+        self.view = spent.view
+        self._grid = WorkerGrid(self.state, self.view)
         self._looked_at = -math.inf  # time of the last walk over all workers
-        self._rate = CommitRate(self.spent.stalls)
-        self._step_rate = StepRate(self.spent.stalls)
+        self._rates = JobRates(spent)
+        self._measured: tuple[float, float] | None = None  # the commit rate, as shown
+        self._commit: Commit | None = None  # newest commit, as shown
         self._shards = ShardStatus()
-        self._rank0: Worker | None = None
         self._stalls_told = 0
         self._expects_stack: dict[Worker, float] = {}
         self._asked: set[Worker] = set()  # workers whose stacks an operator requested
         # limit of log lines in the current second
         self._second, self._lines, self._left_out = -math.inf, 0, 0
         self._metric_at: dict[str, float] = {}
+        self.view.follow(self)
 
     # ---- updates ---------------------------------------------------------------------------------------------------
 
-    def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """Record an event and its actions, ``now`` seconds since 1970."""
+    def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
         self._at(now)
-        self.spent.note(event, actions, now)
-        if self.spent.stalls.count != self._stalls_told:
-            self._looked_at = -math.inf  # a stall ended: show it immediately
+        if self.view.touched:
+            self._grid.show(now)
+        self._show_commit()
         self._happened(event)
         facts = self._shards.facts if self._shards.note(event, actions) else None
         if facts is not None:
             self.state.set("shards", {**facts, "text": as_sentence(facts)})
+        if not actions:
+            return
         if any(isinstance(action, events.AnswerRequest) and action.done for action in actions):
             self._requested(event)
         decided: dict[tuple[str, str], list[str]] = {}  # workers by action and reason
         for action in actions:
-            self._decided(action)
             description = _describe_action(action)
             if description is not None:
                 what, target, why = description
@@ -119,20 +124,10 @@ class PageModel:
         for (what, why), names in decided.items():
             self.state.add("decisions", [now, what, _some(names), why])
 
-    def adopt(
-        self, workers: Mapping[Worker, tuple[int, int | None]], generation: int, now: float
-    ) -> None:
-        """Adopt the workers of the previous driver: pid and rank of each."""
+    def adopted(self, now: float) -> None:
         self._at(now)
-        members = [worker for worker, (_, rank) in workers.items() if rank is not None]
-        members.sort(key=lambda worker: workers[worker][1] or 0)
-        self.spent.stalls.adopt(((each, workers[each][1] or 0) for each in members), generation)
-        for worker, (pid, _) in workers.items():
-            self._grid.start(worker, now, "joining").pid = pid
-        self._grid.published(members, now)
-        self._rank0 = members[0] if members else None
-        self._job(phase="training", generation=generation, size=len(members))
-        self.state.add("world", [now, len(members)])
+        self._grid.show(now)
+        self._published()
 
     def report(self, rank: int, metrics: Mapping[str, Any], now: float) -> None:
         """Record values that a worker reported; only numbers of the outermost dict are shown."""
@@ -237,43 +232,20 @@ class PageModel:
     def _happened(self, event: events.Event) -> None:
         grid, now = self._grid, self.now
         match event:
-            case events.WorkerPaced(worker, over_s=over_s):
-                self._committed(event.commit)
-                if over_s > 0:
-                    grid.paced(worker, event.waited_s, over_s, event.commits)
+            case events.WorkerPaced(worker, over_s=over_s) if over_s > 0:
+                grid.paced(worker, event.waited_s, over_s, event.commits)
             case events.WorkerProgressed(worker, inside=inside):
                 grid.change(worker, inside=now - event.waited_s if inside else None)
-            case events.WorkerConnected(worker, pid):
-                grid.change(worker, pid=pid)
-                grid.move(worker, "joining", now)
-            case events.WorkerReady(worker, _, commit):
-                self._committed(commit)
+            case events.WorkerReady(worker):
                 grid.change(worker, inside=None)
-                if worker not in grid.members:
-                    grid.move(worker, "joining", now)
-            case events.WorkerDigested(commit=commit):
-                self._committed(commit)
-            case events.WorkerSpent(worker, commit=commit):
-                self._committed(commit)
+            case events.WorkerSpent():
                 self._far(event)
-            case events.WorkerReturned(worker):
-                grid.move(worker, "done", now)
+            case events.WorkerReturned():
                 self._job(phase="ending")
-            case events.WorkerRaised(worker, summary=summary):
-                grid.move(worker, "lost", now, f"its script raised {summary}"[:LINE])
-            case events.WorkerQuit(worker, call=call) if event.code:
-                what = f"its script called {call}" if call else "its state differs from the world's"
-                grid.move(worker, "lost", now, what)
-            case events.WorkerFrozen(worker, how):
-                grid.change(worker, frozen=how or "it is not able to run")
-            case events.WorkerThawed(worker):
-                grid.change(worker, frozen="")
-            case events.WorkerExited(worker, code):
-                grid.exited(worker, code, event.reason, now)
+            case events.WorkerExited():
+                grid.exited(event, now)
             case events.CheckpointMade(commit):
-                self._committed(commit)
-                durable = self.state.values["durable"] or {"total": 0}
-                self._note_commit("durable", commit, durable["total"] + 1)
+                self._note_commit("durable", commit, self.view.checkpoints)
             case events.HostsChanged(hosts):
                 grid.listed(hosts)
             case events.HostLeaving(host, notice):
@@ -281,6 +253,7 @@ class PageModel:
             case events.HostStaying(host):
                 grid.host(host, state="up", note="")
             case events.HostReported(host, notice=notice):
+                grid.lost(now, "it exited while its host was disconnected")
                 grid.host(host, state="up" if notice is None else "leaving")
             case events.HostLost(host, reason):
                 grid.lost_host(host, reason, now)
@@ -300,28 +273,18 @@ class PageModel:
 
     # ---- decisions -------------------------------------------------------------------------------------------------
 
-    def _decided(self, action: events.Action) -> None:
-        grid, now = self._grid, self.now
+    def decided(self, action: events.Action, now: float) -> None:
+        if isinstance(action, events.PublishWorld):
+            self._published()
+        else:
+            self._grid.show(now)
         match action:
-            case events.StartWorker(worker):
-                grid.start(worker, now)
-            case events.BreakWorld(_, members):
+            case events.BreakWorld():
                 self._job(phase="recovering")
-                for worker in members:
-                    grid.move(worker, "recovering", now)
-            case events.PublishWorld(generation, members, commit=commit):
-                self._published(generation, [member.worker for member in members])
-                self._committed(commit)
             case events.PrepareChange():
                 self._job(phase="changing")
             case events.CallOffChange():
                 self._job(phase="training")
-            case events.TellStandby(worker):
-                grid.move(worker, "standby", now)
-            case events.LetGo(worker, reason):
-                grid.move(worker, "leaving", now, brief(reason))
-            case events.KillWorker(worker, reason):
-                grid.move(worker, "lost", now, f"killed: {brief(reason)}")
             case events.DumpStacks(worker, reason):
                 self.expect_stack(worker, brief(reason), now)
             case events.ReportRecovery():
@@ -341,12 +304,12 @@ class PageModel:
             case _:
                 pass
 
-    def _published(self, generation: int, members: list[Worker]) -> None:
-        self._grid.published(members, self.now)
-        self._rank0 = members[0]
-        if len(members) != self.state.values["job"]["size"]:
-            self.state.add("world", [self.now, len(members)])
-        self._job(phase="training", generation=generation, size=len(members))
+    def _published(self) -> None:
+        size = len(self.view.ranks)
+        self._grid.published(self.now)
+        if size != self.state.values["job"]["size"]:
+            self.state.add("world", [self.now, size])
+        self._job(phase="training", generation=self.view.generation, size=size)
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
 
@@ -359,7 +322,7 @@ class PageModel:
         """Update values derived from all workers, at intervals, since times change even without events."""
         self.now = now
         soon = now - self._looked_at < SLOW_S + SLOW_EACH_S * len(self._grid)
-        if soon and not self.spent.over:
+        if soon and self.spent.stalls.count == self._stalls_told and not self.spent.over:
             return
         self._looked_at = now
         values = self.state.values
@@ -391,7 +354,7 @@ class PageModel:
         for each in [*stalls.past][-new:] if new else ():
             self.state.add("stalls", each.facts())
         self._show_steps(now)
-        rate = self._rate.value(now)
+        rate = self._rates.commits.value(now)
         rate = None if rate is None else round(rate, 3)
         if rate != values["rate"]:
             self.state.set("rate", rate)
@@ -405,18 +368,13 @@ class PageModel:
         if any(job[name] != value for name, value in fields.items()):
             self.state.set("job", {**job, **fields})
 
-    def _committed(self, commit: Commit | None) -> None:
-        known = self.state.values["commit"]
-        if commit is None:
-            return
-        before = (known["generation"], known["number"]) if known else (0, 0)
-        if known is not None and (commit.generation, commit.number) <= before:
-            return
-        same = known is not None and known["generation"] == commit.generation
-        total = (known["total"] if known else 0) + commit.number - (before[1] if same else 0)
-        self._note_commit("commit", commit, total)
-        measured = self._rate.committed(total, self.now)
-        if measured is not None:
+    def _show_commit(self) -> None:
+        if self.view.newest is not None and self.view.newest is not self._commit:
+            self._commit = self.view.newest
+            self._note_commit("commit", self._commit, self.view.commits)
+        measured = self._rates.measured
+        if measured is not None and measured is not self._measured:
+            self._measured = measured
             since, rate = measured[0], round(measured[1], 3)
             speed = self.state.series["speed"]
             if speed and speed[-1][1] == 0.0 and since > speed[-1][0]:
@@ -426,9 +384,8 @@ class PageModel:
 
     def _far(self, event: events.WorkerSpent) -> None:
         """Record the step count of the first member."""
-        if event.worker != self._rank0:
+        if self.view.ranks.get(event.worker) != 0:
             return
-        self._step_rate.told(event.worker, event.steps, event.batch, self.now)
         self._show_steps(self.now)
         known = self.state.values["commit"]
         if known is not None and event.commit is not None and event.step is not None:
@@ -439,8 +396,8 @@ class PageModel:
     def _show_steps(self, now: float) -> None:
         size = self.state.values["job"]["size"]
         for name, value in (
-            ("steps", self._step_rate.steps(now)),
-            ("samples", self._step_rate.samples(now, size)),
+            ("steps", self._rates.steps.steps(now)),
+            ("samples", self._rates.steps.samples(now, size)),
         ):
             shown = None if value is None else round(value, 3)
             if shown != self.state.values[name]:

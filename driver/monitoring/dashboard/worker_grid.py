@@ -8,9 +8,12 @@ from typing import Any
 
 import msgspec
 
+from elastic.driver.events import WorkerExited
 from elastic.driver.membership.failure_detection.root_cause import describe_exit
 from elastic.driver.monitoring.dashboard.page_state import PageState
+from elastic.driver.monitoring.job_view import JobView, Stage, WorkerView
 from elastic.driver.monitoring.stalls import Stall
+from elastic.driver.reasons import brief
 from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Worker
 
@@ -27,6 +30,17 @@ STATES = (
     "done",  # its function returned, or it was released
     "lost",
 )
+_STATES = {
+    Stage.STARTING: "starting",
+    Stage.CONNECTED: "joining",
+    Stage.READY: "joining",
+    Stage.STANDBY: "standby",
+    Stage.IN_WORLD: "training",
+    Stage.RETURNED: "done",
+    Stage.LEAVING: "leaving",
+    Stage.KILLED: "lost",
+}
+NOTE = 500  # characters of a note
 HELD_UP = 8  # workers listed that others wait for
 AWAITED = 4  # stalled ranks named for each worker that waits
 MUCH = 0.05  # share of time: a worker that waits this much less than the others is listed
@@ -37,12 +51,11 @@ class Cell:
     """One slot and its latest worker."""
 
     worker: Worker
+    process: WorkerView
     state: str
     since: float
-    pid: int = 0
-    rank: int | None = None
     note: str = ""
-    frozen: str = ""
+    exited: bool = False
     inside: float | None = None  # time since which it waits in a collective
     share: float | None = None  # share of its time spent waiting, in its last report
     step_s: float | None = None  # time from one commit to the next, in its last report
@@ -51,24 +64,27 @@ class Cell:
     awaits: tuple[int, ...] = ()  # ranks that it waits for, in a stall
     stalled: str | None = None  # script line at which others wait for it; empty: unknown line
 
-    def row(self) -> dict[str, Any]:
-        state, note = self.state, self.frozen or self.note
+    def row(self, rank: int | None) -> dict[str, Any]:
+        """Return the row of the table. ``rank``: in the newest world."""
+        how = None if self.exited else self.process.frozen
+        frozen = "" if how is None else how or "it is not able to run"
+        state, note = self.state, frozen or self.note
         if state == "training":
-            state = "frozen" if self.frozen else "waiting" if self.inside is not None else state
+            state = "frozen" if frozen else "waiting" if self.inside is not None else state
             if self.stalled is not None:
                 state = "stalled"
-                note = "; ".join(filter(None, [self.stalled and f"at {self.stalled}", self.frozen]))
+                note = "; ".join(filter(None, [self.stalled and f"at {self.stalled}", frozen]))
             elif self.awaits:
                 state = "waiting"
                 note = f"waits for {_ranks(self.awaits)}"
-        elif self.frozen and state not in ("lost", "done"):
+        elif frozen and state not in ("lost", "done"):
             state = "frozen"
         return {
             "host": self.worker.host,
             "slot": self.worker.slot,
             "start": self.worker.incarnation,
-            "pid": self.pid,
-            "rank": self.rank,
+            "pid": self.process.pid,
+            "rank": rank,
             "state": state,
             "since": self.since if self.inside is None else self.inside,
             "note": note,
@@ -82,9 +98,9 @@ class Cell:
 class WorkerGrid:
     """The tables ``hosts`` and ``workers`` of a page. Times are on the model's clock."""
 
-    def __init__(self, state: PageState) -> None:
+    def __init__(self, state: PageState, view: JobView) -> None:
         self.state = state
-        self.members: set[Worker] = set()
+        self._view = view
         self._shows_stall = False
         self._cells: dict[str, Cell] = {}
 
@@ -93,24 +109,29 @@ class WorkerGrid:
 
     # ---- workers
 
-    def start(self, worker: Worker, now: float, state: str = "starting") -> Cell:
-        """Record a new process in its slot."""
-        cell = self._cells[slot_of(worker)] = Cell(worker, state, now)
-        if worker.host not in self.state.tables["hosts"]:
-            self.host(worker.host, slots=0)
-        self._show(cell)
-        return cell
+    def show(self, now: float, *, published: bool = False) -> None:
+        """Show the processes that the view has changed. ``published``: by a new world."""
+        for process in self._view.touched:
+            worker = process.worker
+            cell = self._cells.get(key := slot_of(worker))
+            if cell is None or cell.worker.incarnation < worker.incarnation:
+                cell = self._cells[key] = Cell(worker, process, "", now)
+                if worker.host not in self.state.tables["hosts"]:
+                    self.host(worker.host, slots=0)
+            if cell.worker == worker:
+                if published and process.member:
+                    cell.inside, cell.share, cell.stalled, cell.awaits = None, None, None, ()
+                    cell.step_s = cell.own_s = None
+                self._move(cell, *_state(process), now)
+                self._show(cell)
 
-    def move(self, worker: Worker, state: str, now: float, note: str = "") -> None:
-        cell = self._of(worker)
-        if cell is None or (cell.state == "lost" and state != "lost"):
+    def _move(self, cell: Cell, state: str, note: str, now: float) -> None:
+        if cell.state == "lost" and state != "lost":
             return  # late reports are possible
         if cell.state == "done" and state not in ("done", "lost"):
             return
-        if (cell.state, cell.note) != (state, note):
-            cell.since = now if cell.state != state else cell.since
-            cell.state, cell.note = state, note
-            self._show(cell)
+        cell.since = now if cell.state != state else cell.since
+        cell.state, cell.note = state, note
 
     def change(self, worker: Worker, **fields: Any) -> None:
         """Set fields of a worker's cell. A change of the share alone is not shown, since it changes often."""
@@ -123,29 +144,35 @@ class WorkerGrid:
         if shown and shown != ["share"]:
             self._show(cell)
 
-    def exited(self, worker: Worker, code: int, reason: str, now: float) -> None:
-        cell = self._of(worker)
+    def exited(self, event: WorkerExited, now: float) -> None:
+        cell = self._of(event.worker)
         if cell is None:
             return
-        cell.inside, cell.frozen, cell.usage = None, "", Usage()
-        if cell.state in ("leaving", "done") or code == 0:
-            self.move(worker, "done", now, cell.note)
+        cell.inside, cell.exited, cell.usage = None, True, Usage()
+        if cell.state in ("leaving", "done") or event.code == 0:
+            self._move(cell, "done", cell.note, now)
         else:
-            ended = f"ended with {describe_exit(code)}"
+            ended = f"ended with {describe_exit(event.code)}"
             fenced = f"{cell.note}; " if cell.state == "lost" and cell.note else ""
-            self.move(worker, "lost", now, f"{fenced}{reason or ended}")
+            self._move(cell, "lost", f"{fenced}{event.reason or ended}", now)
+        self._show(cell)
 
-    def published(self, members: Sequence[Worker], now: float) -> None:
-        """Record a new world; ``members`` in rank order."""
-        for worker in self.members - set(members):
-            self.change(worker, rank=None)
-        self.members = set(members)
-        for rank, worker in enumerate(members):
-            if self._of(worker) is None:
-                self.start(worker, now, "training")
-            self.change(worker, rank=rank, inside=None, share=None, stalled=None, awaits=())
-            self.change(worker, step_s=None, own_s=None)
-            self.move(worker, "training", now)
+    def lost(self, now: float, why: str) -> None:
+        """Show processes as lost that exited while their host was away."""
+        for worker in self._view.exited:
+            cell = self._of(worker)
+            if cell is not None:
+                cell.exited = True
+                self._move(cell, "lost", why, now)
+                self._show(cell)
+
+    def published(self, now: float) -> None:
+        """Show a new world."""
+        self.show(now, published=True)
+        for worker in self._view.before.keys() - self._view.ranks.keys():
+            cell = self._of(worker)
+            if cell is not None:
+                self._show(cell)  # without its rank, even if it has exited
         self._forget_exited()
 
     # ---- hosts
@@ -170,7 +197,8 @@ class WorkerGrid:
     def lost_host(self, host: str, reason: str, now: float) -> None:
         self.host(host, state="lost", note=reason)
         for cell in [each for each in self._cells.values() if each.worker.host == host]:
-            self.move(cell.worker, "lost", now, f"its host was lost: {reason}")
+            self._move(cell, "lost", f"its host was lost: {reason}", now)
+            self._show(cell)
 
     def _forget_exited(self) -> None:
         """Remove slots that are not listed and whose worker has exited."""
@@ -188,7 +216,7 @@ class WorkerGrid:
 
     def held_up(self, awaited: Stall | None) -> list[dict[str, Any]]:
         """Return the workers that hold up others; see `page_state`. ``awaited``: the current stall, if any."""
-        members = [cell for cell in self._cells.values() if cell.worker in self.members]
+        members = [cell for cell in self._cells.values() if cell.worker in self._view.ranks]
         now = []
         if awaited is not None:
             others = {"others": awaited.others, "since": awaited.since}
@@ -196,7 +224,7 @@ class WorkerGrid:
                 {"worker": slot_of(each.worker), "rank": each.rank, **others}
                 for each in awaited.culprits
             ]
-        return [*now, *_slow(members)][:HELD_UP]
+        return [*now, *_slow(members, self._view.ranks)][:HELD_UP]
 
     def paced(self, worker: Worker, waited_s: float, over_s: float, commits: int) -> None:
         """Record the pace that a worker reported for the last ``over_s`` seconds."""
@@ -214,15 +242,16 @@ class WorkerGrid:
 
         None: fewer than two have reported.
         """
-        cells = [cell for cell in self._cells.values() if cell.worker in self.members]
+        cells = [cell for cell in self._cells.values() if cell.worker in self._view.ranks]
+        ranks = self._view.ranks
         ranked = sorted(
-            (cell.own_s, -(cell.rank or 0), cell) for cell in cells if cell.own_s is not None
+            (cell.own_s, -ranks[cell.worker], cell) for cell in cells if cell.own_s is not None
         )
         if len(ranked) < 2:
             return None
         own_s, _, cell = ranked[-1]
         median_s = ranked[(len(ranked) - 1) // 2][0]
-        where = {"worker": slot_of(cell.worker), "rank": cell.rank}
+        where = {"worker": slot_of(cell.worker), "rank": ranks[cell.worker]}
         return {**where, "own_s": own_s, "step_s": cell.step_s, "median_s": median_s}
 
     def stalled(self, stall: Stall | None) -> None:
@@ -233,7 +262,7 @@ class WorkerGrid:
         culprits = () if stall is None else stall.culprits
         lines = {each.worker: each.line for each in culprits}
         awaited = tuple(each.rank for each in culprits[:AWAITED])
-        for worker in self.members:
+        for worker in self._view.ranks:
             cell = self._of(worker)
             inside = cell is not None and worker not in lines and cell.inside is not None
             self.change(worker, stalled=lines.get(worker), awaits=awaited if inside else ())
@@ -243,20 +272,37 @@ class WorkerGrid:
         return cell if cell is not None and cell.worker == worker else None
 
     def _show(self, cell: Cell) -> None:
-        self.state.row("workers", slot_of(cell.worker), cell.row())
+        key, row = slot_of(cell.worker), cell.row(self._view.ranks.get(cell.worker))
+        if row != self.state.tables["workers"].get(key):
+            self.state.row("workers", key, row)
 
 
-def _slow(members: Sequence[Cell]) -> list[dict[str, Any]]:
+def _state(process: WorkerView) -> tuple[str, str]:
+    """Return the state of a process, and a note about it."""
+    failure, state = process.failure, _STATES[process.stage]
+    if process.stage is Stage.KILLED and process.why is not None:
+        return state, f"killed: {brief(process.why)}"
+    if failure is not None:
+        if failure.raised:
+            return "lost", f"its script raised {failure.what}"[:NOTE]
+        what = failure.what
+        return "lost", f"its script called {what}" if what else "its state differs from the world's"
+    if process.member and process.stage in (Stage.READY, Stage.IN_WORLD):
+        return "recovering" if process.recovering else "training", ""
+    return state, "" if process.why is None else brief(process.why)
+
+
+def _slow(members: Sequence[Cell], ranks: Mapping[Worker, int]) -> list[dict[str, Any]]:
     """Return the workers that wait less than the others, from their reports on the last half minute."""
     shares = sorted(cell.share for cell in members if cell.share is not None)
     if len(shares) < 2:
         return []
     median = shares[len(shares) // 2]
-    slow = sorted((c.share, c.rank or 0, c) for c in members if c.share is not None)
+    slow = sorted((c.share, ranks[c.worker], c) for c in members if c.share is not None)
     return [
         {
             "worker": slot_of(cell.worker),
-            "rank": cell.rank,
+            "rank": ranks[cell.worker],
             "share": round(share, 3),
             "median": round(median, 3),
         }

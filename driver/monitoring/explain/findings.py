@@ -175,7 +175,7 @@ def findings(story: JobHistory, source: JournalState) -> list[JobFinding]:
     """Return all findings about a job."""
     cause = root_cause(story)
     found = [*_ending(story, source), *_why(story, source, cause)]
-    if story.store_away is not None and story.end is None:
+    if story.store_away is not None and story.view.end is None:
         # The consequences, and that the journal ends, come after these.
         first = [FindingKind.STORE_AWAY, FindingKind.CAUSE]
         found.sort(key=lambda each: first.index(each.what) if each.what in first else len(first))
@@ -189,8 +189,8 @@ def root_cause(story: JobHistory) -> Death | None:
     if story.after is not None:
         return story.after
     incident = story.last_incident
-    over = story.end is not None and not (incident is not None and incident.ended)
-    if incident is None or over or not (story.end or story.in_trouble()):
+    over = story.view.end is not None and not (incident is not None and incident.ended)
+    if incident is None or over or not (story.view.end or story.in_trouble()):
         return None
     return incident.first
 
@@ -206,9 +206,11 @@ def _ending(story: JobHistory, source: JournalState) -> Iterator[JobFinding]:
     if story.began is None:
         yield JobFinding(FindingKind.NOTHING_HAPPENED, {"runs": source.runs})
         return
-    end, after = story.end, _since(story, story.end_at if story.end else story.last)
-    facts: dict[str, Any] = {"after_s": after, "workers": len(story.members)}
-    facts["commit"] = str(story.newest) if story.newest and story.newest.number else None
+    end, after = story.view.end, _since(story, story.end_at if story.view.end else story.last)
+    facts: dict[str, Any] = {"after_s": after, "workers": len(story.view.ranks)}
+    facts["commit"] = (
+        str(story.view.newest) if story.view.newest and story.view.newest.number else None
+    )
     facts |= _since_the_store(story, story.last)
     if end is None and source.runs:
         yield JobFinding(FindingKind.RUNS, facts)
@@ -227,7 +229,7 @@ def _ending(story: JobHistory, source: JournalState) -> Iterator[JobFinding]:
 
 def _why(story: JobHistory, source: JournalState, cause: Death | None) -> Iterator[JobFinding]:
     """Yield the findings on the cause of a failure."""
-    end = story.end
+    end = story.view.end
     if story.began is None or story.code == 0:
         return
     if story.torn_driver:
@@ -264,7 +266,7 @@ def _why(story: JobHistory, source: JournalState, cause: Death | None) -> Iterat
 
 def _since_the_store(story: JobHistory, at: float) -> dict[str, float]:
     """Return the delay since etcd was lost, if the job did not end: later events are consequences and not causes."""
-    if story.store_away is None or story.end is not None or at < story.store_away.at:
+    if story.store_away is None or story.view.end is not None or at < story.store_away.at:
         return {}
     return {"after_store_s": at - story.store_away.at}
 
@@ -348,10 +350,10 @@ def _course(story: JobHistory) -> Iterator[JobFinding]:
     if story.began is None:
         return
     if story.trained_at is None:
-        yield JobFinding(FindingKind.NEVER_TRAINED, {"started": story.started})
+        yield JobFinding(FindingKind.NEVER_TRAINED, {"started": story.view.started})
     yield from (finding for _, finding in sorted(_in_time(story), key=lambda each: each[0]))
     if (sharded := story.shards.facts) is not None:
-        yield JobFinding(FindingKind.SHARDED, {**sharded, "ended": story.end is not None})
+        yield JobFinding(FindingKind.SHARDED, {**sharded, "ended": story.view.end is not None})
     if story.planned.count:
         yield JobFinding(FindingKind.PLANNED, {**vars(story.planned)})
     if story.drivers > 1:
@@ -367,7 +369,7 @@ def _in_time(story: JobHistory) -> Iterator[tuple[float, JobFinding]]:
             "at_s": _since(story, story.trained_at),
             "largest": story.largest,
             "hosts": len(story.hosts),
-            "started": story.started,
+            "started": story.view.started,
             "before": story.trained_at == story.began,
         }
         yield story.trained_at, JobFinding(FindingKind.TRAINING_BEGAN, facts)
@@ -438,7 +440,7 @@ def _incident(incident: Incident, story: JobHistory) -> JobFinding:
         "from_checkpoint": incident.from_checkpoint,
         "spoilt": incident.spoilt,
         "ended": incident.ended,
-        "ended_after_s": max(0.0, story.end_at - incident.at) if story.end else 0.0,
+        "ended_after_s": max(0.0, story.end_at - incident.at) if story.view.end else 0.0,
         "broke": one_line(incident.broke) if incident.broke else "",
     }
     first = incident.first
@@ -464,9 +466,12 @@ def _losses(story: JobHistory) -> Iterator[JobFinding]:
         and (each.commit or each.newest) < each.newest
     ]
     lost_s = story.spent.total().lost
-    failed = story.end is not None and story.end.code != 0
-    if failed and story.newest is not None:
-        facts: dict[str, Any] = {"commit": str(story.newest), "checkpoints": story.checkpoints}
+    failed = story.view.end is not None and story.view.end.code != 0
+    if failed and story.view.newest is not None:
+        facts: dict[str, Any] = {
+            "commit": str(story.view.newest),
+            "checkpoints": story.view.checkpoints,
+        }
         yield JobFinding(FindingKind.LOST_ALL, facts)
     if behind:
         worst = behind[-1]
@@ -478,7 +483,7 @@ def _losses(story: JobHistory) -> Iterator[JobFinding]:
             "spoilt": worst.spoilt,
         }
         yield JobFinding(FindingKind.LOST_COMMITS, facts)
-    durable, newest = story.durable, story.newest
+    durable, newest = story.view.durable, story.view.newest
     behind_it = story.code == 0 and durable is not None and newest is not None and durable < newest
     if behind_it:
         yield JobFinding(FindingKind.NOT_DURABLE, {"commit": str(newest), "durable": str(durable)})
@@ -486,7 +491,7 @@ def _losses(story: JobHistory) -> Iterator[JobFinding]:
         yield JobFinding(
             FindingKind.LOST_STEPS, {"lost_s": lost_s, "incidents": len(story.incidents)}
         )
-    elif not (behind or behind_it or failed) and story.end is not None:
+    elif not (behind or behind_it or failed) and story.view.end is not None:
         yield JobFinding(FindingKind.LOST_NOTHING)
 
 
@@ -540,7 +545,7 @@ def _advices(
         yield Advice.REPORT_BUG, {}
     if story.store_away is not None:
         yield Advice.ETCD, {"store": story.store_away.reason.facts.get("store", "")}
-    settings, end = source.settings, story.end
+    settings, end = source.settings, story.view.end
     failed = end is not None and end.code != 0 and story.stop is None
     if end is not None and end.reason.kind is ReasonKind.LOST_PEER_OUTSIDE:
         yield Advice.BE_ELASTIC, {"np": 0}
@@ -607,7 +612,7 @@ def _about_time(story: JobHistory, failed: bool) -> Iterator[tuple[Advice, dict[
     if parts.lost > MUCH_LOST * worked and not stalls and every_s > OFTEN_S:
         facts = {"share": parts.lost / worked, "commits": commits, "every_s": every_s}
         yield Advice.COMMIT_MORE_OFTEN, facts
-    restarted = story.started > 2 * max(1, story.largest)
+    restarted = story.view.started > 2 * max(1, story.largest)
     if not failed and restarted and parts.joining > MUCH_JOINING * worked:
         yield Advice.PRELOAD, {"share": parts.joining / worked}
         yield Advice.STANDBYS, {}

@@ -10,7 +10,7 @@ cause.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic.driver import events
@@ -23,8 +23,9 @@ from elastic.driver.monitoring.explain.causes import (
     of_raised,
 )
 from elastic.driver.monitoring.explain.reported_series import Series
+from elastic.driver.monitoring.job_rates import JobRates
+from elastic.driver.monitoring.job_view import ViewReader
 from elastic.driver.monitoring.shard_status import ShardStatus
-from elastic.driver.monitoring.step_rate import StepRate
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Commit, Worker
@@ -86,12 +87,13 @@ class Planned:
     longest_ms: float = 0.0
 
 
-class JobHistory:
+class JobHistory(ViewReader):
     """The course of one job. ``spent`` has the same numbers as the summary that elasticrun prints at the end."""
 
-    def __init__(self) -> None:
-        self.spent = TimeSpent()
-        self.step_rate = StepRate(self.spent.stalls)
+    def __init__(self, spent: TimeSpent) -> None:
+        self.spent = spent
+        self.view = spent.view
+        self.rates = JobRates(spent)
         self.shards = ShardStatus()
         self.began: float | None = None
         self.last = 0.0
@@ -100,7 +102,6 @@ class JobHistory:
         self.planned = Planned()
         # Time when the first world in elastic.run began; in a job of a fixed size, the first world.
         self.trained_at: float | None = None
-        self.end: events.EndJob | None = None
         self.end_at = 0.0
         self.after: Death | None = None  # a process that failed after training had succeeded
         # Its training function raised once the others had returned, so that it did not fail after training.
@@ -109,52 +110,29 @@ class JobHistory:
         # Operator requests, and whether they were carried out.
         self.requests: list[tuple[float, events.Event, bool]] = []
         self.largest = 0
-        self.started = 0  # processes
         self.hosts: set[str] = set()
-        self.checkpoints = 0
         self.drivers = 1
         self.torn_driver: str = ""  # a bug of the driver, as raised
         self.store_away: StoreOutage | None = None
         self.silences: list[StoreOutage] = []
         self.more_silences = 0
-        self.members: dict[Worker, int] = {}  # ranks in the current world
-        self.generation = 0
-        self.newest: Commit | None = None
-        self.durable: Commit | None = None  # commit of the newest checkpoint
         self.commits = Series(0)  # number of commits, as far as reported
-        self._ranks: dict[Worker, int] = {}  # last rank of each worker
-        self._connected: set[Worker] = set()
-        self._dead: set[Worker] = set()  # workers whose loss is recorded
+        self._counted = 0
+        # Incarnation of the last worker of each slot whose loss is recorded.
+        self._recorded: dict[tuple[str, int], int] = {}
         self._going: set[Worker] = set()  # workers asked to leave
         self._open: Incident | None = None
         self._traces: set[str] = set()
         self._running = False  # the current world is in elastic.run
+        self._event: events.Event = events.TimePassed()  # the last one
+        self.view.follow(self)
 
     # ---- updates ---------------------------------------------------------------------------------------------------
 
-    def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """Record an event and its actions."""
-        if self.began is None:
-            self.began = now
-        self.last = now
-        self.spent.note(event, actions, now)
-        self.shards.note(event, actions)
-        fenced = {each.worker for each in actions if isinstance(each, events.KillWorker)}
-        self._happened(event, now, fenced)
-        for action in actions:
-            self._decided(action, now)
-            if isinstance(action, events.AnswerRequest) and len(self.requests) < REQUESTS:
-                self.requests.append((now, event, action.done))
-
-    def adopt(self, members: Iterable[tuple[Worker, int]], generation: int, now: float) -> None:
-        """Begin in the middle of a job, in this world."""
+    def adopted(self, now: float) -> None:
         self.began = self.last = now
-        self.members = dict(members)
-        self.spent.stalls.adopt(self.members.items(), generation)
-        self._ranks.update(self.members)
-        self._connected.update(self.members)
-        self.hosts.update(worker.host for worker in self.members)
-        self.generation, self.largest = generation, len(self.members)
+        self.hosts.update(worker.host for worker in self.view.workers)
+        self.largest = len(self.view.ranks)
         self.trained_at, self._running = now, True
 
     def trouble(self, reason: Reason, now: float) -> None:
@@ -175,7 +153,7 @@ class JobHistory:
 
     def go_on(self, now: float) -> None:
         """Advance the time of a job that still runs."""
-        if self.began is not None and self.end is None and now > self.last:
+        if self.began is not None and self.view.end is None and now > self.last:
             self.last = now
             self.spent.go_on(now)
 
@@ -184,10 +162,11 @@ class JobHistory:
     @property
     def code(self) -> int | None:
         """The job's exit code; None if it has not ended."""
-        if self.end is None:
+        end = self.view.end
+        if end is None:
             return None
-        failed = self.after is not None or self.end.reason.facts.get("strict")
-        return self.end.code or (1 if failed else 0)
+        failed = self.after is not None or end.reason.facts.get("strict")
+        return end.code or (1 if failed else 0)
 
     @property
     def last_incident(self) -> Incident | None:
@@ -204,66 +183,72 @@ class JobHistory:
 
     # ---- private ---------------------------------------------------------------------------------------------------
 
-    def _happened(self, event: events.Event, now: float, fenced: set[Worker]) -> None:
+    def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
+        self.began = now if self.began is None else self.began
+        self.last, self._event = now, event
+        self.shards.note(event, actions)
+        if self.view.commits != self._counted:
+            self._counted = self.view.commits
+            self.commits.add(now, float(self._counted))
         match event:
-            case events.WorkerConnected(worker):
-                self._connected.add(worker)
-            case events.WorkerReady(_, running=running, commit=commit):
-                self._knows(commit)
+            case events.WorkerReady(running=running):
                 self._running = self._running or running
-            case events.WorkerPaced(commit=commit):
-                self._knows(commit)
-            case events.WorkerDigested(commit=commit):
-                self._knows(commit)
-            case events.WorkerSpent(worker, commit=commit):
-                self._knows(commit)
-                if self.members.get(worker) == 0:
-                    self.step_rate.told(worker, event.steps, event.batch, now)
-            case events.WorkerRaised(commit=commit):
-                self._knows(commit)
-                self._lost(of_raised(event, now, self._ranks.get(event.worker)), now)
+            case events.WorkerRaised(worker):
+                self._lost(of_raised(event, now, self._rank(worker)), now)
             case events.WorkerQuit(worker, _, code, call) if code:
-                rank, facts = self._ranks.get(worker), {"call": call} if call else {}
-                self._lost(Death(worker, now, Cause.EXIT_CODE, rank, code, facts=facts), now)
-            case events.WorkerExited(worker):
+                facts = {"call": call} if call else {}
+                death = Death(worker, now, Cause.EXIT_CODE, self._rank(worker), code, facts=facts)
+                self._lost(death, now)
+            case events.WorkerExited():
                 self._exited(event, now)
             case events.HostLost(host, reason):
-                for worker in [each for each in self.members if each.host == host]:
-                    rank, facts = self.members[worker], {"host": host}
+                for worker in self._exited_members():
+                    rank, facts = self.view.ranks[worker], {"host": host}
                     death = Death(worker, now, Cause.HOST_LOST, rank, what=reason, facts=facts)
                     self._lost(death, now)
                     self._failed_after(death)
-            case events.HostReported(host, alive, ordered) if ordered is not None:
-                for worker in [each for each in self.members if each.host == host]:
-                    if worker in ordered and worker not in alive and worker not in fenced:
-                        rank = self.members[worker]
+            case events.HostReported():
+                fenced = {each.worker for each in actions if isinstance(each, events.KillWorker)}
+                for worker in self._exited_members():
+                    if worker not in fenced:
+                        rank = self.view.ranks[worker]
                         self._lost(Death(worker, now, Cause.SIGNAL, rank, trace=""), now)
             case events.StopRequested(reason):
                 self.stop = reason
-            case events.CheckpointMade(commit):
-                self._knows(commit)
-                self.checkpoints += 1
-                self.durable = max(self.durable or commit, commit)
             case events.DriverRestarted():
                 self.drivers += 1
             case _:
                 pass
 
+    def _exited_members(self) -> list[Worker]:
+        return [worker for worker in self.view.exited if worker in self.view.ranks]
+
+    def _rank(self, worker: Worker) -> int | None:
+        """Return the rank in the last world of a process."""
+        known = self.view.get(worker)
+        return None if known is None else known.rank
+
+    def _is_recorded(self, worker: Worker) -> bool:
+        return worker.incarnation <= self._recorded.get((worker.host, worker.slot), 0)
+
+    def _connected(self, worker: Worker) -> bool:
+        known = self.view.get(worker)
+        return known is not None and known.connected_at is not None
+
     def _exited(self, event: events.WorkerExited, now: float) -> None:
         worker = event.worker
-        if worker in self._dead:
+        if self._is_recorded(worker):
             self._complete(event)
             own = [each for each in self.losses() if each.worker == worker]
             if event.code and own:
                 self._failed_after(own[-1])
                 self.after_raised |= self.after is not None and self.after.worker == worker
-        elif worker not in self._going:
-            rank, connected = self._ranks.get(worker), worker in self._connected
-            death = of_exit(event, now, rank, connected=connected)
+        elif worker not in self._going and worker in self.view.exited:
+            connected = self._connected(worker)
+            death = of_exit(event, now, self._rank(worker), connected=connected)
             if death is not None:
                 self._lost(death, now)
                 self._failed_after(death)
-        self._connected.discard(worker)
 
     def _complete(self, event: events.WorkerExited) -> None:
         """Add the exit code to a loss that was recorded before."""
@@ -273,13 +258,12 @@ class JobHistory:
             if death.worker == event.worker and death.code is None:
                 self._open.deaths[index] = replace(death, code=event.code)
 
-    def _decided(self, action: events.Action, now: float) -> None:
+    def decided(self, action: events.Action, now: float) -> None:
         match action:
             case events.StartWorker(worker):
-                self.started += 1
                 self.hosts.add(worker.host)
             case events.KillWorker(worker, reason):
-                death = of_fence(worker, reason, now, self._ranks.get(worker))
+                death = of_fence(worker, reason, now, self._rank(worker))
                 if death is not None:
                     self._lost(death, now)
                 else:
@@ -288,7 +272,7 @@ class JobHistory:
                 if not fenced:
                     self._going.add(worker)
             case events.RejectWorker(worker):
-                self._lost(Death(worker, now, Cause.STATE_MISMATCH, self._ranks.get(worker)), now)
+                self._lost(Death(worker, now, Cause.STATE_MISMATCH, self._rank(worker)), now)
             case events.BreakWorld(_, _, reason):
                 incident = self._incident(now)
                 incident.broke = incident.broke or reason
@@ -301,16 +285,17 @@ class JobHistory:
                     self._open.recovered_ms, self._open.phases_ms = total_ms, action.phases_ms
                     self._open.copied_bytes, self._open.shards = action.copied_bytes, action.shards
                     if action.from_checkpoint and not self._open.from_checkpoint:
-                        self._open.from_checkpoint, self._open.commit = True, self.durable
+                        self._open.from_checkpoint, self._open.commit = True, self.view.durable
                     self._open = None
                 elif self._trains_since_before(action):
                     self.planned.count += 1
                     self.planned.longest_ms = max(self.planned.longest_ms, total_ms)
-            case events.EndJob():
-                if self.end is None:
-                    self.end, self.end_at = action, now
-                    if self._open is not None:
-                        self._open.ended = True
+            case events.EndJob() if action is self.view.end:
+                self.end_at = now
+                if self._open is not None:
+                    self._open.ended = True
+            case events.AnswerRequest(_, done) if len(self.requests) < REQUESTS:
+                self.requests.append((now, self._event, done))
             case _:
                 pass
 
@@ -322,54 +307,42 @@ class JobHistory:
         )
 
     def _published(self, world: events.PublishWorld, now: float) -> None:
-        self.generation = world.generation
-        self.members = {member.worker: member.place.rank for member in world.members}
-        self._ranks.update(self.members)
         self.largest = max(self.largest, len(world.members))
         if self._running and self.trained_at is None:
             self.trained_at = now
         if self._open is not None:
             self._open.size_after = len(world.members)
             self._open.from_checkpoint = not world.holders and self._open.newest is not None
-            self._open.commit = self.durable if self._open.from_checkpoint else world.commit
-        self._dead &= self._connected  # the others exited long ago
-
-    def _knows(self, commit: Commit | None) -> None:
-        before = self.newest
-        if commit is None or (before is not None and commit <= before):
-            return
-        self.newest = commit
-        known = before is not None and before.generation == commit.generation
-        more = commit.number - (before.number if known and before is not None else 0)
-        if more:  # commit 0 of a generation is the newest of the previous one
-            self.commits.add(self.last, (self.commits.last if self.commits.count else 0.0) + more)
+            self._open.commit = self.view.durable if self._open.from_checkpoint else world.commit
 
     def _lost(self, death: Death, now: float) -> None:
-        if self.end is not None or death.worker in self._dead:
+        if self.view.end is not None or self._is_recorded(death.worker):
             return
-        self._dead.add(death.worker)
-        if death.worker in self.members:
-            death = replace(death, size=len(self.members))
+        self._recorded[death.worker.host, death.worker.slot] = death.worker.incarnation
+        ranks = self.view.ranks
+        if death.worker in ranks:
+            death = replace(death, size=len(ranks))
         trace = death.trace[-TRACE:]
         if trace in self._traces or len(self._traces) >= TRACES:
             death = replace(death, trace="")
         elif trace:
             self._traces.add(trace)
-        aside = self._open is None and bool(self.members) and death.worker not in self.members
+        aside = self._open is None and bool(ranks) and death.worker not in ranks
         self._incident(now).deaths.append(death)
         if aside:  # no worker trains with it or waits for it
             self._open = None
 
     def _failed_after(self, death: Death) -> None:
         """Record a member whose process failed after training succeeded, which fails the job; see `Ending`."""
-        succeeded = self.end is not None and self.end.code == 0 and self.stop is None
-        runs = death.worker in self.members and death.worker in self._connected
+        end, ranks = self.view.end, self.view.ranks
+        succeeded = end is not None and end.code == 0 and self.stop is None
+        runs = death.worker in ranks and self._connected(death.worker)
         if succeeded and runs and self.after is None:
-            self.after = replace(death, size=len(self.members), trace=death.trace[-TRACE:])
+            self.after = replace(death, size=len(ranks), trace=death.trace[-TRACE:])
 
     def _incident(self, now: float) -> Incident:
         if self._open is None or self._open.size_after is not None:
-            self._open = Incident(now, size=len(self.members), newest=self.newest)
+            self._open = Incident(now, size=len(self.view.ranks), newest=self.view.newest)
             if len(self.incidents) < INCIDENTS:
                 self.incidents.append(self._open)
             else:

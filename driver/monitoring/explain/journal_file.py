@@ -24,6 +24,8 @@ from elastic.driver.membership.snapshot import restore_snapshot
 from elastic.driver.monitoring.explain.findings import JournalState
 from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.worker_rows import WorkerRows
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
@@ -42,9 +44,13 @@ class JournalReading:
     header: entries.Header
     settings: Settings | None
     offset: float | None
-    story: JobHistory = field(default_factory=JobHistory)
-    rows: WorkerRows = field(default_factory=WorkerRows)
+    view: JobView = field(default_factory=JobView)
+    story: JobHistory = field(init=False)
+    rows: WorkerRows = field(init=False)
     source: JournalState = field(default_factory=JournalState)
+
+    def __post_init__(self) -> None:
+        self.story, self.rows = JobHistory(TimeSpent(self.view)), WorkerRows(self.view)
 
 
 def read_journal(path: Path) -> JournalReading:
@@ -123,8 +129,7 @@ class JournalEntries:
             entry.actions = _again(self._membership, entry)
         if entry.error:
             story.bug(entry.error)
-        story.note(entry.event, entry.actions, entry.at)
-        self.reading.rows.note(entry.event, entry.actions, entry.at)
+        self.reading.view.note(entry.event, entry.actions, entry.at)
 
     def _begin_from(self, snapshot: entries.Snapshot) -> None:
         """Start from a snapshot: the journal is a copy that begins in the middle of a job."""
@@ -135,15 +140,14 @@ class JournalEntries:
             return
         self._membership = membership
         places = ((worker, membership.place_of(worker)) for worker in membership.members)
-        members = [(worker, place.rank) for worker, place in places if place is not None]
-        for each in (self.reading.story, self.reading.rows):
-            each.adopt(members, membership.generation, snapshot.at)
+        members = {worker: (0, place.rank) for worker, place in places if place is not None}
+        self.reading.view.adopt(members, membership.generation, snapshot.at)
 
     def _summed_up(self) -> None:
         reading = self.reading
         reading.source = JournalState(
             reading.settings,
-            False if reading.story.end is not None else self._runs,
+            False if reading.story.view.end is not None else self._runs,
             abandoned=reading.header.journal == entries.ABANDONED,
             left_out=self._left_out,
             torn=self._torn,

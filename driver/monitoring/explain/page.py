@@ -181,9 +181,9 @@ def _tiles(job: PageJob) -> Iterable[str]:
     if reported is not None and reported.steps:
         own.append((f"{reported.steps:,}", "steps"))
         own.append((f"{reported.again:,}", "steps repeated"))
-    joined = max(0, story.started - story.largest)
+    joined = max(0, story.view.started - story.largest)
     own.append((f"{len(story.losses())} / {joined}", "lost / started again or joined"))
-    mean = story.step_rate.mean()
+    mean = story.rates.steps.mean()
     if mean is not None:
         own.append((f"{mean:.3g}", "steps per second"))
     facts = time_facts(story)

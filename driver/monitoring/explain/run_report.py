@@ -1,52 +1,40 @@
-"""Follows a running job, and writes a report page at its end. Acts: reads the clock, writes a file."""
+"""Follows a running job, and writes a report page at its end. Acts: writes a file."""
 
 from __future__ import annotations
 
 import shlex
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from elastic.driver.events import Action, Event
 from elastic.driver.monitoring.explain.findings import JournalState, findings
 from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.reported_series import ReportedSeries
 from elastic.driver.monitoring.explain.worker_rows import WorkerRows
+from elastic.driver.monitoring.job_view import ViewReader
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
-from elastic.protocol.messages import Worker
 from elastic.protocol.report_values import Report
 
 
-class RunReport:
-    """Report of one job, as seen by this driver."""
+class RunReport(ViewReader):
+    """Report of one job, as seen by this driver. The times of ``spent`` and its view are seconds since 1970."""
 
-    def __init__(self, file: Path, command: Sequence[str], settings: Settings) -> None:
+    def __init__(
+        self, file: Path, command: Sequence[str], settings: Settings, spent: TimeSpent
+    ) -> None:
         self.file = file
         self._command = shlex.join(command)
         self._settings = settings
-        self._story = JobHistory()
-        self._rows = WorkerRows()
+        self._story = JobHistory(spent)
+        self._rows = WorkerRows(spent.view)
         self._reported = ReportedSeries()
-        self._offset: float | None = None
-        self._left: tuple[Mapping[Worker, int | None], int] | None = None
+        self._from_the_middle = False
+        spent.view.follow(self)
 
-    def note(self, event: Event, actions: Sequence[Action], now: float) -> None:
-        """Record an event and its actions; ``now`` on the journal's clock."""
-        if self._offset is None:
-            self._offset = time.time() - now
-            if self._left is not None:
-                ranks, generation = self._left
-                members = [(worker, rank) for worker, rank in ranks.items() if rank is not None]
-                self._story.adopt(members, generation, now)
-                self._rows.adopt(members, generation, now)
-        self._story.note(event, actions, now)
-        self._rows.note(event, actions, now)
-
-    def adopt(self, ranks: Mapping[Worker, int | None], generation: int) -> None:
-        """Adopt the workers of the previous driver. Must be called first."""
-        self._left = ranks, generation
+    def adopted(self, now: float) -> None:
+        self._from_the_middle = True
 
     def report(self, report: Report) -> None:
         """Record a report of a worker."""
@@ -54,9 +42,9 @@ class RunReport:
 
     def write(self) -> None:
         """Write the page. Raises Invalid."""
-        state = JournalState(self._settings, runs=False, from_the_middle=self._left is not None)
+        state = JournalState(self._settings, runs=False, from_the_middle=self._from_the_middle)
         found = findings(self._story, state)
-        job = PageJob(self._story, self._rows, found, self._command, self._offset, self._reported)
+        job = PageJob(self._story, self._rows, found, self._command, 0.0, self._reported)
         write_page(self.file, page(job))
 
 

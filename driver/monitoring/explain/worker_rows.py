@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic.driver import events
+from elastic.driver.monitoring.job_view import JobView, Stage, ViewReader, WorkerView
 from elastic.driver.monitoring.stalls import Stall
 from elastic.protocol.messages import Worker
 
@@ -31,6 +32,14 @@ STATES = (
     "waiting",
     "stalled",
 )
+_STATES = {
+    Stage.STARTING: "starting",
+    Stage.CONNECTED: "joining",
+    Stage.STANDBY: "standby",
+    Stage.IN_WORLD: "training",
+    Stage.RETURNED: "done",
+    Stage.LEAVING: "leaving",
+}
 SPANS = 200_000  # maximum of all rows; later ones are dropped
 Span = list[float | int]
 
@@ -43,13 +52,12 @@ class _Now:
     since: float
     state: str
     rank: int = -1
-    before: str = ""  # state before it was frozen
 
 
-class WorkerRows:
+class WorkerRows(ViewReader):
     """Activity of the slots of one job."""
 
-    def __init__(self) -> None:
+    def __init__(self, view: JobView) -> None:
         self.rows: dict[str, list[Span]] = {}  # by host:slot
         self.worlds: list[tuple[float, int, int]] = []
         self.recoveries: list[tuple[float, float, int, str]] = []
@@ -57,19 +65,8 @@ class WorkerRows:
         self.left_out = 0
         self._now: dict[Worker, _Now] = {}
         self._spans = 0
-        self._over = False
-
-    def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """Record an event and its actions."""
-        self._happened(event, now)
-        for action in actions:
-            self._decided(action, now)
-
-    def adopt(self, members: Iterable[tuple[Worker, int]], generation: int, now: float) -> None:
-        """Begin in the middle of a job, in this world."""
-        for worker, rank in members:
-            self._begin(worker, "training", now).rank = rank
-        self.worlds.append((now, len(self._now), generation))
+        self._view = view
+        view.follow(self)
 
     def table(self, until: float, stalls: Iterable[Stall] = ()) -> dict[str, list[Span]]:
         """Return all rows, with unfinished spans up to ``until``.
@@ -91,78 +88,46 @@ class WorkerRows:
             ]
         return rows
 
-    def _happened(self, event: events.Event, now: float) -> None:
-        match event:
-            case events.WorkerConnected(worker):
-                self._move(worker, "joining", now)
-            case events.WorkerFrozen(worker):
-                if worker in self._now:
-                    before = self._now[worker].state
-                    self._move(worker, "frozen", now)
-                    self._now[worker].before = before
-            case events.WorkerThawed(worker):
-                if worker in self._now and self._now[worker].state == "frozen":
-                    self._move(worker, self._now[worker].before or "joining", now)
-            case events.WorkerRaised(worker):
-                self._move(worker, "lost", now)
-            case events.WorkerReturned(worker):
-                self._move(worker, "done", now)
-            case events.WorkerExited(worker, code):
-                self._end(worker, now, code)
-            case events.HostLost(host):
-                for worker in [each for each in self._now if each.host == host]:
-                    self._end(worker, now, -9)
-            case events.HostReported(host, alive, known) if known is not None:
-                for worker in [each for each in self._now if each.host == host]:
-                    if worker in known and worker not in alive:
-                        self._end(worker, now, -9)
-            case _:
-                pass
+    def adopted(self, now: float) -> None:
+        self._show(now)
+        self.worlds.append((now, len(self._view.ranks), self._view.generation))
 
-    def _decided(self, action: events.Action, now: float) -> None:
+    def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
+        for known in self._view.exited.values():
+            self._end(known, now)
+        self._show(now)
+
+    def decided(self, action: events.Action, now: float) -> None:
+        self._show(now)
         match action:
-            case events.StartWorker(worker):
-                self._begin(worker, "starting", now)
-            case events.TellStandby(worker):
-                self._move(worker, "standby", now)
-            case events.LetGo(worker):
-                self._move(worker, "leaving", now)
-            case events.BreakWorld(_, members):
-                for worker in members:
-                    if worker in self._now and self._now[worker].state == "training":
-                        self._move(worker, "recovering", now)
             case events.PublishWorld(generation, members):
-                for member in members:
-                    self._move(member.worker, "training", now, member.place.rank)
                 self.worlds.append((now, len(members), generation))
             case events.ReportRecovery(generation, kind, total_ms=total_ms):
                 self.recoveries.append((now - total_ms / 1e3, now, generation, kind))
-            case events.EndJob():
-                self._over = True
             case _:
                 pass
 
-    def _begin(self, worker: Worker, state: str, now: float) -> _Now:
-        row = f"{worker.host}:{worker.slot}"
-        self.rows.setdefault(row, [])
-        self._now[worker] = _Now(row, now, state)
-        return self._now[worker]
+    def _show(self, now: float) -> None:
+        """Begin new spans of the processes that the view has changed."""
+        for known in self._view.touched:
+            worker, state = known.worker, _state(known)
+            rank = -1 if known.rank is None else known.rank
+            at = self._now.get(worker)
+            if at is None:
+                row = f"{worker.host}:{worker.slot}"
+                self.rows.setdefault(row, [])
+                self._now[worker] = _Now(row, now, state or "joining", rank)
+            elif (at.state, at.rank) != (state or at.state, rank):
+                self._keep(worker, at, now)
+                at.since, at.state, at.rank = now, state or at.state, rank
 
-    def _move(self, worker: Worker, state: str, now: float, rank: int | None = None) -> None:
-        at = self._now.get(worker)
-        if at is None:
-            at = self._begin(worker, state, now)
-        rank = at.rank if rank is None else rank
-        if at.state != state or at.rank != rank:
-            self._keep(worker, at, now)
-            at.since, at.state, at.rank = now, state, rank
-
-    def _end(self, worker: Worker, now: float, code: int) -> None:
-        at = self._now.pop(worker, None)
+    def _end(self, known: WorkerView, now: float) -> None:
+        at = self._now.pop(known.worker, None)
         if at is None:
             return
-        self._keep(worker, at, now)
-        if code and not self._over and at.state != "leaving":
+        self._keep(known.worker, at, now)
+        code = -9 if known.code is None else known.code
+        if code and self._view.end is None and not known.dismissed:
             self.deaths.append((now, at.row, code))
 
     def _keep(self, worker: Worker, at: _Now, now: float) -> None:
@@ -171,6 +136,19 @@ class WorkerRows:
             return
         self._spans += 1
         self.rows[at.row].append(_span(worker, at, now))
+
+
+def _state(known: WorkerView) -> str | None:
+    """Return the state of a process; None: as before, since it waits for a world or its kill was ordered."""
+    if known.failure is not None and known.failure.raised:
+        return "lost"
+    if known.dismissed and known.stage is Stage.KILLED:
+        return "leaving"
+    if known.frozen is not None and known.stage not in (Stage.RETURNED, Stage.LEAVING):
+        return "frozen"
+    if known.recovering and known.stage in (Stage.IN_WORLD, Stage.READY):
+        return "recovering"
+    return _STATES.get(known.stage)
 
 
 def _parted(span: Span, stalls: Sequence[Stall]) -> list[Span]:

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,7 +21,9 @@ from typing import NamedTuple
 
 import pytest
 
-from elastic.driver.monitoring.metrics import MetricsServer
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.metrics import JobMetrics, MetricsServer
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.network.choose_address import choose_bind
 from elastic.driver.network.interfaces import listen_address, own_addresses, worker_network
 from elastic.errors import Invalid
@@ -85,7 +88,7 @@ def test_ranks_of_another_launcher_rendezvous():
 
 
 def test_metrics_are_served():
-    metrics = MetricsServer("::1", 0)
+    metrics = MetricsServer("::1", 0, JobMetrics(TimeSpent(JobView())), threading.Lock())
     try:
         with urllib.request.urlopen(f"http://[::1]:{metrics.port}/metrics", timeout=10) as answer:
             assert b"elastic_generation" in answer.read()

@@ -25,6 +25,8 @@ from elastic.driver.monitoring.dashboard.http_requests import RequestGuard
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
 from elastic.driver.monitoring.dashboard.page_state import TAILS
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import as_sentence
 from elastic.protocol.messages import Address, Place, Worker
 from harness.browser import CHROMIUM, Browser
@@ -85,20 +87,20 @@ TOKEN = "f" * 32
 
 async def test_what_hosts_jobs_and_workers_are_called_and_say_runs_nowhere():
     everything = " ".join(HOSTILE)
-    model = PageModel(name=everything, command=HOSTILE, least=1, most=9)
+    model = PageModel(TimeSpent(JobView()), name=everything, command=HOSTILE, least=1, most=9)
     workers = [Worker(name, slot) for slot, name in enumerate(HOSTILE)]
     places = [Place(rank, 8, 0, 1, rank, 8) for rank in range(8)]
     started = [StartWorker(*each, as_sentence("x")) for each in zip(workers, places, strict=True)]
     members = [Member(*each) for each in zip(workers, places, strict=True)]
     world = PublishWorld(1, members, Address("h", 1), 0, None, as_sentence(everything))
-    model.note(HostsChanged(dict.fromkeys(HOSTILE, 9)), [*started, world], 10.0)
+    model.view.note(HostsChanged(dict.fromkeys(HOSTILE, 9)), [*started, world], 10.0)
     for rank, name in enumerate(HOSTILE):
         model.report(0, {name: float(rank)}, 11.0)
         model.expect_stack(workers[rank], everything, 11.0)
         model.stderr(workers[rank], everything, 11.0)
         model.line("warning", name, everything, 12.0)
     report = ReportRecovery(2, "recovery", as_sentence(everything), 1, 83.0, {HOSTILE[0]: 20.0}, 0)
-    model.note(TimePassed(), [report], 13.0)
+    model.view.note(TimePassed(), [report], 13.0)
     listening = bound("127.0.0.1", 0)
     link = f"http://127.0.0.1:{listening.getsockname()[1]}/#{TOKEN}"
     server = PageServer(model, listening, RequestGuard(TOKEN), clock=lambda: 20.0)
@@ -114,11 +116,11 @@ async def test_what_hosts_jobs_and_workers_are_called_and_say_runs_nowhere():
             assert await browser.look("document.documentElement.scrollWidth") <= 1280
             for number in range(len(HOSTILE)):
                 await browser.look(f"document.querySelectorAll('.cell')[{number}].click()")
-            model.note(HostsChanged({"constructor": 9}), [], 14.0)
+            model.view.note(HostsChanged({"constructor": 9}), [], 14.0)
             gone = [WorkerExited(each, 0, "") for each in workers if each.host != "constructor"]
             for each in gone:
-                model.note(each, [], 15.0)
-            model.note(HostsChanged({"h": 1}), [], 16.0)
+                model.view.note(each, [], 15.0)
+            model.view.note(HostsChanged({"h": 1}), [], 16.0)
             model.line("info", "", "the last", 17.0)
             server.changed()
             await browser.until("document.body.textContent.includes('the last')")
@@ -132,7 +134,7 @@ async def test_what_hosts_jobs_and_workers_are_called_and_say_runs_nowhere():
 
 
 async def test_each_worker_has_a_tab_of_the_log_that_another_does_not_push_lines_out_of():
-    model = PageModel(name="job", command=["train.py"], least=1, most=9)
+    model = PageModel(TimeSpent(JobView()), name="job", command=["train.py"], least=1, most=9)
     now = [10.0]
     for who, text in (("", "started"), ("0", "quiet"), ("1", "first")):
         model.line("stdout", who, text, now[0])

@@ -25,6 +25,8 @@ from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.reported_series import ReportedSeries
 from elastic.driver.monitoring.explain.worker_rows import WorkerRows
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Address, Place, Worker
@@ -41,7 +43,7 @@ CUT = "[...document.querySelectorAll('.tile *')].filter(e => e.scrollWidth > e.c
 
 def report_in(folder: Path) -> str:
     """The link to a report with four curves over 20 s."""
-    story, reported = JobHistory(), ReportedSeries()
+    story, reported = JobHistory(TimeSpent(JobView())), ReportedSeries()
     story.began, story.last = 100.0, 120.0
     for each in range(REPORTS):
         metrics = {
@@ -53,7 +55,7 @@ def report_in(folder: Path) -> str:
         }
         reported.report(0, metrics, 1000.0 + each / 10)
     found = findings(story, JournalState(None))
-    text = page(PageJob(story, WorkerRows(), found, "python train.py", 900.0, reported))
+    text = page(PageJob(story, WorkerRows(story.view), found, "python train.py", 900.0, reported))
     (folder / "report.html").write_text(text)
     return (folder / "report.html").as_uri()
 
@@ -70,14 +72,14 @@ async def test_no_card_of_the_report_is_cut(tmp_path):
 
 
 async def test_a_film_opens_by_itself(tmp_path):
-    story, rows = JobHistory(), WorkerRows()
+    story = JobHistory(TimeSpent(JobView()))
+    rows = WorkerRows(story.view)
     place = Place(0, 1, 0, 1, 0, 1)
     why = because(ReasonKind.FIRST_START)
     one = Worker("h", 0)
     world = PublishWorld(1, [Member(one, place)], Address("h", 1), 0, None, why)
     for at, actions in ((1.0, [StartWorker(one, place, why)]), (2.0, [world]), (9.0, [])):
-        for each in (story, rows):
-            each.note(TimePassed(), actions, at)
+        story.view.note(TimePassed(), actions, at)
     (tmp_path / "film.svg").write_text(film(story, rows, title="a\x1b<b>"))
     async with Browser() as browser:
         await browser.open((tmp_path / "film.svg").as_uri())
@@ -88,16 +90,16 @@ async def test_a_film_opens_by_itself(tmp_path):
 
 
 async def test_the_live_page_names_the_slowest_worker_and_shows_what_each_uses(tmp_path):
-    model = PageModel(name="job", command=["train.py"], least=1, most=9)
+    model = PageModel(TimeSpent(JobView()), name="job", command=["train.py"], least=1, most=9)
     workers = [Worker("h", slot) for slot in range(3)]
     places = [Place(rank, 3, rank, 3, 0, 1) for rank in range(3)]
     why = because(ReasonKind.FIRST_START)
     started = [StartWorker(*each, why) for each in zip(workers, places, strict=True)]
     members = [Member(*each) for each in zip(workers, places, strict=True)]
     world = PublishWorld(1, members, Address("h", 1), 0, None, why)
-    model.note(HostsChanged({"h": 3}), [*started, world], 10.0)
+    model.view.note(HostsChanged({"h": 3}), [*started, world], 10.0)
     for worker, waited_s in zip(workers, (20.0, 2.0, 18.0), strict=True):
-        model.note(WorkerPaced(worker, 1, 600, waited_s, 30.0, commits=300), [], 40.0)
+        model.view.note(WorkerPaced(worker, 1, 600, waited_s, 30.0, commits=300), [], 40.0)
         model.uses(worker, Usage(1.5, 3 << 30, 0.75, 5 << 30), 40.0)
     listening = bound("127.0.0.1", 0)
     link = f"http://127.0.0.1:{listening.getsockname()[1]}/#{TOKEN}"
@@ -229,7 +231,7 @@ async def test_the_charts_of_the_report_show_values_and_have_a_log_scale_and_smo
 
 
 async def test_the_charts_of_the_live_page_show_values_and_have_a_log_scale_and_smoothing(tmp_path):
-    model = PageModel(name="job", command=["train.py"], least=1, most=9)
+    model = PageModel(TimeSpent(JobView()), name="job", command=["train.py"], least=1, most=9)
     for each in range(REPORTS):
         metrics = {
             "loss": 100.0 * 0.97**each,

@@ -16,6 +16,8 @@ from elastic.driver.commandline.offline.explain_cli import as_json
 from elastic.driver.commandline.offline.replay_cli import play
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.explain.journal_file import JournalEntries
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.protocol.messages import Worker
 from harness import wording
 from harness.forking import SPARE_WORKERS
@@ -79,7 +81,7 @@ def scraped(training: Job) -> tuple[Seconds, Seconds]:
 def explained(journal: Path) -> dict[str, Any]:
     """Return the times of `elasticrun explain --json`, and those of a page that replays the job, at its end."""
     with JournalEntries(journal) as entries:
-        page = PageModel(name="", command=[], least=1, most=2)
+        page = PageModel(TimeSpent(JobView()), name="", command=[], least=1, most=2)
         for entry in entries:
             play(page, entry, entry.at)
         page.patch(entry.at + 100.0)

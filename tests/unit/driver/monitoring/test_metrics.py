@@ -6,15 +6,20 @@ import contextlib
 import http.client
 import re
 import socket
+import threading
 import urllib.request
+from collections.abc import Sequence
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from elastic.driver.events import (
+    Action,
     CheckpointMade,
     EndJob,
+    Event,
+    HostLost,
     KillWorker,
     LetGo,
     Member,
@@ -32,7 +37,9 @@ from elastic.driver.events import (
     WorkerSpent,
 )
 from elastic.driver.membership.failure_detection.gpu_hangs import Hang, HangFinding, hang_of_one
+from elastic.driver.monitoring.job_view import JobView, Stage
 from elastic.driver.monitoring.metrics import NAMES, JobMetrics, MetricsServer, families
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
@@ -48,14 +55,26 @@ def published(*workers: Worker, generation: int = 1) -> PublishWorld:
     return PublishWorld(generation, members, Address("h", 1), 0, None, as_sentence("first world"))
 
 
+def note(
+    figures: JobMetrics, event: Event, actions: Sequence[Action] = (), now: float = 0.0
+) -> None:
+    figures.view.note(event, actions, now)
+
+
+def server(address: str, port: int = 0) -> MetricsServer:
+    return MetricsServer(address, port, JobMetrics(TimeSpent(JobView())), threading.Lock())
+
+
 def training(*workers: Worker) -> JobMetrics:
-    figures = JobMetrics()
-    figures.note(
-        TimePassed(), [StartWorker(worker, PLACE, as_sentence("first start")) for worker in workers]
+    figures = JobMetrics(TimeSpent(JobView()))
+    note(
+        figures,
+        TimePassed(),
+        [StartWorker(worker, PLACE, as_sentence("first start")) for worker in workers],
     )
     for worker in workers:
-        figures.note(WorkerConnected(worker, 7), [])
-    figures.note(WorkerReady(workers[0], 0, None, Address("h", 1)), [published(*workers)])
+        note(figures, WorkerConnected(worker, 7), [])
+    note(figures, WorkerReady(workers[0], 0, None, Address("h", 1)), [published(*workers)])
     return figures
 
 
@@ -72,7 +91,7 @@ def lines(figures: JobMetrics) -> set[str]:
 
 def test_workers_are_counted_by_stage_and_the_world_is_shown():
     figures = training(A, B, C)
-    figures.note(WorkerReturned(C, 1), [])
+    note(figures, WorkerReturned(C, 1), [])
     assert {
         'elastic_workers{stage="training"} 2.0',
         'elastic_workers{stage="returned"} 1.0',
@@ -85,14 +104,14 @@ def test_workers_are_counted_by_stage_and_the_world_is_shown():
 
 def test_frozen_worker_is_killed_and_lost_once():
     figures = training(A, B)
-    figures.note(
-        TimePassed(), [KillWorker(B, because(ReasonKind.FROZEN, how="stopped by a signal"))]
+    note(
+        figures,
+        TimePassed(),
+        [KillWorker(B, because(ReasonKind.FROZEN, how="stopped by a signal"))],
     )
     assert 'elastic_workers{stage="killed"} 1.0' in lines(figures)
-    figures.note(WorkerReady(B, 1, None, Address("h", 1)), [])  # its last message
-    assert figures.stages[B] == "killed"
-    figures.note(WorkerExited(B, -9), [published(A, generation=2)])
-    figures.note(WorkerExited(B, -9), [])
+    note(figures, WorkerExited(B, -9), [published(A, generation=2)])
+    note(figures, WorkerExited(B, -9), [])
     assert {
         'elastic_fenced_workers_total{reason="frozen"} 1.0',
         'elastic_fenced_workers_total{reason="stuck"} 0.0',
@@ -103,18 +122,30 @@ def test_frozen_worker_is_killed_and_lost_once():
     } <= lines(figures)
 
 
+def test_workers_of_a_lost_host_are_lost_and_in_no_stage():
+    figures = training(A, B)
+    note(figures, WorkerPaced(B, 1, 300, 1.0, 30.0), [])
+    note(figures, HostLost("localhost", "no answer"))
+    assert "elastic_lost_workers_total 2.0" in lines(figures)
+    assert {line for line in lines(figures) if line.startswith("elastic_workers{")} == {
+        f'elastic_workers{{stage="{stage.value}"}} 0.0' for stage in Stage
+    }
+    assert not [line for line in lines(figures) if "localhost:1#1" in line]
+
+
 def test_released_worker_is_not_lost():
     figures = training(A, B, C)
-    figures.note(
+    note(
+        figures,
         TimePassed(),
         [
             LetGo(A, as_sentence("its host left")),
             KillWorker(B, as_sentence("the host left the list")),
         ],
     )
-    figures.note(WorkerExited(A, 1), [])
-    figures.note(WorkerExited(B, -9), [EndJob(0, as_sentence("done"))])
-    figures.note(WorkerExited(C, -15), [])
+    note(figures, WorkerExited(A, 1), [])
+    note(figures, WorkerExited(B, -9), [EndJob(0, as_sentence("done"))])
+    note(figures, WorkerExited(C, -15), [])
     assert "elastic_lost_workers_total 0.0" in lines(figures)
     assert sum(figures.fenced.values()) == 0
 
@@ -123,7 +154,7 @@ def test_every_kill_has_a_kind():
     figures = training(A)
     for hang in Hang:
         hung = hang_of_one(HangFinding(hang, "gradients", 7, 10.0))
-        figures.note(TimePassed(), [KillWorker(A, hung)])
+        note(figures, TimePassed(), [KillWorker(A, hung)])
     for why in (
         ReasonKind.IDLE,
         ReasonKind.BUSY,
@@ -132,7 +163,7 @@ def test_every_kill_has_a_kind():
         ReasonKind.NO_INIT,
         ReasonKind.JOB_ENDED,
     ):
-        figures.note(TimePassed(), [KillWorker(A, because(why))])
+        note(figures, TimePassed(), [KillWorker(A, because(why))])
     counted = {"frozen": 0, "stuck": 2, "cut off": 1, "digest": 1, "gpu": len(Hang), "late": 1}
     assert figures.fenced == counted
 
@@ -141,7 +172,7 @@ def test_recoveries_are_a_histogram():
     figures = training(A, B)
     for ms in (20.0, 80.0, 40_000.0):
         report = ReportRecovery(2, "recovery", as_sentence("lost b"), 1, ms, {}, 0)
-        figures.note(TimePassed(), [report])
+        note(figures, TimePassed(), [report])
     assert {
         'elastic_recovery_seconds_bucket{kind="recovery",le="0.01"} 0.0',
         'elastic_recovery_seconds_bucket{kind="recovery",le="0.025"} 1.0',
@@ -155,7 +186,7 @@ def test_recoveries_are_a_histogram():
 def test_straggler_is_shown_until_the_world_changes():
     figures = training(A, B, C)
     for worker, waited_s in ((A, 25.0), (B, 26.0), (C, 1.0)):
-        figures.note(WorkerPaced(worker, 1, 300, waited_s, 30.0), [])
+        note(figures, WorkerPaced(worker, 1, 300, waited_s, 30.0), [])
     assert {
         'elastic_straggler{worker="localhost:2#1"} 1.0',
         'elastic_straggler{worker="localhost:0#1"} 0.0',
@@ -163,40 +194,30 @@ def test_straggler_is_shown_until_the_world_changes():
         'elastic_reported_seconds_total{worker="localhost:0#1"} 30.0',
         'elastic_collectives_total{worker="localhost:0#1"} 300.0',
     } <= lines(figures)
-    figures.note(TimePassed(), [published(A, B, C, generation=2)])
-    figures.note(WorkerPaced(A, 1, 300, 1.0, 30.0), [])  # of the previous world
+    note(figures, TimePassed(), [published(A, B, C, generation=2)])
+    note(figures, WorkerPaced(A, 1, 300, 1.0, 30.0), [])  # of the previous world
     assert 'elastic_straggler{worker="localhost:2#1"} 0.0' in lines(figures)
 
 
 def test_exited_workers_leave_no_lines():
     figures = training(A, B)
-    figures.note(WorkerPaced(B, 1, 300, 1.0, 30.0), [])
-    figures.note(WorkerExited(B, 1), [])
+    note(figures, WorkerPaced(B, 1, 300, 1.0, 30.0), [])
+    note(figures, WorkerExited(B, 1), [])
     assert not [line for line in lines(figures) if "localhost:1#1" in line]
 
 
-def test_newest_commit_is_shown():
+def test_newest_commit_and_the_commit_rate_are_shown():
     figures = training(A, B)
     assert not [line for line in lines(figures) if "elastic_commit_" in line]
-    for worker, commit in ((A, Commit(2, 5)), (B, Commit(2, 4))):
-        figures.note(WorkerDigested(worker, 2, commit, 17), [])
-    assert {"elastic_commit_number 5.0", "elastic_commit_generation 2.0"} <= lines(figures)
-
-
-def test_commits_are_counted_within_and_across_worlds():
-    figures = training(A, B)
-    figures.note(WorkerPaced(A, 1, 300, 1.0, 30.0, 60, Commit(1, 60)), [], 1000.0)
-    figures.note(WorkerPaced(B, 1, 300, 1.0, 30.0, 59, Commit(1, 59)), [], 1001.0)
-    figures.note(WorkerPaced(A, 1, 300, 1.0, 30.0, 90, Commit(1, 150)), [], 1030.0)
+    note(figures, WorkerPaced(A, 1, 300, 1.0, 30.0, 60, Commit(1, 60)), [], 1000.0)
+    note(figures, WorkerDigested(A, 1, Commit(1, 150), 17), [], 1030.0)
     assert {
         "elastic_commits_total 150.0",
         "elastic_commit_number 150.0",
+        "elastic_commit_generation 1.0",
         "elastic_last_commit_timestamp_seconds 1030.0",
         "elastic_commits_per_second 3.0",
     } <= lines(figures)
-    figures.note(TimePassed(), [published(A, B, generation=2)], 1031.0)
-    figures.note(WorkerPaced(A, 2, 300, 1.0, 30.0, 10, Commit(2, 10)), [], 1061.0)
-    assert {"elastic_commits_total 160.0", "elastic_commit_number 10.0"} <= lines(figures)
 
 
 def test_steps_and_samples_are_those_of_rank_0_without_script_changes():
@@ -206,7 +227,7 @@ def test_steps_and_samples_are_those_of_rank_0_without_script_changes():
         spent = WorkerSpent(
             worker, 1, Times(), "training", commit, step=steps, steps=steps, batch=8
         )
-        figures.note(spent, [], at)
+        note(figures, spent, [], at)
     assert {
         "elastic_steps_per_second 10.0",
         "elastic_samples_per_second 160.0",
@@ -215,9 +236,9 @@ def test_steps_and_samples_are_those_of_rank_0_without_script_changes():
 
 
 def test_world_and_stalls_of_the_previous_driver_are_shown():
-    figures = JobMetrics()
-    figures.adopt([(A, 0), (B, 1)], 4)
-    figures.note(WorkerProgressed(A, 4, 7, "gradients", 12.0), [], 1000.0)
+    figures = JobMetrics(TimeSpent(JobView()))
+    figures.view.adopt({A: (0, 0), B: (0, 1)}, 4, 990.0)
+    note(figures, WorkerProgressed(A, 4, 7, "gradients", 12.0), [], 1000.0)
     assert {
         "elastic_generation 4.0",
         "elastic_world_size 2.0",
@@ -229,8 +250,8 @@ def test_world_and_stalls_of_the_previous_driver_are_shown():
 def test_durable_commits_are_shown():
     figures = training(A, B)
     assert "elastic_durable_commits_total 0.0" in lines(figures)
-    figures.note(CheckpointMade(Commit(1, 60)), [], 1030.0)
-    figures.note(CheckpointMade(Commit(1, 120)), [], 1090.0)
+    note(figures, CheckpointMade(Commit(1, 60)), [], 1030.0)
+    note(figures, CheckpointMade(Commit(1, 120)), [], 1090.0)
     assert {
         "elastic_durable_commits_total 2.0",
         "elastic_commit_number 120.0",
@@ -256,18 +277,19 @@ def test_reported_numbers_are_gauges_and_limited():
     for n in range(10 * NAMES):
         figures.report(report(0, **{f"{n}": 1.0}))
     assert len(figures.reported[0]) == NAMES
-    figures.note(TimePassed(), [published(A, generation=2)])
+    note(figures, TimePassed(), [published(A, generation=2)])
     assert list(figures.reported) == [0]
 
 
 def test_metrics_are_served_on_loopback_until_the_end():
-    metrics = MetricsServer("127.0.0.1", 0)
-    metrics.note(TimePassed(), [StartWorker(A, PLACE, as_sentence("first start"))], 1.0)
+    figures = JobMetrics(TimeSpent(JobView()))
+    metrics = MetricsServer("127.0.0.1", 0, figures, threading.Lock())
+    figures.view.note(TimePassed(), [StartWorker(A, PLACE, as_sentence("first start"))], 1.0)
     url = f"http://127.0.0.1:{metrics.port}/metrics"
     with urllib.request.urlopen(url, timeout=10) as answer:
         assert b'elastic_workers{stage="starting"} 1.0' in answer.read()
     with raises(Invalid, metrics.port):
-        MetricsServer("127.0.0.1", metrics.port)
+        server("127.0.0.1", metrics.port)
     metrics.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", metrics.port), timeout=10)
@@ -286,7 +308,7 @@ def scrape(metrics: MetricsServer, host: str) -> tuple[int, bytes]:
 
 
 def test_foreign_host_name_is_rejected_on_loopback():
-    with contextlib.closing(MetricsServer("127.0.0.1", 0)) as metrics:
+    with contextlib.closing(server("127.0.0.1")) as metrics:
         own = socket.gethostname()
         for host in ("", "localhost:9100", "127.0.0.1:9100", "[::1]:9100", "10.0.0.7", own):
             assert scrape(metrics, host)[0] == 200, host
@@ -297,7 +319,7 @@ def test_foreign_host_name_is_rejected_on_loopback():
 
 
 def test_any_host_name_is_accepted_beyond_loopback():
-    with contextlib.closing(MetricsServer("0.0.0.0", 0)) as metrics:
+    with contextlib.closing(server("0.0.0.0")) as metrics:
         assert scrape(metrics, "driver.training.svc:9100")[0] == 200
 
 
@@ -305,7 +327,7 @@ def test_recoveries_are_counted_by_phase():
     figures = training(A, B)
     phases = {"gathered": 20.0, "formed": 300.0}
     report = ReportRecovery(2, "recovery", as_sentence("lost"), 2, 320.0, phases, 0)
-    figures.note(TimePassed(), [report])
+    note(figures, TimePassed(), [report])
     scraped = lines(figures)
     name = "elastic_recovery_phase_seconds"
     assert f'{name}_bucket{{kind="recovery",le="0.025",phase="gathered"}} 1.0' in scraped
@@ -314,11 +336,11 @@ def test_recoveries_are_counted_by_phase():
 
 
 def test_goodput_and_age_of_the_newest_durable_commit_are_shown():
-    figures = JobMetrics()
+    figures = JobMetrics(TimeSpent(JobView()))
     start = StartWorker(A, PLACE, as_sentence("first start"))
-    figures.note(TimePassed(), [start], 100.0)
-    figures.note(WorkerSpent(A, 1, Times(training=6.0, joining=2.0), "idle"), [], 108.0)
-    figures.note(CheckpointMade(Commit(1, 7)), [], 110.0)
+    note(figures, TimePassed(), [start], 100.0)
+    note(figures, WorkerSpent(A, 1, Times(training=6.0, joining=2.0), "idle"), [], 108.0)
+    note(figures, CheckpointMade(Commit(1, 7)), [], 110.0)
     values = {m.name: m.samples[0].value for m in families(figures, 117.0) if m.samples}
     assert values["elastic_last_durable_commit_age_seconds"] == 7.0
     assert values["elastic_goodput_ratio"] == pytest.approx(0.6)  # idle for two seconds since
@@ -328,7 +350,7 @@ def test_goodput_and_age_of_the_newest_durable_commit_are_shown():
 
 def test_names_and_units_follow_the_conventions_of_prometheus():
     figures = training(A, B)
-    figures.durable, figures.commit = 1, Commit(0, 0)
+    note(figures, CheckpointMade(Commit(0, 0)))
     for family in families(figures):
         assert re.fullmatch(r"elastic(_[a-z]+)+", family.name) and family.documentation[-1] == "."
         if family.type == "histogram":

@@ -13,7 +13,8 @@ import pytest
 from elastic.driver.events import Action, BreakWorld, EndJob, Event, StartWorker, TimePassed
 from elastic.driver.monitoring.debounce_timer import HELD_S, DebounceTimer
 from elastic.driver.monitoring.exit_lines import ExitLines
-from elastic.driver.monitoring.ongoing_failure import OngoingFailure
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.ongoing_failure import failure_lasts
 from elastic.driver.processes.stderr_tail import TracebackLedger
 from elastic.driver.reasons import ReasonKind, because
 from elastic.protocol.messages import Place, Worker
@@ -26,14 +27,14 @@ BAD = Uncaught("d1", "ValueError: bad", "folded\n", "whole\n", "train.py:3")
 LOST = Uncaught("d2", "PeerLost: h:0", "folded\n", "whole\n", "train.py:9", peer=True)
 
 
-def begun() -> OngoingFailure:
-    failure = OngoingFailure()
+def begun() -> JobView:
+    view = JobView()
     starts: list[Action] = [
         StartWorker(Worker("h", slot), Place(slot, RANKS, slot, RANKS, 0, 1), WHY)
         for slot in range(RANKS)
     ]
-    failure.note(TimePassed(), starts)
-    return failure
+    view.note(TimePassed(), starts, 0.0)
+    return view
 
 
 @pytest.mark.parametrize(
@@ -50,10 +51,10 @@ def begun() -> OngoingFailure:
 def test_failure_lasts_while_more_exits_are_expected(
     event: Event, actions: list[Action], lasts: bool
 ):
-    failure = begun()
-    assert not failure.lasts([])
-    failure.note(event, actions)
-    assert failure.lasts([Worker("h", 3)]) is lasts
+    view = begun()
+    assert not failure_lasts(view, [])
+    view.note(event, actions, 1.0)
+    assert failure_lasts(view, [Worker("h", 3)]) is lasts
 
 
 class FakeLoop:
@@ -89,12 +90,12 @@ class FakeLoop:
 @pytest.mark.parametrize("lost", [0, 3])
 def test_exceptions_and_exits_that_are_seconds_apart_have_one_line_each(monkeypatch, apart_s, lost):
     """Before elastic.run: a worker raises, exits seconds later, and the job ends with the last exit."""
-    loop, failure, ledger = FakeLoop(monkeypatch), begun(), TracebackLedger()
+    loop, view, ledger = FakeLoop(monkeypatch), begun(), TracebackLedger()
     sent: set[Worker] = set()
     shown: list[str] = []
     logged: list[str] = []
-    timer = DebounceTimer(lambda: shown.extend(ledger.rest()), lambda: failure.lasts(sent))
-    lines = ExitLines(lambda level, text: logged.append(text), lambda: failure.lasts(sent))
+    timer = DebounceTimer(lambda: shown.extend(ledger.rest()), lambda: failure_lasts(view, sent))
+    lines = ExitLines(lambda level, text: logged.append(text), lambda: failure_lasts(view, sent))
 
     def raised(slot: int) -> None:
         sent.add(Worker("h", slot))
@@ -107,7 +108,7 @@ def test_exceptions_and_exits_that_are_seconds_apart_have_one_line_each(monkeypa
         event = exited(f"h:{slot}", 1)
         actions: list[Action] = [BreakWorld(1, [], WHY)] if slot == 0 else []
         actions += [EndJob(1, WHY)] if slot == RANKS - 1 else []
-        failure.note(event, actions)
+        view.note(event, actions, loop.now)
         cools = because(ReasonKind.SLOT_COOLS, worker=f"h:{slot}#1", exit="exit code 1", wait_s=60)
         if not lines.shares(cools):
             logged.append(str(cools))

@@ -15,7 +15,9 @@ from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.explain.findings import FindingKind, JournalState, findings
 from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.sentences import sentence
+from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.shard_status import as_sentence, recovery_facts, source_sentence
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.monitoring.world_lines import recovery_line
 from elastic.protocol.messages import Commit, RowBytes
 from harness.golden import recorded
@@ -44,9 +46,9 @@ def test_recovery_names_the_lost_shard_and_that_it_came_from_memory_of_its_host(
 
 
 def test_explain_shows_the_division_the_sealed_step_and_the_source_of_each_lost_shard(entries):
-    story = JobHistory()
+    story = JobHistory(TimeSpent(JobView()))
     for each in entries:
-        story.note(each.event, each.actions, each.at)
+        story.view.note(each.event, each.actions, each.at)
     found = findings(story, JournalState(None))
     (sharded,) = [each for each in found if each.what is FindingKind.SHARDED]
     assert (
@@ -58,11 +60,11 @@ def test_explain_shows_the_division_the_sealed_step_and_the_source_of_each_lost_
 
 
 def test_page_and_status_show_the_division_and_the_last_recovery(entries):
-    page = PageModel(name="gpt", command=["train.py"], least=2, most=4)
+    page = PageModel(TimeSpent(JobView()), name="gpt", command=["train.py"], least=2, most=4)
     before: dict[str, Any] = dict(page.state.values)
     assert before["shards"] is None
     for each in entries:
-        page.note(each.event, each.actions, each.at)
+        page.view.note(each.event, each.actions, each.at)
     shown = page.state.values["shards"]
     assert (shown["workers"], shown["shards"], shown["copy_hosts"], shown["step"]) == (4, 4, 0, 24)
     lines = job_tables.status(page.full(entries[-1].at))

@@ -18,7 +18,9 @@ from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.sentences import sections
 from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
+from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.metrics import JobMetrics, families
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
@@ -43,8 +45,10 @@ class Surfaces:
     """
 
     def __init__(self) -> None:
-        self.page = PageModel(name="bert", command=["train.py"], least=1, most=3)
-        self.figures, self.story, self.rows = JobMetrics(), JobHistory(), WorkerRows()
+        spent = TimeSpent(JobView())
+        self.page = PageModel(spent, name="bert", command=["train.py"], least=1, most=3)
+        self.figures, self.story = JobMetrics(spent), JobHistory(spent)
+        self.rows = WorkerRows(spent.view)
         start = [events.StartWorker(each, Place(0, 3, 0, 3, 0, 1), WHY) for each in (A, B, C)]
         self.note(events.HostsChanged({"h": 3}), start, 98.0)
         for worker in (A, B, C):
@@ -58,8 +62,7 @@ class Surfaces:
             self.note(events.WorkerProgressed(worker, 1, 7, "gradients", 1.0), [], 121.0)
 
     def note(self, event: events.Event, actions: Sequence[events.Action], at: float) -> None:
-        for each in (self.page, self.figures, self.story, self.rows):
-            each.note(event, actions, at)
+        self.page.view.note(event, actions, at)
 
     def spent(self, at: float, number: int) -> None:
         times = Times(training=at - 100.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.driver import events
+from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.stalls import Stall, StallEnd, Stalls
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import COPY, Address, Place, Worker
@@ -24,10 +25,10 @@ def published(generation: int, *workers: Worker) -> events.PublishWorld:
 
 
 def world(*workers: Worker, at: float = 100.0) -> Stalls:
-    stalls = Stalls()
+    stalls = Stalls(JobView())
     for worker in workers:
-        stalls.note(events.WorkerReady(worker, 0, None, STORE), [], at)
-    stalls.note(events.TimePassed(), [published(1, *workers)], at)
+        stalls.view.note(events.WorkerReady(worker, 0, None, STORE), [], at)
+    stalls.view.note(events.TimePassed(), [published(1, *workers)], at)
     return stalls
 
 
@@ -37,11 +38,11 @@ def waits(
     """Report a wait, as workers do after a second."""
     for worker in workers:
         event = events.WorkerProgressed(worker, 1, number, name, 1.0, line="train.py:30")
-        stalls.note(event, [], since + 1.0)
+        stalls.view.note(event, [], since + 1.0)
 
 
 def goes_on(stalls: Stalls, worker: Worker, at: float, number: int = 7) -> None:
-    stalls.note(events.WorkerProgressed(worker, 1, number), [], at)
+    stalls.view.note(events.WorkerProgressed(worker, 1, number), [], at)
 
 
 def held(stalls: Stalls, since: float = 120.0) -> Stalls:
@@ -66,7 +67,7 @@ def test_stall_starts_with_the_wait_of_the_others():
     stalls = held(world(A, B, C))
     assert stalls.waits_since == 120.0
     assert stalls.current(124.9) is None
-    stalls.note(events.WorkerLocated(B, 1, "train.py:12"), [], 125.1)
+    stalls.view.note(events.WorkerLocated(B, 1, "train.py:12"), [], 125.1)
     stall = stalls.current(160.0)
     assert stall is not None
     assert (stall.since, stall.seconds, stall.others, stall.where) == (120.0, 40.0, 2, "gradients")
@@ -76,7 +77,7 @@ def test_stall_starts_with_the_wait_of_the_others():
 
 def test_stall_that_ends_by_itself_is_kept_with_its_seconds_and_line():
     stalls = held(world(A, B, C))
-    stalls.note(events.WorkerLocated(B, 1, "train.py:12"), [], 125.1)
+    stalls.view.note(events.WorkerLocated(B, 1, "train.py:12"), [], 125.1)
     goes_on(stalls, A, 160.2)
     goes_on(stalls, C, 160.3)
     assert stalls.current(170.0) is None and stalls.waits_since is None
@@ -85,7 +86,7 @@ def test_stall_that_ends_by_itself_is_kept_with_its_seconds_and_line():
     assert ranks(stall) == [1] and stall.culprits[0].line == "train.py:12"
     assert stalls.count == 1
     # The line belongs to that wait, so the next one is located again.
-    stalls.note(events.WorkerLocated(B, 1, "train.py:12"), [], 165.0)
+    stalls.view.note(events.WorkerLocated(B, 1, "train.py:12"), [], 165.0)
     waits(stalls, A, C, since=200.0, number=8)
     assert now(stalls, 206.0).culprits[0].line == ""
     assert now(stalls, 206.0).culprits[0].worker == B
@@ -95,7 +96,7 @@ def test_line_is_the_one_seen_most_often():
     """The last probe may show a later line, before the others have reported the end of their wait."""
     stalls = held(world(A, B, C))
     for at, line in ((125.0, "train.py:12"), (130.0, "train.py:12"), (160.1, "train.py:30")):
-        stalls.note(events.WorkerLocated(B, 1, line), [], at)
+        stalls.view.note(events.WorkerLocated(B, 1, line), [], at)
     goes_on(stalls, A, 160.2)
     assert stalls.past[-1].culprits[0].line == "train.py:12"
 
@@ -124,8 +125,8 @@ def test_line_is_the_one_seen_most_often():
 )
 def test_stall_ends_when_its_culprit_exits_the_world_breaks_or_the_job_ends(event, actions, end):
     stalls = held(world(A, B, C))
-    stalls.note(event, actions, 160.0)
-    stalls.note(events.TimePassed(), [published(2, A, C)], 161.0)
+    stalls.view.note(event, actions, 160.0)
+    stalls.view.note(events.TimePassed(), [published(2, A, C)], 161.0)
     [stall] = stalls.past
     assert (ranks(stall), stall.seconds, stall.end) == ([1], 40.0, end)
     assert stalls.current(200.0) is None
@@ -136,7 +137,7 @@ def test_short_or_usual_waits_are_no_stalls():
     waits(stalls, A, C, since=120.0)
     goes_on(stalls, A, 124.0)
     for worker in (A, B, C):  # one collective in 36 s
-        stalls.note(events.WorkerPaced(worker, 1, 1, 4.0, 36.0), [], 156.0)
+        stalls.view.note(events.WorkerPaced(worker, 1, 1, 4.0, 36.0), [], 156.0)
     waits(stalls, A, C, since=160.0, number=8)
     assert stalls.current(195.0) is None
     assert stalls.current(197.0) is not None
@@ -147,17 +148,19 @@ def test_short_or_usual_waits_are_no_stalls():
 def test_report_during_a_stall_does_not_raise_the_usual_step_time():
     stalls = held(world(A, B, C))
     goes_on(stalls, A, 160.0)
-    stalls.note(events.WorkerPaced(A, 1, 1, 40.0, 60.0), [], 170.0)
+    stalls.view.note(events.WorkerPaced(A, 1, 1, 40.0, 60.0), [], 170.0)
     waits(stalls, A, C, since=200.0, number=8)
     assert stalls.current(206.0) is not None
 
 
 def test_worker_in_a_long_phase_is_no_culprit():
     stalls = world(A, B, C)
-    stalls.note(events.WorkerProgressed(B, 1, 6, phase="evaluation"), [], 119.0)
+    stalls.view.note(events.WorkerProgressed(B, 1, 6, phase="evaluation"), [], 119.0)
     waits(stalls, A, C, since=120.0)
     assert stalls.current(180.0) is None
-    stalls.note(events.WorkerProgressed(B, 1, 6), [], 180.0)  # the phase has ended, and it loops
+    stalls.view.note(
+        events.WorkerProgressed(B, 1, 6), [], 180.0
+    )  # the phase has ended, and it loops
     stall = now(stalls, 200.0)
     assert (ranks(stall), stall.since) == ([1], 180.0)
 
@@ -166,7 +169,7 @@ def test_progressing_ranks_of_another_process_set_are_no_culprits():
     stalls = world(A, B, C, D)
     waits(stalls, A, since=120.0)  # for B; C and D train independently
     for worker in (C, D):
-        stalls.note(events.WorkerPaced(worker, 1, 9, 1.0, 3.0), [], 128.0)
+        stalls.view.note(events.WorkerPaced(worker, 1, 9, 1.0, 3.0), [], 128.0)
     assert ranks(stalls.current(129.0)) == [1]
 
 
@@ -178,7 +181,7 @@ def test_no_rank_is_blamed_if_all_wait_and_large_collectives_get_longer():
     stall = now(stalls, 160.0)
     assert (ranks(stall), stall.since, stall.others) == ([], 122.0, 2)
     hang = because(ReasonKind.GPU_HANGS, for_s=60.0, number=3, group="world")
-    stalls.note(events.TimePassed(), [events.KillWorker(B, hang)], 190.0)
+    stalls.view.note(events.TimePassed(), [events.KillWorker(B, hang)], 190.0)
     [past] = stalls.past
     assert (ranks(past), past.since, past.seconds, past.end) == ([1], 122.0, 68.0, StallEnd.KILLED)
 
@@ -191,27 +194,27 @@ def test_copy_of_the_state_to_newcomers_is_no_stall():
 
 def test_worker_that_does_not_reach_a_planned_stop_is_the_culprit():
     stalls = world(A, B)
-    stalls.note(events.WorkerReady(A, 1, None, STORE), [], 120.0)
+    stalls.view.note(events.WorkerReady(A, 1, None, STORE), [], 120.0)
     assert ranks(stalls.current(130.0)) == [1]
-    stalls.note(events.WorkerReady(B, 1, None, STORE), [published(2, A, B)], 140.0)
+    stalls.view.note(events.WorkerReady(B, 1, None, STORE), [published(2, A, B)], 140.0)
     [stall] = stalls.past
     assert (stall.seconds, stall.end) == (20.0, StallEnd.RESUMED)
 
 
 def test_worker_that_prepares_its_training_for_longer_is_no_culprit():
-    stalls = Stalls()
+    stalls = Stalls(JobView())
     for worker in (A, B):
-        stalls.note(events.WorkerReady(worker, 0, None, STORE, running=False), [], 100.0)
-    stalls.note(events.TimePassed(), [published(1, A, B)], 100.0)
-    stalls.note(events.WorkerReady(A, 1, None, STORE), [], 120.0)
+        stalls.view.note(events.WorkerReady(worker, 0, None, STORE, running=False), [], 100.0)
+    stalls.view.note(events.TimePassed(), [published(1, A, B)], 100.0)
+    stalls.view.note(events.WorkerReady(A, 1, None, STORE), [], 120.0)
     assert stalls.current(180.0) is None
-    stalls.note(events.WorkerReady(B, 1, None, STORE), [published(2, A, B)], 180.0)
+    stalls.view.note(events.WorkerReady(B, 1, None, STORE), [published(2, A, B)], 180.0)
     assert not stalls.past
 
 
 def test_returned_worker_neither_waits_nor_is_awaited():
     stalls = world(A, B, C)
-    stalls.note(events.WorkerReturned(A, 1), [], 120.0)
+    stalls.view.note(events.WorkerReturned(A, 1), [], 120.0)
     assert stalls.current(200.0) is None
     waits(stalls, B, since=200.0)
     assert ranks(stalls.current(210.0)) == [2]
@@ -219,20 +222,20 @@ def test_returned_worker_neither_waits_nor_is_awaited():
 
 def test_frozen_culprit_has_its_reason():
     stalls = held(world(A, B, C))
-    stalls.note(events.WorkerFrozen(B, "stopped by a signal"), [], 121.0)
+    stalls.view.note(events.WorkerFrozen(B, "stopped by a signal"), [], 121.0)
     recorded("messages", now(stalls, 130.0).culprits[0].frozen)
 
 
 def test_restarted_driver_counts_the_whole_wait_once_it_is_reported_again():
     stalls = held(world(A, B, C))
-    stalls.note(events.DriverRestarted(), [], 130.0)
+    stalls.view.note(events.DriverRestarted(), [], 130.0)
     assert stalls.current(130.0) is None
-    next_one = Stalls()
-    next_one.adopt([(A, 0), (B, 1), (C, 2)], 1)
+    next_one = Stalls(JobView())
+    next_one.view.adopt({A: (0, 0), B: (0, 1), C: (0, 2)}, 1, 130.0)
     for each in (stalls, next_one):
-        each.note(events.WorkerProgressed(A, 1, 7, "gradients", 12.0), [], 132.0)
+        each.view.note(events.WorkerProgressed(A, 1, 7, "gradients", 12.0), [], 132.0)
         assert (ranks(now(each, 133.0)), now(each, 133.0).since) == ([1, 2], 120.0)
-        each.note(events.WorkerProgressed(C, 1, 7, "gradients", 13.0), [], 133.0)
+        each.view.note(events.WorkerProgressed(C, 1, 7, "gradients", 13.0), [], 133.0)
         assert ranks(each.current(133.0)) == [1]
 
 

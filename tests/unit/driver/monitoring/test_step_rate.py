@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.stalls import Stalls
 from elastic.driver.monitoring.step_rate import StepRate
 from elastic.protocol.messages import Worker
@@ -13,7 +14,7 @@ A, B = Worker("h", 0), Worker("h", 1)
 
 @pytest.fixture
 def rate() -> StepRate:
-    return StepRate(Stalls())
+    return StepRate(Stalls(JobView()))
 
 
 def test_steps_and_samples_are_divided_by_the_time_between_two_reports(rate):

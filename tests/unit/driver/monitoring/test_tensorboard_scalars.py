@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from elastic.driver.events import PublishWorld, ReportRecovery
+from elastic.driver.events import PublishWorld, ReportRecovery, TimePassed
 from elastic.driver.monitoring.tensorboard_scalars import (
     JOB,
     Scalar,
@@ -83,7 +83,7 @@ def test_scalars_are_flushed_when_the_job_ends(tmp_path):
     board = TensorBoard(tmp_path, silent)
     board.report(report(0, {"step": 1, "loss": 2.5}))
     board.report(report(1, {"step": 1, "loss": 3.5}))
-    board.note([RECOVERED])
+    board.happened(TimePassed(), [RECOVERED], 7.0)
     board.close()
     assert read(tmp_path / "rank-0") == [("step", 1.0, 1, 5.0), ("loss", 2.5, 1, 5.0)]
     assert read(tmp_path / "rank-1")[1] == ("loss", 3.5, 1, 5.0)

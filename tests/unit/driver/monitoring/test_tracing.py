@@ -8,6 +8,7 @@ import json
 import pytest
 
 from elastic.driver.monitoring import tracing
+from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.errors import Invalid
 from elastic.monitoring import timeline
@@ -30,7 +31,7 @@ class Talk:
         self.log: list[str] = []
         self.told: list = []
         self.news = asyncio.Event()
-        self.tracing = Tracing(lambda level, text: self.log.append(f"{level}: {text}"))
+        self.tracing = Tracing(lambda level, text: self.log.append(f"{level}: {text}"), JobView())
         self.tracing.serve(self.tell)
 
     def tell(self, worker, message) -> None:

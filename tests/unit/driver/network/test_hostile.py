@@ -8,6 +8,7 @@ import contextlib
 import os
 import resource
 import socket
+import threading
 import time
 import urllib.request
 from types import SimpleNamespace
@@ -20,7 +21,9 @@ from certificates import OPENSSL, new_authority
 from elastic.driver.agents import messages as agent_protocol
 from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.monitoring import metrics
-from elastic.driver.monitoring.metrics import MetricsServer
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.metrics import JobMetrics, MetricsServer
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.network import connection
 from elastic.driver.network import control_server as server_module
@@ -323,7 +326,7 @@ def test_number_of_concurrent_metrics_requests_is_limited(monkeypatch):
     monkeypatch.setattr(metrics, "VISITORS", 3)
     # No request is closed only because this machine is slow.
     monkeypatch.setattr(metrics, "VISIT_S", 60.0)
-    served = MetricsServer("127.0.0.1", 0)
+    served = MetricsServer("127.0.0.1", 0, JobMetrics(TimeSpent(JobView())), threading.Lock())
     url = f"http://127.0.0.1:{served.port}/metrics"
     visitors = []
     try:
@@ -347,7 +350,7 @@ def test_number_of_concurrent_metrics_requests_is_limited(monkeypatch):
 
 def test_silent_metrics_connection_is_closed(monkeypatch, capfd):
     monkeypatch.setattr(metrics, "VISIT_S", 0.1)
-    served = MetricsServer("127.0.0.1", 0)
+    served = MetricsServer("127.0.0.1", 0, JobMetrics(TimeSpent(JobView())), threading.Lock())
     try:
         with socket.create_connection(("127.0.0.1", served.port), 10.0) as visitor:
             visitor.sendall(b"GET /")
@@ -365,7 +368,7 @@ def test_worker_cannot_replace_a_file_on_the_drivers_host(tmp_path):
     answers = []
 
     async def ask(path) -> messages.TimelineAnswer:
-        tracing = Tracing(lambda level, text: None)
+        tracing = Tracing(lambda level, text: None, JobView())
         tracing.serve(lambda worker, message: answers.append(message))
         assert tracing.heard(A, messages.TimelineWanted(1, str(path), False))
         await tracing.close()
@@ -384,7 +387,7 @@ def test_symbolic_link_in_place_of_a_timeline_is_not_followed(tmp_path):
     victim.write_text("mine")
     path = tmp_path / "timeline.json"
     (tmp_path / f"timeline.json.{os.getpid()}.new").symlink_to(victim)
-    tracing = Tracing(lambda level, text: None)
+    tracing = Tracing(lambda level, text: None, JobView())
     tracing.open(str(path))
     assert victim.read_text() == "mine"
     assert path.read_bytes() == b"[\n\n]\n"

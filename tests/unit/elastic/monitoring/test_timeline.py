@@ -15,7 +15,6 @@ from elastic.driver.events import (
     Member,
     PublishWorld,
     ReportRecovery,
-    StartWorker,
     TimePassed,
 )
 from elastic.driver.monitoring.timeline import Timeline
@@ -423,18 +422,19 @@ def told(lines):
 
 def test_generations_joins_fences_and_recoveries_are_events_of_the_driver():
     job = Timeline()
-    lines = job.begin(0, 0)
-    lines += job.noted(TimePassed(), [world(1, A, B)], 1 * S)
+    lines = job.begin(0, 0, None)
+    lines += job.noted(TimePassed(), [world(1, A, B)], 1 * S, {})
     lines += job.noted(
         TimePassed(),
         [BreakWorld(1, [A], as_sentence("lost h:1#1")), KillWorker(B, as_sentence("stuck"))],
         2 * S,
+        {A: 0, B: 1},
     )
-    lines += job.noted(TimePassed(), [world(2, A, C)], 3 * S)
+    lines += job.noted(TimePassed(), [world(2, A, C)], 3 * S, {A: 0, B: 1})
     report = ReportRecovery(
         2, "recovery", as_sentence("lost h:1#1"), 2, 1500.0, {"gathered": 3.0}, 0
     )
-    lines += job.noted(TimePassed(), [report], 4 * S)
+    lines += job.noted(TimePassed(), [report], 4 * S, {A: 0, C: 1})
     lines += job.end(5 * S)
     found = told(lines)
     assert [event[1:] for event in found if event[2] == "generations"] == [
@@ -461,24 +461,18 @@ def test_generations_joins_fences_and_recoveries_are_events_of_the_driver():
 
 def test_a_file_that_begins_later_shows_the_present_world():
     job = Timeline()
-    assert (
-        job.noted(TimePassed(), [StartWorker(A, Place(0, 1, 0, 1, 0, 1), as_sentence("x"))], S)
-        == []
-    )
-    assert job.noted(TimePassed(), [world(3, A, B)], 2 * S) == []
-    found = told(job.begin(5 * S, 0))
+    found = told(job.begin(5 * S, 0, world(3, A, B)))
     assert ("driver", "B", "generations", "generation 3: 2 workers") in found
     job.end(6 * S)
-    job.noted(TimePassed(), [BreakWorld(3, [A, B], as_sentence("x"))], 7 * S)
-    assert told(job.begin(8 * S, 0)) == []
+    assert told(job.begin(8 * S, 0, None)) == []
 
 
 def test_each_workers_records_stand_under_its_name_on_the_drivers_clock():
     job = Timeline()
-    lines = job.begin(10 * S, 0) + job.noted(TimePassed(), [world(1, A, B)], 10 * S)
+    lines = job.begin(10 * S, 0, None) + job.noted(TimePassed(), [world(1, A, B)], 10 * S, {})
     record = ("X", "allreduce.w", "ALLREDUCE", 1 * S, S)
-    lines += job.traced(B, protocol.Traced(1, 10 * S, [record], dropped=4))
-    lines += job.traced(C, protocol.Traced(1, 0, [record]))  # in no world
+    lines += job.traced(B, protocol.Traced(1, 10 * S, [record], dropped=4), {A: 0, B: 1})
+    lines += job.traced(C, protocol.Traced(1, 0, [record]), {A: 0, B: 1})  # in no world
     assert told(lines)[-3:] == [
         ("rank 1 (h:1#1)", "X", "allreduce.w", "ALLREDUCE"),
         ("rank 1 (h:1#1)", "i", "dropped records", "4 records dropped"),

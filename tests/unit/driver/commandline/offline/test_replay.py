@@ -6,6 +6,8 @@ from elastic.driver.commandline.offline import replay_cli
 from elastic.driver.commandline.offline.replay_cli import ReplayClock, play
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.explain.journal_file import JournalEntries
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.errors import Invalid
 from harness.golden import raises, recorded
 from harness.kept_journals import unpacked
@@ -25,7 +27,7 @@ def test_replay_clock_runs_faster_than_real_time_and_stops():
 
 def test_page_reaches_the_end_of_the_job(tmp_path):
     file = unpacked(HERE / "jobs" / "stuck.jsonl.xz", tmp_path)
-    model = PageModel(name="stuck", command=["python"], least=2, most=3)
+    model = PageModel(TimeSpent(JobView()), name="stuck", command=["python"], least=2, most=3)
     with JournalEntries(file) as found:
         offset = found.reading.offset or 0.0
         for entry in found:

@@ -50,6 +50,8 @@ from elastic.driver.job.operator_api.runtime_folder import (
 )
 from elastic.driver.monitoring.dashboard.live_page import LivePage
 from elastic.driver.monitoring.dashboard.page_model import PageModel
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
@@ -65,7 +67,9 @@ class Job:
     """An operator service, and a driver that answers at once."""
 
     def __init__(self, folder: Path, *, standby: bool = False) -> None:
-        self.page = LivePage(PageModel(name="bert", command=["train.py"], least=1, most=2))
+        self.page = LivePage(
+            PageModel(TimeSpent(JobView()), name="bert", command=["train.py"], least=1, most=2)
+        )
         self.lines: list[str] = []
         environ = {"XDG_RUNTIME_DIR": str(folder)}
         about = OperatorAccess(
@@ -86,7 +90,7 @@ class Job:
         world = PublishWorld(
             1, [Member(each, PLACE) for each in (A, B)], Address("h", 1), 0, None, as_sentence("x")
         )
-        self.page.model.note(HostsChanged({"h": 2}), [*start, world], 10.0)
+        self.page.model.view.note(HostsChanged({"h": 2}), [*start, world], 10.0)
 
     def _told(self, event: Event) -> None:
         self.told.append(event)
@@ -175,6 +179,7 @@ async def test_log_of_an_unknown_worker_is_rejected(tmp_path):
         recorded("messages", answer.text)
         assert (await job.ask(messages.AskLogs, "1")).done
         job.page.model.state.tables["workers"].clear()  # as before the first world
+        job.page.model.view.ranks = {}
         recorded("messages", (await job.ask(messages.AskLogs, "0")).text)
 
 

@@ -11,6 +11,8 @@ from elastic.driver import events
 from elastic.driver.monitoring.dashboard.page_model import LINES, PageModel
 from elastic.driver.monitoring.dashboard.page_state import TAILS, applied
 from elastic.driver.monitoring.dashboard.worker_grid import HELD_UP, STATES
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
@@ -29,19 +31,21 @@ def world(
 
 
 def model() -> PageModel:
-    return PageModel(name="bert", command=["python", "train.py"], least=2, most=4)
+    return PageModel(
+        TimeSpent(JobView()), name="bert", command=["python", "train.py"], least=2, most=4
+    )
 
 
 def training(*workers: Worker) -> PageModel:
     page = model()
-    page.note(
+    page.view.note(
         events.HostsChanged({"h": 4}),
         [events.StartWorker(w, PLACE, as_sentence("x")) for w in workers],
         10.0,
     )
     for worker in workers:
-        page.note(events.WorkerConnected(worker, 7 + worker.slot), [], 11.0)
-    page.note(events.WorkerReady(workers[0], 0, None, STORE), [world(*workers)], 12.0)
+        page.view.note(events.WorkerConnected(worker, 7 + worker.slot), [], 11.0)
+    page.view.note(events.WorkerReady(workers[0], 0, None, STORE), [world(*workers)], 12.0)
     return page
 
 
@@ -52,11 +56,11 @@ def states(page: PageModel) -> dict[str, str]:
 def test_worker_joins_the_world():
     page = model()
     start = events.StartWorker(A, PLACE, because(ReasonKind.FIRST_START))
-    page.note(events.HostsChanged({"h": 1}), [start], 10.0)
+    page.view.note(events.HostsChanged({"h": 1}), [start], 10.0)
     assert states(page) == {"h:0": "starting"}
-    page.note(events.WorkerConnected(A, 4711), [], 11.0)
+    page.view.note(events.WorkerConnected(A, 4711), [], 11.0)
     assert states(page) == {"h:0": "joining"}
-    page.note(events.WorkerReady(A, 0, None, STORE), [world(A)], 12.0)
+    page.view.note(events.WorkerReady(A, 0, None, STORE), [world(A)], 12.0)
     row = page.state.tables["workers"]["h:0"]
     assert (row["state"], row["rank"], row["pid"], row["since"]) == ("training", 0, 4711, 12.0)
     assert page.state.values["job"]["phase"] == "training"
@@ -70,10 +74,10 @@ def test_worker_joins_the_world():
 def test_lost_worker_is_shown_until_another_takes_its_slot():
     page = training(A, B, C)
     broken = events.BreakWorld(1, [A, C], as_sentence("lost h:1#1"))
-    page.note(events.WorkerExited(B, -9), [broken], 20.0)
+    page.view.note(events.WorkerExited(B, -9), [broken], 20.0)
     assert states(page) == {"h:0": "recovering", "h:1": "lost", "h:2": "recovering"}
     assert "signal 9 SIGKILL" in page.state.tables["workers"]["h:1"]["note"]
-    page.note(events.WorkerReady(C, 1, None, STORE), [world(A, C, generation=2)], 20.05)
+    page.view.note(events.WorkerReady(C, 1, None, STORE), [world(A, C, generation=2)], 20.05)
     assert states(page) == {"h:0": "training", "h:1": "lost", "h:2": "training"}
     assert [page.state.tables["workers"][key]["rank"] for key in ("h:0", "h:1", "h:2")] == [
         0,
@@ -81,13 +85,13 @@ def test_lost_worker_is_shown_until_another_takes_its_slot():
         1,
     ]
     again = Worker("h", 1, 2)
-    page.note(
+    page.view.note(
         events.TimePassed(),
         [events.StartWorker(again, PLACE, as_sentence("its slot is free"))],
         21.0,
     )
     assert states(page)["h:1"] == "starting"
-    page.note(events.WorkerExited(B, -9), [], 21.5)  # repeated exit of the previous worker
+    page.view.note(events.WorkerExited(B, -9), [], 21.5)  # repeated exit of the previous worker
     assert states(page)["h:1"] == "starting"
 
 
@@ -101,37 +105,44 @@ def test_lost_worker_is_shown_until_another_takes_its_slot():
 def test_worker_whose_script_fails_is_lost_at_once_and_its_row_says_how(event):
     page = training(A, B, C)
     for each in (event, events.WorkerExited(B, 3)):
-        page.note(each, [], 20.0)
+        page.view.note(each, [], 20.0)
         row = page.state.tables["workers"]["h:1"]
         assert row["state"] == "lost"
         recorded("page", row["note"])
     page = training(A, B)
-    page.note(events.WorkerQuit(B, 1, 0, "sys.exit(0)"), [], 20.0)
+    page.view.note(events.WorkerQuit(B, 1, 0, "sys.exit(0)"), [], 20.0)
     assert states(page)["h:1"] == "training"
 
 
 def test_waiting_frozen_standby_and_leaving_workers_are_shown_as_such():
     page = training(A, B, C)
-    page.note(events.WorkerProgressed(A, 1, 7, "gradients", 1.5), [], 30.0)
+    page.view.note(events.WorkerProgressed(A, 1, 7, "gradients", 1.5), [], 30.0)
     assert states(page)["h:0"] == "waiting"
     assert page.state.tables["workers"]["h:0"]["since"] == 28.5
-    page.note(events.WorkerProgressed(A, 1, 8), [], 31.0)
-    page.note(events.WorkerFrozen(B, "stopped by a signal"), [], 31.0)
-    page.note(events.TimePassed(), [events.TellStandby(C)], 31.0)
+    page.view.note(events.WorkerProgressed(A, 1, 8), [], 31.0)
+    page.view.note(events.WorkerFrozen(B, "stopped by a signal"), [], 31.0)
+    page.view.note(events.TimePassed(), [events.TellStandby(C)], 31.0)
     assert states(page) == {"h:0": "training", "h:1": "frozen", "h:2": "standby"}
-    page.note(events.WorkerThawed(B), [events.LetGo(B, as_sentence("SIGTERM"))], 32.0)
+    page.view.note(events.WorkerThawed(B), [events.LetGo(B, as_sentence("SIGTERM"))], 32.0)
     assert states(page)["h:1"] == "leaving"
-    page.note(events.WorkerExited(B, 0), [], 33.0)
+    page.view.note(events.WorkerExited(B, 0), [], 33.0)
     assert states(page)["h:1"] == "done"
+
+
+def test_worker_that_its_host_no_longer_reports_is_lost():
+    page = training(A, B)
+    page.view.note(events.HostReported("h", [A], [A, B]), [], 20.0)
+    assert states(page) == {"h:0": "training", "h:1": "lost"}
+    recorded("page", page.state.tables["workers"]["h:1"]["note"])
 
 
 def test_killed_worker_shows_its_reason_and_ignores_later_events():
     page = training(A, B)
-    page.note(
+    page.view.note(
         events.TimePassed(), [events.KillWorker(B, because(ReasonKind.FROZEN, how="stopped"))], 40.0
     )
-    page.note(events.WorkerConnected(B, 9), [], 40.1)
-    page.note(events.WorkerExited(B, -9), [], 40.2)
+    page.view.note(events.WorkerConnected(B, 9), [], 40.1)
+    page.view.note(events.WorkerExited(B, -9), [], 40.2)
     row = page.state.tables["workers"]["h:1"]
     assert row["state"] == "lost"
     recorded("page", row["note"])
@@ -141,13 +152,15 @@ def test_unlisted_slot_disappears_with_its_worker():
     page = training(A, B)
     page.patch(19.0)
     state = applied(None, page.full(19.0))
-    page.note(events.HostsChanged({"h": 1}), [events.LetGo(B, as_sentence("left the list"))], 20.0)
-    page.note(events.WorkerExited(B, 0), [world(A, generation=2)], 21.0)
+    page.view.note(
+        events.HostsChanged({"h": 1}), [events.LetGo(B, as_sentence("left the list"))], 20.0
+    )
+    page.view.note(events.WorkerExited(B, 0), [world(A, generation=2)], 21.0)
     assert states(page) == {"h:0": "training"}
     after = applied(state, page.patch(21.0))
     assert list(after["rows"]["workers"]) == ["h:0"]
     assert list(state["rows"]["workers"]) == ["h:0", "h:1"], "what was there is not changed"
-    page.note(events.HostLost("h", "no answer"), [], 22.0)
+    page.view.note(events.HostLost("h", "no answer"), [], 22.0)
     assert states(page) == {"h:0": "lost"} and page.state.tables["hosts"]["h"]["state"] == "lost"
 
 
@@ -157,35 +170,30 @@ def test_state_step_is_shown_beside_the_commit_with_its_rate():
         spent = events.WorkerSpent(
             A, 1, Times(), "training", Commit(1, steps), step=steps, steps=steps, batch=8
         )
-        page.note(spent, [], at)
-        page.note(events.WorkerSpent(B, 1, Times(), "training", steps=3, batch=8), [], at)
+        page.view.note(spent, [], at)
+        page.view.note(events.WorkerSpent(B, 1, Times(), "training", steps=3, batch=8), [], at)
     values = page.state.values
     assert values["commit"]["number"] == 150 and values["commit"]["step"] == 150
     assert (values["steps"], values["samples"]) == (10.0, 160.0)
-    page.note(events.WorkerPaced(A, 1, 10, 1.0, 30.0, 30, Commit(1, 160)), [], 26.0)
+    page.view.note(events.WorkerPaced(A, 1, 10, 1.0, 30.0, 30, Commit(1, 160)), [], 26.0)
     assert "step" not in page.state.values["commit"]  # that of an older commit
 
 
 def test_commits_are_shown_with_their_rate():
     page = training(A, B)
-    spent = Times(training=5.0)
-    page.note(events.WorkerSpent(A, 1, spent, "training", Commit(1, 10)), [], 20.0)
-    page.note(events.WorkerSpent(A, 1, spent, "training", Commit(1, 9)), [], 21.0)  # outdated
-    page.note(events.WorkerPaced(B, 1, 10, 1.0, 30.0, 30, Commit(1, 50)), [], 25.0)
+    spent = events.WorkerSpent(A, 1, Times(training=5.0), "training", Commit(1, 10))
+    page.view.note(spent, [], 20.0)
+    page.view.note(events.WorkerPaced(B, 1, 10, 1.0, 30.0, 30, Commit(1, 50)), [], 25.0)
     assert page.state.values["commit"] == {"generation": 1, "number": 50, "at": 25.0, "total": 50}
     assert list(page.state.series["speed"]) == [[25.0, 8.0]]
-    page.note(events.WorkerReady(A, 1, Commit(1, 60), STORE), [world(A, generation=2)], 30.0)
-    page.note(events.WorkerSpent(A, 2, spent, "training", Commit(2, 4)), [], 31.0)
-    assert page.state.values["commit"]["total"] == 64
-    page.note(events.CheckpointMade(Commit(2, 5)), [], 32.0)
-    assert page.state.values["durable"] == {"generation": 2, "number": 5, "at": 32.0, "total": 1}
-    assert page.state.values["commit"]["number"] == 5
+    page.view.note(events.CheckpointMade(Commit(1, 45)), [], 32.0)
+    assert page.state.values["durable"] == {"generation": 1, "number": 45, "at": 32.0, "total": 1}
 
 
 def test_currently_awaited_workers_are_shown():
     page = training(A, B, C, D)
     for worker in (A, B, C):
-        page.note(events.WorkerProgressed(worker, 1, 7, "gradients", 1.0), [], 30.0)
+        page.view.note(events.WorkerProgressed(worker, 1, 7, "gradients", 1.0), [], 30.0)
     page.patch(40.0)
     assert page.state.values["held_up"] == [
         {"worker": "h:3", "rank": 3, "others": 3, "since": 29.0}
@@ -195,7 +203,7 @@ def test_currently_awaited_workers_are_shown():
 def test_worker_that_waits_less_than_the_others_is_shown():
     page = training(A, B, C, D)
     for worker, waited_s in ((A, 20.0), (B, 3.0), (C, 19.0), (D, 21.0)):
-        page.note(events.WorkerPaced(worker, 1, 10, waited_s, 30.0), [], 60.0)
+        page.view.note(events.WorkerPaced(worker, 1, 10, waited_s, 30.0), [], 60.0)
     page.patch(70.0)
     [slow] = page.state.values["held_up"]
     assert (slow["rank"], slow["share"], slow["median"]) == (1, 0.1, 0.667)
@@ -205,7 +213,7 @@ def test_worker_that_waits_less_than_the_others_is_shown():
 def test_requested_stacks_are_kept_and_other_lines_are_not():
     page = training(A, B)
     page.stderr(A, "an ordinary line", 20.0)
-    page.note(
+    page.view.note(
         events.TimePassed(),
         [events.DumpStacks(A, because(ReasonKind.IDLE, for_s=30.0, where="in gradients"))],
         30.0,
@@ -244,10 +252,12 @@ def test_reported_numbers_are_those_of_the_lowest_rank():
 
 def test_goodput_is_absent_before_the_first_world():
     page = model()
-    page.note(events.HostsChanged({"h": 1}), [events.StartWorker(A, PLACE, as_sentence("x"))], 10.0)
-    page.note(events.WorkerConnected(A, 7), [], 15.0)
+    page.view.note(
+        events.HostsChanged({"h": 1}), [events.StartWorker(A, PLACE, as_sentence("x"))], 10.0
+    )
+    page.view.note(events.WorkerConnected(A, 7), [], 15.0)
     assert page.patch(20.0)["set"]["goodput"]["ratio"] is None
-    page.note(events.WorkerReady(A, 0, None, STORE), [world(A)], 20.0)
+    page.view.note(events.WorkerReady(A, 0, None, STORE), [world(A)], 20.0)
     assert page.patch(30.0)["set"]["goodput"]["ratio"] == pytest.approx(0.5)
 
 
@@ -256,11 +266,11 @@ def test_recovery_and_end_are_shown():
     report = events.ReportRecovery(
         2, "recovery", as_sentence("lost h:1#1"), 1, 83.0, {"formed": 20.0}, 0
     )
-    page.note(events.TimePassed(), [report], 20.0)
+    page.view.note(events.TimePassed(), [report], 20.0)
     [row] = page.state.series["recoveries"]
     assert (row["total_ms"], row["phases_ms"], row["why"]) == (83.0, {"formed": 20.0}, "lost h:1#1")
-    page.note(events.TimePassed(), [events.EndJob(1, as_sentence("too few"))], 21.0)
-    page.note(events.WorkerReady(A, 1, None, STORE), [], 22.0)
+    page.view.note(events.TimePassed(), [events.EndJob(1, as_sentence("too few"))], 21.0)
+    page.view.note(events.WorkerReady(A, 1, None, STORE), [], 22.0)
     assert page.state.values["job"]["phase"] == "ended"
     recorded("page", page.state.values["job"]["ended"])
 
@@ -268,19 +278,19 @@ def test_recovery_and_end_are_shown():
 def test_operator_requests_are_shown():
     page = training(A, B)
     done, refused = (events.AnswerRequest(1, each, as_sentence("so")) for each in (True, False))
-    page.note(events.ScaleRequested(1, 3), [done], 20.0)
-    page.note(events.ScaleRequested(1, 1), [refused], 21.0)
-    page.note(events.DrainRequested(1, "h"), [done], 22.0)
+    page.view.note(events.ScaleRequested(1, 3), [done], 20.0)
+    page.view.note(events.ScaleRequested(1, 1), [refused], 21.0)
+    page.view.note(events.DrainRequested(1, "h"), [done], 22.0)
     assert page.state.values["job"]["most"] == 3
     assert page.state.tables["hosts"]["h"]["state"] == "drained"
-    page.note(events.DrainRequested(1, "h", off=True), [done], 23.0)
+    page.view.note(events.DrainRequested(1, "h", off=True), [done], 23.0)
     assert page.state.tables["hosts"]["h"]["state"] == "up"
     assert page.state.series["decisions"][-3][1:] == ["operator", "refused", "so"]
 
 
 def test_state_of_the_previous_driver_is_shown():
     page = model()
-    page.adopt({A: (11, 0), B: (12, None)}, 7, 50.0)
+    page.view.adopt({A: (11, 0), B: (12, None)}, 7, 50.0)
     assert states(page) == {"h:0": "training", "h:1": "joining"}
     assert page.state.values["job"]["generation"] == 7 and page.state.values["job"]["size"] == 1
 
@@ -301,7 +311,7 @@ def test_patches_lead_to_the_whole_state(seed):
     page = model()
     state = applied(None, page.full(0.0))
     for number, entry in enumerate(simulation.driver.entries):
-        page.note(entry.event, entry.actions, entry.at)
+        page.view.note(entry.event, entry.actions, entry.at)
         if number % 7 == seed % 7:
             state = applied(state, page.patch(entry.at))
     end = simulation.clock.now + 100.0
@@ -323,7 +333,7 @@ def test_slowest_worker_has_the_most_own_work_per_step():
     page = training(A, B, C)
     for worker, waited_s in ((A, 20.0), (B, 2.0), (C, 18.0)):
         assert page.patch(20.0)["set"].get("slowest") is None
-        page.note(events.WorkerPaced(worker, 1, 600, waited_s, 30.0, commits=300), [], 40.0)
+        page.view.note(events.WorkerPaced(worker, 1, 600, waited_s, 30.0, commits=300), [], 40.0)
     state = applied(None, page.full(50.0))
     rows = state["rows"]["workers"]
     assert [rows[f"h:{slot}"]["step_s"] for slot in range(3)] == [0.1, 0.1, 0.1]
@@ -337,12 +347,12 @@ def test_slowest_worker_has_the_most_own_work_per_step():
 def test_step_times_of_another_world_or_without_commits_are_hidden():
     page = training(A, B)
     for worker in (A, B):
-        page.note(events.WorkerPaced(worker, 1, 600, 1.0, 30.0, commits=0), [], 40.0)
+        page.view.note(events.WorkerPaced(worker, 1, 600, 1.0, 30.0, commits=0), [], 40.0)
     assert page.full(50.0)["set"]["slowest"] is None
     for worker in (A, B):
-        page.note(events.WorkerPaced(worker, 1, 600, 1.0, 30.0, commits=3), [], 70.0)
+        page.view.note(events.WorkerPaced(worker, 1, 600, 1.0, 30.0, commits=3), [], 70.0)
     assert page.full(80.0)["set"]["slowest"] is not None
-    page.note(events.TimePassed(), [world(A, B, C, generation=2)], 90.0)
+    page.view.note(events.TimePassed(), [world(A, B, C, generation=2)], 90.0)
     state = page.full(100.0)
     assert state["set"]["slowest"] is None
     assert all(row["own_s"] is None for row in state["rows"]["workers"].values())
@@ -355,5 +365,5 @@ def test_usage_of_a_worker_is_in_its_row_until_it_exits():
     page.uses(Worker("h", 1, 9), Usage(9.0, 1), 20.0)  # of another process in its slot
     row = page.state.tables["workers"]["h:1"]
     assert row["usage"] == {"cores": 1.5, "memory": 1 << 30, "gpu": 0.5, "gpu_memory": 1 << 31}
-    page.note(events.WorkerExited(B, -9), [], 30.0)
+    page.view.note(events.WorkerExited(B, -9), [], 30.0)
     assert page.state.tables["workers"]["h:1"]["usage"]["memory"] == 0

@@ -20,6 +20,8 @@ from elastic.driver.monitoring.dashboard.http_requests import RequestGuard
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
 from elastic.driver.monitoring.dashboard.page_state import applied
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import as_sentence
 from elastic.errors import Invalid
 from harness.golden import recorded
@@ -33,7 +35,9 @@ class Served:
     """A page on loopback."""
 
     def __init__(self, token: str = TOKEN) -> None:
-        self.model = PageModel(name="bert", command=["python", "train.py"], least=2, most=4)
+        self.model = PageModel(
+            TimeSpent(JobView()), name="bert", command=["python", "train.py"], least=2, most=4
+        )
         listening = bound("127.0.0.1", 0)
         self.port: int = listening.getsockname()[1]
         self.writers: list[asyncio.StreamWriter] = []  # of the connections that stay open
@@ -136,7 +140,7 @@ async def test_viewer_that_does_not_read_is_disconnected_without_blocking(monkey
         page.model.state.values["job"]["command"] = "x" * 1_000_000
         for number in range(40):
             request = AnswerRequest(1, True, as_sentence("done"))
-            page.model.note(ScaleRequested(1, number), [request], 100.0)
+            page.model.view.note(ScaleRequested(1, number), [request], 100.0)
             page.server.changed()
             assert (await event(reader))[1]["set"]["job"]["most"] == number
         slow.settimeout(5.0)

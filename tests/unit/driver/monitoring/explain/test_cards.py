@@ -14,13 +14,15 @@ from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.reported_series import ReportedSeries
 from elastic.driver.monitoring.explain.sentences import number
 from elastic.driver.monitoring.explain.worker_rows import WorkerRows
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.protocol.messages import Times, Worker
 
 
 def cards(reported: ReportedSeries) -> list[tuple[str, str]]:
-    story = JobHistory()
+    story = JobHistory(TimeSpent(JobView()))
     found = findings(story, JournalState(None))
-    text = page(PageJob(story, WorkerRows(), found, reported=reported))
+    text = page(PageJob(story, WorkerRows(story.view), found, reported=reported))
     shown = re.findall(r'<div class="tile"><b[^>]*>(.*?)</b><span>(.*?)</span>', text)
     return [(html.unescape(name), html.unescape(value)) for value, name in shown]
 
@@ -72,10 +74,10 @@ def test_number_has_four_digits_and_an_exponent_only_if_shorter(value, shown):
 
 
 def test_steps_per_second_have_a_card_without_script_changes():
-    story = JobHistory()
-    story.adopt([(Worker("h", 0), 0)], 2, 0.0)
+    story = JobHistory(TimeSpent(JobView()))
+    story.view.adopt({Worker("h", 0): (1, 0)}, 2, 0.0)
     for steps, at in ((100, 10.0), (150, 15.0)):
         spent = events.WorkerSpent(Worker("h", 0), 2, Times(), "training", steps=steps)
-        story.note(spent, [], at)
-    text = page(PageJob(story, WorkerRows(), findings(story, JournalState(None))))
+        story.view.note(spent, [], at)
+    text = page(PageJob(story, WorkerRows(story.view), findings(story, JournalState(None))))
     assert "<b>10</b><span>steps per second</span>" in text

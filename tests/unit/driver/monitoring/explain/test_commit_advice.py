@@ -8,6 +8,8 @@ from elastic.driver import events
 from elastic.driver.monitoring.explain.findings import Advice, FindingKind, JournalState, findings
 from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.sentences import sentence
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
@@ -31,24 +33,24 @@ def advice(commits: int) -> list[dict]:
     """Advice for a running job: 40 s of training with ``commits`` commits, of which both workers lost 10 s at a
     kill.
     """
-    story = JobHistory()
+    story = JobHistory(TimeSpent(JobView()))
     place = Place(0, 2, 0, 2, 0, 1)
-    story.note(
+    story.view.note(
         events.TimePassed(), [events.StartWorker(each, place, WHY) for each in (ONE, TWO)], 0.0
     )
     for each in (ONE, TWO):
-        story.note(events.WorkerReady(each, 0, None, STORE, running=True), [], 1.0)
-    story.note(events.TimePassed(), [world(1, 0, ONE, TWO)], 1.0)
+        story.view.note(events.WorkerReady(each, 0, None, STORE, running=True), [], 1.0)
+    story.view.note(events.TimePassed(), [world(1, 0, ONE, TWO)], 1.0)
     number = Commit(1, commits) if commits else None
     times = Times(training=30.0)
-    story.note(events.WorkerSpent(ONE, 1, times, "training", number), [], 31.0)
+    story.view.note(events.WorkerSpent(ONE, 1, times, "training", number), [], 31.0)
     exited = events.WorkerExited(TWO, -9)
-    story.note(exited, [events.BreakWorld(1, [ONE], because(ReasonKind.TOLD, text="x"))], 41.0)
-    story.note(
+    story.view.note(exited, [events.BreakWorld(1, [ONE], because(ReasonKind.TOLD, text="x"))], 41.0)
+    story.view.note(
         events.WorkerReady(ONE, 1, number, STORE, running=True), [world(2, commits, ONE)], 41.5
     )
     times = Times(training=30.0, recovering=0.5, lost=10.0)
-    story.note(events.WorkerSpent(ONE, 2, times, "training", number), [], 41.5)
+    story.view.note(events.WorkerSpent(ONE, 2, times, "training", number), [], 41.5)
     found = findings(story, JournalState(SETTINGS, runs=True))
     advised = [each for each in found if each.what is FindingKind.ADVICE]
     assert all(sentence(each) for each in advised)

@@ -111,7 +111,7 @@ def test_kept_journals_are_explained(tmp_path):
         reading = read_journal(unpacked(kept, tmp_path))
         first = findings(reading.story, reading.source)[0].what
         assert as_text(reading) and not reading.source.left_out, kept
-        if reading.story.end is not None:
+        if reading.story.view.end is not None:
             stopped = first is FindingKind.STOPPED
             assert stopped or first is (
                 FindingKind.FAILED if reading.story.code else FindingKind.DONE

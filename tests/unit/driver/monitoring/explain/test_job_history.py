@@ -46,6 +46,8 @@ from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.journal_file import read_journal
 from elastic.driver.monitoring.explain.sentences import sentence
 from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import ReasonKind, because
 from elastic.protocol.messages import Commit, Place, Times, Worker
 from harness.golden import recorded
@@ -67,7 +69,8 @@ class TrainingStory:
     """A story with its rows. Three workers train from second 2 on."""
 
     def __init__(self) -> None:
-        self.story, self.rows = JobHistory(), WorkerRows()
+        self.story = JobHistory(TimeSpent(JobView()))
+        self.rows = WorkerRows(self.story.view)
         self.at(0.0, HostsChanged({"h": 3}), *first_start(A, B, C))
         for each in (A, B, C):
             self.at(1.0, WorkerConnected(each, 1))
@@ -75,8 +78,7 @@ class TrainingStory:
         self.at(2.0, WorkerReady(A, 0, None, STORE), world(2, A, B, C))
 
     def at(self, now: float, event: Event, *actions) -> None:
-        self.story.note(event, actions, now)
-        self.rows.note(event, actions, now)
+        self.story.view.note(event, actions, now)
 
     def lose(self, now: float, worker: Worker, *left: Worker, generation: int) -> None:
         """Kill a worker, and let the others continue 50 ms later."""
@@ -354,7 +356,7 @@ def test_last_output_of_a_killed_worker_is_no_traceback(memory):
 def test_static_job_trains_in_its_first_world():
     """No event marks the start of its training."""
     recorder = TrainingStory()
-    recorder.story = JobHistory()
+    recorder.story = JobHistory(TimeSpent(JobView()))
     recorder.at(1.0, WorkerConnected(A, 1), WelcomeWorker(A, Place(0, 1, 0, 1, 0, 1), False, False))
     recorder.at(2.0, WorkerReady(A, 0, None, STORE, running=False), world(1, A))
     ended = because(ReasonKind.ENDED, who="x", exit="y")
@@ -366,7 +368,7 @@ def test_static_job_trains_in_its_first_world():
 def test_last_commit_without_a_checkpoint_is_told_after_a_successful_job():
     recorder = TrainingStory()
     recorder.at(3.0, CheckpointMade(Commit(2, 5)))
-    assert recorder.story.newest == Commit(2, 5)
+    assert recorder.story.view.newest == Commit(2, 5)
     recorder.at(
         4.0,
         WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)),
@@ -389,16 +391,17 @@ def test_journal_on_a_full_disk_does_not_suggest_a_killed_driver():
 
 def test_training_started_before_a_copy_that_starts_in_the_middle():
     recorder = TrainingStory()
-    recorder.story = JobHistory()
-    recorder.story.adopt([(A, 0), (B, 1)], 4, 50.0)
+    recorder.story = JobHistory(TimeSpent(JobView()))
+    recorder.story.view.adopt({A: (0, 0), B: (0, 1)}, 4, 50.0)
     [went_on] = recorder.found(FindingKind.TRAINING_BEGAN)
     recorded("explain", sentence(went_on))
 
 
 def test_thawed_worker_continues_its_activity():
-    rows = TrainingStory().rows
-    rows.note(WorkerFrozen(B, "stopped"), [], 5.0)
-    rows.note(WorkerThawed(B), [], 6.0)
+    recorder = TrainingStory()
+    recorder.at(5.0, WorkerFrozen(B, "stopped"))
+    recorder.at(6.0, WorkerThawed(B))
+    rows = recorder.rows
     states = [STATES[int(span[2])] for span in rows.table(7.0)["h:1"]]
     assert states == ["starting", "joining", "training", "frozen", "training"]
 

@@ -16,6 +16,8 @@ from elastic.driver.monitoring.explain.page import PageJob, page
 from elastic.driver.monitoring.explain.reported_series import POINTS, ReportedSeries
 from elastic.driver.monitoring.explain.run_report import RunReport, write_page
 from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
@@ -76,13 +78,9 @@ class Elements(HTMLParser):
 
 
 def evil_page() -> str:
-    story, rows, reported = JobHistory(), WorkerRows(), ReportedSeries()
-
-    def record_event(event, actions, now):
-        story.note(event, actions, now)
-        rows.note(event, actions, now)
-
-    evil_job(record_event)
+    story, reported = JobHistory(TimeSpent(JobView())), ReportedSeries()
+    rows = WorkerRows(story.view)
+    evil_job(story.view.note)
     for step in (1, 2):
         reported.report(0, {EVIL: float(step), "said": EVIL}, 1000.0 + step)
     found = findings(story, JournalState(SETTINGS))
@@ -121,8 +119,9 @@ def test_page_contains_the_data_of_the_job():
 
 
 def test_run_writes_its_report_at_the_end(tmp_path):
-    run = RunReport(tmp_path / "r.html", ["python", "train.py"], SETTINGS)
-    evil_job(run.note)
+    view = JobView()
+    run = RunReport(tmp_path / "r.html", ["python", "train.py"], SETTINGS, TimeSpent(view))
+    evil_job(lambda event, actions, now: view.note(event, actions, 1.79e9 + now))
     run.report(Report(0, 2, 1, str(worker(0)), {"loss": 0.5, "step": 1}, 1e9))
     run.write()
     text = (tmp_path / "r.html").read_text()
@@ -132,9 +131,10 @@ def test_run_writes_its_report_at_the_end(tmp_path):
 
 
 def test_report_of_a_successor_driver_says_that_it_starts_in_the_middle(tmp_path):
-    run = RunReport(tmp_path / "r.html", ["python", "train.py"], SETTINGS)
-    run.adopt({worker(0): 0, worker(1): 1}, 4)
-    run.note(events.WorkerExited(worker(1), -9), [], 100.0)
+    view = JobView()
+    run = RunReport(tmp_path / "r.html", ["python", "train.py"], SETTINGS, TimeSpent(view))
+    view.adopt({worker(0): (1, 0), worker(1): (2, 1)}, 4, 1.79e9)
+    view.note(events.WorkerExited(worker(1), -9), [], 1.79e9)
     run.write()
     text = (tmp_path / "r.html").read_text()
     assert "SIGKILL" in text
@@ -142,13 +142,15 @@ def test_report_of_a_successor_driver_says_that_it_starts_in_the_middle(tmp_path
 
 
 def test_job_without_known_facts_has_a_page():
-    story = JobHistory()
+    story = JobHistory(TimeSpent(JobView()))
     found = findings(story, JournalState(SETTINGS))
-    recorded("explain", visible(page(PageJob(story, WorkerRows(), found))))
+    recorded("explain", visible(page(PageJob(story, WorkerRows(story.view), found))))
 
 
 def test_argument_that_is_not_unicode_is_shown_escaped(tmp_path):
-    run = RunReport(tmp_path / "r.html", ["python", "train.py", "\udcff"], SETTINGS)
+    run = RunReport(
+        tmp_path / "r.html", ["python", "train.py", "\udcff"], SETTINGS, TimeSpent(JobView())
+    )
     run.write()
     assert "udcff" in (tmp_path / "r.html").read_text()
     header = header_of(SETTINGS, command=readable(["python", "\udcff"]))
@@ -195,14 +197,15 @@ def test_value_that_is_not_a_number_is_no_series():
 
 
 def test_recovery_has_rows():
-    rows = WorkerRows()
+    view = JobView()
+    rows = WorkerRows(view)
     one, two, again = worker(0), worker(1), worker(1, 2)
-    rows.note(events.HostsChanged({HOST: 2}), first_start(one, two), 0.0)
-    rows.note(events.WorkerConnected(one, 1), [world(1, one, two)], 1.0)
-    rows.note(events.WorkerExited(two, -9), first_start(again), 2.0)
+    view.note(events.HostsChanged({HOST: 2}), first_start(one, two), 0.0)
+    view.note(events.WorkerConnected(one, 1), [world(1, one, two)], 1.0)
+    view.note(events.WorkerExited(two, -9), first_start(again), 2.0)
     recovered = events.ReportRecovery(2, "recovery", because(ReasonKind.ENTERING), 1, 500.0, {}, 0)
-    rows.note(events.WorkerReady(one, 1, None, STORE), [world(2, one)], 3.0)
-    rows.note(events.WorkerConnected(one, 1), [recovered], 3.5)
+    view.note(events.WorkerReady(one, 1, None, STORE), [world(2, one)], 3.0)
+    view.note(events.WorkerConnected(one, 1), [recovered], 3.5)
     table = rows.table(4.0)
     assert table[f"{HOST}:1"] == [[0.0, 1.0, 0, 1, -1], [1.0, 2.0, 2, 1, 1], [2.0, 4.0, 0, 2, -1]]
     assert rows.recoveries == [(3.0, 3.5, 2, "recovery")]
