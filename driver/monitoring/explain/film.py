@@ -355,7 +355,7 @@ def _caption(incident: Incident) -> str:
 def _curve(rows: WorkerRows, cut: FilmCut) -> list[str]:
     """Return the size of the world over time, the losses, and a cursor."""
     left, right, top, bottom = 390.0, WIDTH - 30.0, 176.0, 344.0
-    most = max([size for _, size, _ in rows.worlds], default=1)
+    most = max([1, *(size for _, size, _ in rows.worlds)])
 
     def x(at: float) -> float:
         return left + cut.share(at) * (right - left)

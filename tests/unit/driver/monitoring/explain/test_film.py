@@ -9,7 +9,11 @@ from xml.etree import ElementTree
 import pytest
 
 from elastic.driver.monitoring.explain.film import CAPTIONS, COLOURS, FRAMES, KEYS, film
+from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.journal_file import JournalReading, read_journal
+from elastic.driver.monitoring.explain.worker_rows import WorkerRows
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.time_spent import TimeSpent
 from harness.golden import recorded
 from harness.kept_journals import KEPT, unpacked
 from unit.driver.monitoring.explain.test_explain import HERE, JOBS, job
@@ -93,3 +97,10 @@ def test_title_with_characters_invalid_in_xml_is_well_formed(tmp_path):
     title = root.find(f"{SVG}title")
     assert root.tag == f"{SVG}svg" and title is not None
     assert title.text == "a\ufffd\ufffd[1m\ufffd\ufffd<b>"
+
+
+def test_film_of_a_copy_that_begins_without_a_world_is_an_svg():
+    story = JobHistory(TimeSpent(JobView()))
+    rows = WorkerRows(story.view)
+    story.view.adopt({}, 0, 1.0)
+    assert ElementTree.fromstring(film(story, rows)).tag == f"{SVG}svg"
