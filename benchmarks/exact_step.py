@@ -46,7 +46,7 @@ from elastic.exact import tree
 from elastic.exact.assignment import assign
 from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
-from elastic.optimizer.flat_buckets import zeros
+from elastic.optimizer.gradients.flat_buckets import zeros
 from measurements import Mark, Spread, ratio, spread
 from memory import pss
 

@@ -51,12 +51,13 @@ from elastic.protocol.messages import COPY, World
 from elastic.protocol.uncaught.sending import LostDriver, send_report
 from elastic.rendezvous import following_samplers
 from elastic.runtime import host_updates, lifecycle
+from elastic.runtime.departure import Departure
 from elastic.runtime.failures import hardware_errors
-from elastic.runtime.failures.departure import Departure
 from elastic.runtime.session import Session
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.script_checks.observer import ScriptObserver, observing
-from elastic.state import bit_flips, join_preparation, state_transfer
+from elastic.state import bit_flips, join_preparation
+from elastic.state.handlers import state_transfer
 from elastic.state.snapshots import preallocated_memory
 from elastic.state.state import State, has_custom_sync, options_of
 from elastic.torch_backend import following_group, sharding_guard

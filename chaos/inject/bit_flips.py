@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.checkpoints import catalog
+from elastic.checkpoints.files.manifest import CommitName, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import CommitName, UnreadableCommit
 from elastic.protocol.messages import Worker
 
 RULES = "ELASTIC_FAILPOINTS"

@@ -18,7 +18,7 @@ from elastic.driver.events import (
     WorkerExited,
     WorkerRaised,
 )
-from elastic.driver.membership.failure_detection.root_cause import exit_code
+from elastic.driver.membership.worlds.root_cause import exit_code
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Worker
 

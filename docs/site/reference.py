@@ -18,11 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import elastic
-from elastic.driver.commandline import agent_cli, flags
-from elastic.driver.commandline.argument_parser import FUNCTIONS, LAUNCH, RAY, ArgumentParser
-from elastic.driver.commandline.keywords import flag_of, keywords, type_of
+from elastic.driver.commandline import agent_cli
 from elastic.driver.commandline.kubernetes import kubernetes_cli
 from elastic.driver.commandline.offline import checkpoints_cli, explain_cli, replay_cli
+from elastic.driver.commandline.options import flags
+from elastic.driver.commandline.options.argument_parser import (
+    FUNCTIONS,
+    LAUNCH,
+    RAY,
+    ArgumentParser,
+)
+from elastic.driver.commandline.options.keywords import flag_of, keywords, type_of
 from elastic.driver.commandline.running_jobs import job_commands
 from elastic.driver.commandline.setup import docs_cli, doctor_cli
 from elastic.driver.events import CheckpointMade
@@ -149,7 +155,10 @@ def option_types() -> str:
 
 def _typed(name: str, function: str, given: Mapping[str, Field[Any]]) -> str:
     lines = [f"    {name}: {type_of(option)}\n" for name, option in given.items()]
-    return f'class {name}, total=False):\n    """Options of {function}; None or False by default."""\n\n' + "".join(lines)
+    return (
+        f'class {name}, total=False):\n    """Options of {function}; None or False by default."""\n\n'
+        + "".join(lines)
+    )
 
 
 def metrics() -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.driver.agents import agent_process
-from elastic.driver.commandline.argument_parser import (
+from elastic.driver.commandline.options.argument_parser import (
     LOG_LEVELS,
     ArgumentParser,
     NameList,
@@ -21,9 +21,9 @@ from elastic.driver.commandline.argument_parser import (
     seconds,
     whole,
 )
-from elastic.driver.commandline.flags import Options
-from elastic.driver.commandline.multi_host_flags import EtcdFlags, SecurityFlags
-from elastic.driver.commandline.multi_host_options import etcd_access, tls_files
+from elastic.driver.commandline.options.flags import Options
+from elastic.driver.commandline.options.multi_host_flags import EtcdFlags, SecurityFlags
+from elastic.driver.commandline.options.multi_host_options import etcd_access, tls_files
 from elastic.driver.etcd.keys import check_host, check_slots, job_root
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.network import choose_address

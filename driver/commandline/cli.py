@@ -22,18 +22,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elastic.checkpoints.options import RUN
-from elastic.driver.commandline import check_build, flags, torchrun_flags
-from elastic.driver.commandline.argument_parser import seconds
-from elastic.driver.commandline.checkpoint_options import (
+from elastic.driver.commandline.options import flags, torchrun_flags
+from elastic.driver.commandline.options.argument_parser import seconds
+from elastic.driver.commandline.options.checkpoint_options import (
     checkpoint_plan,
     finished_before,
     note_finished,
     same_command_of,
 )
-from elastic.driver.commandline.config_file import read_config
-from elastic.driver.commandline.flags import Options
-from elastic.driver.commandline.multi_host_options import fleet_plan
+from elastic.driver.commandline.options.config_file import read_config
+from elastic.driver.commandline.options.flags import Options
+from elastic.driver.commandline.options.multi_host_options import fleet_plan
 from elastic.driver.commandline.program_check import check_command, run_by_python
+from elastic.driver.commandline.setup import check_build
 from elastic.driver.discovery.script import find_script
 from elastic.driver.job.job import Job, most_workers
 from elastic.driver.job.multi_host_plan import provided

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elastic.checkpoints.manifest import at_step
+from elastic.checkpoints.files.manifest import at_step
 from elastic.driver.job.checkpoint_shares import (
     CheckpointCompleted,
     CheckpointFailed,

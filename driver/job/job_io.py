@@ -21,12 +21,12 @@ from elastic.driver.job.operator_api.messages import PURPOSE
 from elastic.driver.job.operator_api.operator_service import OperatorAccess, OperatorService
 from elastic.driver.journal.entries import readable
 from elastic.driver.monitoring.dashboard import page_server
-from elastic.driver.monitoring.dashboard.http_requests import RequestGuard
 from elastic.driver.monitoring.dashboard.live_page import LivePage
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
 from elastic.driver.monitoring.debounce_timer import DebounceTimer
 from elastic.driver.monitoring.explain.run_report import RunReport
+from elastic.driver.monitoring.http_requests import RequestGuard
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.ongoing_failure import failure_lasts
 from elastic.driver.monitoring.recovery_traces import RecoveryTraces

@@ -16,13 +16,9 @@ from elastic.driver.events import (
     WorkerRaised,
     WorkerStranded,
 )
-from elastic.driver.membership.failure_detection.root_cause import (
-    RootCauseSearch,
-    describe_exit,
-    exit_code,
-)
-from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
+from elastic.driver.membership.records.roster import AT_STAKE, WorkerRecord, WorkerStage
+from elastic.driver.membership.worlds.part import Part
+from elastic.driver.membership.worlds.root_cause import RootCauseSearch, describe_exit, exit_code
 from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.tracebacks import exception_line

@@ -26,15 +26,15 @@ from collections.abc import Iterator
 
 from elastic.driver import events
 from elastic.driver.membership.failure_detection.frozen import Frozen
-from elastic.driver.membership.failure_detection.root_cause import describe_exit
 from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failures import Failures
 from elastic.driver.membership.operator_requests import OperatorRequests
 from elastic.driver.membership.preemption_notices import Notices
 from elastic.driver.membership.reconnect import Reconnects
-from elastic.driver.membership.roster import Roster, WorkerStage
+from elastic.driver.membership.records.roster import Roster, WorkerStage
 from elastic.driver.membership.worker_reports import IllegalEvent, WorkerReports
 from elastic.driver.membership.worlds.deadlines import Deadlines
+from elastic.driver.membership.worlds.root_cause import describe_exit
 from elastic.driver.membership.worlds.stop import Stop
 from elastic.driver.membership.worlds.worlds import JobFinished, Phase, Worlds
 from elastic.driver.reasons import ReasonKind, because

@@ -17,8 +17,8 @@ from elastic.driver.events import (
     RemoveRequested,
     ScaleRequested,
 )
-from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import WorkerRecord, WorkerStage
+from elastic.driver.membership.records.roster import WorkerRecord, WorkerStage
+from elastic.driver.membership.worlds.part import Part
 from elastic.driver.reasons import Fact, Reason, ReasonKind, because
 from elastic.driver.settings import UNBOUNDED
 

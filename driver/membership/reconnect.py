@@ -27,9 +27,9 @@ from elastic.driver.events import (
     WorkerExited,
     WorkerReconnected,
 )
-from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import WorkerRecord, WorkerStage
+from elastic.driver.membership.records.roster import WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.gathering import Kind
+from elastic.driver.membership.worlds.part import Part
 from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import ReasonKind, because
 

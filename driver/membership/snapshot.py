@@ -22,14 +22,8 @@ from typing import Any
 import msgspec
 
 from elastic.driver.events import Action, Event, ExitCause, Member, Notice, ShardsDivided
-from elastic.driver.membership.actions import ActionList
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.idle_world import IdleWorld
-from elastic.driver.membership.failure_detection.root_cause import (
-    Exceptions,
-    Mismatches,
-    RootCauseSearch,
-)
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicion, Suspicions, Verdict
@@ -38,7 +32,8 @@ from elastic.driver.membership.failures import Failures
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.preemption_notices import Departure, Notices
 from elastic.driver.membership.reconnect import Reconnects
-from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
+from elastic.driver.membership.records.actions import ActionList
+from elastic.driver.membership.records.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.cooldown import Cooldown, SlotRecord
 from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.membership.scheduling.worker_pool import WorkerPool
@@ -48,6 +43,7 @@ from elastic.driver.membership.worlds.gathering import Gathering, Kind
 from elastic.driver.membership.worlds.give_up import GiveUpRules
 from elastic.driver.membership.worlds.liveness_probes import LivenessProbes
 from elastic.driver.membership.worlds.planned_change import PlannedChange
+from elastic.driver.membership.worlds.root_cause import Exceptions, Mismatches, RootCauseSearch
 from elastic.driver.membership.worlds.script_failures import ScriptFailures
 from elastic.driver.membership.worlds.stop import Stop
 from elastic.driver.membership.worlds.world import World

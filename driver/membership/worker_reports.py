@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from elastic.driver import events
 from elastic.driver.membership.failure_detection.frozen import Frozen
-from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
+from elastic.driver.membership.records.roster import AT_STAKE, WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.gathering import Kind
+from elastic.driver.membership.worlds.part import Part
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import ReasonKind, as_sentence, because

@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 
 from elastic.driver import events
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
-from elastic.driver.monitoring.dashboard.http_requests import is_ours
+from elastic.driver.monitoring.http_requests import is_ours
 from elastic.driver.monitoring.job_rates import JobRates
 from elastic.driver.monitoring.job_view import Stage, ViewReader
 from elastic.driver.monitoring.straggler_waits import Histogram, StragglerWaits

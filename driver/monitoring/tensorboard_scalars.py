@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from elastic.driver.events import Action, Event, PublishWorld, ReportRecovery
-from elastic.driver.monitoring.explain.reported_series import STEP
 from elastic.driver.monitoring.job_view import ViewReader
+from elastic.driver.monitoring.reported_series import STEP
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.protocol.report_values import Report

@@ -37,7 +37,7 @@ OURS = (
     *("elastic.data.loader", "elastic.run_loop", "elastic.runtime.basics"),
     *("elastic.optimizer.distributed_optimizer", "elastic.optimizer.adasum_optimizer"),
     *("elastic.state.torch_state", "elastic.state.join_preparation"),
-    *("elastic.collectives.cpu", "elastic.collectives.shared_memory.process_group"),
+    *("elastic.collectives.groups.cpu", "elastic.collectives.shared_memory.process_group"),
 )
 PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
 OOM_SCORE = "/proc/self/oom_score_adj"

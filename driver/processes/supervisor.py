@@ -34,7 +34,7 @@ from functools import partial
 import msgspec
 
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
-from elastic.driver.membership.failure_detection.root_cause import describe_exit
+from elastic.driver.membership.worlds.root_cause import describe_exit
 from elastic.driver.processes import orphan_reaper, proc_stats
 from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.driver.processes.orphan_reaper_process import OrphanReaper

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import msgspec
 import psutil
 
-from elastic.checkpoints import manifest
+from elastic.checkpoints.files import manifest
 from elastic.checkpoints.files.checked import Check
+from elastic.checkpoints.files.manifest import CommitName, Manifest, NewerFormat, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import CommitName, Manifest, NewerFormat, UnreadableCommit
 from elastic.errors import Invalid
 
 BLOCK = 1 << 20  # bytes read at once

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from elastic.state.held_commit import HeldCommit, HeldRows
+from elastic.state.handlers.held_commit import HeldCommit, HeldRows
 
 Path = tuple[Any, ...]
 LEAVES = 1000  # a value with more leaves is stored as a single object

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic.checkpoints.export_format import ExportFormat, format_of
+from elastic.checkpoints.files.manifest import Manifest, UnreadableCommit
+from elastic.checkpoints.files.row_ranges import check_ranges
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.loading import by_file, read_file
-from elastic.checkpoints.manifest import Manifest, UnreadableCommit
 from elastic.checkpoints.plain_data import CorruptedData
-from elastic.checkpoints.row_ranges import check_ranges
 from elastic.checkpoints.values import dtype_named, from_plain
 from elastic.errors import Invalid
 from elastic.state.handlers import model_state, optimizer_state

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 import msgspec
 import psutil
 
+from elastic.checkpoints.files.manifest import CommitName
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import CommitName
 from elastic.protocol import read_paths
 
 RETURNED = "returned.json"

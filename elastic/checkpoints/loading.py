@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from elastic.checkpoints import manifest
+from elastic.checkpoints.files import manifest
 from elastic.checkpoints.files.checked import Check
+from elastic.checkpoints.files.manifest import Manifest, StoredTensor, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, StoredTensor, UnreadableCommit
 from elastic.checkpoints.plain_data import CorruptedData
 from elastic.checkpoints.values import dtype_named, from_plain
 from elastic.errors import StateMismatch
-from elastic.state import state_transfer
+from elastic.state.handlers import state_transfer
 from elastic.state.handlers.part import Part, ShardsStateHandler
 from elastic.state.handlers.python_values import loads
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec

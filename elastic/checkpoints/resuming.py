@@ -9,8 +9,8 @@ from typing import TypeVar
 import tenacity
 
 from elastic.checkpoints import catalog, loading
+from elastic.checkpoints.files.manifest import CommitName, Manifest, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import CommitName, Manifest, UnreadableCommit
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint

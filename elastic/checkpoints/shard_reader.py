@@ -16,10 +16,10 @@ import torch
 
 from elastic.checkpoints import loading, resuming
 from elastic.checkpoints.files import row_file
+from elastic.checkpoints.files.manifest import Manifest, StoredTensor, UnreadableCommit
+from elastic.checkpoints.files.row_ranges import check_ranges
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, StoredTensor, UnreadableCommit
 from elastic.checkpoints.options import CheckpointOptions
-from elastic.checkpoints.row_ranges import check_ranges
 from elastic.checkpoints.values import dtype_named
 from elastic.failpoints import failpoint
 from elastic.protocol.messages import COPY

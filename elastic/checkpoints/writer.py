@@ -20,15 +20,15 @@ from time import monotonic
 import tenacity
 
 from elastic.checkpoints import catalog, finished_training, writing
+from elastic.checkpoints.files.manifest import CommitName, Share, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import CommitName, Share, UnreadableCommit
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.schedule import Schedule
 from elastic.errors import DeviceLost
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.protocol import messages
 from elastic.protocol.messages import Commit, Message, Place
-from elastic.state.held_commit import HeldCommit
+from elastic.state.handlers.held_commit import HeldCommit
 from elastic.state.state import ObjectState, hold, prepare_hold
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 3.0

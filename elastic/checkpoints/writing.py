@@ -20,12 +20,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from elastic.checkpoints import catalog, manifest, row_ranges
+from elastic.checkpoints import catalog
 from elastic.checkpoints.contents import Contents, Path, StateItem, contents, dotted, shares
-from elastic.checkpoints.files import tensor_file
+from elastic.checkpoints.files import manifest, row_ranges, tensor_file
 from elastic.checkpoints.files.checked import Alive, CheckedFile
-from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import (
+from elastic.checkpoints.files.manifest import (
     CommitName,
     Manifest,
     Share,
@@ -34,13 +33,14 @@ from elastic.checkpoints.manifest import (
     StoredTensor,
     UnreadableCommit,
 )
+from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.plain_data import NotPlain
 from elastic.checkpoints.values import to_plain
 from elastic.failpoints import failpoint
 from elastic.optimizer.gradients.not_finite import finite
+from elastic.state.handlers.held_commit import HeldCommit
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.python_values import ATOMS, dumps
-from elastic.state.held_commit import HeldCommit
 from elastic.state.snapshots.digest import digest
 
 

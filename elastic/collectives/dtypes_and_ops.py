@@ -5,13 +5,28 @@ Small tensors are sent to every rank whole and reduced there.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from elastic.collectives.interface import Op
-from elastic.collectives.shared_memory.native_library import DType
+
+
+class DType(enum.IntEnum):
+    """Reducible dtypes, numbered as in native/kernels.h."""
+
+    UINT8 = 0
+    INT8 = 1
+    INT16 = 2
+    INT32 = 3
+    INT64 = 4
+    FLOAT16 = 5
+    BFLOAT16 = 6
+    FLOAT32 = 7
+    FLOAT64 = 8
+
 
 DTYPES = {
     torch.uint8: DType.UINT8,

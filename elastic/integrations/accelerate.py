@@ -26,7 +26,7 @@ from elastic.data.conversion import from_torch
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.integrations import versions
 from elastic.runtime import lifecycle
-from elastic.state import unsupported_sharding
+from elastic.sharding import unsupported_sharding
 from elastic.state.handlers.part import Carried
 from elastic.state.torch_state import TorchState
 

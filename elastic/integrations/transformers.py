@@ -29,7 +29,7 @@ from elastic.data import DataLoader
 from elastic.errors import Invalid
 from elastic.integrations import accelerate, schedules, versions
 from elastic.run_loop import run
-from elastic.state import unsupported_sharding
+from elastic.sharding import unsupported_sharding
 from elastic.state.handlers.part import Carried
 from elastic.state.torch_state import TorchState
 

@@ -12,7 +12,7 @@ from elastic.api.keras_version import keras
 from elastic.errors import Invalid
 from elastic.keras import first_step
 from elastic.keras import optimizer as reducing
-from elastic.state.handlers import registry
+from elastic.state import registry
 from elastic.state.handlers.variables import VariablesPart, values_of
 from elastic.state.snapshots.snapshot import same_bits
 

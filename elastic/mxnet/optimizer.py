@@ -15,7 +15,7 @@ from elastic.mxnet.bridge import Array
 from elastic.mxnet.compression import Compression
 from elastic.mxnet.parameters import only_gradient
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
-from elastic.optimizer.gradient_options import check_compression, check_predivide_factor
+from elastic.optimizer.gradients.gradient_options import check_compression, check_predivide_factor
 
 
 def ranks(process_set: ProcessSet) -> int:

@@ -11,8 +11,8 @@ from mxnet.gluon.parameter import DeferredInitializationError
 from elastic.errors import Invalid
 from elastic.mxnet.bridge import view
 from elastic.mxnet.parameters import only_array
+from elastic.state import registry
 from elastic.state.handled_state import HandledState
-from elastic.state.handlers import registry
 from elastic.state.handlers.part import Part
 from elastic.state.handlers.variables import VariablesPart
 

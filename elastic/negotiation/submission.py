@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from elastic import context
-from elastic.collectives import group_factory, own_gpu
+from elastic.collectives import own_gpu
 from elastic.collectives.algorithms import adasum, reductions
+from elastic.collectives.groups import group_factory
 from elastic.collectives.interface import Op
 from elastic.errors import (
     CollectiveFailed,

@@ -23,7 +23,7 @@ from elastic.api import ops
 from elastic.collectives.algorithms import adasum
 from elastic.errors import NotInitialized
 from elastic.failpoints import failpoint
-from elastic.optimizer.flat_buckets import Compressor
+from elastic.optimizer.gradients.flat_buckets import Compressor
 from elastic.optimizer.gradients.gradient_hooks import GradientHooks
 from elastic.optimizer.wrapped_optimizer import WrappedOptimizer
 from elastic.runtime import lifecycle

@@ -22,9 +22,13 @@ from elastic.negotiation.process_sets import ProcessSet, global_process_set, req
 from elastic.optimizer import adasum_optimizer, divided_optimizer, wrapped_optimizer
 from elastic.optimizer.adasum_optimizer import AdasumDistributed, BackwardPasses
 from elastic.optimizer.divided_optimizer import DividedOptimizer
-from elastic.optimizer.flat_buckets import Compressor
-from elastic.optimizer.gradient_options import Options, check_compression, check_predivide_factor
 from elastic.optimizer.gradients import gradient_layout
+from elastic.optimizer.gradients.flat_buckets import Compressor
+from elastic.optimizer.gradients.gradient_options import (
+    Options,
+    check_compression,
+    check_predivide_factor,
+)
 from elastic.optimizer.gradients.gradient_reducer import GradientReducer
 from elastic.optimizer.sharded.reducer import ShardReducer
 from elastic.optimizer.wrapped_optimizer import UNNAMED, Reducer, WrappedOptimizer, check_passes

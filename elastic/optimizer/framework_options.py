@@ -9,7 +9,7 @@ from elastic.api.ops import as_op
 from elastic.collectives.interface import Op
 from elastic.errors import Invalid
 from elastic.negotiation.process_sets import ProcessSet
-from elastic.optimizer.gradient_options import check_compression, check_predivide_factor
+from elastic.optimizer.gradients.gradient_options import check_compression, check_predivide_factor
 
 
 @dataclass(frozen=True)

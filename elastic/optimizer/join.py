@@ -2,7 +2,7 @@
 
 The engine answers collectives that are called by name. Gradients of a DistributedOptimizer are not negotiated step by
 step, so their groups are watched here: a joined rank contributes zeros to the first buffer of every plan, and once more
-when plans are agreed (see `elastic.optimizer.plan_agreement`). A step of ranks with data needs no additional message,
+when plans are agreed (see `gradients/plan_agreement.py`). A step of ranks with data needs no additional message,
 whether a rank has joined or not.
 """
 
@@ -17,9 +17,13 @@ from elastic.collectives.interface import Collectives, Work
 from elastic.context import Context
 from elastic.errors import Invalid, StateMismatch
 from elastic.negotiation import submission
-from elastic.optimizer import joined_rank, plan_agreement, plan_difference
-from elastic.optimizer.gradients import gradient_reducer
-from elastic.optimizer.joined_rank import JoinedRank, Members
+from elastic.optimizer.gradients import (
+    gradient_reducer,
+    joined_rank,
+    plan_agreement,
+    plan_difference,
+)
+from elastic.optimizer.gradients.joined_rank import JoinedRank, Members
 from elastic.runtime import lifecycle
 
 # Polling intervals: shortly after an event, and later. Once a rank has joined, other ranks wait for it only in the

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.driver.commandline.argument_parser import RAY
-from elastic.driver.commandline.keywords import words_of
+from elastic.driver.commandline.options.argument_parser import RAY
+from elastic.driver.commandline.options.keywords import words_of
 from elastic.errors import Invalid
 from elastic.launcher.option_types import RayOptions
 

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import ray
 
 from elastic.driver.commandline import cli
-from elastic.driver.commandline.argument_parser import RAY
-from elastic.driver.commandline.keywords import words_of
+from elastic.driver.commandline.options.argument_parser import RAY
+from elastic.driver.commandline.options.keywords import words_of
 from elastic.driver.discovery.interface import Log, ResourceDemand
 from elastic.driver.job.job import Job, Stoppable
 from elastic.driver.job.start import start

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from elastic.driver.commandline.argument_parser import RAY
-from elastic.driver.commandline.keywords import accepts
+from elastic.driver.commandline.options.argument_parser import RAY
+from elastic.driver.commandline.options.keywords import accepts
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid, JobFailed
 from elastic.protocol.report_values import Report

@@ -16,8 +16,9 @@ from typing import cast
 
 import torch
 
-from elastic.collectives import group_factory, threads
-from elastic.collectives.group_factory import Abortable, ConnectingGroup
+from elastic.collectives import threads
+from elastic.collectives.groups import group_factory
+from elastic.collectives.groups.group_factory import Abortable, ConnectingGroup
 from elastic.collectives.interface import Collectives, DeviceCollectives
 from elastic.errors import CollectiveFailed, DeviceLost
 from elastic.negotiation.engine import Engine

@@ -20,7 +20,7 @@ from elastic.protocol.messages import Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.kept_variables import KeptVariables
 from elastic.runtime.commit_log import CommitLog
-from elastic.runtime.failures.guarded_groups import Guard, GuardedGroups
+from elastic.runtime.guarded_groups import Guard, GuardedGroups
 from elastic.runtime.link import Link
 from elastic.runtime.link_thread import LinkThread
 from elastic.runtime.progress import ProgressCounter

@@ -17,20 +17,22 @@ from elastic.exact.shards import Shards
 from elastic.failpoints import failpoint
 from elastic.protocol.messages import COPY, ShardsHeld
 from elastic.runtime import lifecycle
-from elastic.state import replaced_optimizers, shard_checks, state_transfer, unsupported_sharding
-from elastic.state.fully_sharded import fsdp2
+from elastic.sharding import fsdp2, unsupported_sharding
+from elastic.state import replaced_optimizers, shard_checks
 from elastic.state.fully_sharded.live_shards import FullyShardedHandler, ShardedOptimizerHandler
 from elastic.state.fully_sharded.shard_buffers import ShardBuffers
 from elastic.state.fully_sharded.sharded_commits import ShardedCommits, WorldInventory
 from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
+from elastic.state.handlers import state_transfer
+from elastic.state.handlers.held_commit import HeldCommit, HeldPart
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.part import Part, SamplerStateHandler, StateHandler
 from elastic.state.handlers.random_state import RandomState
-from elastic.state.handlers.registry import handler_for, refuse_hidden
+from elastic.state.handlers.state_transfer import GroupOn
 from elastic.state.handlers.variables import VariablesPart
-from elastic.state.held_commit import HeldCommit, HeldPart
+from elastic.state.registry import handler_for, refuse_hidden
 from elastic.state.snapshots import digest
 from elastic.state.snapshots.snapshot import Snapshot
 from elastic.state.state import (
@@ -41,7 +43,6 @@ from elastic.state.state import (
     refuse_method_names,
     refuse_misspelled,
 )
-from elastic.state.state_transfer import GroupOn
 
 Handler = TypeVar("Handler", bound=StateHandler)
 _SHARDED = FullyShardedHandler | ShardedOptimizerHandler | ZeroOptimizerHandler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic.collectives import group_factory
+from elastic.collectives.groups import group_factory
 from elastic.collectives.shared_memory import arena
 from elastic.state.snapshots import preallocated_memory
 from elastic.state.state import ObjectState, State, parts_of

@@ -24,11 +24,11 @@ from elastic.monitoring import step_count, timeline
 from elastic.negotiation import submission
 from elastic.protocol.messages import ShardsHeld
 from elastic.runtime import lifecycle
-from elastic.state import state_transfer
+from elastic.state.handlers import state_transfer
+from elastic.state.handlers.held_commit import HeldCommit
 from elastic.state.handlers.python_values import copied
-from elastic.state.handlers.registry import refuse_handled
-from elastic.state.held_commit import HeldCommit
-from elastic.state.state_transfer import GroupOn
+from elastic.state.handlers.state_transfer import GroupOn
+from elastic.state.registry import refuse_handled
 
 log = logging.getLogger("elastic.state")
 

@@ -10,8 +10,8 @@ import torch
 
 from elastic.api import arrays
 from elastic.errors import Invalid
+from elastic.state import registry
 from elastic.state.handled_state import HandledState
-from elastic.state.handlers import registry
 from elastic.state.handlers.variables import VariablesPart
 
 

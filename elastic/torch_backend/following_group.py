@@ -22,7 +22,7 @@ from elastic.errors import CollectiveFailed, Fixed, Invalid, NotElastic
 from elastic.monitoring import moved_tensors
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
-from elastic.state import unsupported_sharding
+from elastic.sharding import unsupported_sharding
 from elastic.torch_backend.collective_calls import CollectiveCall
 from elastic.torch_backend.group_names import names
 from elastic.torch_backend.mirror import MirrorCollectives

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from elastic.errors import Fixed
 from elastic.exact import shards
 from elastic.runtime import lifecycle
-from elastic.state import unsupported_sharding
+from elastic.sharding import unsupported_sharding
 
 _installed: list[Any] = []
 # Generation in which each optimizer was last checked; for DTensors, in which it was first checked.

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import distributed
 
-from elastic.collectives.group_factory import listen
+from elastic.collectives.groups.group_factory import listen
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
 

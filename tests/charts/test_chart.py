@@ -28,7 +28,7 @@ from charts.rendering import (
     merged,
 )
 from elastic.driver.commandline.agent_cli import AgentOptions, agent_parser
-from elastic.driver.commandline.flags import parse
+from elastic.driver.commandline.options.flags import parse
 from elastic.driver.events import CheckpointMade
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.metrics import JobMetrics, families

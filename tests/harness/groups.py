@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from elastic.collectives.group_factory import ConnectingGroup, Store, listen
+from elastic.collectives.groups.group_factory import ConnectingGroup, Store, listen
 from elastic.collectives.interface import Work
 from elastic.errors import CollectiveFailed, PeerLost
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from elastic.checkpoints import writing
+from elastic.checkpoints.files.manifest import CommitName, Manifest
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import CommitName, Manifest
 from elastic.sharding.rows import rows_of
-from elastic.state.held_commit import HeldCommit, HeldPart, HeldRows
+from elastic.state.handlers.held_commit import HeldCommit, HeldPart, HeldRows
 from elastic.state.state import hold
 from elastic.state.torch_state import TorchState
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from elastic.driver.commandline.agent_cli import AgentOptions, agent_parser
-from elastic.driver.commandline.flags import Options, parse
+from elastic.driver.commandline.options.flags import Options, parse
 from elastic.version import __version__
 from images.conftest import IMAGES, ROOT
 

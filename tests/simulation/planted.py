@@ -23,7 +23,7 @@ from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicions
 from elastic.driver.membership.preemption_notices import Notices
 from elastic.driver.membership.reconnect import Reconnects
-from elastic.driver.membership.roster import WorkerStage
+from elastic.driver.membership.records.roster import WorkerStage
 from elastic.driver.membership.scheduling.rank_order import RankOrder
 from elastic.driver.membership.scheduling.slots import Slots
 from elastic.driver.membership.scheduling.worker_pool import WorkerPool

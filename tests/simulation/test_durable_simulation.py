@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from elastic.checkpoints import catalog, loading, writer, writing
+from elastic.checkpoints.files.manifest import CommitName, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import CommitName, UnreadableCommit
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.schedule import Schedule
 from elastic.checkpoints.writer import CheckpointWriter
@@ -31,7 +31,7 @@ from elastic.driver.job.checkpoint_shares import (
 )
 from elastic.driver.membership.scheduling import rank_order
 from elastic.protocol.messages import Commit, Message, SealCheckpoint, Worker
-from elastic.state.held_commit import HeldCommit
+from elastic.state.handlers.held_commit import HeldCommit
 from elastic.state.torch_state import TorchState
 
 SIZE = 6

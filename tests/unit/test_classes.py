@@ -14,7 +14,7 @@ from harness.sources import INSTALLED, ROOT, Facts, Use, facts, facts_of, source
 SPREAD = (
     "elastic/optimizer/adasum_optimizer.py",
     "elastic/state/handled_state.py",
-    "driver/commandline/argument_parser.py",  # of argparse
+    "driver/commandline/options/argument_parser.py",  # of argparse
     "elastic/mxnet/optimizer.py",  # of Gluon's trainer
     "elastic/integrations/",  # of trainers, whose loops are private
 )

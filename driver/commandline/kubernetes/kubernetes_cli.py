@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from elastic.driver.commandline.argument_parser import (
+from elastic.driver.commandline.kubernetes.kubernetes_release import (
+    ApiSilent,
+    ChartRelease,
+    NameTaken,
+)
+from elastic.driver.commandline.options.argument_parser import (
     ArgumentParser,
     NameList,
     add_declared,
     flag,
     switch,
     whole,
-)
-from elastic.driver.commandline.kubernetes.kubernetes_release import (
-    ApiSilent,
-    ChartRelease,
-    NameTaken,
 )
 from elastic.errors import Invalid
 

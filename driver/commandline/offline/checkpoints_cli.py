@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from elastic.checkpoints import catalog
 from elastic.checkpoints.catalog import CheckpointEntry
 from elastic.checkpoints.export_format import format_of
+from elastic.checkpoints.files.manifest import Manifest, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest, UnreadableCommit
-from elastic.driver.commandline.argument_parser import (
+from elastic.driver.commandline.options.argument_parser import (
     ArgumentParser,
     add_declared,
     flag,

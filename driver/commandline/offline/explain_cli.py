@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.driver.commandline.argument_parser import ArgumentParser, add_declared, flag, switch
+from elastic.driver.commandline.options.argument_parser import (
+    ArgumentParser,
+    add_declared,
+    flag,
+    switch,
+)
 from elastic.driver.monitoring.explain.findings import FindingKind, findings
 from elastic.driver.monitoring.explain.journal_file import JournalReading, read_journal
 from elastic.driver.monitoring.explain.page import PageJob, page

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.driver.commandline.argument_parser import (
+from elastic.driver.commandline.options.argument_parser import (
     ArgumentParser,
     add_declared,
     flag,
@@ -23,7 +23,6 @@ from elastic.driver.commandline.argument_parser import (
 from elastic.driver.events import Report
 from elastic.driver.journal.entries import Entry
 from elastic.driver.monitoring.dashboard import page_server
-from elastic.driver.monitoring.dashboard.http_requests import RequestGuard
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
 from elastic.driver.monitoring.explain.film import film
@@ -33,6 +32,7 @@ from elastic.driver.monitoring.explain.journal_file import (
     read_journal,
 )
 from elastic.driver.monitoring.explain.run_report import write_page
+from elastic.driver.monitoring.http_requests import RequestGuard
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.errors import Invalid

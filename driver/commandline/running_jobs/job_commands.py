@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.driver.commandline.argument_parser import (
+from elastic.driver.commandline.options.argument_parser import (
     ArgumentParser,
     add_declared,
     flag,
@@ -18,9 +18,9 @@ from elastic.driver.commandline.argument_parser import (
     switch,
     whole,
 )
-from elastic.driver.commandline.flags import Options
-from elastic.driver.commandline.multi_host_flags import EtcdFlags, SecurityFlags
-from elastic.driver.commandline.multi_host_options import etcd_access, tls_files
+from elastic.driver.commandline.options.flags import Options
+from elastic.driver.commandline.options.multi_host_flags import EtcdFlags, SecurityFlags
+from elastic.driver.commandline.options.multi_host_options import etcd_access, tls_files
 from elastic.driver.commandline.running_jobs import job_tables
 from elastic.driver.job.operator_api import messages
 from elastic.driver.job.operator_api.client import (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import elastic
-from elastic.driver.commandline.argument_parser import ArgumentParser
+from elastic.driver.commandline.options.argument_parser import ArgumentParser
 from elastic.errors import Invalid
 
 DESCRIPTION = """\

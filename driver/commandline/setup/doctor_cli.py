@@ -13,8 +13,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from elastic.driver.commandline.argument_parser import ArgumentParser, add_declared, flag, switch
-from elastic.driver.commandline.multi_host_flags import SshFlags
+from elastic.driver.commandline.options.argument_parser import (
+    ArgumentParser,
+    add_declared,
+    flag,
+    switch,
+)
+from elastic.driver.commandline.options.multi_host_flags import SshFlags
 from elastic.driver.commandline.setup import host_facts
 from elastic.driver.commandline.setup.host_checks import Check, HostFacts, Level, checks
 from elastic.driver.launch.ssh import SshOptions, remote, ssh_command

@@ -7,7 +7,7 @@ import enum
 import msgspec
 
 from elastic.conflicting_packages import remedy
-from elastic.driver.commandline.check_build import Build
+from elastic.driver.commandline.setup.check_build import Build
 from elastic.driver.reasons import counted
 
 SHM_LEAST = 1 << 30  # bytes; the default in a container is 64 MiB

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.driver.commandline import check_build
+from elastic.driver.commandline.setup import check_build
 from elastic.driver.commandline.setup.host_checks import HostFacts
 from elastic.driver.network.interfaces import own_addresses
 from elastic.version import __version__

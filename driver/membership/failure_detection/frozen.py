@@ -16,8 +16,8 @@ are ignored.
 from __future__ import annotations
 
 from elastic.driver.events import Event, HostLost, WorkerFrozen, WorkerThawed
-from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
+from elastic.driver.membership.records.roster import AT_STAKE, WorkerRecord, WorkerStage
+from elastic.driver.membership.worlds.part import Part
 from elastic.driver.membership.worlds.worlds import Worlds
 from elastic.driver.reasons import Reason, ReasonKind, because, counted
 from elastic.protocol.messages import Worker

@@ -30,8 +30,8 @@ from elastic.driver.membership.failure_detection.suspicion import (
     probe_every_s,
 )
 from elastic.driver.membership.failure_detection.unresponsive_hosts import UnresponsiveHosts
-from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import WorkerRecord, WorkerStage
+from elastic.driver.membership.records.roster import WorkerRecord, WorkerStage
+from elastic.driver.membership.worlds.part import Part
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import ReasonKind, because, counted
 from elastic.protocol.calls import Called

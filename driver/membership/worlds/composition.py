@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elastic.driver.membership.roster import WorkerRecord
+from elastic.driver.membership.records.roster import WorkerRecord
 from elastic.driver.membership.scheduling.rank_order import RankOrder, arrange
 from elastic.protocol.messages import Commit, Worker
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elastic.driver.membership.part import Part
-from elastic.driver.membership.roster import WorkerStage
+from elastic.driver.membership.records.roster import WorkerStage
+from elastic.driver.membership.worlds.part import Part
 from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import ReasonKind, because
 

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
+from elastic.driver.membership.records.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker

@@ -5,8 +5,8 @@ Each rule returns the reason to end the job, or None to continue.
 
 from __future__ import annotations
 
-from elastic.driver.membership.actions import ActionList
-from elastic.driver.membership.roster import AT_STAKE, WorkerRecord, WorkerStage
+from elastic.driver.membership.records.actions import ActionList
+from elastic.driver.membership.records.roster import AT_STAKE, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.worker_pool import WorkerPool
 from elastic.driver.membership.worlds.gathering import NAMED, Gathering, Kind
 from elastic.driver.membership.worlds.script_failures import ScriptFailures

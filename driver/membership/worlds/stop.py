@@ -16,7 +16,7 @@ from elastic.driver.events import (
     WorkerPaced,
     WorkerReconnected,
 )
-from elastic.driver.membership.part import Part
+from elastic.driver.membership.worlds.part import Part
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import Commit

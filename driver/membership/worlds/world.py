@@ -12,7 +12,7 @@ from elastic.driver.events import (
     WorkerDigested,
     WorkerResumed,
 )
-from elastic.driver.membership.roster import Roster, WorkerStage
+from elastic.driver.membership.records.roster import Roster, WorkerStage
 from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.reasons import Reason, ReasonKind, because

@@ -11,19 +11,15 @@ import enum
 from typing import NoReturn
 
 from elastic.driver import events
-from elastic.driver.membership.actions import ActionList
-from elastic.driver.membership.failure_detection.root_cause import (
-    Exceptions,
-    Mismatches,
-    RootCauseSearch,
-)
-from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
+from elastic.driver.membership.records.actions import ActionList
+from elastic.driver.membership.records.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.worker_pool import WorkerPool
 from elastic.driver.membership.worlds.composition import Composition, compose
 from elastic.driver.membership.worlds.gathering import NAMED, Gathering, Kind, candidates
 from elastic.driver.membership.worlds.give_up import GiveUpRules
 from elastic.driver.membership.worlds.liveness_probes import LivenessProbes
 from elastic.driver.membership.worlds.planned_change import PlannedChange
+from elastic.driver.membership.worlds.root_cause import Exceptions, Mismatches, RootCauseSearch
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.reasons import Fact, Reason, ReasonKind, because
 from elastic.driver.settings import Settings

@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from elastic.driver.monitoring.dashboard.http_requests import HEAD_LIMIT, PageRefusal, RequestGuard
 from elastic.driver.monitoring.dashboard.page_model import PageModel
+from elastic.driver.monitoring.http_requests import HEAD_LIMIT, PageRefusal, RequestGuard
 from elastic.errors import Invalid
 
 VIEWERS = 64

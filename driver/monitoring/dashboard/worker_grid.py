@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from elastic.driver.events import WorkerExited
-from elastic.driver.membership.failure_detection.root_cause import describe_exit
+from elastic.driver.membership.worlds.root_cause import describe_exit
 from elastic.driver.monitoring.dashboard.page_state import PageState
 from elastic.driver.monitoring.job_view import JobView, Stage, WorkerView
 from elastic.driver.monitoring.stalls import Stall

@@ -22,9 +22,9 @@ from elastic.driver.monitoring.explain.causes import (
     of_fence,
     of_raised,
 )
-from elastic.driver.monitoring.explain.reported_series import Series
 from elastic.driver.monitoring.job_rates import JobRates
 from elastic.driver.monitoring.job_view import ViewReader
+from elastic.driver.monitoring.reported_series import Series
 from elastic.driver.monitoring.shard_status import ShardStatus
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import Reason, ReasonKind

@@ -19,7 +19,6 @@ from typing import Any
 
 from elastic.driver.monitoring.explain.findings import FindingKind, JobFinding, time_facts
 from elastic.driver.monitoring.explain.job_history import JobHistory
-from elastic.driver.monitoring.explain.reported_series import ReportedSeries
 from elastic.driver.monitoring.explain.sentences import (
     GOODPUT,
     HEADINGS,
@@ -29,6 +28,7 @@ from elastic.driver.monitoring.explain.sentences import (
     sections,
 )
 from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
+from elastic.driver.monitoring.reported_series import ReportedSeries
 from elastic.driver.monitoring.stalls import as_sentence
 from elastic.driver.monitoring.time_spent import WORDS
 

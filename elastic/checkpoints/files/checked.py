@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable
 from typing import IO, Any
 
-from elastic.checkpoints.manifest import StoredFile
+from elastic.checkpoints.files.manifest import StoredFile
 from elastic.collectives.shared_memory import memfd, native_library
 
 BLOCK = 4 << 20  # bytes per CRC-32; part of the format, equal to kElasticBlock in native/file.h

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from elastic.checkpoints.files.manifest import StoredTensor, UnreadableCommit
+from elastic.checkpoints.files.row_ranges import reads
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import StoredTensor, UnreadableCommit
-from elastic.checkpoints.row_ranges import reads
 from elastic.sharding.rows import Rows
 
 

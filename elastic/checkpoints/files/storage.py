@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic.checkpoints.files.checked import Alive, CheckedFile, DirectFile
-from elastic.checkpoints.manifest import StoredFile
+from elastic.checkpoints.files.manifest import StoredFile
 from elastic.collectives.shared_memory import native_library
 from elastic.errors import Invalid
 

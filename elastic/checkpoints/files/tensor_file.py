@@ -15,7 +15,7 @@ from typing import IO, cast
 import torch
 
 from elastic.checkpoints.files.checked import CheckedFile
-from elastic.checkpoints.manifest import UnreadableCommit
+from elastic.checkpoints.files.manifest import UnreadableCommit
 from elastic.state.snapshots import state_structure
 
 KINDS = 10_000  # cached headers, by dtype, shape and stride; some 2 kB each

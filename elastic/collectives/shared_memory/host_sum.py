@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from elastic.collectives.dtypes_and_ops import DType
 from elastic.collectives.shared_memory import host_copy, native_library
-from elastic.collectives.shared_memory.native_library import DType
 
 # Half precision would be rounded once for the whole sum rather than after each addition.
 _DTYPES = {torch.float32: DType.FLOAT32, torch.float64: DType.FLOAT64}

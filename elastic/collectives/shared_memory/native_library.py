@@ -10,7 +10,6 @@ All functions release the GIL while they run. Pointers are passed as integers or
 from __future__ import annotations
 
 import ctypes
-import enum
 import functools
 import hashlib
 from pathlib import Path
@@ -23,20 +22,6 @@ _CHECKSUM = 64  # hexadecimal digits at the end of the file
 _BUILD = "in a checkout run: make native; elsewhere install g++ and then hvd-elastic again"
 
 Library = ctypes.CDLL
-
-
-class DType(enum.IntEnum):
-    """Reducible dtypes, numbered as in native/kernels.h."""
-
-    UINT8 = 0
-    INT8 = 1
-    INT16 = 2
-    INT32 = 3
-    INT64 = 4
-    FLOAT16 = 5
-    BFLOAT16 = 6
-    FLOAT32 = 7
-    FLOAT64 = 8
 
 
 class NativeOptions(ctypes.Structure):

@@ -15,7 +15,7 @@ from elastic.integrations import versions
 from elastic.integrations.lightning import torch_process_group
 from elastic.integrations.lightning.environment import ElasticEnvironment
 from elastic.runtime import lifecycle
-from elastic.state import unsupported_sharding
+from elastic.sharding import unsupported_sharding
 
 
 class ElasticFabricStrategy(DDPStrategy):

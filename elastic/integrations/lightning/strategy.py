@@ -25,7 +25,7 @@ from elastic.integrations.lightning.environment import ElasticEnvironment
 from elastic.integrations.lightning.loops import ElasticFitLoop
 from elastic.integrations.lightning.sharded import ShardedSteps
 from elastic.runtime import lifecycle
-from elastic.state import unsupported_sharding
+from elastic.sharding import unsupported_sharding
 
 NAME = "elastic"
 

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import Metric
 
 from elastic.data import DataLoader
-from elastic.state import unsupported_sharding
+from elastic.sharding import unsupported_sharding
 from elastic.state.handlers.part import Carried
 from elastic.state.torch_state import TorchState
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from elastic.exact.shards import Shards
-from elastic.optimizer.gradient_options import Options
 from elastic.optimizer.gradients import gradient_reducer
+from elastic.optimizer.gradients.gradient_options import Options
 
 
 @dataclass(frozen=True)

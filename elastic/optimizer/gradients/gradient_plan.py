@@ -1,7 +1,7 @@
 """Buckets and slots of an optimizer's gradients. Makes no decisions.
 
-`elastic.optimizer.bucket_plan` decides from sizes, and the ranks agree on its input (see
-`elastic.optimizer.plan_agreement`). This module turns the result into buffers and gives each parameter its place.
+`bucket_plan` decides from sizes, and the ranks agree on its input (see `plan_agreement`). This module turns the result
+into buffers and gives each parameter its place.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 
 from elastic.collectives.algorithms import sparse as sparse_gradients
 from elastic.collectives.interface import Collectives
-from elastic.optimizer import bucket_plan, malloc_tuning, plan_agreement
-from elastic.optimizer.flat_buckets import (
+from elastic.optimizer.gradients import bucket_plan, malloc_tuning, plan_agreement
+from elastic.optimizer.gradients.flat_buckets import (
     CompressedGradient,
     FlagBucket,
     FlatBucket,
     GradientBucket,
 )
-from elastic.optimizer.gradient_options import Options
+from elastic.optimizer.gradients.gradient_options import Options
 
 
 class Slot:

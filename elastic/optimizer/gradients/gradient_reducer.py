@@ -4,7 +4,7 @@ The plan is a function of the parameters and of the order in which their gradien
 step. It is equal on all ranks, so a step needs no negotiation: bucket k is launched when it is full and bucket k-1 has
 been launched. Before a plan is first used in a generation, the ranks compare it once, in one or two small messages, and
 launch nothing earlier. Each reducer has its own group, so two optimizers may launch in any order, and joined ranks can
-follow each of them: see `elastic.optimizer.plan_agreement`.
+follow each of them: see `elastic.optimizer.gradients.plan_agreement`.
 
 The reduction is complete when the last backward pass of a step returns, so any later change of gradients by the script
 applies to the reduced ones; `elastic.optimizer.gradients.step_progress` decides which pass is the last. If none is
@@ -33,22 +33,23 @@ from elastic.errors import CollectiveFailed, Interrupted, Invalid, NotInitialize
 from elastic.failpoints import failpoint
 from elastic.monitoring import moved_tensors, timeline
 from elastic.negotiation.process_sets import ProcessSet, global_process_set, resolve
-from elastic.optimizer import (
+from elastic.optimizer.gradients import (
     bucket_plan,
     joined_rank,
     malloc_tuning,
     plan_agreement,
     plan_difference,
 )
-from elastic.optimizer.flat_buckets import Compressor, FlatBucket, GradientBucket
-from elastic.optimizer.gradient_options import Options, digest_of
+from elastic.optimizer.gradients.flat_buckets import Compressor, FlatBucket, GradientBucket
 from elastic.optimizer.gradients.gradient_hooks import (
     GradientHooks,
     OptimizerParameters,
     notify_end,
 )
+from elastic.optimizer.gradients.gradient_options import Options, digest_of
 from elastic.optimizer.gradients.gradient_plan import GradientPlan, Slot
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
+from elastic.optimizer.gradients.plan_agreement import ComparisonPoint, StepFlag
 from elastic.optimizer.gradients.step_progress import (
     PassEnd,
     PlanState,
@@ -56,7 +57,6 @@ from elastic.optimizer.gradients.step_progress import (
     StepProgress,
     end_counts,
 )
-from elastic.optimizer.plan_agreement import ComparisonPoint, StepFlag
 from elastic.protocol.messages import GRADIENTS
 from elastic.runtime import lifecycle
 

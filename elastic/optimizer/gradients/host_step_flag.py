@@ -1,11 +1,11 @@
-"""Copy of a step's flag (see `elastic.optimizer.plan_agreement`) from the reduced bucket to the host."""
+"""Copy of a step's flag (see `elastic.optimizer.gradients.plan_agreement`) from the reduced bucket to the host."""
 
 from __future__ import annotations
 
 import torch
 
 from elastic.collectives.interface import Op
-from elastic.optimizer.plan_agreement import StepFlag, read_mark
+from elastic.optimizer.gradients.plan_agreement import StepFlag, read_mark
 from elastic.state.snapshots.pinned import PinnedCopy
 
 

@@ -20,7 +20,12 @@ from elastic.collectives.interface import Work
 from elastic.collectives.shared_memory import arena, host_copy, host_sum
 from elastic.errors import Invalid
 from elastic.exact import tree
-from elastic.optimizer.flat_buckets import LARGE_BYTES, SMALL_BYTES, gradient_strides, zeros
+from elastic.optimizer.gradients.flat_buckets import (
+    LARGE_BYTES,
+    SMALL_BYTES,
+    gradient_strides,
+    zeros,
+)
 
 ROOM = 64  # elements after the last gradient, so that the ranks' pieces of a bucket can have equal lengths
 

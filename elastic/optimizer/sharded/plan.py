@@ -1,7 +1,7 @@
 """Buckets and slots of an optimizer's gradients when they are summed over shards. Makes no decisions.
 
-`elastic.optimizer.bucket_plan` decides from sizes and from the order in which gradients become ready. This module turns
-the result into buffers and gives each trained parameter its place. Sums are elementwise and do not depend on the plan.
+`gradients/bucket_plan.py` decides from sizes and from the order in which gradients become ready. This module turns the
+result into buffers and gives each trained parameter its place. Sums are elementwise and do not depend on the plan.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from elastic.optimizer import bucket_plan, malloc_tuning
-from elastic.optimizer.flat_buckets import Compressor
+from elastic.optimizer.gradients import bucket_plan, malloc_tuning
+from elastic.optimizer.gradients.flat_buckets import Compressor
 from elastic.optimizer.sharded.buckets import ShardBucket
 
 

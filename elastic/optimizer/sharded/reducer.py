@@ -27,8 +27,8 @@ from elastic.exact.shards import Shards
 from elastic.exact.step import ShardStep
 from elastic.failpoints import failpoint
 from elastic.monitoring import moved_tensors
-from elastic.optimizer import bucket_plan, malloc_tuning
-from elastic.optimizer.flat_buckets import Compressor
+from elastic.optimizer.gradients import bucket_plan, malloc_tuning
+from elastic.optimizer.gradients.flat_buckets import Compressor
 from elastic.optimizer.gradients.gradient_hooks import GradientHooks, OptimizerParameters
 from elastic.optimizer.sharded.buckets import ShardBucket
 from elastic.optimizer.sharded.exchange import PartialsExchange

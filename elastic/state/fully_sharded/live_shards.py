@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from elastic.errors import Fixed, Invalid, NotElastic
+from elastic.sharding import fsdp2
 from elastic.sharding.division import Division
 from elastic.sharding.rows import ShardedTensor
-from elastic.state.fully_sharded import fsdp2
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.snapshots.state_structure import StateStructure, tensors_and_structure

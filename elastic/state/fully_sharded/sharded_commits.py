@@ -54,7 +54,7 @@ from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec, Sharded
 from elastic.state.fully_sharded.peer_arena import ArenaOffer, PeerArena
 from elastic.state.fully_sharded.shard_buffers import ShardBuffers, as_layout
 from elastic.state.fully_sharded.transfer import Transfer
-from elastic.state.held_commit import HeldCommit, HeldRows
+from elastic.state.handlers.held_commit import HeldCommit, HeldRows
 from elastic.state.snapshots.snapshot import Snapshot
 
 # Bytes of one exchange. No backend counts beyond 2**31, and the rows of an exchange are in memory twice meanwhile.

@@ -14,10 +14,10 @@ import torch
 
 from elastic.errors import Invalid
 from elastic.runtime import lifecycle
+from elastic.sharding import fsdp2, zero
 from elastic.sharding.division import Division
 from elastic.sharding.partition import Partition, PartitionedTensor
 from elastic.sharding.rows import rows_of
-from elastic.state.fully_sharded import fsdp2, zero
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec, ShardedOptimizerHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.python_values import Index

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from elastic.runtime import lifecycle
-from elastic.state import state_transfer
+from elastic.state.handlers import state_transfer
 from elastic.state.handlers.python_values import copied
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots import pinned

@@ -17,7 +17,7 @@ import torch
 
 from elastic import pickling
 from elastic.errors import Invalid
-from elastic.state import unsupported_sharding
+from elastic.sharding import unsupported_sharding
 
 ATOMS = frozenset({int, float, str, bool, bytes, type(None)})  # immutable, so they need no copy
 

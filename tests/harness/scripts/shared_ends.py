@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elastic.collectives.group_factory import ConnectingGroup, Store
+from elastic.collectives.groups.group_factory import ConnectingGroup, Store
 from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.shared_memory import arena
 from elastic.protocol.messages import Address

@@ -24,8 +24,10 @@ os.environ |= {
 import torch  # noqa: E402
 from torch.testing._internal.distributed import distributed_test  # noqa: E402
 
+from elastic.collectives import local  # noqa: E402, F401
+
 # So that the ranks need not import them.
-from elastic.collectives import group_factory, local  # noqa: E402, F401
+from elastic.collectives.groups import group_factory  # noqa: E402, F401
 from elastic.torch_backend import backend_override, registration  # noqa: E402, F401
 
 torch.set_num_threads(1)

@@ -25,7 +25,7 @@ import torch.distributed
 
 from elastic.collectives.gloo import sockets
 from elastic.collectives.gloo.process_group import GlooCollectives
-from elastic.collectives.group_factory import ConnectingGroup, Store, listen
+from elastic.collectives.groups.group_factory import ConnectingGroup, Store, listen
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import CollectiveFailed, Differing
 from elastic.protocol.messages import Address, ProtocolError

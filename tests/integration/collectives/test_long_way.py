@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.collectives import group_factory
+from elastic.collectives.groups import group_factory
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import native_library
 from elastic.protocol import messages

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic.collectives import nccl
-from elastic.collectives.group_factory import Store, listen
+from elastic.collectives.groups.group_factory import Store, listen
 from elastic.collectives.interface import Op
 from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address

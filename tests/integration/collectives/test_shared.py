@@ -26,7 +26,7 @@ import psutil
 import pytest
 import torch
 
-from elastic.collectives.group_factory import Store, listen
+from elastic.collectives.groups.group_factory import Store, listen
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import arena, native_library, peer_memory
 from elastic.collectives.shared_memory.process_group import SharedCollectives

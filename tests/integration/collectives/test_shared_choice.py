@@ -20,9 +20,10 @@ import msgspec
 import pytest
 import torch
 
-from elastic.collectives import backend_selection, cpu
+from elastic.collectives import backend_selection
 from elastic.collectives.backend_selection import Identity, Shareable
-from elastic.collectives.group_factory import Store, listen, meeting
+from elastic.collectives.groups import cpu
+from elastic.collectives.groups.group_factory import Store, listen, meeting
 from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.shared_memory import arena, memfd, native_library, peer_memory
 from elastic.collectives.shared_memory.peer_memory import PeerMemoryUnavailable, open_peer

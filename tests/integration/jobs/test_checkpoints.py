@@ -14,7 +14,7 @@ import pytest
 
 from elastic.checkpoints import catalog
 from elastic.checkpoints.files.storage import Storage
-from elastic.driver.commandline.setup.finished_job import FINISHED, FinishedJob
+from elastic.driver.commandline.options.finished_job import FINISHED, FinishedJob
 from harness import wording
 from harness.history import SCRIPTS
 from harness.job import Job, elasticrun

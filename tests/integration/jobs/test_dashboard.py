@@ -21,10 +21,10 @@ from elastic.driver.events import (
     TimePassed,
     WorkerExited,
 )
-from elastic.driver.monitoring.dashboard.http_requests import RequestGuard
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
 from elastic.driver.monitoring.dashboard.page_state import TAILS
+from elastic.driver.monitoring.http_requests import RequestGuard
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import as_sentence

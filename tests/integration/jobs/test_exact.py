@@ -187,7 +187,9 @@ def test_many_changes(job, reference, tmp_path, seed):
     if seed % 2:
         kinds.append("all")
         checkpoints = f"--checkpoint-dir {tmp_path}/checkpoints --checkpoint-every 1commits"
-        checkpoints += f" --restarts {CHANGES}"  # all may be killed again before a checkpoint is written
+        checkpoints += (
+            f" --restarts {CHANGES}"  # all may be killed again before a checkpoint is written
+        )
     training = train(
         job,
         # One slot may be struck many times in a row.

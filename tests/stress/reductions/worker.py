@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from elastic.collectives.group_factory import ConnectingGroup, Store, StoreListener, listen
+from elastic.collectives.groups.group_factory import ConnectingGroup, Store, StoreListener, listen
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.shared_memory import arena, peer_memory
 from elastic.collectives.shared_memory.process_group import SharedCollectives

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import horovod.torch as hvd
-from elastic.driver.commandline import flags
-from elastic.driver.commandline.argument_parser import IgnoredFlag
+from elastic.driver.commandline.options import flags
+from elastic.driver.commandline.options.argument_parser import IgnoredFlag
 from elastic.driver.launch.environment import worker_environment
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Place, Worker

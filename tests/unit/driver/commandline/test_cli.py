@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from elastic.driver.commandline import check_build, cli
-from elastic.driver.commandline.flags import Options, parse, parser
-from elastic.driver.commandline.setup import docs_cli
+from elastic.driver.commandline import cli
+from elastic.driver.commandline.options.flags import Options, parse, parser
+from elastic.driver.commandline.setup import check_build, docs_cli
 from elastic.driver.job.job import Job
 from elastic.driver.launch import variables
 from elastic.driver.network.hosts import ThisHost

@@ -24,7 +24,7 @@ from elastic.driver.events import (
 from elastic.driver.journal.entries import Entry
 from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership, Phase
-from elastic.driver.membership.roster import Roster
+from elastic.driver.membership.records.roster import Roster
 from elastic.driver.membership.snapshot import SnapshotError, restore_snapshot, take_snapshot
 from elastic.driver.reasons import as_sentence
 from elastic.driver.settings import Settings

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.checkpoints import catalog, manifest, writing
+from elastic.checkpoints import catalog, writing
+from elastic.checkpoints.files import manifest
+from elastic.checkpoints.files.manifest import CommitName, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import CommitName, UnreadableCommit
 from elastic.driver.job.checkpoint_shares import (
     CheckpointShares,
     ReplicaCorrupted,

@@ -15,9 +15,10 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from elastic.checkpoints import catalog, loading, manifest, resuming, writing
+from elastic.checkpoints import catalog, loading, resuming, writing
+from elastic.checkpoints.files import manifest
+from elastic.checkpoints.files.manifest import CommitName, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import CommitName, UnreadableCommit
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.errors import Invalid, StateMismatch
 from elastic.exact.shards import Shards

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from elastic.checkpoints import options
-from elastic.checkpoints.manifest import CommitName, parse, superfluous
+from elastic.checkpoints.files.manifest import CommitName, parse, superfluous
 from elastic.checkpoints.plain_data import CorruptedData, NotPlain, decode, encode
 from elastic.checkpoints.schedule import Schedule, Step
 from elastic.errors import Invalid

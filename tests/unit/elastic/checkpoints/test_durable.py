@@ -12,7 +12,7 @@ import torch
 
 from elastic.checkpoints import durable, options, resuming
 from elastic.checkpoints.durable import TransferOutcome
-from elastic.checkpoints.manifest import CommitName, Manifest
+from elastic.checkpoints.files.manifest import CommitName, Manifest
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.writer import CheckpointWriter
 from elastic.monitoring.time_account import TimeAccount

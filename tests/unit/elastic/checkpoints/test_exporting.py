@@ -12,8 +12,8 @@ import torch
 
 from elastic.checkpoints import exporting, writing
 from elastic.checkpoints.exporting import SkippedValue
+from elastic.checkpoints.files.manifest import CommitName, Manifest, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import CommitName, Manifest, UnreadableCommit
 from elastic.driver.commandline.offline import checkpoints_cli
 from elastic.errors import Invalid
 from elastic.state.state import hold

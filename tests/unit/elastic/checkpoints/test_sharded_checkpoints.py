@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from elastic.checkpoints import catalog, loading, row_ranges, writing
-from elastic.checkpoints.files import row_file
+from elastic.checkpoints import catalog, loading, writing
+from elastic.checkpoints.files import row_file, row_ranges
+from elastic.checkpoints.files.manifest import CommitName, Manifest, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import CommitName, Manifest, UnreadableCommit
 from elastic.checkpoints.shard_reader import read_rows, row_specs
 from elastic.sharding.rows import rows_of
 from elastic.state.torch_state import TorchState

@@ -15,8 +15,8 @@ import torch
 
 from elastic.checkpoints import catalog, loading, writer
 from elastic.checkpoints.files.checked import Alive
+from elastic.checkpoints.files.manifest import Manifest
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import Manifest
 from elastic.checkpoints.options import CheckpointOptions, parse_every
 from elastic.checkpoints.writer import CheckpointWriter
 from elastic.driver.job.checkpoint_shares import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic.collectives import group_factory
+from elastic.collectives.groups import group_factory
 from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.local import LocalCollectives
 from elastic.errors import CollectiveFailed

@@ -6,7 +6,8 @@ from unittest.mock import create_autospec
 
 import torch
 
-from elastic.optimizer import join, joined_rank, plan_agreement
+from elastic.optimizer import join
+from elastic.optimizer.gradients import joined_rank, plan_agreement
 from elastic.runtime.worker_runtime import WorkerRuntime
 
 

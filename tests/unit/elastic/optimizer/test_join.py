@@ -15,9 +15,9 @@ from elastic.api.compression import Compression
 from elastic.collectives.interface import Op
 from elastic.errors import PeerLost, StateMismatch
 from elastic.negotiation.process_sets import ProcessSet
-from elastic.optimizer import join, plan_agreement
+from elastic.optimizer import join
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
-from elastic.optimizer.gradients import gradient_reducer
+from elastic.optimizer.gradients import gradient_reducer, plan_agreement
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.optimizer import join, plan_agreement
+from elastic.optimizer import join
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
-from elastic.optimizer.gradients import gradient_reducer
+from elastic.optimizer.gradients import gradient_reducer, plan_agreement
 from elastic.runtime import lifecycle
 from harness.small_worlds import AllJoin
 

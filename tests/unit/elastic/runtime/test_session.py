@@ -11,7 +11,7 @@ from elastic.errors import CollectiveFailed, DriverLost, PeerLost
 from elastic.rendezvous import environment
 from elastic.runtime import session as sessions
 from elastic.runtime.commit_log import CommitLog
-from elastic.runtime.failures.guarded_groups import Guard, GuardedGroups
+from elastic.runtime.guarded_groups import Guard, GuardedGroups
 from elastic.runtime.link import Link
 from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase

@@ -13,11 +13,12 @@ from elastic.collectives.shared_memory import arena
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
 from elastic.runtime import lifecycle
+from elastic.sharding import fsdp2, unsupported_sharding
 from elastic.sharding.resharding import ReshardingMove
 from elastic.sharding.rows import Rows
 from elastic.sharding.shard_inventory import CommitId
-from elastic.state import TorchState, unsupported_sharding
-from elastic.state.fully_sharded import fsdp2, peer_arena
+from elastic.state import TorchState
+from elastic.state.fully_sharded import peer_arena
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
 from elastic.state.fully_sharded.shard_buffers import ShardBuffers
 from elastic.state.handled_state import shards_of

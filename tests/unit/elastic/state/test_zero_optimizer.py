@@ -12,15 +12,15 @@ from torch import distributed, nn
 
 import elastic
 from elastic.checkpoints import writing
+from elastic.checkpoints.files.manifest import CommitName, decode_share
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.manifest import CommitName, decode_share
 from elastic.checkpoints.shard_reader import row_specs
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
+from elastic.sharding import unsupported_sharding, zero
 from elastic.sharding.division import Division
 from elastic.sharding.rows import rows_of
-from elastic.state import TorchState, unsupported_sharding
-from elastic.state.fully_sharded import zero
+from elastic.state import TorchState
 from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
 from elastic.state.handled_state import shards_of
 from elastic.state.handlers import optimizer_state

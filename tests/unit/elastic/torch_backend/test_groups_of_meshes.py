@@ -10,7 +10,7 @@ import torch
 
 from elastic.errors import Fixed, NotElastic
 from elastic.runtime import lifecycle
-from elastic.state import unsupported_sharding
+from elastic.sharding import unsupported_sharding
 from elastic.torch_backend import following_group
 from elastic.torch_backend.following_group import FollowingGroup
 from elastic.torch_backend.group_names import GroupNames

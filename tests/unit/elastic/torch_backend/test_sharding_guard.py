@@ -11,8 +11,8 @@ from torch import distributed, nn
 import elastic
 from elastic.errors import Fixed, NotElastic
 from elastic.exact.shards import Shards
-from elastic.state import TorchState, unsupported_sharding
-from elastic.state.fully_sharded import fsdp2
+from elastic.sharding import fsdp2, unsupported_sharding
+from elastic.state import TorchState
 from elastic.torch_backend import sharding_guard
 
 pytestmark = [

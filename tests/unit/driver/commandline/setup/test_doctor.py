@@ -16,8 +16,8 @@ import pytest
 
 from elastic import conflicting_packages
 from elastic.driver.commandline import cli
-from elastic.driver.commandline.check_build import Build
 from elastic.driver.commandline.setup import host_facts
+from elastic.driver.commandline.setup.check_build import Build
 from elastic.driver.commandline.setup.host_checks import HostFacts, Level, checks
 from elastic.driver.commandline.setup.host_facts import foreign_files
 from elastic.version import __version__

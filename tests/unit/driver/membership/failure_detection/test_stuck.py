@@ -31,7 +31,7 @@ from elastic.driver.events import (
     WorkerReconnected,
 )
 from elastic.driver.membership.membership import Phase
-from elastic.driver.membership.roster import Roster, WorkerRecord, WorkerStage
+from elastic.driver.membership.records.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.reasons import ReasonKind, because
 from elastic.protocol.messages import GRADIENTS, SHARDS_COMMIT
 from harness.conversation import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.driver.membership.roster import WorkerRecord
+from elastic.driver.membership.records.roster import WorkerRecord
 from elastic.driver.membership.scheduling.rank_order import arrange, next_place, places, slots
 from elastic.driver.membership.worlds.composition import Composition, compose
 from elastic.driver.reasons import as_sentence

@@ -17,10 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.collectives.dtypes_and_ops import OPS
+from elastic.collectives.dtypes_and_ops import OPS, DType
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import native_library
-from elastic.collectives.shared_memory.native_library import DType
 
 LIBRARY = native_library.load()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=native_library.missing())

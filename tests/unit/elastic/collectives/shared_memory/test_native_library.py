@@ -180,7 +180,7 @@ def test_every_function_is_declared_as_in_the_headers():
 
 def test_the_numbers_are_those_of_the_headers():
     text = source("kernels.h")
-    for enum, names in (("DType", native_library.DType), ("Op", dtypes_and_ops.OPS)):
+    for enum, names in (("DType", dtypes_and_ops.DType), ("Op", dtypes_and_ops.OPS)):
         body = re.search(rf"enum class {enum} : int32_t {{(.*?)}};", text, re.DOTALL)
         assert body is not None
         declared = {
@@ -204,7 +204,7 @@ def test_the_options_have_the_fields_of_the_header():
 @pytest.mark.parametrize("dtype", list(dtypes_and_ops.DTYPES), ids=str)
 def test_the_dtypes_are_as_wide_as_their_numbers_say(dtype):
     name = str(dtype).removeprefix("torch.").upper()
-    assert dtypes_and_ops.DTYPES[dtype] is native_library.DType[name]
+    assert dtypes_and_ops.DTYPES[dtype] is dtypes_and_ops.DType[name]
     dtypes_and_ops.check(torch.zeros(1, dtype=dtype), Op.SUM)
 
 

@@ -12,7 +12,7 @@ from elastic.collectives.interface import Op
 from elastic.errors import DeviceLost
 from elastic.optimizer.gradients import host_step_flag
 from elastic.optimizer.gradients.host_step_flag import HostStepFlag
-from elastic.optimizer.plan_agreement import StepFlag
+from elastic.optimizer.gradients.plan_agreement import StepFlag
 from elastic.state.snapshots.pinned import PinnedCopy
 
 

@@ -1,0 +1,200 @@
+"""Checkpoint flags: the commit from which a job begins, and the workers' settings.
+
+All problems of a checkpoint folder are detected here, before anything is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+from elastic.checkpoints import catalog
+from elastic.checkpoints import options as told
+from elastic.checkpoints.files.manifest import Manifest, UnreadableCommit
+from elastic.checkpoints.files.storage import Storage
+from elastic.driver.commandline.options.finished_job import SameCommand, same_command
+from elastic.driver.commandline.options.flags import Options
+from elastic.driver.commandline.options.keywords import flag_of
+from elastic.driver.commandline.options.multi_host_flags import CheckpointFlags
+from elastic.driver.job.start_cleanup import StartCleanup
+from elastic.driver.network.blocking_calls import begun
+from elastic.errors import Invalid
+
+Value = TypeVar("Value")
+ANSWER_S = 60.0  # seconds for the storage to answer at the start
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """Checkpoint settings of a job.
+
+    Args:
+        env: environment of every worker.
+        restarts: see `Settings`.
+        notes: level and text of lines to log once.
+    """
+
+    env: dict[str, str] = field(default_factory=dict)
+    restarts: int | None = None
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+
+def checkpoint_plan(
+    options: Options, *, elastic: bool, traces: StartCleanup | None = None
+) -> CheckpointPlan:
+    """Check that the folder can be read and written. Raises Invalid. Files created are registered in ``traces``."""
+    traces = traces or StartCleanup()
+    if options.checkpoint_dir is None:
+        for option in fields(CheckpointFlags):
+            if getattr(options, option.name) is not None:
+                raise Invalid(f"{flag_of(option)} needs --checkpoint-dir: pass the folder too")
+        return CheckpointPlan()
+    if options.fresh and options.begin_from is not None:
+        raise Invalid(
+            f"--fresh starts a new job, and --from {options.begin_from} starts from a commit: pass one of them"
+        )
+    every = options.checkpoint_every or told.DEFAULT_EVERY
+    told.parse_every(every)
+    storage = Storage(options.checkpoint_dir)
+    if not storage.outlives_us:
+        raise Invalid(
+            f"--checkpoint-dir {storage.url} does not outlive the process that writes there: pass a folder, or a"
+            " URL of an object store"
+        )
+    if storage.local:
+        traces.folder(storage.absolute)
+    run, begin, notes = _within(ANSWER_S, storage.url, lambda: _look(options, storage))
+    traces.run(storage, run)
+    new_job = options.fresh or options.begin_from is not None
+    env = {
+        told.DIR: storage.absolute,
+        told.EVERY: every,
+        told.KEEP: str(
+            told.DEFAULT_KEEP if options.checkpoint_keep is None else options.checkpoint_keep
+        ),
+        told.RUN: str(run),
+        told.FLOOR: str(run if new_job else 0),
+    }
+    if begin is not None:
+        url, found = begin
+        notes.append(("info", f"training resumes from {found}: {url}/{found.name}"))
+        if options.begin_from is not None:
+            env[told.FROM] = f"{url}@{found.name}"
+    restarts = told.DEFAULT_RESTARTS if options.restarts is None else options.restarts
+    return CheckpointPlan(env, restarts if elastic else None, notes)
+
+
+# ---- already finished? -----------------------------------------------------------------------------------------------
+
+_ELSEWHERE = ("hostfile", "host_discovery_script", "etcd", "kubernetes_service")
+
+
+def same_command_of(options: Options, environ: Mapping[str, str]) -> SameCommand | None:
+    """Return the command for the check whether it has finished before.
+
+    None if this cannot be known, since all of the job must run on this machine. Raises Invalid.
+    """
+    elsewhere = any(getattr(options, name) is not None for name in _ELSEWHERE)
+    drivers = options.kubernetes or options.resume or options.standby
+    if options.checkpoint_dir is None or elsewhere or drivers or _other_hosts(options.hosts):
+        return None
+    # Flags for one start are not part of the command.
+    relevant = asdict(replace(options, fresh=False, begin_from=None))
+    return same_command(
+        options.checkpoint_dir, repr(sorted(relevant.items())), options.command, environ
+    )
+
+
+def finished_before(same: SameCommand, options: Options) -> Manifest | None:
+    """Return the last commit of the same job if it has finished, and neither --fresh nor --from is given."""
+    if options.fresh or options.begin_from is not None:
+        return None
+    return _unless_silent(same.finished_before)
+
+
+def note_finished(same: SameCommand, run: int) -> None:
+    """Record that the job of this run ended with exit code 0."""
+    _unless_silent(lambda: same.has_finished(run))
+
+
+def _other_hosts(listed: str | None) -> bool:
+    words = (listed or "").split(",")
+    return any(word.partition(":")[0] not in ("", "localhost", "127.0.0.1") for word in words)
+
+
+def _unless_silent(work: Callable[[], Value]) -> Value | None:
+    """Return the result; None if the storage does not answer, which is reported at the start of the job."""
+    future = begun(work, "checkpoints")
+    if not futures.wait([future], ANSWER_S).done:
+        return None
+    try:
+        found: Value = future.result()
+        return found
+    except (OSError, UnreadableCommit):
+        return None
+
+
+Begin = tuple[str, Manifest] | None
+Notes = list[tuple[str, str]]
+
+
+def _look(options: Options, storage: Storage) -> tuple[int, Begin, Notes]:
+    """Return the number of this run, the folder and commit from which it begins, and lines to log."""
+    storage.prove_writable()
+    alone = not (options.resume or options.standby)
+    if alone:
+        _refuse_other(storage, catalog.writing_here(storage))
+    notes: Notes = []
+    begin = _begin(options, storage, notes)
+    run = catalog.claim_run(storage)
+    # Another job may have started at the same moment: the earlier number has priority.
+    other = catalog.writing_here(storage, before=run) if alone else None
+    if other is not None:
+        catalog.give_back_run(storage, run)
+        _refuse_other(storage, other)
+    return run, begin, notes
+
+
+def _refuse_other(storage: Storage, other: catalog.RunOwner | None) -> None:
+    if other is not None:
+        raise Invalid(
+            f"--checkpoint-dir {storage.url}: process {other.pid} of this machine writes checkpoints there, and"
+            " each job needs its own folder: wait until it ends, or pass another folder"
+        )
+
+
+def _begin(options: Options, storage: Storage, notes: Notes) -> Begin:
+    if options.begin_from is not None:
+        url, which = told.parse_from(options.begin_from)
+        other = Storage(url)
+        return other.absolute, catalog.chosen(other, which)
+    if options.fresh:
+        return None
+    passed_over: list[str] = []
+    for name in reversed(catalog.names(storage)):
+        entry = catalog.entry(storage, name)
+        if entry.manifest is not None:
+            notes += [("warning", f"skipped checkpoint {each}") for each in passed_over]
+            return storage.absolute, entry.manifest
+        catalog.refuse_newer(storage, entry)
+        if not entry.torn:
+            passed_over.append(f"{name}: {entry.trouble}")
+    if passed_over:
+        raise Invalid(
+            f"--checkpoint-dir {storage.url} has checkpoints, but none is readable ({passed_over[0]}); nothing was"
+            " changed there. Restore one, or start a new job with --fresh"
+        )
+    return None
+
+
+def _within(seconds: float, url: str, work: Any) -> Any:
+    """Run ``work`` with a timeout, so that a silent storage is reported. Raises Invalid."""
+    future = begun(work, "checkpoints")
+    if not futures.wait([future], seconds).done:
+        raise Invalid(f"--checkpoint-dir {url}: no answer within {seconds:.0f} s")
+    try:
+        return future.result()
+    except (OSError, UnreadableCommit) as error:
+        raise Invalid(f"--checkpoint-dir {url} can't be read: {error}") from error

@@ -1,0 +1,685 @@
+"""Flags of elasticrun: names, types and help texts. Reads neither files nor the environment, and decides nothing.
+
+The names are Horovod's, so that horovodrun command lines work unchanged. Horovod flags without an equivalent are
+accepted and recorded, so that the caller can log them with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from elastic.driver.commandline.options.argument_parser import (
+    EVERYWHERE,
+    FUNCTIONS,
+    LAUNCH,
+    LOG_LEVELS,
+    ON_LAUNCH,
+    ArgumentParser,
+    Group,
+    IgnoredFlag,
+    NameList,
+    Use,
+    add_declared,
+    choice,
+    cores,
+    flag,
+    given,
+    log_level,
+    number,
+    seconds,
+    switch,
+    whole,
+)
+from elastic.driver.commandline.options.multi_host_flags import (
+    CheckpointFlags,
+    EtcdFlags,
+    FailoverFlags,
+    KubernetesFlags,
+    PreemptionFlags,
+    SecurityFlags,
+    SshFlags,
+)
+from elastic.driver.commandline.options.short_help import ShortHelp
+from elastic.driver.commandline.options.torchrun_flags import TorchrunFlags, add_refused
+from elastic.driver.settings import Settings
+
+DESCRIPTION = """\
+Run a training script on several workers; keep training when workers fail or join."""
+
+EXAMPLES = """\
+examples:
+  elasticrun -np 4 python train.py --lr 0.1
+      four workers on this machine; the first failure ends the job
+  elasticrun -np 4 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh python train.py
+      start with four workers; continue with two to eight as hosts join and leave
+  elasticrun -np 8 --min-np 4 -H gpu1:4,gpu2:4 --output-filename out python train.py
+      two machines, reached over ssh; the output of rank 0 is in out/rank.0/stdout and so on
+  elasticrun -np 8 --min-np 4 --etcd etcd1:2379 --job bert --secret-file job.secret python train.py
+      all hosts that run `elasticrun agent` for this job
+  elasticrun -np 4 --min-np 2 --journal job.journal --resume python train.py
+      workers outlive this driver; rerun the same command to continue
+
+commands on a running job (elasticrun COMMAND --help):
+  jobs, status, scale, drain, remove, stacks, logs, stop
+commands on a finished job, with the file of --journal or the folder of --checkpoint-dir:
+  explain, replay; checkpoints
+setup:
+  agent (one per host, with --etcd); secret (create the file of --secret-file); k8s (a job on Kubernetes);
+  doctor (check hosts); docs (print the documentation)"""
+
+
+@dataclass
+class WorkerFlags:
+    """Number of workers, and limits of failures."""
+
+    num_proc: int | None = flag(
+        "-np --num-proc",
+        "N",
+        "Number of workers to start with (default of an elastic job: --min-np).",
+        whole(1),
+        use=Use(functions=(LAUNCH,), keyword="np"),
+    )
+    min_num_proc: int | None = flag(
+        "--min-np --min-num-proc",
+        "N",
+        "Elastic: smallest number of workers to continue with (default: -np).",
+        whole(1),
+        use=Use(functions=(LAUNCH,), keyword="min_np"),
+    )
+    max_num_proc: int | None = flag(
+        "--max-np --max-num-proc",
+        "N",
+        "Elastic: largest number of workers (default: -np; the number of slots if hosts are discovered).",
+        whole(1),
+        use=Use(functions=(LAUNCH,), keyword="max_np"),
+    )
+    standbys: int | None = flag(
+        "--standbys",
+        "N",
+        "Elastic: spare workers that replace a lost one immediately (default: ELASTIC_STANDBYS, or 0).",
+        whole(0),
+        variable="ELASTIC_STANDBYS",
+        keys=("standbys.count",),
+        use=Use(functions=FUNCTIONS, setting="standbys"),
+    )
+    elastic_timeout: float | None = flag(
+        "--elastic-timeout",
+        "S",
+        f"Longest wait for --min-np workers (default: {Settings.elastic_timeout_s:g}, or HOROVOD_ELASTIC_TIMEOUT).",
+        seconds,
+        variable="HOROVOD_ELASTIC_TIMEOUT",
+        use=Use(functions=FUNCTIONS, setting="elastic_timeout_s"),
+    )
+    start_timeout: float | None = flag(
+        "--start-timeout",
+        "S",
+        f"Start-up timeout of a worker, up to hvd.init() (default: {Settings.start_timeout_s:g}, or"
+        " HOROVOD_START_TIMEOUT).",
+        seconds,
+        variable="HOROVOD_START_TIMEOUT",
+        use=Use(functions=FUNCTIONS, setting="start_timeout_s"),
+    )
+    reset_limit: int | None = flag(
+        "--reset-limit",
+        "N",
+        "Failures to survive before the job ends; planned changes are not counted (default: no limit).",
+        whole(0),
+        use=Use(functions=FUNCTIONS, setting="reset_limit"),
+    )
+    cooldown_range: Sequence[float] | None = flag(
+        "--blacklist-cooldown-range",
+        ("MIN", "MAX"),
+        "Cooldown of a slot whose worker failed, doubling from MIN to MAX seconds (default:"
+        f" {Settings.cooldown_min_s:g} {Settings.cooldown_max_s:g}).",
+        seconds,
+        nargs=2,
+        use=Use(functions=FUNCTIONS, typed="tuple[float, float] | None"),
+    )
+    slot_attempts: int | None = flag(
+        "--slot-attempts",
+        "N",
+        f"Stop using a slot after N consecutive start-up failures (default: {Settings.slot_attempts}).",
+        whole(1),
+        use=Use(setting="slot_attempts"),
+    )
+    host_attempts: int | None = flag(
+        "--host-attempts",
+        "N",
+        "Stop using a host after N of its slots were given up (default: never).",
+        whole(1),
+        use=Use(setting="host_attempts"),
+    )
+
+
+@dataclass
+class HostFlags:
+    """Hosts and slots."""
+
+    hosts: str | None = flag(
+        "-H --hosts",
+        "LIST",
+        "Hosts and slots, each host once: gpu1:4,gpu2:4 or [::1]:2.",
+        use=ON_LAUNCH,
+    )
+    hostfile: str | None = flag(
+        "-hostfile --hostfile",
+        "FILE",
+        "Read hosts from a file, one per line: gpu1 slots=4.",
+        use=ON_LAUNCH,
+    )
+    host_discovery_script: str | None = flag(
+        "--host-discovery-script",
+        "SCRIPT",
+        "Program that prints the current hosts, one host[:slots] per line; run every second.",
+        use=ON_LAUNCH,
+    )
+    slots_per_host: int | None = flag(
+        "--slots-per-host",
+        "N",
+        "Slots of a host that is listed without a number (default: 1).",
+        whole(1),
+        use=ON_LAUNCH,
+    )
+    network_interfaces: list[str] | None = flag(
+        "--network-interface --network-interfaces",
+        "LIST",
+        "Interfaces, networks or addresses for worker traffic; each host uses the first it has:"
+        " eth1,10.0.0.0/8,fd00::/8 (default: the route to the other hosts; loopback on a single machine).",
+        action=NameList,
+        use=Use(functions=FUNCTIONS, keyword="network_interface", typed="str | None"),
+    )
+
+
+@dataclass
+class CommunicationFlags:
+    """Communication between workers."""
+
+    controller: str = choice(  # two of these only raise an error
+        "gloo",
+        given("--gloo", "gloo", "Start workers without MPI (always the case)."),
+        given("--mpi", "mpi", "Rejected: workers are not started with MPI."),
+        given("--jsrun", "jsrun", "Rejected: workers are not started with jsrun."),
+    )
+    gloo_timeout_seconds: float | None = flag(
+        "--gloo-timeout-seconds",
+        "S",
+        "Collective timeout and connection timeout (default: HOROVOD_GLOO_TIMEOUT_SECONDS,"
+        " ELASTIC_COLLECTIVE_TIMEOUT, or --busy-timeout plus 60; 30 to connect).",
+        seconds,
+        variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
+        keys=("library_options.gloo_timeout_seconds",),
+        use=Use(functions=(LAUNCH,), keyword="gloo_timeout", for_workers=True),
+    )
+    tcp: bool = switch("--tcp", "Disable InfiniBand in NCCL (sets NCCL_IB_DISABLE=1).")
+
+
+@dataclass
+class TuningFlags:
+    """Negotiation and fusion of small tensors."""
+
+    fusion_threshold_mb: float | None = flag(
+        "--fusion-threshold-mb",
+        "MB",
+        "Fuse small tensors into collectives of up to N MiB; 0: off (default: HOROVOD_FUSION_THRESHOLD, in bytes,"
+        " or 128).",
+        number,
+        keys=("params.fusion_threshold_mb",),
+    )
+    cycle_time_ms: float | None = flag(
+        "--cycle-time-ms",
+        "MS",
+        "Milliseconds to wait for more tensors before a negotiation round (default: HOROVOD_CYCLE_TIME, or 1).",
+        number,
+        variable="HOROVOD_CYCLE_TIME",
+        keys=("params.cycle_time_ms",),
+        use=Use(for_workers=True),
+    )
+    cache_capacity: int | None = flag(
+        "--cache-capacity",
+        "N",
+        "Number of tensors whose negotiation is cached; 0: off (default: HOROVOD_CACHE_CAPACITY, or 1024).",
+        whole(0),
+        variable="HOROVOD_CACHE_CAPACITY",
+        keys=("params.cache_capacity",),
+        use=Use(for_workers=True),
+    )
+    thread_affinity: str | None = flag(
+        "--thread-affinity",
+        "CORES",
+        "Cores of the background threads, one per worker of a host: 0,1,2,3 (default: HOROVOD_THREAD_AFFINITY, or"
+        " not pinned).",
+        cores,
+        variable="HOROVOD_THREAD_AFFINITY",
+        keys=("library_options.ccl_bgt_affinity", "library_options.thread_affinity"),
+        use=Use(for_workers=True),
+    )
+
+
+@dataclass
+class DetectionFlags:
+    """Failure-detection timeouts."""
+
+    lease: float | None = flag(
+        "--lease",
+        "S",
+        f"Kill a worker that has been stopped or unreachable for S seconds (default: {Settings.lease_s:g}).",
+        seconds,
+        use=Use(setting="lease_s"),
+    )
+    idle_timeout: float | None = flag(
+        "--idle-timeout",
+        "S",
+        "Kill an idle worker after others have waited S seconds for it; 0: never (default:"
+        f" {Settings.idle_s:g}; in a job of fixed size, --busy-timeout).",
+        number,
+    )
+    busy_warning: float | None = flag(
+        "--busy-warning",
+        "S",
+        "Log a busy worker after others have waited S seconds for it; 0: never (default:"
+        f" {Settings.busy_warning_s:g}).",
+        number,
+    )
+    busy_timeout: float | None = flag(
+        "--busy-timeout",
+        "S",
+        f"Kill a busy worker after others have waited S seconds for it; 0: never (default: {Settings.busy_s:g}).",
+        number,
+    )
+    gpu_hang_timeout: float | None = flag(
+        "--gpu-hang-timeout",
+        "S",
+        f"Kill a worker whose GPU is S seconds late for a collective; 0: never (default: {Settings.gpu_hang_s:g})."
+        " If all GPUs hang, form a new world after three times as long.",
+        number,
+    )
+    stall_warning: float | None = flag(
+        "--stall-check-warning-time-seconds",
+        "S",
+        "Log tensors that some ranks have not submitted, and set --busy-warning (default:"
+        " HOROVOD_STALL_CHECK_TIME_SECONDS, or 60).",
+        number,
+        variable="HOROVOD_STALL_CHECK_TIME_SECONDS",
+        keys=("stall_check.warning_time_seconds",),
+        use=Use(for_workers=True),
+    )
+    stall_shutdown: float | None = flag(
+        "--stall-check-shutdown-time-seconds",
+        "S",
+        "Fail collectives that some ranks have not submitted, and set --busy-timeout; 0: never (default:"
+        " HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 0 for collectives).",
+        number,
+        variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        keys=("stall_check.shutdown_time_seconds",),
+        use=Use(for_workers=True),
+    )
+    stall_check: bool | None = choice(
+        None,
+        given(
+            "--no-stall-check",
+            False,
+            "Disable all of the above but --lease; also HOROVOD_STALL_CHECK_DISABLE=1. On: --stall-check.",
+            variable="HOROVOD_STALL_CHECK_DISABLE",
+            keys=("stall_check.enabled=false",),
+        ),
+        given("--stall-check", True, keys=("stall_check.enabled=true",)),
+        use=Use(for_workers=True),
+    )
+
+
+@dataclass
+class OutputFlags:
+    """Output, reports and metrics."""
+
+    output_filename: str | None = flag(
+        "--output-filename",
+        "DIR",
+        "Copy the output of each worker to DIR/rank.N/stdout and DIR/rank.N/stderr.",
+        use=ON_LAUNCH,
+    )
+    stdin: int | None = flag(
+        "--stdin",
+        "RANK",
+        "Pass standard input to the worker of this rank on this machine (default: no worker).",
+        whole(0),
+        keys=("stdin.rank",),
+        use=ON_LAUNCH,
+    )
+    prefix_output_with_timestamp: bool = switch(
+        "-prefix-timestamp --prefix-output-with-timestamp",
+        "Prefix each line of worker output with the time.",
+    )
+    timeline_filename: str | None = flag(
+        "--timeline-filename",
+        "FILE",
+        "Write a timeline of all ranks, for chrome://tracing or ui.perfetto.dev (default: HOROVOD_TIMELINE).",
+        variable="HOROVOD_TIMELINE",
+        keys=("timeline.filename",),
+        use=Use(for_workers=True),
+    )
+    timeline_mark_cycles: bool | None = choice(
+        None,
+        given(
+            "--timeline-mark-cycles",
+            True,
+            "Mark negotiation rounds in the timeline; also HOROVOD_TIMELINE_MARK_CYCLES=1. Off:"
+            " --no-timeline-mark-cycles.",
+            variable="HOROVOD_TIMELINE_MARK_CYCLES",
+            keys=("timeline.mark_cycles=true",),
+        ),
+        given("--no-timeline-mark-cycles", False, keys=("timeline.mark_cycles=false",)),
+        use=Use(for_workers=True),
+    )
+    journal: str | None = flag(
+        "--journal",
+        "FILE",
+        "Record all events and decisions of the driver. Five earlier files are kept as FILE.1 (newest) to"
+        " FILE.5.",
+        use=ON_LAUNCH,
+    )
+    summary: bool = switch(
+        "--summary",
+        "Print how the time of the job and of each worker was spent; also ELASTIC_SUMMARY=1.",
+        variable="ELASTIC_SUMMARY",
+        keys=("summary.enabled=true",),
+        use=EVERYWHERE,
+    )
+    report: str | None = flag(
+        "--report",
+        "FILE",
+        "Write a page about the job when it ends (default: ELASTIC_REPORT, or none).",
+        variable="ELASTIC_REPORT",
+        keys=("report.file",),
+        use=ON_LAUNCH,
+    )
+    digests: bool = switch(
+        "--digests",
+        "Record digests of all state tensors at each commit in --journal, for python -m elastic.chaos exact.",
+    )
+    strict: bool = switch(
+        "--strict",
+        "Exit with 2 on script mistakes in the first steps, with 1 if scripts failed.",
+        variable="ELASTIC_STRICT",
+        keys=("checks.strict=true",),
+        use=Use(setting="strict", for_workers=True),
+    )
+    allow_inexact: bool = switch(
+        "--allow-inexact",
+        "elastic.Shards: allow workers whose results are not bitwise identical, and log the first such step.",
+    )
+    metrics_port: int | None = flag(
+        "--metrics-port",
+        "PORT",
+        "Serve Prometheus metrics at http://127.0.0.1:PORT/metrics.",
+        whole(1),
+    )
+    metrics_host: str | None = flag(
+        "--metrics-host", "ADDRESS", "Address to serve metrics on, without access control."
+    )
+    dashboard: str | None = flag(
+        "--dashboard",
+        "[ADDRESS]:PORT",
+        "Serve a live page on 127.0.0.1 or ADDRESS (default: ELASTIC_DASHBOARD, or none). Access requires the"
+        " tokenized URL printed at startup.",
+        variable="ELASTIC_DASHBOARD",
+        keys=("dashboard.address",),
+        use=EVERYWHERE,
+    )
+    opentelemetry: bool = switch(
+        "--opentelemetry",
+        "Export traces of recoveries and world changes, configured by OTEL_EXPORTER_OTLP_ENDPOINT; also"
+        " ELASTIC_OPENTELEMETRY=1.",
+        variable="ELASTIC_OPENTELEMETRY",
+        keys=("opentelemetry.enabled=true",),
+    )
+    tensorboard: str | None = flag(
+        "--tensorboard",
+        "DIR",
+        "Write reported values, recoveries and worker counts to DIR for TensorBoard.",
+    )
+    log_level: str | None = flag(
+        "--log-level",
+        "LEVEL",
+        f"Lowest level to log: {', '.join(LOG_LEVELS)} (default: INFO, or HOROVOD_LOG_LEVEL).",
+        log_level,
+        variable="HOROVOD_LOG_LEVEL",
+        keys=("logging.level",),
+        use=Use(functions=(LAUNCH,), for_workers=True),
+    )
+    verbose: bool = switch("--verbose", "Same as --log-level DEBUG.", use=Use(functions=FUNCTIONS))
+    log_timestamps: bool | None = choice(
+        None,
+        given(
+            "--log-without-timestamp --log-hide-timestamp",
+            False,
+            "Omit the time from log lines; also HOROVOD_LOG_HIDE_TIME=1. On: --log-with-timestamp.",
+            variable="HOROVOD_LOG_HIDE_TIME",
+            keys=("logging.with_timestamp=false", "logging.hide_timestamp=true"),
+        ),
+        given(
+            "--log-with-timestamp --no-log-hide-timestamp",
+            True,
+            keys=("logging.with_timestamp=true", "logging.hide_timestamp=false"),
+        ),
+        use=Use(for_workers=True),
+    )
+
+
+@dataclass
+class GeneralFlags:
+    """Other flags."""
+
+    config_file: str | None = flag(
+        "--config-file",
+        "FILE",
+        "Read flags from a YAML file in Horovod's format; command-line flags take precedence.",
+    )
+    check_build: bool = switch("-cb --check-build", "Print build information and exit.")
+    version: bool = switch("-v --version", "Print the version and exit.")
+    disable_cache: bool = switch("--disable-cache", "No effect: checks are not cached.")
+
+
+@dataclass
+class Options(
+    WorkerFlags,
+    HostFlags,
+    SshFlags,
+    EtcdFlags,
+    KubernetesFlags,
+    CheckpointFlags,
+    PreemptionFlags,
+    FailoverFlags,
+    SecurityFlags,
+    CommunicationFlags,
+    TuningFlags,
+    DetectionFlags,
+    TorchrunFlags,
+    OutputFlags,
+    GeneralFlags,
+):
+    """Flags as given. None: not given, so that the file, the environment and the defaults can supply a value."""
+
+    command: list[str] = field(default_factory=list)
+    without_meaning: dict[str, bool] = field(default_factory=dict)  # flag -> switched on
+
+
+# Title and text of each group of --help-all, and its classes of flags.
+GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
+    ("workers", None, (WorkerFlags,)),
+    (
+        "hosts",
+        "Pass at most one of the first three. Default without --etcd: this machine, one slot per worker,"
+        " at most 8 per core.",
+        (HostFlags,),
+    ),
+    (
+        "several hosts",
+        "Listed hosts are reached over ssh. With --etcd, hosts are those that run `elasticrun agent`.\n  More:"
+        " elasticrun docs many-hosts",
+        (SshFlags, EtcdFlags, KubernetesFlags),
+    ),
+    (
+        "checkpoints",
+        "Checkpoints that outlive all workers and the driver. More: elasticrun docs checkpoints",
+        (CheckpointFlags,),
+    ),
+    (
+        "preemption",
+        "Leave a machine before it is reclaimed, and replace lost workers. More: elasticrun docs spot",
+        (PreemptionFlags,),
+    ),
+    (
+        "driver failover",
+        "Workers outlive the driver, and another driver continues. More: elasticrun docs many-hosts",
+        (FailoverFlags,),
+    ),
+    (
+        "security",
+        "Authentication of all connections; encryption with TLS. More: elasticrun docs security",
+        (SecurityFlags,),
+    ),
+    ("communication", None, (CommunicationFlags,)),
+    (
+        "small tensors",
+        "Negotiate and reduce small tensors together. More: elasticrun docs negotiation",
+        (TuningFlags,),
+    ),
+    (
+        "failure detection",
+        "Report hung and slow workers, then kill them. More: elasticrun docs detection",
+        (DetectionFlags,),
+    ),
+    (
+        "torch.distributed, and torchrun's flags",
+        "Run scripts written for torchrun unedited. More: elasticrun docs pytorch",
+        (TorchrunFlags,),
+    ),
+    ("output", None, (OutputFlags,)),
+    ("general", None, (GeneralFlags,)),
+)
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Parse a command line without its program name. Raises Invalid; exits for ``--help`` and ``--help-all``."""
+    known = parser()
+    own, command = known.split(arguments)
+    options = Options()
+    known.parse_args(own, namespace=options)
+    options.command = command
+    return options
+
+
+def declared() -> Iterator[tuple[Field[Any], Use]]:
+    """Yield all options, in the order of ``--help-all``."""
+    for _, _, kinds in GROUPS:
+        for option in (each for kind in kinds for each in fields(kind)):
+            yield option, option.metadata["use"]
+
+
+def settings_of(options: Options) -> dict[str, Any]:
+    """Return the fields of `Settings` that given options set as they are."""
+    values = ((use.setting, getattr(options, option.name)) for option, use in declared())
+    return {setting: value for setting, value in values if setting and value is not None}
+
+
+def worker_variables(options: Options) -> dict[str, str]:
+    """Return the environment variables by which workers read given options."""
+    env = {}
+    for option, use in declared():
+        value = getattr(options, option.name)
+        if not use.for_workers or value == option.default:
+            continue
+        for (_, metavar, _, _), more in option.metadata["flags"]:
+            if variable := more.get("variable"):
+                if metavar is None:
+                    env[variable] = str(int(value == more.get("const", True)))
+                else:
+                    env[variable] = value if isinstance(value, str) else f"{value:.17g}"
+    return env
+
+
+def build_parser() -> ArgumentParser:
+    """Return the parser with all flags, in groups."""
+    parser = ArgumentParser(
+        prog="elasticrun",
+        usage="elasticrun [flags] program [arguments of the program]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+    )
+    for title, text, kinds in GROUPS:
+        add = parser.group(title, text)
+        for kind in kinds:
+            add_declared(add, kind)
+    add("-h --help", None, None, "Show the most used flags and exit.", action=ShortHelp, nargs=0)
+    add("--help-all", None, None, "Show all flags and exit.", action="help")
+    add_refused(add)
+    _add_without_meaning(
+        parser.group(
+            "accepted from Horovod, without effect",
+            "A log line at startup lists the given flags, with the reason.",
+        )
+    )
+    return parser
+
+
+parser = functools.cache(build_parser)
+
+
+def _add_without_meaning(add: Group) -> None:
+    def valued(name: str, convert: Any, text: str, key: str = "", variable: str = "") -> None:
+        keys = [key] if key else []
+        rest = {"dest": name, "const": True, "variable": variable, "keys": keys}
+        add(name, "X", convert, text, action=IgnoredFlag, **rest)
+
+    text = "File for autotuning trials."
+    valued("--autotune-log-file", str, text, "autotune.log_file", "HOROVOD_AUTOTUNE_LOG")
+    text = "Number of first samples that autotuning discards."
+    valued("--autotune-warmup-samples", whole(0), text, "autotune.warmup_samples")
+    text = "Number of steps per autotuning sample."
+    valued("--autotune-steps-per-sample", whole(0), text, "autotune.steps_per_sample")
+    text = "Largest number of autotuning samples."
+    valued("--autotune-bayes-opt-max-samples", whole(0), text, "autotune.bayes_opt_max_samples")
+    text = "Noise that autotuning assumes."
+    valued("--autotune-gaussian-process-noise", number, text, "autotune.gaussian_process_noise")
+    text, key = "Number of NCCL streams.", "library_options.num_nccl_streams"
+    valued("--num-nccl-streams", whole(0), text, key, "HOROVOD_NUM_NCCL_STREAMS")
+    valued("--mpi-args", str, "Arguments of mpirun.")
+    valued("--binding-args", str, "Process binding under MPI.")
+    for name, text, key in (
+        ("hierarchical-allreduce", "Two-level allreduce.", "params.hierarchical_allreduce"),
+        ("hierarchical-allgather", "Two-level allgather.", "params.hierarchical_allgather"),
+        ("torus-allreduce", "Torus allreduce.", "params.torus_allreduce"),
+        ("autotune", "Tune fusion and cycle time during training.", "autotune.enabled"),
+        (*("mpi-threads-disable", "Disable MPI threads."), "library_options.mpi_threads_disable"),
+    ):
+        on, off = f"--{name}", f"--no-{name}"
+        variable = f"HOROVOD_{name.upper().replace('-', '_')}"
+        rest = {"action": IgnoredFlag, "dest": on, "nargs": 0}
+        shown = f"{text} Off: {off}."
+        add(on, None, None, shown, const=True, variable=variable, keys=[f"{key}=true"], **rest)
+        add(off, None, None, argparse.SUPPRESS, const=False, keys=[f"{key}=false"], **rest)
+
+
+def why_without_meaning(flag: str) -> str:
+    """Return why a flag has no effect here, as a clause."""
+    if flag.startswith("--autotune"):
+        return "there is no autotuning; set --fusion-threshold-mb and --cycle-time-ms instead"
+    return {
+        "--hierarchical-allreduce": _BY_ITSELF,
+        "--hierarchical-allgather": _BY_ITSELF,
+        "--torus-allreduce": _NCCL_CHOOSES,
+        "--num-nccl-streams": "each group of ranks has a communicator and a stream of its own",
+    }.get(flag, "workers do not use MPI")
+
+
+_BY_ITSELF = (
+    "ranks of one host reduce in shared memory first, and then with other hosts, automatically;"
+    " on GPUs NCCL chooses the algorithm, and its variable NCCL_ALGO forces one"
+)
+_NCCL_CHOOSES = (
+    "NCCL chooses the algorithm by the network it finds; its variable NCCL_ALGO forces one"
+)

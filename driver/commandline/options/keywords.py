@@ -1,0 +1,95 @@
+"""Keyword arguments of the functions that start jobs, made from the declarations of the flags.
+
+Static checkers read the same keywords from `elastic.launcher.option_types`, which docs/site/reference.py writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import Field
+from typing import Any, TypeVar
+
+from elastic.driver.commandline.options import flags
+from elastic.errors import Invalid
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def keywords(function: str) -> dict[str, Field[Any]]:
+    """Return the options that a function accepts, each with one flag, by their keywords, as in ``--help-all``."""
+    known = [(use.keyword or option.name, option, use) for option, use in flags.declared()]
+    return {name: option for name, option, use in known if function in use.functions}
+
+
+def type_of(option: Field[Any]) -> str:
+    """Return the type of an option as a keyword argument."""
+    return option.metadata["use"].typed or str(option.type)
+
+
+def flag_of(option: Field[Any]) -> str:
+    """Return the first long spelling of the option's flag."""
+    names: list[str] = option.metadata["flags"][0][0][0].split()
+    return next(name for name in names if name.startswith("--"))
+
+
+def accepts(function: str) -> Callable[[Function], Function]:
+    """Show each keyword argument instead of ``**options`` in the signature, for ``help()`` and editors."""
+
+    def shown(given: Function) -> Function:
+        signature = inspect.signature(given)
+        shown = [
+            each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD
+        ]
+        for name, option in keywords(function).items():
+            parameter = inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=option.default
+            )
+            shown.append(parameter.replace(annotation=type_of(option)))
+        given.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+        return given
+
+    return shown
+
+
+def words_of(function: str, given: Mapping[str, Any]) -> list[str]:
+    """Return keyword arguments of a function as words of a command line. None and False: not given.
+
+    Raises:
+        TypeError: the function has no such argument.
+        Invalid: the flag does not accept a value.
+    """
+    known = keywords(function)
+    words: list[str] = []
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise TypeError(f"{function} has no keyword argument {name!r}; {hint}")
+        flag = flag_of(known[name])
+        _, metavar, convert, _ = known[name].metadata["flags"][0][0]
+        if value is None or (metavar is None and not value):
+            continue
+        if metavar is None:
+            words.append(flag)
+        elif isinstance(metavar, tuple):
+            words += [flag, *_range(name, value)]
+        else:
+            try:
+                convert(str(value))
+            except argparse.ArgumentTypeError as error:
+                raise Invalid(f"{name} is {value!r}: {error}") from None
+            words.append(f"{flag}={value}")
+    return words
+
+
+def _range(name: str, given: object) -> list[str]:
+    pair = list(given) if isinstance(given, tuple | list) else []
+    numbers = [x for x in pair if isinstance(x, int | float) and not isinstance(x, bool)]
+    if len(pair) != 2 or len(numbers) != 2 or not 0 < numbers[0] <= numbers[1]:
+        raise Invalid(
+            f"{name} is {given!r}: pass the shortest and the longest in seconds, as in (1, 60)"
+        )
+    return [str(x) for x in numbers]

@@ -1,0 +1,209 @@
+"""Flags for several hosts, checkpoints, driver failover and security: names and help texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.checkpoints.options import DEFAULT_EVERY, DEFAULT_KEEP, DEFAULT_RESTARTS
+from elastic.driver.commandline.options.argument_parser import (
+    EVERYWHERE,
+    ON_LAUNCH,
+    NameList,
+    flag,
+    seconds,
+    switch,
+    whole,
+)
+
+
+@dataclass
+class SshFlags:
+    """ssh to other hosts, and their workers' environment."""
+
+    ssh_port: int | None = flag(
+        "-p --ssh-port", "PORT", "ssh port of the other hosts.", whole(1), use=ON_LAUNCH
+    )
+    ssh_identity_file: str | None = flag(
+        "-i --ssh-identity-file", "FILE", "ssh private key for the other hosts.", use=ON_LAUNCH
+    )
+    ssh_config: str | None = flag(
+        "--ssh-config", "FILE", "ssh configuration file (default: the user's)."
+    )
+    remote_python: str | None = flag(
+        "--remote-python",
+        "PATH",
+        "Python with hvd-elastic on other hosts (default: the same path as here, else python3).",
+    )
+    exported: list[str] | None = flag(
+        "--export",
+        "NAMES",
+        "Environment variables to pass to all workers, besides HOROVOD_*, NCCL_* and similar.",
+        action=NameList,
+    )
+
+
+@dataclass
+class EtcdFlags:
+    """etcd, through which driver, agents and operators find each other."""
+
+    job_name: str | None = flag("--job", "NAME", "Name of the job, shared by driver and agents.")
+    etcd: str | None = flag(
+        "--etcd",
+        "HOST:PORT,...",
+        "etcd endpoints. Without -H, hosts are those with a registered agent.",
+    )
+    etcd_user: str | None = flag(
+        "--etcd-user",
+        "NAME",
+        "User name for etcd; the password is read from ELASTIC_ETCD_PASSWORD.",
+    )
+    etcd_ca: str | None = flag("--etcd-ca", "FILE", "CA certificate for etcd; enables TLS.")
+    etcd_cert: str | None = flag("--etcd-cert", "FILE", "Client certificate for etcd.")
+    etcd_key: str | None = flag("--etcd-key", "FILE", "Key of the client certificate.")
+
+
+@dataclass
+class KubernetesFlags:
+    """Hosts as pods."""
+
+    kubernetes: bool = switch(
+        "--kubernetes", "Discover hosts as pods of release --job through the Kubernetes API."
+    )
+    kubernetes_selector: str | None = flag(
+        "--kubernetes-selector",
+        "LABELS",
+        "With --kubernetes: label selector of pods (default: app.kubernetes.io/instance=JOB and"
+        " app.kubernetes.io/component=worker).",
+    )
+    kubernetes_namespace: str | None = flag(
+        "--kubernetes-namespace",
+        "NAME",
+        "With --kubernetes: namespace of the pods (default: that of this pod).",
+    )
+    kubernetes_service: str | None = flag(
+        "--kubernetes-service",
+        "NAME",
+        "Discover hosts through this headless service; with --kubernetes, if pods can't be listed.",
+    )
+
+
+@dataclass
+class FailoverFlags:
+    """Driver failover."""
+
+    resume: bool = switch(
+        "--resume",
+        "Continue the job of --journal or --etcd, or start it. Commits are in the workers'"
+        " memory: if all workers are lost, training resumes from --checkpoint-dir, if given.",
+    )
+    standby: bool = switch(
+        "--standby", "Wait until no driver leads the job in --etcd, then take over."
+    )
+    fresh: bool = switch(
+        "--fresh",
+        "Start a new job; discard an earlier one in --journal or under --job.",
+        use=EVERYWHERE,
+    )
+    driver_timeout: float | None = flag(
+        "--driver-timeout",
+        "S",
+        "How long workers keep training after losing the driver (default: 600 with --resume"
+        " or --standby, else 30).",
+        seconds,
+    )
+    driver_port: int | None = flag(
+        "--driver-port", "PORT", "Port to listen on for agents (default: any free port).", whole(1)
+    )
+
+
+@dataclass
+class CheckpointFlags:
+    """Checkpoints."""
+
+    checkpoint_dir: str | None = flag(
+        "--checkpoint-dir",
+        "DIR",
+        "Write commits to this shared folder or fsspec URL; resume from the newest (default:"
+        " ELASTIC_CHECKPOINT_DIR).",
+        variable="ELASTIC_CHECKPOINT_DIR",
+        keys=("checkpoint.dir",),
+        use=EVERYWHERE,
+    )
+    checkpoint_every: str | None = flag(
+        "--checkpoint-every",
+        "EVERY",
+        f"Checkpoint interval: 60s, 10m, 1h, 500commits or manual (default: {DEFAULT_EVERY})."
+        " The last commit is always written.",
+        variable="ELASTIC_CHECKPOINT_EVERY",
+        keys=("checkpoint.every",),
+        use=EVERYWHERE,
+    )
+    checkpoint_keep: int | None = flag(
+        "--checkpoint-keep",
+        "N",
+        f"Number of newest checkpoints to keep (default: {DEFAULT_KEEP}).",
+        whole(1),
+        variable="ELASTIC_CHECKPOINT_KEEP",
+        keys=("checkpoint.keep",),
+        use=EVERYWHERE,
+    )
+    begin_from: str | None = flag(
+        "--from",
+        "DIR@COMMIT",
+        "Start from this commit; `elasticrun checkpoints DIR` lists them. New checkpoints go to"
+        " --checkpoint-dir.",
+        use=EVERYWHERE,
+    )
+    restarts: int | None = flag(
+        "--restarts",
+        "N",
+        "Restarts of all workers without a new checkpoint before the job fails (default:"
+        f" {DEFAULT_RESTARTS}).",
+        whole(0),
+        keys=("checkpoint.restarts",),
+        use=EVERYWHERE,
+    )
+
+
+@dataclass
+class PreemptionFlags:
+    """Preemption."""
+
+    preemption: str | None = flag(
+        "--preemption",
+        "SOURCE",
+        "Source of preemption notices: aws, gcp, azure, slurm, a command, off or auto (default:"
+        " ELASTIC_PREEMPTION, or auto).",
+        variable="ELASTIC_PREEMPTION",
+        keys=("preemption.source",),
+        use=EVERYWHERE,
+    )
+    preload: str | None = flag(
+        "--preload",
+        "MODULES",
+        "Modules to preload in a spare process per host; auto: the script's first imports;"
+        " auto,2: two processes; off (default: ELASTIC_PRELOAD, or auto if the job is elastic).",
+        variable="ELASTIC_PRELOAD",
+        keys=("preload.modules",),
+        use=EVERYWHERE,
+    )
+
+
+@dataclass
+class SecurityFlags:
+    """Authentication and encryption."""
+
+    secret_file: str | None = flag(
+        "--secret-file",
+        "FILE",
+        "File with the job's secret, created by `elasticrun secret FILE` (default:"
+        " ELASTIC_SECRET_FILE, ELASTIC_JOB_SECRET, or a new secret if no other process needs"
+        " it).",
+    )
+    tls_cert: str | None = flag(
+        "--tls-cert", "FILE", "TLS certificate of this process; encrypts control connections."
+    )
+    tls_key: str | None = flag("--tls-key", "FILE", "Key of the TLS certificate.")
+    tls_ca: str | None = flag(
+        "--tls-ca", "FILE", "CA certificate that signed the certificates of all hosts."
+    )

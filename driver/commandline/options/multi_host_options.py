@@ -1,0 +1,196 @@
+"""Validation of the flags for a job on several hosts. Decides nothing about the job.
+
+Secrets are read here, from files and variables, and are not in any repr.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Mapping
+
+from elastic.driver.commandline.options.flags import Options
+from elastic.driver.etcd.keys import job_root
+from elastic.driver.job.multi_host_plan import (
+    AWAY_S,
+    BOUND_AWAY_S,
+    FORWARDED,
+    MultiHostPlan,
+    PodSource,
+)
+from elastic.driver.launch.ssh import SshOptions
+from elastic.driver.network import choose_address
+from elastic.driver.network.credentials import EtcdAccess, TlsFiles
+from elastic.driver.network.hosts import parse_address
+from elastic.driver.network.secret import SECRET_BYTES, read_secret
+from elastic.errors import Invalid
+
+ETCD_PORT = 2379
+POD_ADDRESS = "POD_IP"  # variable set through the downward API
+PASSWORD = "ELASTIC_ETCD_PASSWORD"
+
+
+def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool) -> MultiHostPlan:
+    """Return the plan for agents and driver failover.
+
+    ``elsewhere``: a known host is not this machine. Raises Invalid.
+    """
+    etcd = etcd_access(options, environ)
+    sources = (options.hosts, options.hostfile, options.host_discovery_script)
+    listed = any(source is not None for source in sources)
+    if options.standby and etcd is None:
+        raise Invalid(
+            "--standby needs --etcd HOST:PORT, through which drivers elect a leader; on one machine, --journal"
+            " FILE --resume lets another driver continue"
+        )
+    if options.resume and options.journal is None and etcd is None:
+        raise Invalid("--resume needs --journal FILE or --etcd, to find the job to continue")
+    if etcd is not None and options.job_name is None:
+        raise Invalid("--etcd needs --job NAME, by which agents and drivers find each other")
+    name = options.job_name or f"job-{os.getpid()}"
+    job_root(name)
+    if options.driver_port is not None and options.driver_port > 65535:
+        raise Invalid(f"--driver-port {options.driver_port} is not a port: pass 1 to 65535")
+    choose_address.check_wanted(options.network_interfaces or [])
+    secret = read_secret(options.secret_file, environ)
+    pods = pod_source(options, environ)
+    in_pods = pods is not None or options.kubernetes_service is not None
+    by_etcd = etcd is not None and not listed and not in_pods
+    if secret is None and (etcd is not None or in_pods):
+        raise Invalid(
+            "drivers and agents that are started separately need a common secret: create a file with `elasticrun"
+            " secret FILE`, copy it to every host, and pass --secret-file FILE"
+        )
+    # An earlier job may have agents that must be notified of its end.
+    left = options.fresh and os.path.exists(f"{options.journal}.secret")
+    if secret is None and options.journal is not None and (options.resume or left):
+        secret = _secret_beside(options.journal)
+    outlived = options.resume or options.standby
+    return MultiHostPlan(
+        name=name,
+        secret=secret or secrets.token_bytes(SECRET_BYTES),
+        given_secret=secret is not None,
+        etcd=etcd,
+        tls=tls_files(options.tls_cert, options.tls_key, options.tls_ca),
+        ssh=SshOptions(
+            port=options.ssh_port,
+            identity=options.ssh_identity_file,
+            config=options.ssh_config,
+            python=options.remote_python,
+        ),
+        resume=options.resume,
+        standby=options.standby,
+        fresh=options.fresh,
+        interfaces=options.network_interfaces or [],
+        port=options.driver_port or 0,
+        away_s=options.driver_timeout or (AWAY_S if outlived else BOUND_AWAY_S),
+        forwarded=_forwarded(options.exported or [], environ),
+        by_etcd=by_etcd,
+        service=options.kubernetes_service,
+        pods=pods,
+        needed=elsewhere or etcd is not None or outlived or in_pods,
+    )
+
+
+def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None:
+    """Return the selection of pods; None if hosts are not pods. Raises Invalid."""
+    if not options.kubernetes:
+        if options.kubernetes_selector is not None or options.kubernetes_namespace is not None:
+            raise Invalid(
+                "--kubernetes-selector and --kubernetes-namespace need --kubernetes: pass it too"
+            )
+        return None
+    selector = options.kubernetes_selector
+    if selector is None:
+        if options.job_name is None:
+            raise Invalid(
+                "--kubernetes needs --job NAME, the release whose pods are the hosts, or --kubernetes-selector LABELS"
+            )
+        selector = (
+            f"app.kubernetes.io/instance={options.job_name},app.kubernetes.io/component=worker"
+        )
+    if not selector.strip():
+        raise Invalid("--kubernetes-selector is empty, which selects all pods: pass labels")
+    address = environ.get(POD_ADDRESS, "") if not options.network_interfaces else ""
+    if address:
+        choose_address.check_wanted([address])
+    return PodSource(selector, options.kubernetes_namespace, options.slots_per_host, address)
+
+
+def etcd_access(options: Options, environ: Mapping[str, str]) -> EtcdAccess | None:
+    """Return endpoints and credentials of etcd; None without etcd. Raises Invalid."""
+    files = (options.etcd_cert, options.etcd_key, options.etcd_ca)
+    if options.etcd is None:
+        if options.etcd_user is not None or any(file is not None for file in files):
+            raise Invalid("flags that start with --etcd- need --etcd: pass it too")
+        return None
+    endpoints = []
+    for word in options.etcd.split(","):
+        text = word.strip().removeprefix("https://").removeprefix("http://").rstrip("/")
+        if not re.search(r":\d+$", text):
+            text = f"{text}:{ETCD_PORT}"
+        try:
+            parse_address(text)
+        except Invalid as error:
+            raise Invalid(f"--etcd {options.etcd}: {error}") from None
+        endpoints.append(text)
+    password = environ.get(PASSWORD, "")
+    if options.etcd_user is not None and not password:
+        raise Invalid(f"--etcd-user {options.etcd_user} needs a password in {PASSWORD}")
+    return EtcdAccess(
+        endpoints,
+        tls_files(options.etcd_cert, options.etcd_key, options.etcd_ca, prefix="--etcd"),
+        options.etcd_user or "",
+        password if options.etcd_user is not None else "",
+    )
+
+
+def tls_files(
+    cert: str | None, key: str | None, ca: str | None, *, prefix: str = "--tls"
+) -> TlsFiles | None:
+    """Return all three files or None; for etcd, the CA alone is sufficient. Raises Invalid."""
+    given = {f"{prefix}-cert": cert, f"{prefix}-key": key, f"{prefix}-ca": ca}
+    missing = [flag for flag, path in given.items() if path is None]
+    if len(missing) == len(given):
+        return None
+    if prefix == "--etcd" and ca is not None and cert is None and key is None:
+        return TlsFiles("", "", os.path.abspath(ca))
+    if cert is None or key is None or ca is None:
+        raise Invalid(f"{' and '.join(missing)} missing: pass all of {', '.join(given)}")
+    paths = (os.path.abspath(path) for path in (cert, key, ca))
+    files = TlsFiles(*paths)
+    if prefix == "--tls":
+        from elastic.protocol import tls
+
+        tls.check(files.cert, files.key, files.ca)
+    return files
+
+
+def _forwarded(exported: list[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the driver's environment variables for workers on all hosts."""
+    missing = [name for name in exported if name not in environ]
+    if missing:
+        raise Invalid(f"--export {','.join(missing)}: the variable is not set")
+    names = {*exported, *(name for name in environ if FORWARDED.fullmatch(name))}
+    return {name: environ[name] for name in sorted(names)}
+
+
+def _secret_beside(journal: str) -> bytes:
+    """Return the job's secret, stored next to the journal for the next driver that resumes from it."""
+    path = f"{os.path.abspath(journal)}.secret"
+    if not os.path.exists(path):
+        from elastic.driver.network.secret import make_secret_file
+
+        folder = os.path.dirname(path)
+        if not os.path.isdir(folder):
+            raise Invalid(
+                f"--journal {journal} is not writable: the directory {folder} does not exist"
+            )
+        if os.path.exists(journal) and not stat.S_ISREG(os.stat(journal).st_mode):
+            raise Invalid(f"--journal {journal} is not a regular file; --resume needs one")
+        make_secret_file(path)
+    secret = read_secret(path, {})
+    assert secret is not None
+    return secret

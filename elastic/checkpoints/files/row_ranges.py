@@ -1,0 +1,93 @@
+"""Byte ranges that contain the rows a rank needs, and a check that a checkpoint contains all rows. Pure.
+
+Rows are written by the ranks of one world and read by those of another, of any size; each rank reads only its own rows.
+Checksums cover pieces of rows, so each read begins and ends at piece boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from elastic.checkpoints.files.manifest import StoredTensor, UnreadableCommit
+from elastic.sharding.rows import Rows, overlap
+
+PIECE = 4 << 20  # bytes per checksum
+READ = 64 << 20  # bytes per read, held in memory in addition to the rows
+
+
+class RowRead(NamedTuple):
+    """A read of ``length`` bytes from ``offset``. They contain ``rows``; ``wanted`` are the needed ones.
+
+    ``sum_before`` and ``sum_after`` are the CRC-32s of the stored range's data before these bytes, and including them.
+    """
+
+    file: str
+    offset: int
+    length: int
+    rows: Rows
+    wanted: Rows
+    sum_before: int
+    sum_after: int
+
+
+def rows_of_piece(row_bytes: int) -> int:
+    """Return the number of rows per checksum."""
+    return max(1, PIECE // max(1, row_bytes))
+
+
+def reads(stored: Sequence[StoredTensor], wanted: Rows, row_bytes: int) -> Iterator[RowRead]:
+    """Yield the reads that provide the wanted rows of one tensor, in row order.
+
+    Args:
+        stored: all ranges of this tensor.
+        wanted: the rows needed; may be empty.
+        row_bytes: size of one row in bytes.
+    """
+    ranges = [(each, each.rows) for each in stored if each.rows is not None]
+    for each, rows in sorted(ranges, key=lambda found: found[1].begin):
+        needed = overlap(wanted, Rows(rows.begin, rows.end))
+        if not len(needed):
+            continue
+        first = (needed.begin - rows.begin) // rows.step
+        last = -(-(needed.end - rows.begin) // rows.step)
+        together = max(1, READ // max(1, rows.step * row_bytes))
+        for piece in range(first, last, together):
+            after = min(piece + together, last)
+            begin = rows.begin + piece * rows.step
+            part = Rows(begin, min(rows.begin + after * rows.step, rows.end))
+            yield RowRead(
+                each.file,
+                rows.data + (begin - rows.begin) * row_bytes,
+                len(part) * row_bytes,
+                part,
+                overlap(part, needed),
+                rows.sums[piece - 1] if piece else 0,
+                rows.sums[after - 1],
+            )
+
+
+def check_ranges(tensors: Sequence[StoredTensor]) -> None:
+    """Check that the ranges of each sharded tensor cover all its rows exactly once.
+
+    Raises:
+        UnreadableCommit: rows are missing or stored twice, or shapes or dtypes differ.
+    """
+    by_name: dict[tuple[str, str], list[StoredTensor]] = {}
+    for each in tensors:
+        if each.rows is not None:
+            by_name.setdefault((each.part, each.key), []).append(each)
+    for found in by_name.values():
+        name, kinds = found[0].name, {(each.dtype, *each.shape) for each in found}
+        if len(kinds) > 1:
+            raise UnreadableCommit(f"its ranks wrote {name} with different shapes or dtypes")
+        at = 0
+        for rows in sorted((each.rows for each in found if each.rows), key=lambda r: r.begin):
+            pieces = -(-(rows.end - rows.begin) // rows.step) if rows.step > 0 else -1
+            if rows.begin != at or rows.end <= rows.begin or len(rows.sums) != pieces:
+                raise UnreadableCommit(
+                    f"rows {at} to {rows.begin} of {name} are missing or stored twice"
+                )
+            at = rows.end
+        if at != found[0].shape[0]:
+            raise UnreadableCommit(f"it has {at} of the {found[0].shape[0]} rows of {name}")

@@ -1,0 +1,170 @@
+"""Creation of groups: selects the backend of a device. `cpu` selects how the ranks of a CPU group connect.
+
+A `ConnectingGroup` exists before any blocking call, so that another thread can abort the creation of a group, and later
+the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import distributed
+
+from elastic.collectives.interface import Collectives
+from elastic.collectives.local import LocalCollectives
+from elastic.rendezvous.store import Store, StoreListener, listen
+
+# Device type of a group for point-to-point messages: a `Messenger`.
+MESSAGES = "messages"
+
+
+def meeting(purpose: str, device_type: str, size: int) -> str:
+    """Return the store key under which the ranks of a group meet while it is created."""
+    return f"{purpose}/nccl/{size}" if device_type == "cuda" else f"{purpose}/{size}"
+
+
+def prepare(native: bool) -> None:
+    """Import modules and load libraries that CPU groups need.
+
+    Otherwise, the creation of the first group would do this while other ranks wait for this one.
+    """
+    from elastic.collectives.groups import cpu  # noqa: F401
+    from elastic.collectives.shared_memory import native_library
+
+    if native:
+        native_library.load()
+
+
+def prepare_gpu(device: torch.device) -> None:
+    """Import and load what groups on this GPU need. This worker already has tensors on it."""
+    if distributed.is_nccl_available():
+        from elastic.collectives import nccl
+
+        nccl.warm_up(device)
+
+
+class Abortable(Protocol):
+    """Resource that the link thread can abort and a forked child must release."""
+
+    def abort(self) -> None: ...
+
+    def close_in_forked_child(self) -> None: ...
+
+
+class ConnectingGroup:
+    """One group of one generation, from before it is connected to its end.
+
+    Args:
+        purpose: identifies the group within the generation; equal on all its ranks.
+        rank, size: within the group.
+        bind_host: numeric address that peers connect to.
+        timeout_s: timeout for connecting.
+        collective_timeout_s: timeout of each collective; the same by default.
+        native: whether CPU ranks of one host may share memory.
+        apart, agreed: see `cpu.CpuGroup`.
+
+    Raises:
+        ValueError: the device has no backend.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        purpose: str,
+        rank: int,
+        size: int,
+        device_type: str,
+        bind_host: str,
+        timeout_s: float,
+        collective_timeout_s: float | None = None,
+        native: bool = True,
+        apart: bool = False,
+        agreed: bool = False,
+    ) -> None:
+        self._store = store
+        self._purpose = purpose
+        self._bind_host = bind_host
+        if collective_timeout_s is None:
+            collective_timeout_s = timeout_s
+        self.group, self._connect = _making(
+            rank, size, device_type, timeout_s, collective_timeout_s, native, apart, agreed
+        )
+
+    def connect(self) -> Collectives:
+        """Block until all ranks are connected.
+
+        Raises:
+            CollectiveFailed: a rank is late or lost, or on `abort`.
+        """
+        return self._connect(self._store, self._purpose, self._bind_host)
+
+    def abort(self) -> None:
+        """Abort the connecting, or the group if it is connected. Thread-safe and idempotent; never blocks."""
+        self.group.abort()
+
+    def close_in_forked_child(self) -> None:
+        """Close the parent's sockets in a forked child."""
+        self.group.close_in_forked_child()
+
+
+_Connect = Callable[[Store, str, str], Collectives]
+
+
+def _making(
+    rank: int,
+    size: int,
+    device_type: str,
+    timeout_s: float,
+    collective_timeout_s: float,
+    native: bool,
+    apart: bool,
+    agreed: bool,
+) -> tuple[Abortable, _Connect]:
+    """Return the object that can be aborted from now on, and the function that connects it."""
+    if size == 1:
+        alone = LocalCollectives()
+        return alone, lambda store, purpose, bind_host: alone
+    messages = device_type == MESSAGES
+    if not messages:
+        check_device(device_type)
+    # Imported here, because each requires its backend in torch's build.
+    if messages or device_type == "cpu":
+        from elastic.collectives.groups.cpu import CpuGroup
+
+        chosen = CpuGroup(
+            rank, size, timeout_s, collective_timeout_s, native, apart, messages, agreed
+        )
+
+        def connect_chosen(store: Store, purpose: str, bind_host: str) -> Collectives:
+            return chosen.connect(store, f"{purpose}/messages" if messages else purpose, bind_host)
+
+        return chosen, connect_chosen
+    if device_type == "cuda":
+        from elastic.collectives.nccl import NcclCollectives
+
+        nccl = NcclCollectives(rank, size, timeout_s, collective_timeout_s)
+
+        def connect(store: Store, purpose: str, bind_host: str) -> Collectives:
+            nccl.connect(store, purpose, bind_host)
+            return nccl
+
+        return nccl, connect
+    raise AssertionError(f"check_device accepts {device_type!r}, but no backend supports it")
+
+
+def check_device(device_type: str) -> None:
+    """Check that a device has a backend.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"no collectives for tensors on {device_type!r}: move them to cpu or cuda first"
+        )
+
+
+__all__ = ["Abortable", "ConnectingGroup", "Store", "StoreListener", "check_device", "listen"]

@@ -1,0 +1,257 @@
+"""Participation of a joined rank in the steps of an optimizer: it contributes zeros, and its own state does not change.
+
+This module also has the exchanges by which ranks agree on a plan, since both sides must match. Their meaning is defined
+in `plan_agreement`. `gradient_reducer` and `elastic.optimizer.join` decide when they take place.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from elastic.collectives import own_gpu
+from elastic.collectives.algorithms import sparse as sparse_gradients
+from elastic.collectives.interface import Collectives, Op, Work
+from elastic.context import Context
+from elastic.errors import StateMismatch
+from elastic.optimizer.gradients import plan_agreement
+from elastic.optimizer.gradients.flat_buckets import zeros
+from elastic.optimizer.gradients.plan_agreement import (
+    AgreedPlan,
+    BucketSpec,
+    Plans,
+    PlanVerdict,
+    Sparse,
+    StepFlag,
+    StepPlan,
+)
+
+GATHERED = (Op.SUM,)  # reductions, as sent, that gathered gradients support
+CPU = torch.device("cpu")
+AT_ONCE = 2  # buffers of zeros in flight; more would only use memory
+
+Members = tuple[int, ...] | None
+
+
+# ---- agreeing on a plan ----------------------------------------------------------------------------------------------
+
+
+def channel_device(known: Plans, device: torch.device) -> torch.device:
+    """Return the device of the next agreement.
+
+    The first agreement is on ``device``, with the group of the gradients. All others are on the CPU with their own
+    group, since each GPU communicator uses memory and must be launched in the same order as all others.
+    """
+    return CPU if known.agreed else device
+
+
+def compare(group: Collectives, device: torch.device, vector: list[int]) -> PlanVerdict:
+    """Combine the proposals of all ranks. ``vector``: of `plan_agreement.vector`.
+
+    Like all exchanges in this module, this raises CollectiveFailed if a rank is lost.
+    """
+    numbers, work = propose(group, device, vector)
+    work.wait()
+    return plan_agreement.verdict(numbers.tolist())
+
+
+def propose(
+    group: Collectives, device: torch.device, vector: list[int]
+) -> tuple[torch.Tensor, Work]:
+    numbers = torch.tensor(vector, dtype=torch.int64, device=device)
+    return numbers, group.allreduce(numbers, Op.MAX)
+
+
+def share_order(
+    group: Collectives,
+    device: torch.device,
+    source: int | None,
+    own: Sequence[int] | None,
+    parameters: int,
+) -> tuple[int, ...]:
+    """Return the order of the gradients on rank ``source``. ``own``: None on a rank that has joined."""
+    assert source is not None
+    if not parameters:
+        return ()
+    order = torch.zeros(parameters, dtype=torch.int32, device="cpu")
+    if group.rank == source:
+        assert own is not None
+        order = torch.tensor(own, dtype=torch.int32, device="cpu")
+    order = order.to(device)
+    group.broadcast(order, source).wait()
+    return tuple(order.tolist())
+
+
+def compare_trained(
+    group: Collectives, device: torch.device, own: Sequence[int]
+) -> tuple[int, ...]:
+    """Return, for each parameter, 1 if it requires a gradient on any rank, else 0."""
+    trained = torch.tensor(own, dtype=torch.int32, device=device)
+    group.allreduce(trained, Op.MAX).wait()
+    return tuple(trained.tolist())
+
+
+def compare_sparse(
+    group: Collectives, device: torch.device, found: Mapping[int, int], parameters: int
+) -> dict[int, int]:
+    """Return the number of sparse dimensions of each gradient that is sparse on any rank."""
+    dims = torch.zeros(parameters, dtype=torch.int64, device="cpu")
+    for number, sparse_dims in found.items():
+        dims[number] = sparse_dims
+    dims = dims.to(device)
+    group.allreduce(dims, Op.MAX).wait()
+    return {number: dim for number, dim in enumerate(dims.tolist()) if dim}
+
+
+def share_bytes(group: Collectives, device: torch.device, root: int, data: bytes = b"") -> bytes:
+    """Return the bytes of rank ``root`` on all ranks."""
+    mine = group.rank == root
+    length = torch.tensor([len(data) if mine else 0], dtype=torch.int64, device=device)
+    group.broadcast(length, root).wait()
+    if not int(length):
+        return b""
+    if mine:
+        text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    else:
+        text = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    group.broadcast(text, root).wait()
+    return data if mine else bytes(text.tolist())
+
+
+def send_layout(
+    group: Collectives, device: torch.device, source: int | None, layout: StepPlan | None
+) -> None:
+    """Send a plan from rank ``source`` to all joined ranks. ``layout``: None if there is no plan."""
+    assert source is not None
+    share_bytes(group, device, source, b"" if layout is None else layout.encode())
+
+
+def receive_layout(group: Collectives, device: torch.device, source: int) -> StepPlan:
+    """Receive the plan of `send_layout`.
+
+    Raises:
+        StateMismatch: there is no plan.
+    """
+    data = share_bytes(group, device, source)
+    if not data:
+        raise StateMismatch(
+            "the ranks that have not joined could not agree on how to reduce an optimizer's gradients; see their"
+            " own errors"
+        )
+    return StepPlan.decode(data)
+
+
+def end_plan(rt: Context, agreed: AgreedPlan, members: Members) -> None:
+    """Take the last step with this plan, together with all other ranks. This rank contributes only zeros."""
+    JoinedRank(rt, agreed, members, StepFlag.CHANGE).take()
+
+
+def _marked(group: Collectives, buffer: torch.Tensor, layout: StepPlan, mark: StepFlag) -> Work:
+    buffer[-1] = plan_agreement.mark_value(Op(layout.op), mark)
+    return _reduced(group, buffer, layout)
+
+
+def _reduced(group: Collectives, buffer: torch.Tensor, layout: StepPlan) -> Work:
+    """Start a reduction with the same scaling as on ranks with gradients: in shared memory, one rank scales for all."""
+    scale, divisor = (layout.scale, layout.divisor) if group.scales_inside else (1.0, 1)
+    return group.allreduce(buffer, Op(layout.op), scale, divisor)
+
+
+# ---- the steps of a joined rank --------------------------------------------------------------------------------------
+
+
+class JoinedRank:
+    """Participation in the steps of one plan. The reduction of the plan's first buffer ends when other ranks step."""
+
+    def __init__(
+        self, rt: Context, agreed: AgreedPlan, members: Members, mark: StepFlag = StepFlag.JOINED
+    ) -> None:
+        self.agreed = agreed
+        self.over = False  # no rank has data left
+        self.ended = False  # the other ranks have replaced the plan
+        self._rt = rt
+        self._members = members
+        self._layout = agreed.layout
+        self._op = Op(agreed.layout.op)
+        self._first, *self._rest = agreed.layout.wires
+        # Allocated before any collective is in flight: a GPU may be unable to allocate while a collective waits.
+        self._buffer = _zeros(self._first)
+        self._spare = _buffers(self._rest)
+        self._work = self._wait_again(mark)
+
+    def done(self) -> bool:
+        """Return whether `take` returns without waiting."""
+        return not self.over and not self.ended and self._work.done()
+
+    def take(self) -> StepFlag:
+        """Take part in the next step to its end, and return its flag. Blocks.
+
+        Raises:
+            CollectiveFailed: a rank was lost.
+        """
+        self._work.wait()
+        mark = plan_agreement.read_mark(self._op, float(self._buffer[-1]))
+        match mark:
+            case StepFlag.STEP:
+                first = self._rt.first_not_finite
+                if first is not None and self._members is None:
+                    first.missed()
+                self._follow()
+                self._work = self._wait_again()
+            case StepFlag.JOINED:
+                self.over = True
+            case StepFlag.CHANGE:
+                self._follow()
+                self.ended = True
+        return mark
+
+    def _wait_again(self, mark: StepFlag = StepFlag.JOINED) -> Work:
+        self._buffer.zero_()
+        group = self._rt.group(self.agreed.purpose, torch.device(self._first.device), self._members)
+        return _marked(group, self._buffer, self._layout, mark)
+
+    def _follow(self) -> None:
+        """Take part in the rest of a step whose first buffer is complete."""
+        under_way: collections.deque[tuple[torch.Tensor, Work, str]] = collections.deque()
+        for wire in self._rest:
+            if len(under_way) == AT_ONCE:
+                self._end(under_way.popleft())
+            buffer = self._spare[wire.dtype + wire.device].pop()
+            nothing = buffer[: wire.elements].zero_()
+            group = self._rt.group(self.agreed.purpose, torch.device(wire.device), self._members)
+            work = _reduced(group, nothing, self._layout)
+            under_way.append((buffer, work, wire.dtype + wire.device))
+        while under_way:
+            self._end(under_way.popleft())
+        by_device: dict[str, list[Sparse]] = {}
+        for sparse in self._layout.sparse:
+            by_device.setdefault(sparse.device, []).append(sparse)
+        for device, gathered in by_device.items():
+            group = self._rt.group(self.agreed.purpose, torch.device(device), self._members)
+            sparse_gradients.total(group, [_no_entries(each) for each in gathered])
+
+    def _end(self, sent: tuple[torch.Tensor, Work, str]) -> None:
+        buffer, work, kind = sent
+        work.wait()
+        self._spare[kind].append(buffer)
+
+
+def _zeros(wire: BucketSpec) -> torch.Tensor:
+    return zeros(wire.elements, getattr(torch, wire.dtype), own_gpu.of(wire.device))
+
+
+def _buffers(wires: list[BucketSpec]) -> dict[str, list[torch.Tensor]]:
+    """Allocate buffers by kind: as many as are in flight at once, each large enough for any wire of the kind."""
+    largest: dict[str, BucketSpec] = {}
+    for wire in wires:
+        kind = wire.dtype + wire.device
+        if kind not in largest or wire.elements > largest[kind].elements:
+            largest[kind] = wire
+    return {kind: [_zeros(wire) for _ in range(AT_ONCE)] for kind, wire in largest.items()}
+
+
+def _no_entries(sparse: Sparse) -> torch.Tensor:
+    like = torch.empty(1, dtype=getattr(torch, sparse.dtype), device=own_gpu.of(sparse.device))
+    return sparse_gradients.empty(like.expand(sparse.shape), sparse.dims)

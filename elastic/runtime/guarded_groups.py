@@ -1,0 +1,221 @@
+"""Access to the groups of the present world, and handling of failed collectives.
+
+User code is interrupted only in the training thread, at the places documented in `run_loop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from threading import get_ident
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from elastic.collectives import own_gpu
+from elastic.collectives.groups.group_factory import MESSAGES
+from elastic.collectives.interface import Collectives
+from elastic.collectives.local import LocalCollectives
+from elastic.errors import CollectiveFailed, Differing, PeerLost
+from elastic.monitoring import user_line
+from elastic.negotiation.engine import Engine
+from elastic.protocol import calls
+from elastic.protocol.calls import Called
+from elastic.runtime.failures import differing_calls
+from elastic.runtime.progress import ProgressCounter
+from elastic.runtime.session import Session
+
+if TYPE_CHECKING:
+    from elastic.collectives.interface import Messenger
+
+
+class GuardedGroups:
+    """Groups of one worker in its present world."""
+
+    def __init__(self, session: Session, progress: ProgressCounter) -> None:
+        self._session = session
+        self._progress = progress
+        self._warned_alone = False
+
+    def group(
+        self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None
+    ) -> Collectives:
+        """See `Runtime.group`."""
+        session = self._session
+        session.raise_if_broken()
+        recovery = session.recovery
+        if recovery.provisional:
+            return self.alone_group()
+        members = tuple(range(recovery.place.size)) if ranks is None else ranks
+        if len(members) == 1:
+            return LocalCollectives()
+        own_gpu.meet(device)
+        return self._formed(purpose, device.type, members)
+
+    def messages(self, purpose: str, ranks: tuple[int, ...] | None) -> Messenger:
+        """See `Runtime.messages`."""
+        session = self._session
+        session.raise_if_broken()
+        members = tuple(range(session.recovery.place.size)) if ranks is None else ranks
+        return cast("Messenger", self._formed(purpose, MESSAGES, members))
+
+    def expect_messages(self, purpose: str, ranks: tuple[int, ...] | None) -> None:
+        """See `Runtime.expect_messages`."""
+        recovery = self._session.recovery
+        place = recovery.place
+        members = tuple(range(place.size)) if ranks is None else ranks
+        if not recovery.provisional and len(members) > 1 and place.rank in members:
+            key = (purpose, MESSAGES, members)
+            self._session.groups.form_when_wanted(key, recovery.generation, place)
+
+    def _formed(self, purpose: str, kind: str, members: tuple[int, ...]) -> Collectives:
+        session = self._session
+        place, generation = session.recovery.place, session.recovery.generation
+        key = (purpose, kind, members)
+        group = session.groups.find(key)
+        if group is not None:
+            return group
+        began = time.monotonic()
+        try:
+            with self._inside(generation, f"forming the {purpose} group"):
+                if kind == MESSAGES and session.recovers:
+                    session.groups.want(key, generation, place)
+                group = session.groups.form(key, generation, place)
+        except CollectiveFailed as error:
+            session.mark_broken(generation, f"no {purpose} group: {error}")
+            session.told(generation)
+            if not session.recovers:
+                raise CollectiveFailed(session.why(error)) from error
+            raise PeerLost(session.why(error)) from error
+        session.phases.formed(time.monotonic() - began)
+        return group
+
+    def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None) -> bool:
+        """See `Runtime.wanted`."""
+        recovery = self._session.recovery
+        place = recovery.place
+        if recovery.provisional or place.size == 1:
+            return False
+        members = tuple(range(place.size)) if ranks is None else ranks
+        key = (purpose, device_type, members)
+        return self._session.groups.wanted(key, recovery.generation, place)
+
+    def alone_group(self) -> Collectives:
+        """Return a group of this rank only."""
+        recovery = self._session.recovery
+        if recovery.provisional and recovery.place.size > 1 and not self._warned_alone:
+            self._warned_alone = True
+            warnings.warn(
+                "a world is already training and this worker has not joined it yet: collectives before elastic.run"
+                " act as in a world of size 1",
+                stacklevel=4,
+            )
+        return LocalCollectives()
+
+    def engine(self) -> Engine:
+        """See `Runtime.engine`."""
+        session = self._session
+        generation, place = session.recovery.generation, session.recovery.place
+        broken = functools.partial(session.mark_broken, generation)
+        return session.groups.engine(generation, place, broken)
+
+    def settle(self) -> None:
+        """See `Runtime.settle`."""
+        for group in self._session.groups.unsettled():
+            with Guard(self, "the step's collectives on the GPU"):
+                group.settle()
+
+    # ---- around a collective -------------------------------------------------------------------------------------
+
+    def begin(self, name: str) -> int:
+        """Begin a collective with the name that the log uses for waits in it. Return its generation.
+
+        Raises:
+            PeerLost: the generation has ended. Other errors of `Session.raise_if_broken` likewise.
+        """
+        session = self._session
+        generation = session.recovery.generation
+        session.raise_if_broken()
+        self._progress.enter(generation, name, time.monotonic(), get_ident())
+        return generation
+
+    def end(self, generation: int, error: BaseException | None) -> None:
+        """End a collective.
+
+        Raises:
+            PeerLost: in place of ``error``, in an elastic job.
+            CollectiveFailed: in place of ``error``, with a more precise reason.
+        """
+        session, inside = self._session, self._progress.inside
+        awaited = self._progress.awaited() if error is not None else {}
+        if self._progress.leave(time.monotonic()):
+            session.poke()
+        differs = error.differs if isinstance(error, CollectiveFailed) else None
+        called: tuple[Called, ...] = ()
+        if isinstance(error, CollectiveFailed) and differs is not None:
+            called = self._report_calls(error, differs, inside)
+        if isinstance(error, CollectiveFailed) and error.late:
+            self._report_missing(error, awaited)
+        if error is None:
+            session.resumed()
+        elif isinstance(error, CollectiveFailed):
+            session.mark_broken(generation, str(error), called)
+            why = session.why(error)
+            if not session.recovers:
+                if str(error) != why:
+                    raise CollectiveFailed(why) from error
+                return
+            session.told(
+                generation
+            )  # not yet recorded if the driver's message arrived before the error
+            raise PeerLost(why) from error
+
+    def _report_calls(
+        self, error: CollectiveFailed, group: Differing, inside: str
+    ) -> tuple[Called, ...]:
+        """Add each rank's call and its line to the error; the first of the ranks also prints it to stderr."""
+        session = self._session
+        line = user_line.of_thread(get_ident())
+        mine = Called(session.recovery.place.rank, inside, line)
+        called = differing_calls.of_all(session.groups.store, group, mine)
+        error.args = (calls.sentence(called),)
+        if mine.rank == min(each.rank for each in called):
+            print(f"elastic: {error}", file=sys.stderr)
+        return calls.distinct(called)
+
+    def _report_missing(self, error: CollectiveFailed, awaited: dict[int, str]) -> None:
+        """Add the positions of the missing ranks to the error."""
+        lines = [f"rank {rank} is at {line}" for rank, line in sorted(awaited.items())]
+        error.args = ("; ".join([str(error), *lines]),)
+
+    @contextlib.contextmanager
+    def _inside(self, generation: int, name: str) -> Iterator[None]:
+        self._progress.enter(generation, name, time.monotonic(), get_ident())
+        try:
+            yield
+        finally:
+            if self._progress.leave(time.monotonic()):
+                self._session.poke()
+
+
+class Guard:
+    """See `Runtime.guard`. A class rather than a generator, which would cost more for every collective."""
+
+    __slots__ = ("_generation", "_groups", "_name")
+
+    def __init__(self, groups: GuardedGroups, name: str) -> None:
+        self._groups = groups
+        self._name = name
+        self._generation = 0
+
+    def __enter__(self) -> None:
+        self._generation = self._groups.begin(self._name)
+
+    def __exit__(
+        self, _: type[BaseException] | None, error: BaseException | None, __: object
+    ) -> None:
+        self._groups.end(self._generation, error)

@@ -1,0 +1,318 @@
+"""Detection of models and optimizers whose sharding is not supported in a state, and the errors for them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from elastic.errors import Fixed, Invalid, NotElastic
+from elastic.runtime import lifecycle
+from elastic.sharding import fsdp2, zero
+
+_ADVICE = (
+    "use DistributedDataParallel or elastic.DistributedOptimizer with a plain optimizer, or, in a job of a fixed size"
+    " (without --min-np), leave it out of the state and save it with torch.distributed.checkpoint"
+)
+_INTO_STATE = {
+    Fixed.MODULE: "put a model that fully_shard was applied to into elastic.TorchState, ",
+    Fixed.OPTIMIZER: "put it into elastic.TorchState together with the model that it trains, ",
+}
+_ADVICE_SHARDED = (
+    "apply fully_shard to layers and model with the default mesh, or one of init_device_mesh over all ranks, of (shard)"
+    " or (replicate, shard), or, in a job of a fixed size (without --min-np), leave the model out of the state"
+)
+_ADVICE_ZERO = (
+    "use ZeroRedundancyOptimizer(parameters, optimizer_class, **options) with the process group of all ranks, or, in a"
+    " job of a fixed size (without --min-np), leave it out of the state"
+)
+# torch's FSDP states of modules that a `TorchState` reshards in each world.
+_followed: weakref.WeakSet[Any] = weakref.WeakSet()
+_followed_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# Two-dimensional meshes that the script has created for such modules.
+_followed_meshes: list[Any] = []
+_WHY = {
+    Fixed.MODULE: (
+        "is fully sharded (FSDP): each rank has a part of its parameters, and the part of a lost rank would be lost"
+    ),
+    Fixed.PARAMETERS: (
+        "has DTensor parameters: each rank has a part of them, and the part of a lost rank would be lost"
+    ),
+    Fixed.OPTIMIZER: (
+        "is sharded (ZeRO): each rank has a part of its state, and the part of a lost rank would be lost"
+    ),
+}
+
+
+def of_module(module: torch.nn.Module) -> Fixed | None:
+    """Return how a module is sharded, or None if it is not."""
+    fully = _classes("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
+    if fully and any(isinstance(each, fully) for each in module.modules()):
+        return Fixed.MODULE
+    return of_parameters(module.parameters())
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer) -> Fixed | None:
+    """Return how an optimizer or its parameters are sharded, or None if they are not."""
+    if zero.is_zero(optimizer) or zero.is_divided(optimizer):
+        return Fixed.OPTIMIZER
+    return of_parameters(each for group in optimizer.param_groups for each in group["params"])
+
+
+def of_parameters(parameters: Iterable[Any]) -> Fixed | None:
+    """Return how parameters are sharded, or None if none is."""
+    tensors = _classes("torch.distributed.tensor", "DTensor")
+    found = None
+    for each in parameters:
+        # FSDP1's private attributes of a flat parameter, and of a parameter that is a view of it.
+        if hasattr(each, "_is_flat_param") or getattr(each, "_fsdp_flattened", False):
+            return Fixed.MODULE
+        if tensors and isinstance(each, tensors):
+            found = Fixed.PARAMETERS
+    return found
+
+
+def any_fully_sharded() -> bool:
+    """Return whether this process has a module that ``fully_shard`` was applied to and that is in no state."""
+    states = _classes("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
+    known: Any = sys.modules.get("torch.distributed._composable_state")
+    if not states or known is None:
+        return False
+
+    def there() -> bool:
+        found = [each() for each in known._module_state_mapping.values()]
+        return any(isinstance(each, states) and each not in _followed for each in found)
+
+    if not there():
+        return False
+    gc.collect()  # a module that the script has dropped may still be in a reference cycle
+    return there()
+
+
+def follow(model: torch.nn.Module) -> None:
+    """Record that a state reshards this model's parameters in each world."""
+    _followed.update(fsdp2.sharded_states(model))
+    mesh = fsdp2.mesh_of(model)
+    if mesh.ndim == 2 and all(mesh is not each for each in _followed_meshes):
+        _followed_meshes.append(mesh)
+
+
+def least_shards(models: Mapping[str, torch.nn.Module], given: Any) -> int | None:
+    """Return the minimum number of shards of these models in any world.
+
+    This is ``given`` or the number of shards of their mesh (replicate, shard). None: each rank has its own shard.
+
+    Args:
+        models: fully sharded models, by name.
+        given: the argument of ``TorchState(least_shards=...)``.
+
+    Raises:
+        Invalid: the argument is invalid.
+        NotElastic: the models have different meshes.
+    """
+    if not models and given is None:
+        return None
+    if not models:
+        raise Invalid(
+            "least_shards requires a model that fully_shard was applied to, and the state has none: leave it out"
+        )
+    meshes = [fsdp2.mesh_of(model) for model in models.values()]
+    if any(mesh.mesh.tolist() != meshes[0].mesh.tolist() for mesh in meshes):
+        raise NotElastic(
+            f"state.{' and state.'.join(models)} are sharded over different meshes: pass fully_shard the same mesh"
+            " for all models of a state",
+            Fixed.MODULE,
+        )
+    if given is None and meshes[0].ndim == 1:
+        return None
+    least = meshes[0].size(1) if given is None else given
+    if not isinstance(least, int) or isinstance(least, bool) or least < 1:
+        raise Invalid(
+            f"least_shards is {least!r}: pass the smallest number of shards that memory allows"
+        )
+    rt = lifecycle.active()
+    if rt is not None and rt.elastic and rt.env.workers_min < least:
+        raise Invalid(
+            f"a world may have {rt.env.workers_min} workers (--min-np), but the state has at least {least} shards"
+            f" (least_shards, or the mesh given to fully_shard): pass --min-np {least}, or a lower least_shards if a"
+            " worker has memory for more of the state"
+        )
+    return least
+
+
+def followed_groups() -> list[tuple[int, ...]]:
+    """Return the ranks of each process group that exists only for the mesh of a model in a state."""
+    return [line for mesh in _followed_meshes for line in fsdp2.lines_of(mesh)]
+
+
+def follow_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Record that a state redistributes this optimizer's entries in each world."""
+    _followed_optimizers.add(optimizer)
+
+
+def is_followed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this optimizer, whose parameters or entries are sharded, is in a state."""
+    return optimizer in _followed_optimizers
+
+
+def refuse_unfollowed(optimizer: torch.optim.Optimizer) -> NotElastic:
+    """Return the error for an optimizer in no state that trains a fully sharded model in a state."""
+    return NotElastic(
+        f"{type(optimizer).__name__} trains a fully sharded model that is in the state, and is not in the state itself:"
+        " its entries would keep the mesh of this world; add it, as in TorchState(model=model, optimizer=optimizer)",
+        Fixed.OPTIMIZER,
+    )
+
+
+def refuse_micro_batches(optimizer: torch.optim.Optimizer, kind: Fixed) -> NotElastic:
+    """Return the error for a sharded optimizer, or one of a sharded model, in a script that uses elastic.Shards."""
+    return NotElastic(
+        f"{type(optimizer).__name__} can't be combined with elastic.Shards: it is sharded, or trains a sharded model,"
+        " so gradients are reduced in each backward pass, but ranks compute different numbers of shards. Use one of"
+        " the two",
+        kind,
+    )
+
+
+def all_followed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether all DTensors that an optimizer trains are parameters of models in a state."""
+    ours = {
+        id(param.sharded_param)
+        for state in list(_followed)
+        for group in state._fsdp_param_groups
+        for param in group.fsdp_params
+    }
+    trained = [each for group in optimizer.param_groups for each in group["params"]]
+    return all(id(each) in ours for each in trained if fsdp2.is_sharded(each))
+
+
+def refuse(what: str, kind: Fixed) -> NotElastic:
+    """Return the error for ``what``, such as ``state.model``, with this kind of sharding."""
+    return NotElastic(f"{what} {_WHY[kind]}; {_INTO_STATE.get(kind, '')}{_ADVICE}", kind)
+
+
+def refuse_optimizer(name: str) -> NotElastic:
+    """Return the error for an optimizer in a state that contains none of the models that it trains."""
+    if any_fully_sharded():
+        return NotElastic(
+            f"state.{name} trains a fully sharded model that is not in the state: add it, as in"
+            " TorchState(model=model, optimizer=optimizer)",
+            Fixed.MODULE,
+        )
+    return refuse(f"the model that state.{name} trains", Fixed.PARAMETERS)
+
+
+def refuse_stale(name: str, parameter: torch.Tensor) -> NotElastic:
+    """Return the error for an optimizer that trains a parameter of no model of its state."""
+    return NotElastic(
+        f"state.{name} trains a parameter of shape {list(parameter.shape)} that is in no model of the state:"
+        " fully_shard replaces parameters, so that an optimizer made before it trains none of them; make the optimizer"
+        " after fully_shard, and add all models that it trains to the state",
+        Fixed.PARAMETERS,
+    )
+
+
+def refuse_replaced(name: str, other: torch.optim.Optimizer, parameter: str) -> NotElastic:
+    """Return the error for an optimizer in no state that has stepped a parameter of the sharded ``state.name``."""
+    return NotElastic(
+        f"{type(other).__name__}, which is not in the state, has stepped {parameter}, which state.{name} trains: a"
+        f" commit has only the entries of state.{name}, so training would be wrong after a failure; step state.{name},"
+        f" or make a new state with the new optimizer, as in TorchState(..., {name}=...)",
+        Fixed.OPTIMIZER,
+    )
+
+
+def refuse_together(model: str, optimizer: str) -> NotElastic:
+    """Return the error for a state with both a fully sharded model and a ZeRO optimizer."""
+    return NotElastic(
+        f"state.{model} is fully sharded and state.{optimizer} is sharded by itself (ZeRO): commits of both together"
+        " are not supported; shard both models with fully_shard, or neither",
+        Fixed.OPTIMIZER,
+    )
+
+
+def refuse_late(name: str) -> NotElastic:
+    """Return the error for an assignment to ``state.name`` if the present or the new value is sharded."""
+    return NotElastic(
+        f"state.{name} can't be replaced: its old or new value is a sharded model or optimizer, and commits contain"
+        f" the shards with which the state was created; create a new state, as in TorchState({name}=...)",
+        Fixed.MODULE,
+    )
+
+
+def of_value(value: object) -> Fixed | None:
+    """Return how a model or an optimizer is sharded, or None if it is not."""
+    if isinstance(value, torch.nn.Module):
+        return of_module(value)
+    return of_optimizer(value) if isinstance(value, torch.optim.Optimizer) else None
+
+
+def check_trainer(
+    trainer: str,
+    optimizers: Iterable[torch.optim.Optimizer],
+    models: Iterable[torch.nn.Module] = (),
+) -> None:
+    """Check that a trainer, which saves and loads complete models and optimizers, has no sharded ones.
+
+    Raises:
+        NotElastic: a model or an optimizer is sharded.
+    """
+    for model in models:
+        kind = of_module(model)
+        if kind is not None:
+            raise NotElastic(
+                f"the model is sharded ({kind.value}), which an elastic job of {trainer} does not support: leave"
+                " fully_shard or parallelize_module out, or write a training loop of your own with elastic.TorchState",
+                kind,
+            )
+    if any(of_optimizer(each) is Fixed.OPTIMIZER for each in optimizers):
+        raise NotElastic(
+            f"an optimizer is sharded by itself (ZeRO), which an elastic job of {trainer} does not support: use a plain"
+            " optimizer, or a training loop of your own with elastic.TorchState",
+            Fixed.OPTIMIZER,
+        )
+
+
+def check_value(name: str, value: Any) -> None:
+    """Raise NotElastic for a value of a state whose sharding is not supported."""
+    kind = None
+    if isinstance(value, torch.nn.Module):
+        kind = of_module(value)
+        if kind is Fixed.MODULE and fsdp2.sharded_params(value):
+            why = fsdp2.obstacle(value)
+            if why is None:
+                return
+            raise NotElastic(f"state.{name} {why}; {_ADVICE_SHARDED}", kind)
+    elif isinstance(value, torch.optim.Optimizer):
+        kind = of_optimizer(value)
+        if kind is Fixed.PARAMETERS:
+            return  # the state checks whether it supports the combination
+        if kind is Fixed.OPTIMIZER:
+            why = zero.obstacle(value) if zero.is_zero(value) else None
+            if why is None:
+                return
+            raise NotElastic(f"state.{name} {why}; {_ADVICE_ZERO}", kind)
+    elif isinstance(value, torch.Tensor):
+        kind = of_parameters([value])
+    if kind is not None:
+        raise refuse(f"state.{name}", kind)
+
+
+def check_within(what: str, tensors: Iterable[Any]) -> None:
+    """Raise NotElastic for a value of a state that contains a DTensor."""
+    if of_parameters(each for each in tensors if isinstance(each, torch.Tensor)) is not None:
+        raise NotElastic(
+            f"{what} contains a DTensor, which differs between ranks, but values of a state must be the same on all"
+            " ranks: store tensor.full_tensor() instead",
+            Fixed.PARAMETERS,
+        )
+
+
+def _classes(module: str, *names: str) -> tuple[type, ...]:
+    """Return the classes that exist. Does not import modules that the script has not imported."""
+    found = sys.modules.get(module)
+    return tuple(each for name in names if isinstance(each := getattr(found, name, None), type))
