@@ -202,8 +202,9 @@ class JobView:
             case events.HostLost(host):
                 self._exits([worker for worker in self.workers if worker.host == host], None)
             case events.HostReported(host, alive, ordered) if ordered is not None:
-                gone = {worker for worker in ordered if worker.host == host}.difference(alive)
-                self._exits([worker for worker in self.workers if worker in gone], None)
+                ours = [each for each in ordered if each in self.workers]
+                gone = [each for each in ours if each.host == host and each not in alive]
+                self._exits(gone, None)
             case events.CheckpointMade(commit):
                 self._knows(commit, now)
                 self.durable = max(self.durable or commit, commit)
@@ -216,8 +217,8 @@ class JobView:
         match action:
             case events.StartWorker(worker):
                 self.started += 1
-                self.workers[worker] = known = WorkerView(worker)
-                self.touched.append(known)
+                self.workers[worker] = started = WorkerView(worker)
+                self.touched.append(started)
             case events.PublishWorld(generation, members):
                 self._publish([member.worker for member in members], generation)
                 self.world = action
