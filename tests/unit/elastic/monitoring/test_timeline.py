@@ -445,7 +445,7 @@ def test_generations_joins_fences_and_recoveries_are_events_of_the_driver():
         ("E", "generations", "generation 2: 2 workers"),
     ]
     recorded("messages", [name for _, _, row, name in found if row == "workers"])
-    [recovery] = [e for e in parsed(lines) if e["name"] == "recovery: generation 2"]
+    [recovery] = [e for e in parsed(lines) if e["ph"] == "X"]
     assert (recovery["ts"], recovery["dur"]) == (2.5e6, 1.5e6)
     assert recovery["args"]["gathered_ms"] == 3.0
     places = [
