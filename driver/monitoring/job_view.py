@@ -48,7 +48,7 @@ class Failure:
     what: str  # summary of the exception; else the call that ended it, or empty: its state differs
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class WorkerView:
     """One process, from its start order to its exit."""
 
@@ -129,7 +129,10 @@ class JobView:
 
     def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
         """Record an event and its actions."""
-        self.touched, self.exited = [], {}
+        if self.touched:
+            self.touched = []
+        if self.exited:
+            self.exited = {}
         self._happened(event, now)
         for happened in self._of_events:
             happened(event, actions, now)

@@ -276,7 +276,7 @@ class PageModel(ViewReader):
     def decided(self, action: events.Action, now: float) -> None:
         if isinstance(action, events.PublishWorld):
             self._published()
-        else:
+        elif self.view.touched:
             self._grid.show(now)
         match action:
             case events.BreakWorld():

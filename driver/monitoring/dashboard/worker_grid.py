@@ -50,6 +50,7 @@ MUCH = 0.05  # share of time: a worker that waits this much less than the others
 class Cell:
     """One slot and its latest worker."""
 
+    key: str  # of its row
     worker: Worker
     process: WorkerView
     state: str
@@ -115,7 +116,7 @@ class WorkerGrid:
             worker = process.worker
             cell = self._cells.get(key := slot_of(worker))
             if cell is None or cell.worker.incarnation < worker.incarnation:
-                cell = self._cells[key] = Cell(worker, process, "", now)
+                cell = self._cells[key] = Cell(key, worker, process, "", now)
                 if worker.host not in self.state.tables["hosts"]:
                     self.host(worker.host, slots=0)
             if cell.worker == worker:
@@ -251,7 +252,7 @@ class WorkerGrid:
             return None
         own_s, _, cell = ranked[-1]
         median_s = ranked[(len(ranked) - 1) // 2][0]
-        where = {"worker": slot_of(cell.worker), "rank": ranks[cell.worker]}
+        where = {"worker": cell.key, "rank": ranks[cell.worker]}
         return {**where, "own_s": own_s, "step_s": cell.step_s, "median_s": median_s}
 
     def stalled(self, stall: Stall | None) -> None:
@@ -272,9 +273,9 @@ class WorkerGrid:
         return cell if cell is not None and cell.worker == worker else None
 
     def _show(self, cell: Cell) -> None:
-        key, row = slot_of(cell.worker), cell.row(self._view.ranks.get(cell.worker))
-        if row != self.state.tables["workers"].get(key):
-            self.state.row("workers", key, row)
+        row = cell.row(self._view.ranks.get(cell.worker))
+        if row != self.state.tables["workers"].get(cell.key):
+            self.state.row("workers", cell.key, row)
 
 
 def _state(process: WorkerView) -> tuple[str, str]:
@@ -301,7 +302,7 @@ def _slow(members: Sequence[Cell], ranks: Mapping[Worker, int]) -> list[dict[str
     slow = sorted((c.share, ranks[c.worker], c) for c in members if c.share is not None)
     return [
         {
-            "worker": slot_of(cell.worker),
+            "worker": cell.key,
             "rank": ranks[cell.worker],
             "share": round(share, 3),
             "median": round(median, 3),
