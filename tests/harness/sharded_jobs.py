@@ -21,6 +21,8 @@ APART: dict[str, Any] = {"ELASTIC_NATIVE": "0"}
 PLACES = (
     "forward", "backward", "optimizer", "commit", "snapshot", "shard-copy", "shard-mirror", "shard-seal",
 )  # fmt: skip
+# Imports that the workers of a sharded job need besides torch, of the marker ``forked``: 2 s for each process.
+IMPORTS = ("torch.distributed.fsdp", "torch.distributed.optim")
 AGAIN = ("rendezvous", "state-copy", "shard-moved", "shard-placed")  # places of a recovery
 
 

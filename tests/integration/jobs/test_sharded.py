@@ -15,6 +15,7 @@ from harness.sharded_jobs import (
     APART,
     BACK,
     GONE,
+    IMPORTS,
     PLACES,
     at_once,
     ends_without_two_shards,
@@ -29,7 +30,7 @@ from harness.sharded_jobs import (
 sys.path.append(str(SCRIPTS))
 fsdp = pytest.importorskip("fsdp")
 
-pytestmark = pytest.mark.forked("torch.distributed.fsdp")
+pytestmark = pytest.mark.forked(*IMPORTS)
 EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = 10
 

@@ -17,14 +17,15 @@ from elastic.checkpoints.files.storage import Storage
 from elastic.driver.commandline.offline import checkpoints_cli
 from elastic.driver.reasons import ReasonKind
 from harness.history import SCRIPTS
+from harness.sharded_jobs import GONE, IMPORTS
 
 sys.path.append(str(SCRIPTS))
 fsdp = pytest.importorskip("fsdp")
 zero = pytest.importorskip("zero")
 fsdp_durable = pytest.importorskip("fsdp_durable")
 
+pytestmark = pytest.mark.forked(*IMPORTS)
 TRAINING = ["python", str(SCRIPTS / "fsdp_durable.py")]
-GONE = "--blacklist-cooldown-range 100 100"  # whoever dies does not come back
 APART = {"ELASTIC_NATIVE": "0"}  # no memory of a worker outlives it, as on different hosts
 
 

@@ -14,6 +14,7 @@ from harness.sharded_jobs import (
     APART,
     BACK,
     GONE,
+    IMPORTS,
     PLACES,
     ends_without_two_shards,
     example_survives_a_kill,
@@ -26,6 +27,7 @@ from harness.sharded_jobs import (
 sys.path.append(str(SCRIPTS))
 zero = pytest.importorskip("zero")
 
+pytestmark = pytest.mark.forked(*IMPORTS)
 EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = 10
 
