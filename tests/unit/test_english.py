@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import sys
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -34,35 +36,34 @@ OPENINGS = re.compile(
 MOST = {"help": 0, "docs": 2, "messages": 18, "docstrings": 6, "first lines": 7, "comments": 3}
 
 
-def sources() -> Iterator[tuple[Path, str]]:
+class Prose(NamedTuple):
+    """Texts of all files of `ROOMS`: docstrings, the literal text of other strings, comments."""
+
+    docstrings: list[str]
+    messages: list[str]
+    comments: list[str]
+
+
+@functools.cache
+def prose() -> Prose:
+    """Parse each file once for all kinds."""
+    found = Prose([], [], [])
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for room in ROOMS:
         for path in sorted((ROOT / room).resolve().rglob("*.py")):
-            if "__pycache__" not in path.parts and not path.is_symlink():
-                yield path, path.read_text()
-
-
-def docstrings() -> Iterator[str]:
-    for _, text in sources():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield ast.get_docstring(node) or ""
-
-
-def messages() -> Iterator[str]:
-    """The literal text of strings, without docstrings."""
-    for _, text in sources():
-        tree = ast.parse(text)
-        documents = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield "" if node in documents else node.value
-
-
-def comments() -> Iterator[str]:
-    for _, text in sources():
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.string
+            if "__pycache__" in path.parts or path.is_symlink():
+                continue
+            text = path.read_text()
+            nodes = list(ast.walk(ast.parse(text)))
+            documents = {node.value for node in nodes if isinstance(node, ast.Expr)}
+            for node in nodes:
+                if isinstance(node, documented):
+                    found.docstrings.append(ast.get_docstring(node) or "")
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.messages.append("" if node in documents else node.value)
+            tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+            found.comments.extend(each.string for each in tokens if each.type == tokenize.COMMENT)
+    return found
 
 
 def pages() -> Iterator[str]:
@@ -76,7 +77,7 @@ def help_texts() -> Iterator[str]:
     yield (ROOT / "docs" / "reference" / "commands.md").read_text()
 
 
-def found(pattern: re.Pattern[str], texts: Iterator[str]) -> list[str]:
+def found(pattern: re.Pattern[str], texts: Iterable[str]) -> list[str]:
     return [
         text[max(0, match.start() - 40) : match.end() + 30].replace("\n", " ")
         for text in (re.sub(r"\{[^{}]*\}", "", each) for each in texts)
@@ -87,10 +88,10 @@ def found(pattern: re.Pattern[str], texts: Iterator[str]) -> list[str]:
 KINDS: dict[str, Callable[[], list[str]]] = {
     "help": lambda: found(PHRASES, help_texts()),
     "docs": lambda: found(PHRASES, pages()),
-    "messages": lambda: found(PHRASES, messages()),
-    "docstrings": lambda: found(PHRASES, docstrings()),
-    "first lines": lambda: [text for text in docstrings() if OPENINGS.match(text)],
-    "comments": lambda: found(PHRASES, comments()),
+    "messages": lambda: found(PHRASES, prose().messages),
+    "docstrings": lambda: found(PHRASES, prose().docstrings),
+    "first lines": lambda: [text for text in prose().docstrings if OPENINGS.match(text)],
+    "comments": lambda: found(PHRASES, prose().comments),
 }
 
 
@@ -102,9 +103,9 @@ def test_phrases_that_are_not_plain_english_do_not_increase(kind):
 
 def test_plain_english_is_not_counted():
     plain = ["Whether it is lost, for a user who can write to the folder.", "Training resumes."]
-    assert found(PHRASES, iter(plain)) == found(OPENINGS, iter(plain)) == []
+    assert found(PHRASES, plain) == found(OPENINGS, plain) == []
     odd = ["Who is lost.", "Training goes on without it."]
-    assert len(found(PHRASES, iter(odd))) == 2 and len(found(OPENINGS, iter(odd))) == 1
+    assert len(found(PHRASES, odd)) == 2 and len(found(OPENINGS, odd)) == 1
 
 
 if __name__ == "__main__":
