@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Most of the installed modules are never imported; the others are compiled at their first import.
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt
 
-.PHONY: help install needs golden journals check-prose check-types check-worker-tests check-other-tests native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels release bench bench-ray mxnet soak matrix hosts clean
+.PHONY: help install needs golden journals check-prose check-types check-tests native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels release bench bench-ray mxnet soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -194,7 +194,7 @@ images: $(READY)
 check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	@$(MAKE) --no-print-directory --output-sync=target -j3 check-types check-prose check-worker-tests check-other-tests
+	@$(MAKE) --no-print-directory --output-sync=target -j3 check-types check-prose check-tests
 
 # Counts the tests' comparisons with literal wording, which may only decrease: tests/harness/prose.py.
 check-prose:
@@ -203,15 +203,10 @@ check-prose:
 check-types:
 	$(BIN)/mypy $(TYPED)
 
-QUICK = $(ENDS) 1200 $(BIN)/python -m pytest --quiet -o faulthandler_timeout=0 -m "not slow"
-
-WORKER_TESTS := $(addprefix tests/unit/,elastic horovod chaos stress) $(wildcard tests/unit/test_*.py)
-
-check-worker-tests:
-	$(QUICK) $(WORKER_TESTS)
-
-check-other-tests:
-	$(QUICK) $(addprefix --ignore ,$(WORKER_TESTS)) tests/unit tests/simulation
+# One process more than cores, since some tests wait for a process or a deadline.
+check-tests:
+	$(ENDS) 1200 $(BIN)/python -m pytest --quiet -o faulthandler_timeout=0 -m "not slow" \
+	  -n $$(( $(TESTS_AT_ONCE) + 1 )) tests/unit tests/simulation
 
 # Changed wording appears in the diff. The second run detects texts that differ between runs.
 GOLDEN = $(shell grep -rl "harness.golden" tests/unit tests/simulation tests/integration --include="test_*.py")
