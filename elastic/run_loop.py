@@ -2,7 +2,7 @@
 
 Interruptions reach user code only in the training thread: at a collective, an optimizer step or synchronize, at
 ``commit()`` and ``check_host_updates()``. An exception of the script is not recovered from: it ends this process, and
-the driver decides about the other workers. `failures.departure` handles it in a worker that was asked to leave. A
+the driver decides about the other workers. `runtime.departure` handles it in a worker that was asked to leave. A
 script can raise Horovod's two exceptions to recover. TensorMismatch is a subclass of one of them but is not recovered
 from, because the same code would submit the same tensors again.
 """
