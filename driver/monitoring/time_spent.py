@@ -260,7 +260,7 @@ class TimeSpent(ViewReader):
     def _record_report(self, event: events.WorkerSpent, now: float) -> None:
         spent = self.running.get(event.worker)
         if spent is None:
-            if any(each.worker == event.worker for each in self.gone):
+            if event.worker not in self.view.workers:
                 return  # a late report, after its host was given up
             # Started under the previous driver, at an unknown time.
             age = sum(msgspec.structs.astuple(event.times))

@@ -166,6 +166,16 @@ def test_workers_of_a_lost_host_end_with_it():
     assert len(spent.workers()) == 2
 
 
+def test_late_report_of_a_lost_host_counts_for_none_of_its_many_workers():
+    spent = TimeSpent(JobView())
+    workers = [Worker("h", slot) for slot in range(2 * time_spent.KEPT + 1)]
+    spent.view.note(TimePassed(), [StartWorker(each, PLACE, WHY) for each in workers], 100.0)
+    spent.view.note(HostLost("h", "gone"), [EndJob(1, WHY)], 150.0)
+    assert spent.older_count > 0
+    spent.view.note(WorkerSpent(workers[0], 2, Times(), "training"), [], 151.0)
+    assert (len(spent.running), spent.over) == (0, True)
+
+
 def test_worker_of_the_previous_driver_has_the_age_it_reports():
     spent = TimeSpent(JobView())
     spent.view.note(WorkerSpent(A, 5, Times(training=70.0, joining=5.0), "training"), [], 20.0)
