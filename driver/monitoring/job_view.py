@@ -91,7 +91,8 @@ class JobView:
         # Processes that the last event or action may have changed; of exited ones, none.
         self.touched: list[WorkerView] = []
         self.started = 0  # processes that were ordered
-        # Members of the newest world in rank order, also those that have exited since. Replaced, never modified.
+        # Members of the newest world in rank order, also those that have exited since, but not under a previous driver.
+        # Replaced, never modified.
         self.ranks: Mapping[Worker, int] = {}
         self.before: Mapping[Worker, int] = {}  # the same of the world before
         self.generation = 0  # of the newest world; 0: there was none
@@ -158,7 +159,7 @@ class JobView:
             self.workers[worker] = WorkerView(worker, Stage.CONNECTED, pid, now)
         for _, worker in members:
             self.workers[worker].running = True
-        self._publish([worker for _, worker in sorted(members)], generation)
+        self._publish({worker: rank for rank, worker in sorted(members)}, generation)
         self.touched = [*self.workers.values()]
         for adopted in self._of_adoption:
             adopted(now)
@@ -223,7 +224,7 @@ class JobView:
                 self.workers[worker] = started = WorkerView(worker)
                 self.touched.append(started)
             case events.PublishWorld(generation, members):
-                self._publish([member.worker for member in members], generation)
+                self._publish({each.worker: rank for rank, each in enumerate(members)}, generation)
                 self.world = action
             case events.BreakWorld(_, members):
                 self.world, self.broken = None, True
@@ -282,8 +283,8 @@ class JobView:
             known.code = code
             self._last[slot] = max(worker.incarnation, self._last.get(slot, 0))
 
-    def _publish(self, members: Sequence[Worker], generation: int) -> None:
-        self.before, self.ranks = self.ranks, {worker: n for n, worker in enumerate(members)}
+    def _publish(self, ranks: Mapping[Worker, int], generation: int) -> None:
+        self.before, self.ranks = self.ranks, ranks
         self.generation, self.broken = generation, False
         for worker in self.before:
             known = self.workers.get(worker)

@@ -282,6 +282,15 @@ def test_workers_of_the_previous_driver_are_adopted():
     assert [known.pid for known in view.workers.values()] == [11, 12, 13]
 
 
+def test_adopted_members_keep_their_ranks_if_others_have_exited():
+    view = JobView()
+    view.adopt({A: (11, 3), B: (12, 1)}, 7, 50.0)
+    assert list(view.ranks.items()) == [(B, 1), (A, 3)]
+    assert [view.workers[each].rank for each in (A, B)] == [3, 1]
+    decide(view, world(8, A, B))
+    assert (view.before, view.ranks) == ({B: 1, A: 3}, {A: 0, B: 1})
+
+
 def test_reader_sees_the_event_first_and_then_each_action():
     seen: list[tuple[str, int, int]] = []
 
