@@ -139,7 +139,7 @@ class JobView:
             happened(event, actions, now)
         for action in actions:
             self.touched = []
-            self._decided(action)
+            self._decided(action, now)
             for decided in self._of_actions:
                 decided(action, now)
 
@@ -217,7 +217,7 @@ class JobView:
             case _:
                 pass
 
-    def _decided(self, action: events.Action) -> None:
+    def _decided(self, action: events.Action, now: float) -> None:
         match action:
             case events.StartWorker(worker):
                 self.started += 1
@@ -226,6 +226,8 @@ class JobView:
             case events.PublishWorld(generation, members):
                 self._publish({each.worker: rank for rank, each in enumerate(members)}, generation)
                 self.world = action
+                if self.newest is None:  # reported to a previous driver only
+                    self._knows(action.commit, now)
             case events.BreakWorld(_, members):
                 self.world, self.broken = None, True
                 for worker in members:

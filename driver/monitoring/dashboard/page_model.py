@@ -307,6 +307,7 @@ class PageModel(ViewReader):
     def _published(self) -> None:
         size = len(self.view.ranks)
         self._grid.published(self.now)
+        self._show_commit()
         if size != self.state.values["job"]["size"]:
             self.state.add("world", [self.now, size])
         self._job(phase="training", generation=self.view.generation, size=size)

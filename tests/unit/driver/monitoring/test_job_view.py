@@ -21,13 +21,15 @@ STORE, WHY = Address("h", 1), as_sentence("because")
 FROZEN = because(ReasonKind.FROZEN, how="stopped")
 
 
-def world(generation: int, *workers: Worker) -> events.PublishWorld:
+def world(
+    generation: int, *workers: Worker, commit: Commit | None = None
+) -> events.PublishWorld:
     size = len(workers)
     members = [
         events.Member(worker, Place(rank, size, rank, size, 0, 1))
         for rank, worker in enumerate(workers)
     ]
-    return events.PublishWorld(generation, members, STORE, 1, None, WHY)
+    return events.PublishWorld(generation, members, STORE, 1, commit, WHY)
 
 
 def start(*workers: Worker) -> list[events.Action]:
@@ -280,6 +282,15 @@ def test_workers_of_the_previous_driver_are_adopted():
     assert (view.generation, list(view.ranks), view.trains) == (7, [B, A], True)
     assert stages(view) == {A: Stage.IN_WORLD, B: Stage.IN_WORLD, C: Stage.CONNECTED}
     assert [known.pid for known in view.workers.values()] == [11, 12, 13]
+
+
+def test_commit_that_only_the_previous_driver_was_told_is_known_from_the_next_world():
+    view = JobView()
+    view.adopt({A: (11, 0), B: (12, 1)}, 7, 50.0)
+    decide(view, world(8, A, B, commit=Commit(7, 14)))
+    assert (view.newest, view.newest_at, view.commits) == (Commit(7, 14), 9.0, 14)
+    decide(view, world(9, A, B, commit=Commit(7, 13)))
+    assert (view.newest, view.commits) == (Commit(7, 14), 14)
 
 
 def test_adopted_members_keep_their_ranks_if_others_have_exited():
