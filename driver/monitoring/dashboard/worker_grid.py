@@ -146,26 +146,25 @@ class WorkerGrid:
             self._show(cell)
 
     def exited(self, event: WorkerExited, now: float) -> None:
-        cell = self._of(event.worker)
+        why = event.reason or f"ended with {describe_exit(event.code)}"
+        self._exited(event.worker, why, now, succeeded=event.code == 0)
+
+    def lost(self, now: float, why: str) -> None:
+        """Show the processes that exited while their host was away."""
+        for worker in self._view.exited:
+            self._exited(worker, why, now)
+
+    def _exited(self, worker: Worker, why: str, now: float, *, succeeded: bool = False) -> None:
+        cell = self._of(worker)
         if cell is None:
             return
         cell.inside, cell.exited, cell.usage = None, True, Usage()
-        if cell.state in ("leaving", "done") or event.code == 0:
+        if succeeded or cell.state in ("leaving", "done"):
             self._move(cell, "done", cell.note, now)
         else:
-            ended = f"ended with {describe_exit(event.code)}"
             fenced = f"{cell.note}; " if cell.state == "lost" and cell.note else ""
-            self._move(cell, "lost", f"{fenced}{event.reason or ended}", now)
+            self._move(cell, "lost", f"{fenced}{why}", now)
         self._show(cell)
-
-    def lost(self, now: float, why: str) -> None:
-        """Show processes as lost that exited while their host was away."""
-        for worker in self._view.exited:
-            cell = self._of(worker)
-            if cell is not None:
-                cell.exited = True
-                self._move(cell, "lost", why, now)
-                self._show(cell)
 
     def published(self, now: float) -> None:
         """Show a new world."""

@@ -136,6 +136,18 @@ def test_worker_that_its_host_no_longer_reports_is_lost():
     recorded("page", page.state.tables["workers"]["h:1"]["note"])
 
 
+def test_released_worker_that_its_host_no_longer_reports_is_done():
+    page = training(A, B, C)
+    page.uses(B, Usage(cores=1.5), 15.0)
+    page.view.note(events.WorkerProgressed(B, 1, 7, "gradients", 1.5), [], 16.0)
+    page.view.note(events.TimePassed(), [events.LetGo(B, as_sentence("scaled down"))], 17.0)
+    page.view.note(events.WorkerReturned(C, 1), [], 18.0)
+    page.view.note(events.HostReported("h", [A], [A, B, C]), [], 20.0)
+    assert states(page) == {"h:0": "training", "h:1": "done", "h:2": "done"}
+    row = page.state.tables["workers"]["h:1"]
+    assert (row["since"], row["usage"]["cores"]) == (20.0, None)
+
+
 def test_killed_worker_shows_its_reason_and_ignores_later_events():
     page = training(A, B)
     page.view.note(
