@@ -30,9 +30,7 @@ class Stage(enum.Enum):
     CONNECTED = "connected"  # it has called init()
     READY = "ready"  # it waits for a world; a member waits for the next one
     STANDBY = "standby"
-    IN_WORLD = (
-        "training"  # it computes in the newest world, or announced its failure in the one before
-    )
+    IN_WORLD = "training"  # it computes in the newest world, or announced its end in an earlier one
     RETURNED = "returned"  # its function returned
     LEAVING = "leaving"  # it was notified to leave; late reports change nothing
     KILLED = "killed"  # its kill was ordered; final
@@ -56,7 +54,7 @@ class WorkerView:
     stage: Stage = Stage.STARTING
     pid: int = 0  # 0: unknown
     connected_at: float | None = None  # time of its init(); None iff it was not seen
-    member: bool = False  # True iff it is in `JobView.ranks`; IN_WORLD without a failure implies it
+    member: bool = False  # in `JobView.ranks`; IN_WORLD implies it until its end is announced
     rank: int | None = None  # in the last world that it was in; None iff it was in none
     recovering: bool = False  # its world broke, and no other was published; implies `member`
     running: bool = False  # it was in elastic.run at its last Ready

@@ -35,7 +35,7 @@ _STATES = {
     Stage.CONNECTED: "joining",
     Stage.READY: "joining",
     Stage.STANDBY: "standby",
-    Stage.IN_WORLD: "training",
+    Stage.IN_WORLD: "recovering",  # its world is over, and the next one does not include it
     Stage.RETURNED: "done",
     Stage.LEAVING: "leaving",
     Stage.KILLED: "lost",

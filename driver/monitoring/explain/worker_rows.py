@@ -139,7 +139,7 @@ class WorkerRows(ViewReader):
 
 
 def _state(known: WorkerView) -> str | None:
-    """Return the state of a process; None: as before, since it waits for a world or its kill was ordered."""
+    """Return the state of a process; None: as before, since it waits for a world, is about to exit, or is killed."""
     if known.failure is not None and known.failure.raised:
         return "lost"
     if known.dismissed and known.stage is Stage.KILLED:
@@ -148,6 +148,8 @@ def _state(known: WorkerView) -> str | None:
         return "frozen"
     if known.recovering and known.stage in (Stage.IN_WORLD, Stage.READY):
         return "recovering"
+    if known.stage is Stage.IN_WORLD and not known.member:
+        return None
     return _STATES.get(known.stage)
 
 

@@ -317,6 +317,15 @@ def test_commit_of_the_next_world_is_shown_after_a_failover():
     assert (shown["generation"], shown["number"], shown["at"]) == (7, 14, 51.0)
 
 
+def test_member_that_is_about_to_exit_does_not_train_outside_the_world():
+    page = training(A, B)
+    gone = events.WorkerQuit(B, 1, 0, "sys.exit(0)")
+    page.view.note(gone, [events.BreakWorld(1, [A, B], as_sentence("exits"))], 20.0)
+    page.view.note(events.WorkerReady(A, 1, None, STORE), [world(A, generation=2)], 20.5)
+    row = page.state.tables["workers"]["h:1"]
+    assert (row["state"], row["rank"], row["since"]) == ("recovering", None, 20.0)
+
+
 def test_event_without_effect_makes_no_patch():
     page = training(A, B)
     page.patch(20.0)

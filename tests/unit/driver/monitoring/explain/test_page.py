@@ -210,3 +210,16 @@ def test_recovery_has_rows():
     assert table[f"{HOST}:1"] == [[0.0, 1.0, 0, 1, -1], [1.0, 2.0, 2, 1, 1], [2.0, 4.0, 0, 2, -1]]
     assert rows.recoveries == [(3.0, 3.5, 2, "recovery")]
     assert rows.deaths == [(2.0, f"{HOST}:1", -9)]
+
+
+def test_member_that_is_about_to_exit_does_not_train_outside_the_world():
+    view = JobView()
+    rows = WorkerRows(view)
+    one, two = worker(0), worker(1)
+    view.note(events.HostsChanged({HOST: 2}), first_start(one, two), 0.0)
+    view.note(events.WorkerReady(one, 0, None, STORE), [world(1, one, two)], 1.0)
+    broken = events.BreakWorld(1, [one, two], because(ReasonKind.ENTERING))
+    view.note(events.WorkerQuit(two, 1, 0, "sys.exit(0)"), [broken], 2.0)
+    view.note(events.WorkerReady(one, 1, None, STORE), [world(2, one)], 3.0)
+    states = [STATES[int(span[2])] for span in rows.table(4.0)[f"{HOST}:1"]]
+    assert states == ["starting", "training", "recovering"]
