@@ -113,8 +113,10 @@ class WorkerGrid:
     def show(self, now: float, *, published: bool = False) -> None:
         """Show the processes that the view has changed. ``published``: by a new world."""
         for process in self._view.touched:
-            worker = process.worker
+            worker, (state, note) = process.worker, _state(process)
             cell = self._cells.get(key := slot_of(worker))
+            if cell is None and state in ("lost", "done"):
+                continue  # its slot is no longer listed
             if cell is None or cell.worker.incarnation < worker.incarnation:
                 cell = self._cells[key] = Cell(key, worker, process, "", now)
                 if worker.host not in self.state.tables["hosts"]:
@@ -123,7 +125,7 @@ class WorkerGrid:
                 if published and process.member:
                     cell.inside, cell.share, cell.stalled, cell.awaits = None, None, None, ()
                     cell.step_s = cell.own_s = None
-                self._move(cell, *_state(process), now)
+                self._move(cell, state, note, now)
                 self._show(cell)
 
     def _move(self, cell: Cell, state: str, note: str, now: float) -> None:

@@ -326,6 +326,15 @@ def test_member_that_is_about_to_exit_does_not_train_outside_the_world():
     assert (row["state"], row["rank"], row["since"]) == ("recovering", None, 20.0)
 
 
+def test_killed_worker_of_a_slot_that_is_no_longer_listed_does_not_return():
+    page = training(A, B)
+    why = because(ReasonKind.FROZEN, how="stopped")
+    page.view.note(events.WorkerFrozen(B, "stopped"), [events.KillWorker(B, why)], 20.0)
+    left = events.LetGo(B, as_sentence("not listed"), fenced=True)
+    page.view.note(events.HostsChanged({"h": 1}), [left], 21.0)
+    assert states(page) == {"h:0": "training"}
+
+
 def test_event_without_effect_makes_no_patch():
     page = training(A, B)
     page.patch(20.0)
