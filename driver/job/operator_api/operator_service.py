@@ -271,6 +271,6 @@ class OperatorService:
         return Told(0, True, data=json.dumps([last, lines[-TAILS["log"] :]]))
 
     def _unknown(self, name: str) -> str:
-        size = len(self._page.members())
+        size = len(self._page.model.view.ranks)
         rank = f"a rank, 0 to {size - 1}, or " if size else ""  # no worker trains yet
         return f"{name} is not a worker of this job: pass {rank}host:slot"

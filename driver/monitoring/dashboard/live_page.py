@@ -62,8 +62,9 @@ class LivePage:
         return self.model.full(time.time())
 
     def members(self) -> list[Worker]:
-        """Return the members of the current world, in rank order."""
-        return [*self.model.view.ranks]
+        """Return the members of the current world that run, in rank order."""
+        view = self.model.view
+        return [worker for worker in view.ranks if worker in view.workers]
 
     def worker_of(self, name: str) -> Worker | None:
         """Return the worker with this rank, or in this slot.

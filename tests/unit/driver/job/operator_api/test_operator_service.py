@@ -25,6 +25,7 @@ from elastic.driver.events import (
     RemoveRequested,
     ScaleRequested,
     StartWorker,
+    WorkerExited,
 )
 from elastic.driver.job.job import Job as DriverJob
 from elastic.driver.job.job import room_for
@@ -254,6 +255,17 @@ async def test_stacks_are_those_written_after_the_request(tmp_path, monkeypatch)
         assert stacks == {"h:0#1": "Thread 1\n  File train.py\n", "h:1#1": ""}
         assert answer.done
         recorded("messages", answer.text)
+
+
+async def test_stacks_are_not_requested_of_members_that_have_exited(tmp_path, monkeypatch):
+    monkeypatch.setattr(operator_service, "QUIET_S", 0.0)
+    monkeypatch.setattr(operator_service, "STACKS_S", 0.2)
+    async with running(tmp_path) as job:
+        again = StartWorker(A.next(), PLACE, as_sentence("x"))
+        job.page.model.view.note(WorkerExited(A, -9), [again], 20.0)
+        answer = await job.ask(messages.AskStacks)
+        assert list(json.loads(answer.data)) == ["h:1#1"]
+        assert [call.args for call in job.driver.dump.call_args_list] == [(B,)]
 
 
 @pytest.mark.parametrize(
