@@ -162,6 +162,7 @@ class SealedServer:
         if self._deaf:
             self._deaf = False
             self._selector.register(self._listener, selectors.EVENT_READ)
+        writable = False
         for key, events in ready:
             if self._closed.is_set():
                 return
@@ -170,10 +171,11 @@ class SealedServer:
                 continue
             if key.fileobj is self._woken:
                 self._woken.recv(_READ_BYTES)
-            if key.fileobj is self._woken or events & selectors.EVENT_WRITE:
-                self._send_more()
+            writable |= key.fileobj is self._woken or bool(events & selectors.EVENT_WRITE)
             if events & selectors.EVENT_READ and key.fileobj in self._callers:
                 self._read(self._callers[key.fileobj])
+        if writable:  # once, since it tries all callers
+            self._send_more()
         now = time.monotonic()
         for caller in self.pending.late(now):
             self.drop(caller)

@@ -134,6 +134,30 @@ def test_what_is_queued_is_sent_when_the_server_closes(served, monkeypatch):
     assert served.lost == []
 
 
+def test_all_callers_are_tried_once_in_a_turn(served, monkeypatch):
+    callers = [served.call(number) for number in range(1, 5)]
+    for caller in served.callers.values():
+        served.server.send(caller, encoded(LARGE))
+    tries, most, left = [0], 0, {caller: len(LARGE) for caller in callers}
+    more = served.server._send_more
+
+    def counted() -> None:
+        tries[0] += 1
+        more()
+
+    monkeypatch.setattr(served.server, "_send_more", counted)
+    while left:
+        for caller in [*left]:
+            caller.socket.settimeout(10)
+            left[caller] -= len(caller.socket.recv(1 << 20))
+            if left[caller] <= 0:
+                del left[caller]
+        tries[0] = 0
+        served.turn()
+        most = max(most, tries[0])
+    assert most == 1
+
+
 def test_a_caller_with_too_much_unread_is_dropped(served, monkeypatch):
     monkeypatch.setattr(server_module, "UNSENT_LIMIT", 1 << 20)
     served.call(1)
