@@ -90,11 +90,16 @@ class FramedConnection:
 
     def frame_of(self, body: bytes) -> bytes:
         """Return the frame of an encoded message."""
+        head, tag = self.around(body)
+        return b"".join((head, body, tag))
+
+    def around(self, body: bytes) -> tuple[bytes, bytes]:
+        """Return what precedes and follows an encoded message in its frame. Send frames in the order of these calls."""
         head = len(body).to_bytes(4, "big")
         if not self._key_out:
-            return head + body
+            return head, b""
         self._frames_out += 1
-        return head + body + _tag(self._key_out, self._frames_out, body)
+        return head, _tag(self._key_out, self._frames_out, body)
 
     def feed(self, data: bytes) -> None:
         """Add received bytes, split anywhere."""

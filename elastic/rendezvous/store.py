@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -336,8 +336,7 @@ class _Server:
             return
         del self._groups[request.key, request.size]
         blobs = [each.identity.blob for _, each in sorted(group.items())]
-        for each in group.values():
-            self._answer(each, each.identity, blobs)
+        self._answer(group.values(), request, blobs)
 
     def _provide(self, caller: SealedCaller, request: _Request) -> None:
         blobs, failed = [], ""
@@ -346,7 +345,7 @@ class _Server:
         except Exception as error:  # this thread serves all other ranks too
             log.exception("the store does not support %r", request.key)
             failed = f"{request.key!r} is not available: {type(error).__name__}: {error}"
-        self._answer(caller, request, blobs, failed)
+        self._answer([caller], request, blobs, failed)
 
     def _tell(self, caller: SealedCaller, request: _Request) -> None:
         listening = self._listening.setdefault(request.key, set())
@@ -354,14 +353,20 @@ class _Server:
         if request.size == _ANNOUNCE:
             self._announced.setdefault(request.key, request.blob)
         if request.key in self._announced:
-            for each in self._listening.pop(request.key):
-                self._answer(each, request, [self._announced[request.key]])
+            announced = [self._announced[request.key]]
+            self._answer(self._listening.pop(request.key), request, announced)
 
     def _answer(
-        self, caller: SealedCaller, request: _Request, blobs: list[bytes], error: str = ""
+        self,
+        callers: Iterable[SealedCaller],
+        request: _Request,
+        blobs: list[bytes],
+        error: str = "",
     ) -> None:
         reply = _Reply(self._generation, request.key, blobs, error)
-        self.rpc.send(caller, msgspec.msgpack.encode(reply))  # it disconnects when it has read this
+        body = msgspec.msgpack.encode(reply)  # once: it is large if there are many ranks
+        for caller in callers:
+            self.rpc.send(caller, body)  # it disconnects when it has read this
 
     def _lost(self, caller: SealedCaller) -> None:
         request: _Request = caller.identity

@@ -11,11 +11,13 @@ there are, and for how long. Sending never blocks: frames that a caller does not
 from __future__ import annotations
 
 import contextlib
+import itertools
 import resource
 import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +30,10 @@ from elastic.protocol.pending_handshakes import PendingHandshakes, count_limit
 
 UNSENT_LIMIT = 256 << 20  # bytes queued for a caller; beyond that it is dropped
 DEAF_S = 0.1  # how long accepting pauses when descriptors run out
-FLUSH_S = 1.0  # time at the end for a caller to read what is queued for it
+FLUSH_S = 1.0  # at the end, how long callers that read nothing are waited for
+END_S = 5.0  # longest time at the end for callers to read what is queued
+_SHARED_BYTES = 1 << 14  # a body of this size is queued without a copy
+_PARTS = 64  # sent at once
 _READ_BYTES = 1 << 16
 
 
@@ -39,6 +44,46 @@ class SealedCaller:
     socket: socket.socket
     wire: AcceptedConnection
     identity: Any = None
+
+
+class _Unsent:
+    """Frames that a caller has not read yet. Not thread-safe.
+
+    Large bodies are not copied: the same one may be queued for many callers.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0  # bytes
+        self._parts: deque[bytearray | memoryview] = deque()
+
+    def add(self, *parts: bytes) -> None:
+        for part in parts:
+            self.size += len(part)
+            if len(part) >= _SHARED_BYTES:
+                self._parts.append(memoryview(part))
+            elif self._parts and isinstance(self._parts[-1], bytearray):
+                self._parts[-1] += part
+            else:
+                self._parts.append(bytearray(part))
+
+    def send(self, sock: socket.socket) -> None:
+        """Send what the socket takes without waiting. If the connection is gone, which a read reports: drop all."""
+        parts = [*itertools.islice(self._parts, _PARTS)]
+        try:
+            sent = sock.sendmsg(parts, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return
+        except OSError:
+            sent = self.size
+        self.size -= sent
+        while self._parts and sent >= len(self._parts[0]):
+            sent -= len(self._parts.popleft())
+        if sent:
+            first = self._parts[0]
+            if isinstance(first, bytearray):
+                del first[:sent]
+            else:
+                self._parts[0] = first[sent:]
 
 
 class SealedServer:
@@ -89,7 +134,7 @@ class SealedServer:
         self.pending: PendingHandshakes[SealedCaller] = PendingHandshakes(
             first_s, count_limit(first_limit, descriptors, extra)
         )
-        self._unsent: dict[SealedCaller, bytearray] = {}
+        self._unsent: dict[SealedCaller, _Unsent] = {}
         # Guards the queues, the removal of callers, and the sealing of frames, which go out in the order of their
         # numbers. Never held while blocking.
         self._sending = threading.Lock()
@@ -111,11 +156,10 @@ class SealedServer:
         with self._sending:
             if caller.socket not in self._callers:
                 return
-            frame = caller.wire.frame_of(body)
-            if caller not in self._unsent:
-                frame = frame[_sent(caller.socket, frame) :]
-            if frame:
-                self._unsent.setdefault(caller, bytearray()).extend(frame)
+            head, tag = caller.wire.around(body)
+            waits = caller in self._unsent
+            self._unsent.setdefault(caller, _Unsent()).add(head, body, tag)
+            if waits or self._send_queued(caller):
                 with contextlib.suppress(OSError):  # full: the thread wakes anyway
                     self._waker.send(b"!")
 
@@ -125,20 +169,42 @@ class SealedServer:
             if caller.identity is not None and caller not in self._unsent:
                 self.send(caller, b"")
 
+    def _send_queued(self, caller: SealedCaller) -> int:
+        """Send queued frames without blocking. Return how many bytes are left. The caller holds ``_sending``."""
+        unsent = self._unsent[caller]
+        unsent.send(caller.socket)
+        if not unsent.size:
+            del self._unsent[caller]
+        return unsent.size
+
     def _send_more(self) -> None:
         """Send queued frames to callers that can receive, and watch the others."""
         with self._sending:
-            for caller, queue in [*self._unsent.items()]:
-                del queue[: _sent(caller.socket, queue)]
+            for caller in [*self._unsent]:
+                left = self._send_queued(caller)
                 events = selectors.EVENT_READ
-                if len(queue) > UNSENT_LIMIT:
+                if left > UNSENT_LIMIT:
                     with contextlib.suppress(OSError):
                         caller.socket.shutdown(socket.SHUT_RDWR)  # the next read drops it
-                elif queue:
+                elif left:
                     events |= selectors.EVENT_WRITE
-                else:
-                    del self._unsent[caller]
                 self._selector.modify(caller.socket, events)
+
+    def _send_rest(self) -> None:
+        """Send queued frames at the end, as long as a caller reads them."""
+        ends_at = time.monotonic() + END_S
+        with selectors.DefaultSelector() as writable:
+            for caller in [*self._unsent]:
+                writable.register(caller.socket, selectors.EVENT_WRITE, caller)
+            while writable.get_map() and time.monotonic() < ends_at:
+                ready = writable.select(FLUSH_S)
+                if not ready:
+                    return
+                for key, _ in ready:
+                    with self._sending:
+                        left = self._send_queued(key.data)
+                    if not left:
+                        writable.unregister(key.fileobj)
 
     # ---- receiving -------------------------------------------------------------------------------------------------
 
@@ -151,10 +217,8 @@ class SealedServer:
                 self._died(error)
                 raise
         finally:
-            for caller, queue in [*self._unsent.items()]:
-                with contextlib.suppress(OSError):
-                    caller.socket.settimeout(FLUSH_S)
-                    caller.socket.sendall(queue)
+            with contextlib.suppress(OSError):  # out of descriptors
+                self._send_rest()
             self.close_sockets()
 
     def _turn(self) -> None:
@@ -253,13 +317,3 @@ class SealedServer:
         for held in (self._listener, self._woken, self._waker, *list(self._callers)):
             held.close()
         self._selector.close()
-
-
-def _sent(sock: socket.socket, data: bytes | bytearray) -> int:
-    """Return how many bytes went out without waiting; all of them if the connection is gone."""
-    try:
-        return sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-    except BlockingIOError:
-        return 0
-    except OSError:
-        return len(data)  # reading from it reports the loss

@@ -35,7 +35,7 @@ def answered(caller):
     wire = FramedConnection(store._replies)
     secret, nonce = derived(SECRET, "store", 0), bytes(NONCE_BYTES)
     wire.seal(secret, mine=nonce, theirs=b"", caller=True, limit=1 << 20)
-    wire.feed(caller.send.call_args.args[0])
+    wire.feed(b"".join(caller.sendmsg.call_args.args[0]))
     return wire.next()
 
 
@@ -59,7 +59,7 @@ class Conversation:
 
     def calls(self):
         caller = create_autospec(socket.socket, instance=True)
-        caller.send.side_effect = lambda data, flags: len(data)
+        caller.sendmsg.side_effect = lambda parts, _, flags: sum(map(len, parts))
         self.listener.accept.side_effect = [(caller, ("10.0.0.2", 5000)), BlockingIOError]
         return caller
 
@@ -86,17 +86,17 @@ def test_an_evicted_peer_that_sends_a_message_ends_nothing(monkeypatch):
     talk.turn(talk.listener, talk.says(stranger, b"x"))
     stranger.close.assert_called_once()
     talk.turn(talk.says(caller, asks(FETCH)))
-    caller.send.assert_called_once()
+    caller.sendmsg.assert_called_once()
 
 
 def test_a_listener_that_disconnects_during_its_notification_ends_nothing(talk):
     listens, announces = talk.comes(), talk.comes()
     talk.turn(talk.says(listens, asks(LISTEN)))
     talk.turn(talk.says(announces, asks(ANNOUNCE)), talk.says(listens, b""))
-    announces.send.assert_called_once()
+    announces.sendmsg.assert_called_once()
     late = talk.comes()
     talk.turn(talk.says(late, asks(LISTEN)))
-    late.send.assert_called_once()
+    late.sendmsg.assert_called_once()
 
 
 def test_without_descriptors_it_accepts_later_and_serves_existing_peers(talk):
@@ -104,7 +104,7 @@ def test_without_descriptors_it_accepts_later_and_serves_existing_peers(talk):
     talk.listener.accept.side_effect = OSError(errno.EMFILE, "Too many open files")
     talk.turn(talk.listener, talk.says(caller, asks(FETCH)))
     talk.selector.unregister.assert_any_call(talk.listener)  # which stays ready: it would spin
-    caller.send.assert_called_once()
+    caller.sendmsg.assert_called_once()
     talk.turn()
     talk.selector.select.assert_called_with(server.DEAF_S)
     talk.selector.register.assert_called_with(talk.listener, selectors.EVENT_READ)

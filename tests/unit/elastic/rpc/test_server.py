@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
+import threading
 import time
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -128,10 +131,55 @@ def test_what_is_queued_is_sent_when_the_server_closes(served, monkeypatch):
     served.server.start()
     while (message := caller.wire.next()) is None:
         served.server.close(within_s=0.0)
+        served.server.send(served.callers[1], encoded(b"by another thread, meanwhile"))
         caller.socket.settimeout(10)
         caller.wire.feed(caller.socket.recv(1 << 20))
     assert message == LARGE
     assert served.lost == []
+
+
+def test_callers_that_do_not_read_delay_no_other_at_the_end(served, monkeypatch):
+    monkeypatch.setattr(server_module, "END_S", 600.0)
+    *_, quick = (served.call(number) for number in range(1, 5))
+    for caller in served.callers.values():
+        served.server.send(caller, encoded(LARGE))
+    everything = threading.Event()
+
+    class Selector(selectors.DefaultSelector):
+        def select(self, timeout=None):
+            assert timeout == server_module.FLUSH_S
+            while not (ready := super().select(0.01)) and not everything.is_set():
+                pass
+            return ready
+
+    def read() -> None:
+        quick.socket.settimeout(60)
+        while quick.wire.next() is None:
+            quick.wire.feed(quick.socket.recv(1 << 20))
+        everything.set()
+
+    monkeypatch.setattr(selectors, "DefaultSelector", Selector)
+    served.server.close(within_s=0.0)
+    reader = threading.Thread(target=read)
+    reader.start()
+    served.server._serve()
+    reader.join(60)
+    assert everything.is_set()
+    assert [caller.identity for caller in served.server._unsent] == [1, 2, 3]
+
+
+def test_a_body_for_many_callers_is_held_once(served):
+    callers = [served.call(number) for number in range(1, 9)]
+    body = encoded(LARGE)
+    tracemalloc.start()
+    try:
+        for caller in served.callers.values():
+            served.server.send(caller, body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * len(body), "and one copy while a tag is computed"
+    assert [each.next() for each in callers] == [LARGE] * len(callers)
 
 
 def test_all_callers_are_tried_once_in_a_turn(served, monkeypatch):
