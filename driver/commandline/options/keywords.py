@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field
 from typing import Any, TypeVar
 
@@ -75,21 +75,25 @@ def words_of(function: str, given: Mapping[str, Any]) -> list[str]:
         if metavar is None:
             words.append(flag)
         elif isinstance(metavar, tuple):
-            words += [flag, *_range(name, value)]
+            words += [flag, *_range(name, value, convert)]
         else:
-            try:
-                convert(str(value))
-            except argparse.ArgumentTypeError as error:
-                raise Invalid(f"{name} is {value!r}: {error}") from None
-            words.append(f"{flag}={value}")
+            words.append(f"{flag}={_text(name, value, value, convert)}")
     return words
 
 
-def _range(name: str, given: object) -> list[str]:
-    pair = list(given) if isinstance(given, tuple | list) else []
-    numbers = [x for x in pair if isinstance(x, int | float) and not isinstance(x, bool)]
-    if len(pair) != 2 or len(numbers) != 2 or not 0 < numbers[0] <= numbers[1]:
+def _text(name: str, given: Any, value: Any, convert: Callable[[str], Any]) -> str:
+    try:
+        convert(str(value))
+    except argparse.ArgumentTypeError as error:
+        raise Invalid(f"{name} is {given!r}: {error}") from None
+    return str(value)
+
+
+def _range(name: str, given: Any, convert: Callable[[str], Any]) -> list[str]:
+    pair = list(given) if isinstance(given, Collection) and not isinstance(given, str) else []
+    words = [_text(name, given, value, convert) for value in pair]
+    if len(words) != 2 or convert(words[0]) > convert(words[1]):
         raise Invalid(
             f"{name} is {given!r}: pass the shortest and the longest in seconds, as in (1, 60)"
         )
-    return [str(x) for x in numbers]
+    return words

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy
 import pytest
 
 import elastic
@@ -29,6 +30,24 @@ def test_keyword_arguments_become_flags():
         *("--num-proc=2", "--checkpoint-dir=/a b", "--standbys=0", "--fresh"),
         *("--blacklist-cooldown-range", "1", "60"),
     ]
+
+
+@pytest.mark.parametrize(
+    "pair", [(1, 60), [1, 60.0], ("1", "60"), numpy.array([1, 60]), numpy.array([1, 60], "f4")]
+)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_range_has_any_two_numbers(function, pair):
+    words = words_of(function, {"cooldown_range": pair})
+    assert flags.parse(words).cooldown_range == [1.0, 60.0]
+
+
+@pytest.mark.parametrize(
+    "pair", [5, "15", (), (1,), (1, 2, 3), (5, 1), (0, 1), (True, 5), (1, None)]
+)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_range_needs_two_positive_numbers_in_order(function, pair):
+    with pytest.raises(Invalid):
+        words_of(function, {"cooldown_range": pair})
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
