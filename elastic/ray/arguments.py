@@ -11,6 +11,7 @@ from typing import Any
 
 from elastic.driver.commandline.options.argument_parser import RAY
 from elastic.driver.commandline.options.keywords import words_of
+from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.launcher.option_types import RayOptions
 
@@ -132,13 +133,22 @@ def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, flo
 
 def places(wanted: WorkerRequest, options: RayOptions) -> int:
     """Return the maximum number of workers, including standbys."""
-    return wanted.most + (options.get("standbys") or 0)
+    return wanted.most + _standbys(options)
+
+
+def start_timeout_s(options: RayOptions) -> float:
+    """Return the seconds from the placement of the workers until all have started."""
+    return float(options.get("start_timeout") or Settings.start_timeout_s)
+
+
+def _standbys(options: RayOptions) -> int:
+    return int(options.get("standbys") or 0)  # may be the text of a number, as for any flag
 
 
 def check_options(options: RayOptions, *, elastic: bool = True) -> None:
     """Check the options. Raises Invalid, or TypeError if there is no such option."""
     words_of(RAY, options)
-    standbys = options.get("standbys")
+    standbys = _standbys(options)
     if standbys and not elastic:
         raise Invalid(
             f"standbys is {standbys}, but a job without min_workers and max_workers replaces no worker: pass one of"

@@ -10,7 +10,6 @@ import cloudpickle
 
 from elastic.driver.commandline.options.argument_parser import RAY
 from elastic.driver.commandline.options.keywords import accepts
-from elastic.driver.settings import Settings
 from elastic.errors import Invalid, JobFailed
 from elastic.protocol.report_values import Report
 from elastic.ray import arguments, call_results
@@ -245,7 +244,7 @@ class Executor:
     ) -> None:
         follower, wanted = self._follower, self._wanted
         follower.ask(follower.actor.begin.remote(b"", persistent=True))
-        start_s = self._options.get("start_timeout") or Settings.start_timeout_s
+        start_s = arguments.start_timeout_s(self._options)
         ready = follower.actor.ready.remote(wanted.np, start_s)
         (trouble,) = follower.wait([ready])
         if trouble:

@@ -1,7 +1,10 @@
 """Arguments of a job on a Ray cluster: invalid ones are refused before anything is started."""
 
+from typing import Any
+
 import pytest
 
+from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.ray import arguments
 from harness.golden import raises
@@ -114,6 +117,21 @@ def test_a_job_holds_places_for_its_standbys_too():
     wanted = arguments.wanted(2, 1, 4, None, use_gpu=False)
     assert arguments.places(wanted, {}) == 4
     assert arguments.places(wanted, {"standbys": 2}) == 6
+
+
+def test_options_may_be_texts_of_numbers():
+    wanted = arguments.wanted(2, 1, 4, None, use_gpu=False)
+    options: Any = {"standbys": "2", "start_timeout": "60"}
+    arguments.check_options(options)
+    assert arguments.places(wanted, options) == 6
+    assert arguments.start_timeout_s(options) == 60.0
+    none: Any = {"standbys": "0"}
+    arguments.check_options(none, elastic=False)
+
+
+def test_workers_have_the_time_of_the_flag_to_start():
+    assert arguments.start_timeout_s({}) == Settings.start_timeout_s
+    assert arguments.start_timeout_s({"start_timeout": 60.0}) == 60.0
 
 
 def test_a_job_that_is_not_elastic_has_no_use_for_standbys():
