@@ -314,6 +314,7 @@ def test_commit_of_the_next_world_is_shown_after_a_failover():
     action = world(A, generation=8, commit=Commit(7, 14))
     page.view.note(events.WorkerReady(A, 7, None, STORE), [action], 51.0)
     shown = page.state.values["commit"]
+    assert shown is not None
     assert (shown["generation"], shown["number"], shown["at"]) == (7, 14, 51.0)
 
 
