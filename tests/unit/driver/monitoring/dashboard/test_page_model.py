@@ -310,7 +310,8 @@ def test_state_of_the_previous_driver_is_shown():
 def test_commit_of_the_next_world_is_shown_after_a_failover():
     page = model()
     page.view.adopt({A: (11, 0), B: (12, 1)}, 7, 50.0)
-    assert page.state.values["commit"] is None
+    before = page.state.values["commit"]
+    assert before is None
     action = world(A, generation=8, commit=Commit(7, 14))
     page.view.note(events.WorkerReady(A, 7, None, STORE), [action], 51.0)
     shown = page.state.values["commit"]
