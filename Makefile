@@ -261,7 +261,7 @@ release: $(STAMP)
 	@ls dist/release
 
 bench: $(READY)
-	@for name in allreduce step memory hierarchy elasticity commit commit_every_step recovery join notice reinit negotiation timeline \
+	@for name in allreduce step memory hierarchy elasticity commit commit_every_step recovery join startup notice reinit negotiation timeline \
 	    control_plane; do \
 	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
