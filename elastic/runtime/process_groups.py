@@ -314,8 +314,9 @@ class Groups:
         Raises:
             DeviceLost: a GPU did not end its work within `DEVICE_S`; later work would wait behind it forever.
         """
-        late, on_gpus = 0, _on_gpus(self._made)
-        for key, group in list(self._made.items()):
+        made = dict(self._made)  # other threads may add groups
+        late, on_gpus = 0, _on_gpus(made)
+        for key, group in made.items():
             if not group.drain(timeout_s):
                 late += 1
                 if key in on_gpus and not on_gpus[key].ended(DEVICE_S - timeout_s):
@@ -376,11 +377,12 @@ class Groups:
         The next world exists, so no member's GPU still uses another member's memory.
         """
         with self._forming:
-            groups, store, engine = list(self._made.values()), self._store, self._engine
+            made = dict(self._made)
+            groups, store, engine = list(made.values()), self._store, self._engine
             unmade, self._unmade = self._unmade, []
-            self._buried = list(_on_gpus(self._made).values())
+            self._buried = list(_on_gpus(made).values())
             self._unconnected += unmade
-            for purpose, device_type, members in self._made:
+            for purpose, device_type, members in made:
                 if self._place is not None and len(members) == self._place.size:
                     self._used |= {purpose} & _AHEAD if device_type == "cpu" else set()
             self._made, self._store, self._engine, self._cuttable = {}, None, None, []
@@ -410,9 +412,10 @@ class Groups:
                 connecting.abort()
             self._out_of_torch(CLOSE_S)
         with self._forming:
-            on_gpus = _on_gpus(self._made)
+            made = dict(self._made)
+            on_gpus = _on_gpus(made)
             self._unmade += on_gpus.values()
-            for key, group in list(self._made.items()):
+            for key, group in made.items():
                 if key not in on_gpus:
                     # If the interpreter freed it, it would close its sockets or wait for work in flight.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

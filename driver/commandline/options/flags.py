@@ -598,7 +598,7 @@ def worker_variables(options: Options) -> dict[str, str]:
                 if metavar is None:
                     env[variable] = str(int(value == more.get("const", True)))
                 else:
-                    env[variable] = value if isinstance(value, str) else f"{value:.17g}"
+                    env[variable] = str(value).removesuffix(".0")
     return env
 
 

@@ -355,6 +355,8 @@ def test_every_setting_has_a_flag():
     assert (settings.reset_limit, settings.slot_attempts, settings.host_attempts) == (3, 4, 2)
     assert (settings.cooldown_min_s, settings.cooldown_max_s) == (2.0, 20.0)
     assert settings.env["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "12.5"
+    tenth = job("-np 2 --gloo-timeout-seconds 0.1").settings
+    assert tenth.env["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "0.1"
     assert settings.env["NCCL_IB_DISABLE"] == "1"
     assert settings.env["ELASTIC_DIGESTS"] == "tensors"
     assert settings.env["ELASTIC_MIN_WORKERS"] == "1"
