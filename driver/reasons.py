@@ -265,8 +265,18 @@ def _parts(reason: Reason) -> Sequence[str]:
 
 
 def _several(facts: Mapping[str, Any]) -> str:
+    """Sentence of several causes. Workers that ended in the same way are named in one clause."""
+    clauses: dict[str, Any] = {}
+    for cause in facts["causes"]:
+        same = str(cause)
+        if isinstance(cause, Reason) and cause.kind is ReasonKind.LOST_EXITED:
+            same = f"exit: {cause.facts['exit']}"
+            if same in clauses:
+                workers = f"{clauses[same].facts['worker']}, {cause.facts['worker']}"
+                cause = because(cause.kind, worker=workers, exit=cause.facts["exit"])
+        clauses[same] = cause
     more = [f"and {facts['more']} more"] if facts.get("more") else []
-    return "; ".join([*map(str, facts["causes"]), *more])
+    return "; ".join([*map(str, clauses.values()), *more])
 
 
 def _next_world(facts: Mapping[str, Any]) -> str:
@@ -371,7 +381,7 @@ def _drains(facts: Mapping[str, Any]) -> str:
     verb = "leaves" if workers == 1 else "leave"
     when = "at the next commit"
     if least:  # needed for --min-np
-        when = f"once {counted(least, 'worker')} {'runs' if least == 1 else 'run'} elsewhere"
+        when = f"once {least} {'runs' if least == 1 else 'run'} elsewhere"
     return f"drained {host}: its {counted(workers, 'worker')} {verb} {when}"
 
 
@@ -455,7 +465,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.RAISED: "it raised an exception",
     ReasonKind.NOT_EXITED: "it did not exit in time",
     ReasonKind.CANT_BE_KILLED: "{worker} could not be killed within {within_s:g} s: continuing without it",
-    ReasonKind.SLOT_COOLS: "{worker} ended with {exit}; its slot is available again in {wait_s:g} s",
+    ReasonKind.SLOT_COOLS: "{worker} ended with {exit}; its slot is free in {wait_s:g} s",
     ReasonKind.SLOT_GIVEN_UP: "gave up slot {slot}: {attempts} consecutive workers ended without progress, the last"
     " with"
     " {exit}{wrote:wrote}",

@@ -125,10 +125,10 @@ LEFT_OUT = "ignored host"
 LEFT_WORKER_TRAINED = "it left; 1 worker continued training"
 LISTENING = r"listening on \[%s\]:"
 LOCALHOST_ENDED_EXIT_CODE = (
-    "localhost:1#1 ended with exit code 1; its slot is available again in 0.1 s"
+    "localhost:1#1 ended with exit code 1; its slot is free in 0.1 s"
 )
 LOCALHOST_ENDED_EXIT_CODE_2 = (
-    "localhost:1#2 ended with exit code 1; its slot is available again in 0.2 s"
+    "localhost:1#2 ended with exit code 1; its slot is free in 0.2 s"
 )
 LOCALHOST_ENDED_SIGNAL_SIGKILL = "localhost:2#2 ended with signal 9 SIGKILL"
 LOCALHOST_GOES_AWAY_AWS = (

@@ -56,7 +56,7 @@ class FlippedJob:
         for path in self.folder.glob("*#*"):
             for line in path.read_text().splitlines():
                 commit, _, content = line.partition(" ")
-                generation, _, number = commit.partition(".")
+                generation, _, number = commit.removeprefix("g").partition("c")
                 where = int(generation), int(number)
                 found.setdefault(where, {})[path.name] = content
         return found

@@ -35,6 +35,13 @@ def test_nested_reasons_are_kept_in_json():
     recorded("reasons", str(several))
 
 
+def test_workers_that_ended_in_the_same_way_are_named_together():
+    exits = [("h:3#1", "exit code 1"), ("h:0#1", "exit code 1"), ("h:2#1", "signal 9 SIGKILL")]
+    causes = [because(ReasonKind.LOST_EXITED, worker=w, exit=how) for w, how in exits]
+    stranded = because(ReasonKind.LOST_STRANDED, worker="h:1#1")
+    recorded("reasons", str(because(ReasonKind.SEVERAL, causes=[*causes, stranded], more=0)))
+
+
 def test_mismatching_facts_are_shown():
     odd: list[dict[str, Fact]] = [{}, {"within_s": "soon"}, {"within_s": None}]
     for facts in odd:
