@@ -289,6 +289,33 @@ class WorkerExited(Event):
     cause: ExitCause = ExitCause.UNKNOWN
 
 
+class HealthOutcome(enum.Enum):
+    """Outcome of a health check."""
+
+    PASSED = "passed"
+    FAILED = "failed"  # it exited with an error, or could not be started
+    TIMED_OUT = "timed_out"
+    WRONG_RESULT = "wrong_result"  # the built-in check computed other bits than expected
+
+
+class WorkerHealthChecked(Event):
+    """The health check beside a worker's start has ended; see `Settings.health_check`.
+
+    Args:
+        worker: the worker that is admitted if it passed; its slot is the one that was checked.
+        outcome: see `HealthOutcome`.
+        code: exit code, or minus the signal; None if it did not end by itself or could not be started.
+        line: last line of its output, shortened.
+        took_s: seconds from its start to its result.
+    """
+
+    worker: Worker
+    outcome: HealthOutcome
+    code: int | None = None
+    line: str = ""
+    took_s: Finite = 0.0
+
+
 class HostLost(Event):
     """The liveness timeout of a host's agent expired: nothing on the host can be killed or notified."""
 

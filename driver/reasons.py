@@ -67,6 +67,7 @@ class ReasonKind(enum.Enum):
     CANT_BE_KILLED = "can't be killed"
     SLOT_COOLS = "slot cools"
     SLOT_GIVEN_UP = "slot given up"
+    UNHEALTHY = "unhealthy"
     # An operator's request is carried out ...
     SCALED = "scaled"
     DRAINS = "drains"
@@ -126,6 +127,7 @@ class ReasonKind(enum.Enum):
     SLOTS_SPENT = "slots spent"
     TOO_FEW_SLOTS = "too few slots"
     TOO_FEW = "too few"
+    TOO_FEW_HEALTHY = "too few healthy"
     OTHERS_EXITED = "others exited"
     # ... or continuing is not worthwhile ...
     RESET_LIMIT = "reset limit"
@@ -346,6 +348,15 @@ def _scaled(facts: Mapping[str, Any]) -> str:
     return text
 
 
+def _unhealthy(facts: Mapping[str, Any]) -> str:
+    """Sentence of a failed health check. ``outcome``: of `HealthOutcome`; ``code``: exit code, if it has one."""
+    how = {"timed_out": "timed out", "wrong_result": "computed a wrong result"}
+    text = how.get(str(facts["outcome"]), "failed")
+    if facts["outcome"] == "failed" and facts["code"] is not None:
+        text = f"{text} with exit code {facts['code']}"
+    return f"health check of {facts['slot']} {text}" + (f": {facts['line']}" if facts["line"] else "")
+
+
 def _only_slots(slots: int) -> str:
     return (
         "no slot is available"
@@ -529,6 +540,8 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.TOO_FEW_SLOTS: _too_few_slots,
     ReasonKind.TOO_FEW: "only {ready} of {needed:+worker} ready after {within_s:g} s: start more hosts, lower --min-np,"
     " or raise --elastic-timeout",
+    ReasonKind.TOO_FEW_HEALTHY: "too few healthy slots, as health checks fail on {slots}: {cause}",
+    ReasonKind.UNHEALTHY: _unhealthy,
     ReasonKind.OTHERS_EXITED: "{exited:+worker} ended with exit code 0 while {waiting:+other} waited in init()",
     ReasonKind.NO_RESUME: "training can't resume from the checkpoint: {text}",
     ReasonKind.SHARDS_LOST: "{text}",

@@ -28,6 +28,8 @@ FLAGS = {
     "gpu_hang_s": "--gpu-hang-timeout",
     "gpu_limit_s": "ELASTIC_COLLECTIVE_TIMEOUT",
     "restarts": "--restarts",
+    "health_check": "--health-check",
+    "health_check_s": "--health-check-timeout",
     "timeline": "--timeline-filename",
 }
 
@@ -80,6 +82,9 @@ class Settings:
     judge_scripts: bool = False
     strict: bool = False  # fail a job that lacks such workers at its end
     durable: bool = False  # commits are made durable in a checkpoint folder
+    # Command that checks a slot before its worker is admitted; "auto": the built-in check; empty: none.
+    health_check: str = ""
+    health_check_s: float = 60.0  # time for it
     timeline: str | None = None  # absolute path of the file with the timeline of all ranks
     env: dict[str, str] = field(default_factory=dict)  # additional environment of every worker
 
@@ -110,7 +115,7 @@ class Settings:
         for name in ("idle_s", "busy_warning_s", "busy_s", "gpu_hang_s"):
             if getattr(self, name) < 0:
                 raise Invalid(f"{self._shown(name)}: pass seconds, or 0 to turn it off")
-        for name in ("lease_s", "gpu_limit_s", "kill_s"):
+        for name in ("lease_s", "gpu_limit_s", "kill_s", "health_check_s"):
             if getattr(self, name) <= 0:
                 raise Invalid(f"{self._shown(name)}: pass a positive number of seconds")
         if self.dump_s < 0:

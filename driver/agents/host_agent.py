@@ -41,7 +41,7 @@ from elastic.driver.agents.messages import (
     Tell,
 )
 from elastic.driver.agents.uplink import Uplink
-from elastic.driver.events import Event, WorkerDisconnected, WorkerExited
+from elastic.driver.events import Event, WorkerDisconnected, WorkerExited, WorkerHealthChecked
 from elastic.driver.launch.environment import (
     defaults,
     host_environment,
@@ -103,6 +103,8 @@ class HostAgent:
         self._network: dict[str, str] = {}
         # values of launched functions, which are sent only once
         self._results: dict[Worker, Heard] = {}
+        # Results of the running workers' health checks, which are repeated: a driver may have missed one.
+        self._checked: dict[Worker, WorkerHealthChecked] = {}
         self._connected: set[Worker] = set()
         self._workers_of = ""  # job of the workers here
         self._stale: set[Worker] = set()  # workers of a job that is over; their names may be reused
@@ -282,6 +284,8 @@ class HostAgent:
         )
         for result in self._results.values():
             self._uplink.send(result)
+        for checked in self._checked.values():
+            self._uplink.send(Seen(checked))
         self._server.broadcast(self._connected, messages.Restate())
         self._sink.catch_up()
         self._ready(True)
@@ -413,12 +417,15 @@ class HostAgent:
         if event.worker in self._stale:
             self._stale.discard(event.worker)
             return
+        self._checked.pop(event.worker, None)
         self._state.exited(event)
         self._uplink.send(Seen(event))
         if not self._agent.alive():
             self._machine.all_workers_exited()
 
     def _noticed(self, event: Event) -> None:
+        if isinstance(event, WorkerHealthChecked):
+            self._checked[event.worker] = event
         self._uplink.send(Seen(event))  # type: ignore[arg-type]
 
     async def _clear(self, why: str) -> None:

@@ -16,6 +16,7 @@ from elastic.driver.events import (
     WorkerDisconnected,
     WorkerExited,
     WorkerFrozen,
+    WorkerHealthChecked,
     WorkerProbed,
     WorkerThawed,
 )
@@ -73,7 +74,14 @@ class Heard(AgentMessage):
 class Seen(AgentMessage):
     """An observation of a worker's process."""
 
-    event: WorkerExited | WorkerFrozen | WorkerThawed | WorkerProbed | WorkerDisconnected
+    event: (
+        WorkerExited
+        | WorkerFrozen
+        | WorkerThawed
+        | WorkerProbed
+        | WorkerDisconnected
+        | WorkerHealthChecked
+    )
 
 
 class Printed(AgentMessage):

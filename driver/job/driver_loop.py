@@ -50,6 +50,7 @@ from elastic.driver.monitoring.reports import Reports
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.monitoring.world_lines import phases_line, recovery_line, world_line
 from elastic.driver.network.credentials import TlsFiles
+from elastic.driver.processes import health_check_run
 from elastic.driver.processes.exit_ordering import ExitBarrier
 from elastic.driver.reasons import Reason, ReasonKind, because, brief, in_one_line
 from elastic.driver.settings import Settings
@@ -603,10 +604,16 @@ class Driver:
 
     def _start(self, action: events.StartWorker) -> None:
         settings, job, worker, place = self.job.settings, self.job, action.worker, action.place
-        wait_timeout_s = 2 * settings.elastic_timeout_s + settings.start_timeout_s + WAIT_SLACK_S
+        # A check may take longer than others take to start.
+        wait_timeout_s = settings.health_check_s if settings.health_check else 0.0
+        wait_timeout_s += 2 * settings.elastic_timeout_s + settings.start_timeout_s + WAIT_SLACK_S
+        extra = dict(settings.env)
+        if settings.health_check:
+            extra[health_check_run.COMMAND] = settings.health_check
+            extra[health_check_run.TIMEOUT] = f"{settings.health_check_s:g}"
         if job.by_agents:
             job_env = job_environment(worker, place, settings.elastic, wait_timeout_s)
-            env = {**without_secrets(job.environ), **settings.env, **job_env}
+            env = {**without_secrets(job.environ), **extra, **job_env}
         else:
             env = worker_environment(
                 job.environ,
@@ -619,7 +626,7 @@ class Driver:
                 wait_timeout_s=wait_timeout_s,
                 threads=threads_per_worker(len(os.sched_getaffinity(0)), place.local_size),
                 tls=job.tls,
-                extra=settings.env,
+                extra=extra,
             )
         if not self.generation:
             self._promised[action.worker] = action.place

@@ -19,7 +19,8 @@ class Launcher(Protocol):
 
         Args:
             exited: called exactly once for each started worker.
-            noticed: called with other observations of processes: WorkerFrozen, WorkerThawed, WorkerProbed.
+            noticed: called with other observations of processes: WorkerFrozen, WorkerThawed, WorkerProbed,
+                WorkerHealthChecked.
         """
 
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:

@@ -200,7 +200,8 @@ class Failures(Part):
         elif not self.settings.elastic or self.worlds.root_cause_search is not None:
             self._exit_ends_the_job(record, event, exit_text)
         elif record.leaving and record.stage is WorkerStage.DISMISSED:
-            self.actions.log("info", f"{event.worker} left with {ended}: {record.leaving}")
+            level = "debug" if record.unchecked else "info"  # a failed check is logged once
+            self.actions.log(level, f"{event.worker} left with {ended}: {record.leaving}")
         else:
             self._end_if_the_script_is_wrong(record, event, exit_text)
             self.staff.record_failure(record, ended)

@@ -28,6 +28,7 @@ from elastic.driver import events
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failures import Failures
+from elastic.driver.membership.health_checks import HealthChecks
 from elastic.driver.membership.operator_requests import OperatorRequests
 from elastic.driver.membership.preemption_notices import Notices
 from elastic.driver.membership.reconnect import Reconnects
@@ -59,6 +60,7 @@ class Membership:
         self.notices = Notices(self.worlds)
         self.stop = Stop(self.worlds)
         self.deadlines = Deadlines(self.worlds)
+        self.health = HealthChecks(self.worlds)
 
     # ---- public state ----------------------------------------------------------------------------------------------
 
@@ -158,6 +160,8 @@ class Membership:
         match event:
             case events.WorkerReconnected():
                 self.reconnections.reconnected(event)
+            case events.WorkerHealthChecked():
+                self.health.checked(event)
             case events.HostsChanged(hosts):
                 self.notices.listed(hosts)
                 self.worlds.staff.announce(hosts, self.worlds.world.places, fixed=event.fixed)
@@ -240,6 +244,7 @@ class Membership:
     def check(self) -> None:
         """Assert the invariants; called by tests after every event."""
         self.stuck.check()
+        assert not any(self.roster[w].unchecked for w in self.members if w in self.roster)
         slots = {record.slot for record in self.roster.values()}
         assert len(slots) == len(self.roster), "two live processes in one slot"
         assert len(set(self.members)) == len(self.members)

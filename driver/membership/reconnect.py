@@ -55,6 +55,8 @@ class Reconnects(Part):
             record.exit_by, record.exit_why = None, None
         if record.killed_for or record.stage is WorkerStage.DISMISSED:
             self.staff.part_again(record)
+        elif record.stage is WorkerStage.STARTING and record.unchecked:
+            self.staff.hold(record)
         elif record.stage is WorkerStage.STARTING or (
             record.stage is WorkerStage.CONNECTED and not event.welcomed
         ):
@@ -127,6 +129,8 @@ class Reconnects(Part):
             if record.killed_for or record.stage is WorkerStage.DISMISSED:
                 if record.exit_by is not None:
                     record.exit_by = now + settings.leave_s
+            elif record.stage is WorkerStage.HELD:
+                self.staff.hold(record)
             elif record.stage in (
                 WorkerStage.CONNECTED,
                 WorkerStage.READY,

@@ -21,7 +21,15 @@ from typing import Any
 
 import msgspec
 
-from elastic.driver.events import Action, Event, ExitCause, Member, Notice, ShardsDivided
+from elastic.driver.events import (
+    Action,
+    Event,
+    ExitCause,
+    HealthOutcome,
+    Member,
+    Notice,
+    ShardsDivided,
+)
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.idle_world import IdleWorld
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
@@ -29,6 +37,7 @@ from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicion, Suspicions, Verdict
 from elastic.driver.membership.failure_detection.unresponsive_hosts import UnresponsiveHosts
 from elastic.driver.membership.failures import Failures
+from elastic.driver.membership.health_checks import HealthChecks
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.preemption_notices import Departure, Notices
 from elastic.driver.membership.reconnect import Reconnects
@@ -79,6 +88,7 @@ OBJECTS: tuple[type, ...] = (  # created empty and then filled; compared by iden
         Departure,
         Stop,
         Deadlines,
+        HealthChecks,
         ActionList,
         WorkerPool,
         GiveUpRules,
@@ -105,7 +115,7 @@ OBJECTS: tuple[type, ...] = (  # created empty and then filled; compared by iden
     ),
 )
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
-ENUMS: tuple[type[enum.Enum], ...] = (Phase, WorkerStage, Kind, Verdict, ReasonKind, ExitCause)
+ENUMS: tuple[type[enum.Enum], ...] = (Phase, WorkerStage, Kind, Verdict, ReasonKind, ExitCause, HealthOutcome)
 STRUCTS: tuple[type[msgspec.Struct], ...] = (  # created from their parts, as are enums and tuples
     *(Worker, Commit, Address, Place, Launches, Times, Member, Notice, Reason, Called),
     *(HeldCommitShards, ShardsHeld, RowBytes, ShardsPlaced, ShardsDivided),

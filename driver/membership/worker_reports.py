@@ -11,7 +11,6 @@ from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.records.roster import AT_STAKE, WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.membership.worlds.part import Part
-from elastic.driver.membership.worlds.world import World
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import Commit, Worker
@@ -63,11 +62,7 @@ class WorkerReports(Part):
             return  # a connection that outlived its process
         record.pid = event.pid
         self.frozen.speaks(record)
-        if self.worlds.members and not self.worlds.trained and not self.worlds.live():
-            # All members are gone before any entered elastic.run. As a newcomer of the old world, the worker would
-            # train alone: the next world is a first one.
-            self.worlds.world = World(self.worlds.generation)
-        self.staff.welcome(record, self.worlds.members)
+        self.worlds.welcome(record)
 
     def ready(self, event: events.WorkerReady) -> None:
         record = self.roster.get(event.worker)

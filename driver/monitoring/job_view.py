@@ -107,6 +107,8 @@ class JobView:
         self.checkpoint_at: float | None = (
             None  # time of the last checkpoint; None iff there was none
         )
+        # Slots whose last health check failed, with its result.
+        self.unhealthy: dict[tuple[str, int], events.WorkerHealthChecked] = {}
         self.end: events.EndJob | None = None  # the first decision to end the job
         # Incarnation of the last process that exited in each slot: what it reports later is ignored.
         self._last: dict[tuple[str, int], int] = {}
@@ -207,6 +209,15 @@ class JobView:
                 ours = [each for each in ordered if each in self.workers]
                 gone = [each for each in ours if each.host == host and each not in alive]
                 self._exits(gone, None)
+            case events.WorkerHealthChecked(worker, outcome):
+                if outcome is not events.HealthOutcome.PASSED:
+                    self.unhealthy[worker.host, worker.slot] = event
+                else:
+                    self.unhealthy.pop((worker.host, worker.slot), None)
+            case events.HostsChanged(hosts):
+                gone = [slot for slot in self.unhealthy if slot[0] not in hosts]
+                for slot in gone:
+                    del self.unhealthy[slot]
             case events.CheckpointMade(commit):
                 self._knows(commit, now)
                 self.durable = max(self.durable or commit, commit)

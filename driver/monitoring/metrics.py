@@ -77,6 +77,7 @@ class JobMetrics(ViewReader):
         self.recoveries: dict[str, Histogram] = defaultdict(_durations)  # by kind
         self.phases: dict[tuple[str, str], Histogram] = defaultdict(_durations)  # by kind and phase
         self.fenced: Counter[str] = Counter(dict.fromkeys(FENCES.values(), 0))  # by kind
+        self.health: Counter[str] = Counter({each.value: 0 for each in events.HealthOutcome})
         self.lost = 0
         self.waits: dict[Worker, Waits] = {}
         self.stragglers: frozenset[Worker] = frozenset()
@@ -110,6 +111,8 @@ class JobMetrics(ViewReader):
             self.lost += known.code != 0 and not expected and self.view.end is None
         if isinstance(event, events.WorkerPaced):
             self._paced(event)
+        elif isinstance(event, events.WorkerHealthChecked):
+            self.health[event.outcome.value] += 1
 
     def decided(self, action: events.Action, now: float) -> None:
         match action:
@@ -174,6 +177,12 @@ def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
         "Workers killed so that the others could continue.",
         "reason",
         figures.fenced.items(),
+    )
+    yield _counter("health_checks", "Health checks by outcome.", "outcome", figures.health.items())
+    yield GaugeMetricFamily(
+        "elastic_unhealthy_slots",
+        "Slots whose last health check failed, so that no worker is admitted there.",
+        value=len(view.unhealthy),
     )
     yield CounterMetricFamily(
         "elastic_started_workers", "Workers started.", value=float(view.started)

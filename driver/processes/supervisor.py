@@ -35,7 +35,8 @@ import msgspec
 
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.membership.worlds.root_cause import describe_exit
-from elastic.driver.processes import orphan_reaper, proc_stats
+from elastic.driver.processes import health_check_run, orphan_reaper, proc_stats
+from elastic.driver.processes.health_check_run import HealthCheckRun
 from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.driver.processes.orphan_reaper_process import OrphanReaper
 from elastic.driver.processes.out_of_memory import OutOfMemory
@@ -66,7 +67,7 @@ class ProcessSupervisor:
 
     Args:
         exited: called once for each started worker.
-        noticed: called with other events: WorkerFrozen, WorkerThawed, WorkerProbed.
+        noticed: called with other events: WorkerFrozen, WorkerThawed, WorkerProbed, WorkerHealthChecked.
         sink: receives the workers' output.
         log: takes a level and a text.
         lease_s: liveness timeout.
@@ -91,6 +92,7 @@ class ProcessSupervisor:
         # starts that wait for the end of one of these
         self._held: dict[Worker, Callable[[], None]] = {}
         self._unreaped: set[_Process] = set()
+        self._checks: dict[Worker, HealthCheckRun] = {}  # health checks of starting workers
         self._pipes: set[Pipe] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._leases: LivenessTimeouts[Worker] = LivenessTimeouts(lease_s)
@@ -148,6 +150,7 @@ class ProcessSupervisor:
         stdin: int,
     ) -> None:
         self._reaper.ensure()
+        given = env
         lock = self._life_locks.new()
         if lock is not None:
             env = {**env, LIFE_LOCK: lock.told}
@@ -170,6 +173,7 @@ class ProcessSupervisor:
         # Repeated in case the reaper was replaced meanwhile.
         self._reaper.tell(f"+{process.pid}\n")
         self._processes[worker] = process
+        self._check_health(worker, command, given, folder)
         assert popen.stdout is not None and popen.stderr is not None
         fds: dict[Stream, int] = {
             "stdout": os.dup(popen.stdout.fileno()),
@@ -192,6 +196,24 @@ class ProcessSupervisor:
         self._leases.grant(worker, self._loop.time())
         if self._next_look is None:
             self._next_look = self._loop.call_later(self._look_s, self._look)
+
+    def _check_health(
+        self, worker: Worker, command: Sequence[str], env: Mapping[str, str], folder: str | None
+    ) -> None:
+        """Begin the health check that goes with a start, if the job has one. Its result is an event."""
+        check = health_check_run.begun(
+            worker,
+            command,
+            env,
+            folder,
+            spawn=self._spawn,
+            done=self._noticed,
+            reaped=self._has_exited,
+        )
+        if check is not None:
+            for each in [each for each, ended in self._checks.items() if not ended.running]:
+                del self._checks[each]
+            self._checks[worker] = check
 
     def kill(self, worker: Worker) -> None:
         """See `Launcher.kill`."""
@@ -249,7 +271,11 @@ class ProcessSupervisor:
             self.kill(worker)
         deadline = self._loop.time() + DEATH_S
         while (
-            self._processes or self._dying or self._unreaped or self._pipes
+            self._processes
+            or self._dying
+            or self._unreaped
+            or self._pipes
+            or any(check.running for check in self._checks.values())
         ) and self._loop.time() < deadline:
             # Exits and pipes are still watched.
             await asyncio.sleep(0.002)
@@ -392,6 +418,8 @@ class ProcessSupervisor:
             pipe.drain()
         os.close(process.written)
         del self._processes[process.worker]
+        if check := self._checks.get(process.worker):
+            check.cancel()
         self._leases.drop(process.worker)
         tail = self._sink.tail(process.worker)
         process.reported = True

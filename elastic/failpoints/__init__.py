@@ -26,6 +26,7 @@ places: ``failpoint("evaluation")``. The built-in places:
     durable-manifest  ... before the manifest
     durable-sealed    ... after the manifest
     durable-load      rank 0 is about to read a durable commit
+    health-check      built-in health check: before a result is compared (flip=product:SEED)
     durable-rows      each rank is about to read its rows of one
 
 Actions: kill, term, stop, segv, exit=CODE, raise=TEXT, hold-gil=S, hold-gil-busy=S, shut, slow=S, disk-full,

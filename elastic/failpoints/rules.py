@@ -23,7 +23,7 @@ ACTIONS = {
     "wait": True,
     "flip": True,
 }
-FLIPPED = ("weights", "moments", "gradients")
+FLIPPED = ("weights", "moments", "gradients", "product")
 SECONDS = ("hold-gil", "hold-gil-busy", "slow")
 CONDITIONS = (
     "worker",

@@ -24,6 +24,7 @@ ROOMS = """
     elastic.rpc
     elastic.rendezvous
     elastic.failpoints
+    elastic.health
     elastic.collectives
     elastic.collectives.algorithms elastic.collectives.gloo elastic.collectives.shared_memory
     elastic.collectives.hierarchical

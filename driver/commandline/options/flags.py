@@ -297,6 +297,24 @@ class DetectionFlags:
         " If all GPUs hang, form a new world after three times as long.",
         number,
     )
+    health_check: str | None = flag(
+        "--health-check",
+        "COMMAND",
+        "Check each slot by this command before its worker is admitted; auto: built-in check"
+        " (default: no check).",
+        variable="ELASTIC_HEALTH_CHECK",
+        keys=("health_check.command",),
+        use=Use(functions=FUNCTIONS, setting="health_check"),
+    )
+    health_check_timeout: float | None = flag(
+        "--health-check-timeout",
+        "S",
+        f"Time limit of a health check (default: {Settings.health_check_s:g}).",
+        seconds,
+        variable="ELASTIC_HEALTH_CHECK_TIMEOUT",
+        keys=("health_check.timeout_seconds",),
+        use=Use(functions=FUNCTIONS, setting="health_check_s"),
+    )
     stall_warning: float | None = flag(
         "--stall-check-warning-time-seconds",
         "S",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elastic.driver.monitoring.stalls import ENDS, StallEnd, as_sentence
-from elastic.driver.reasons import counted
+from elastic.driver.reasons import ReasonKind, because, counted
 from elastic.protocol.messages import Commit
 
 State = dict[str, Any]
@@ -48,6 +48,11 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
     for host, row in rows["hosts"].items():
         if row["state"] != "up":
             lines.append(f"  host {host} is {row['state']}{row['note'] and ': '}{row['note']}")
+    # a driver of an earlier version reports none
+    lines += [
+        f"  {because(ReasonKind.UNHEALTHY, **each)}; no worker is admitted there until one passes"
+        for each in values.get("unhealthy", ())
+    ]
     table = [("rank", "worker", "state", "for", "process", "")]
     shown = sorted(workers.values(), key=_order)[:most]
     for row in shown:

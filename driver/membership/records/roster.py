@@ -19,6 +19,7 @@ class WorkerStage(enum.Enum):
     """Stage of a live process."""
 
     STARTING = "starting"  # the process runs but has not called init() yet
+    HELD = "held"  # it is in init(), which is answered once the health check of its slot has passed
     CONNECTED = "connected"  # it is in init(), or in user code before elastic.run
     READY = "ready"  # waits for a world
     MEMBER = "member"  # part of the current world
@@ -44,6 +45,8 @@ class WorkerRecord:
     first_place: Place  # assigned at its start
     stage: WorkerStage = WorkerStage.STARTING
     pid: int = 0
+    unchecked: bool = False  # the health check of its slot has not passed (yet)
+    held_until: float = 0.0  # until then, the first world waits for it while it is HELD
     commit: Commit | None = None
     store: Address | None = None
     layout: str = ""

@@ -30,6 +30,12 @@ class Cooldown:
     host_attempts: int | None = None
     _records: dict[Slot, SlotRecord] = field(default_factory=dict)
 
+    def unhealthy(self, slot: Slot, now: float) -> float:
+        """Record a failed health check, after which a slot is never given up; return the seconds until the next."""
+        record = self._records.setdefault(slot, SlotRecord())
+        record.fruitless += 1
+        return self._cools(record, now)
+
     def failed(self, slot: Slot, now: float, *, fruitful: bool) -> float | None:
         """Record a failure; return the seconds until the slot may be used again, or None if it is given up."""
         record = self._records.setdefault(slot, SlotRecord())
@@ -37,6 +43,9 @@ class Cooldown:
         if record.fruitless >= self.attempts and not fruitful:
             record.given_up = True
             return None
+        return self._cools(record, now)
+
+    def _cools(self, record: SlotRecord, now: float) -> float:
         wait = min(self.max_s, self.min_s * 2.0 ** min(record.fruitless - 1, 60))
         record.ready_at = now + wait
         return wait

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 
 from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.membership.scheduling.cooldown import Cooldown, Slot
+from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
@@ -29,6 +30,8 @@ class Slots:
             settings.slot_attempts,
             settings.host_attempts,
         )
+        # Slots whose last health check failed, with the result.
+        self.unhealthy: dict[Slot, Reason] = {}
         self._hosts: dict[str, int] = {}
         self._order: dict[str, int] = {}
         self._incarnations: dict[Slot, int] = {}
@@ -44,6 +47,7 @@ class Slots:
             self.cooldown.forget_host(host)
             self._closed.pop(host, None)
             self._drained.discard(host)  # it returns as another machine
+            self.unhealthy = {s: why for s, why in self.unhealthy.items() if s[0] != host}
         # Listed again or with more slots: vacated slots may be used again.
         grown = {host for host, count in hosts.items() if count > self._hosts.get(host, 0)}
         self._left = {slot for slot in self._left if slot[0] not in grown}
@@ -145,6 +149,19 @@ class Slots:
         self.version += 1
         return self.cooldown.failed(slot, now, fruitful=fruitful)
 
+    def failed_check(self, slot: Slot, now: float, why: Reason) -> float:
+        """Record a failed health check; return the seconds until the slot may be used again."""
+        self.unhealthy[slot] = why
+        self.version += 1
+        return self.cooldown.unhealthy(slot, now)
+
+    def passed_check(self, slot: Slot) -> bool:
+        """Record a health check that passed; return whether the one before had failed."""
+        failed = self.unhealthy.pop(slot, None) is not None
+        if failed:
+            self.cooldown.clear([slot])
+        return failed
+
     def free(self, taken: Collection[Slot], now: float, *, short: bool) -> list[Slot]:
         """Return the slots that could get a worker now.
 
@@ -186,6 +203,10 @@ class Slots:
     def given_up(self) -> list[Slot]:
         """Return the listed slots that are not used again after failures."""
         return [s for s in rank_order.slots(self._hosts) if self.cooldown.given_up(s)]
+
+    def listed_unhealthy(self) -> list[Slot]:
+        """Return the listed slots whose last health check failed."""
+        return [s for s in rank_order.slots(self._hosts) if s in self.unhealthy]
 
     def any_given_up(self) -> bool:
         return bool(self.given_up())

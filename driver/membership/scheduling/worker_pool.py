@@ -18,6 +18,9 @@ from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
+HELD_S = 5.0  # the first world waits this long for a health check once its worker has called init()
+CHECK_SLACK_S = 10.0  # time for a result of a health check to arrive after its time limit
+
 
 class WorkerPool:
     """All live processes and all slots."""
@@ -72,11 +75,24 @@ class WorkerPool:
             order = sorted([*self.roster, *started], key=self.slots.order)
         places = dict(zip(order, rank_order.places(order), strict=True)) if started else {}
         for number, worker in enumerate(started):
-            self.roster[worker] = WorkerRecord(worker, self.actions.now, places[worker])
+            record = WorkerRecord(worker, self.actions.now, places[worker])
+            record.unchecked = bool(self.settings.health_check)
+            self.roster[worker] = record
             why = ReasonKind.FIRST_START if worker.incarnation == 1 else ReasonKind.SLOT_IS_FREE
             if number >= needed and worker.incarnation == 1:
                 why = ReasonKind.TO_STAND_BY
             self.actions.add(StartWorker(worker, places[worker], because(why)))
+
+    def hold(self, record: WorkerRecord) -> None:
+        """Leave init() unanswered until the health check of the slot has passed, with a deadline for its result."""
+        within_s = self.settings.health_check_s + CHECK_SLACK_S
+        record.stage = WorkerStage.HELD
+        record.held_until = self.actions.now + HELD_S
+        record.exit_by = self.actions.now + within_s
+        slot = f"{record.worker.host}:{record.worker.slot}"
+        record.exit_why = because(
+            ReasonKind.UNHEALTHY, slot=slot, outcome="timed_out", code=None, line="no result arrived"
+        )
 
     def welcome(self, record: WorkerRecord, members: Sequence[Worker]) -> None:
         """Answer init(). A worker outside an existing world gets a provisional place, never rank 0."""
@@ -98,6 +114,9 @@ class WorkerPool:
         for record in self.roster.first_at(WorkerStage.STARTING, WorkerStage.CONNECTED):
             start_by = self._start_by(record)
             if start_by is None or self.actions.now < start_by:
+                yield record
+        for record in self.roster.first_at(WorkerStage.HELD):
+            if self.actions.now < record.held_until:
                 yield record
 
     def _start_by(self, record: WorkerRecord) -> float | None:
@@ -148,7 +167,7 @@ class WorkerPool:
     ) -> None:
         """Ask a worker to leave: a member at a planned change, any other worker immediately."""
         record.leaving = reason
-        if record.stage is WorkerStage.STARTING:
+        if record.stage in (WorkerStage.STARTING, WorkerStage.HELD):
             self.dismiss(record, reason, self.settings.leave_s)
             self.kill(record, reason)
         elif record.worker not in members:
@@ -163,7 +182,7 @@ class WorkerPool:
     def release_all(self, reason: Reason) -> None:
         """Release all workers except those that have finished, which exit by themselves."""
         for record in [*self.roster.in_plans()]:
-            if record.stage is WorkerStage.STARTING:
+            if record.stage in (WorkerStage.STARTING, WorkerStage.HELD):
                 self.kill(record, reason)
             else:
                 self.release(record, reason)
@@ -280,6 +299,9 @@ class WorkerPool:
                 if start_by > self.actions.now:
                     yield start_by
                     break
+        if first:
+            held = (record.held_until for record in self.roster.first_at(WorkerStage.HELD))
+            yield from (until for until in held if until > self.actions.now)
         if starting and self._wanted() > 0:
             next_at = self.next_slot_at()
             if next_at is not None:

@@ -171,6 +171,8 @@ class GiveUpRules:
             left = gathering.short_by - self._actions.now
             more = counted(max(1, need - have), "more worker")
             text = f"{have} ready, {need} needed; giving up in {left:.0f} s"
+            if named := self._unhealthy():
+                text = f"{text}; health checks fail on {named}"
             self._actions.log("warning", f"waiting for {more}: {text}")
         return None
 
@@ -182,23 +184,39 @@ class GiveUpRules:
         if usable >= need or not given_up:
             return None
         named = ", ".join(f"{host}:{slot}" for host, slot in given_up[:NAMED])
-        return because(
-            ReasonKind.TOO_FEW_SLOTS,
-            usable=usable,
-            needed=need,
-            given_up=named,
-            more=max(0, len(given_up) - NAMED),
-            attempts=self._settings.slot_attempts,
-            wrote=self._staff.last_output,
+        return self._of_healthy(
+            because(
+                ReasonKind.TOO_FEW_SLOTS,
+                usable=usable,
+                needed=need,
+                given_up=named,
+                more=max(0, len(given_up) - NAMED),
+                attempts=self._settings.slot_attempts,
+                wrote=self._staff.last_output,
+            )
         )
 
     def too_few(self) -> Reason:
         """Return the reason for giving up after the timeout."""
         ready = len(self._staff.roster.at(WorkerStage.READY))
         within_s = self._settings.elastic_timeout_s
-        return because(ReasonKind.TOO_FEW, ready=ready, needed=self.needed(), within_s=within_s)
+        return self._of_healthy(
+            because(ReasonKind.TOO_FEW, ready=ready, needed=self.needed(), within_s=within_s)
+        )
 
     def spent(self) -> Reason:
         """Return the reason for giving up because no slot can ever get a worker again."""
         attempts, wrote = self._settings.slot_attempts, self._staff.last_output
-        return because(ReasonKind.SLOTS_SPENT, attempts=attempts, needed=self.needed(), wrote=wrote)
+        return self._of_healthy(
+            because(ReasonKind.SLOTS_SPENT, attempts=attempts, needed=self.needed(), wrote=wrote)
+        )
+
+    def _of_healthy(self, end: Reason) -> Reason:
+        """Return a reason for too few workers, with the slots whose health checks fail, if any."""
+        named = self._unhealthy()
+        return because(ReasonKind.TOO_FEW_HEALTHY, cause=end, slots=named) if named else end
+
+    def _unhealthy(self) -> str:
+        slots = self._staff.slots.listed_unhealthy()
+        more = f" and {len(slots) - NAMED} more" if len(slots) > NAMED else ""
+        return ", ".join(f"{host}:{slot}" for host, slot in slots[:NAMED]) + more

@@ -124,6 +124,17 @@ class Worlds:
                 case Phase.ENDING:
                     self._try_to_finish()
 
+    def welcome(self, record: WorkerRecord) -> None:
+        """Answer init() of a new worker; later, if the health check of its slot is pending."""
+        if record.unchecked:
+            self.staff.hold(record)
+            return
+        if self.members and not self.trained and not self.live():
+            # All members are gone before any entered elastic.run. As a newcomer of the old world, the worker would
+            # train alone: the next world is a first one.
+            self.world = World(self.generation)
+        self.staff.welcome(record, self.members)
+
     def _end_with_the_last_process(self) -> None:
         """End the job once the last program that never enters elastic.run has exited."""
         if not self.staff.slots.completed or next(self.roster.in_plans(), None) is not None:
@@ -244,7 +255,7 @@ class Worlds:
             return
         coming = any(
             not s.leaving and s.worker not in self.world.places
-            for s in self.roster.first_at(WorkerStage.STARTING, WorkerStage.CONNECTED)
+            for s in self.roster.first_at(WorkerStage.STARTING, WorkerStage.HELD, WorkerStage.CONNECTED)
         )
         self.look_again_at = self.change.wanted(self.now, more_coming=coming and not urgent)
         if self.look_again_at is not None:

@@ -74,6 +74,7 @@ class PageModel(ViewReader):
                 "commit": None,
                 "durable": None,
                 "shards": None,
+                "unhealthy": [],
                 "rate": None,
                 "steps": None,
                 "samples": None,
@@ -244,10 +245,13 @@ class PageModel(ViewReader):
                 self._job(phase="ending")
             case events.WorkerExited():
                 grid.exited(event, now)
+            case events.WorkerHealthChecked():
+                self._show_health()
             case events.CheckpointMade(commit):
                 self._note_commit("durable", commit, self.view.checkpoints)
             case events.HostsChanged(hosts):
                 grid.listed(hosts)
+                self._show_health()
             case events.HostLeaving(host, notice):
                 grid.host(host, state="leaving", note=notice.text)
             case events.HostStaying(host):
@@ -259,6 +263,21 @@ class PageModel(ViewReader):
                 grid.lost_host(host, reason, now)
             case _:
                 pass
+
+    def _show_health(self) -> None:
+        """Show the slots whose last health check failed."""
+        shown = [
+            {
+                "slot": f"{host}:{slot}",
+                "outcome": each.outcome.value,
+                "code": each.code,
+                "line": each.line,
+                "took_s": each.took_s,
+            }
+            for (host, slot), each in sorted(self.view.unhealthy.items())
+        ]
+        if shown != self.state.values["unhealthy"]:
+            self.state.set("unhealthy", shown)
 
     def _requested(self, event: events.Event) -> None:
         """Show an operator's request that is carried out."""

@@ -1,0 +1,61 @@
+"""Decisions about health checks: a worker is admitted once the check of its slot has passed. Pure.
+
+The check runs beside the start of each worker (`driver.processes.health_check_runs`). Until it has passed, init() of the
+worker is not answered, so the worker can't become ready and is in no world; no world waits for it except the first,
+briefly. A slot whose check fails cools down like any slot whose worker failed, and its next worker is checked again;
+unlike others, it is never given up, since an operator may repair its host.
+"""
+
+from __future__ import annotations
+
+from elastic.driver.events import HealthOutcome, WorkerHealthChecked
+from elastic.driver.membership.records.roster import WorkerRecord, WorkerStage
+from elastic.driver.membership.worlds.part import Part
+from elastic.driver.reasons import Reason, ReasonKind, because
+
+
+class HealthChecks(Part):
+    """Handles the results of health checks."""
+
+    def checked(self, event: WorkerHealthChecked) -> None:
+        record = self.roster.get(event.worker)
+        if record is None or not record.unchecked or record.killed_for:
+            return  # it is gone or checked already: an agent repeats results
+        if record.stage is WorkerStage.DISMISSED:
+            return
+        if event.outcome is HealthOutcome.PASSED:
+            self._passed(record)
+        else:
+            self._failed(record, event)
+
+    def _passed(self, record: WorkerRecord) -> None:
+        record.unchecked = False
+        if self.staff.slots.passed_check(record.slot):
+            host, slot = record.slot
+            self.actions.log("info", f"health check of {host}:{slot} passed; the slot is used again")
+        if record.stage is WorkerStage.HELD:
+            record.exit_by, record.exit_why = None, None
+            self.worlds.welcome(record)
+
+    def _failed(self, record: WorkerRecord, event: WorkerHealthChecked) -> None:
+        """Keep the worker out, and let its slot cool down. A result is logged once, until another one follows."""
+        slots, worker = self.staff.slots, record.worker
+        reason = because(
+            ReasonKind.UNHEALTHY,
+            slot=f"{worker.host}:{worker.slot}",
+            outcome=event.outcome.value,
+            code=event.code,
+            line=event.line,
+        )
+        before = slots.unhealthy.get(record.slot)
+        wait = slots.failed_check(record.slot, self.actions.now, reason)
+        if not self.settings.elastic:
+            self.worlds.end(1, reason)
+        level = "debug" if before is not None and _alike(before, reason) else "error"
+        self.actions.log(level, f"{reason}; checked again in {wait:g} s", reason)
+        self.staff.discard(record, reason)
+
+
+def _alike(one: Reason, other: Reason) -> bool:
+    """Return whether two checks failed in the same way. Their last lines may have times or numbers."""
+    return all(one.facts.get(name) == other.facts.get(name) for name in ("outcome", "code"))

@@ -1,0 +1,191 @@
+"""Health check of a slot, run beside the start of its worker. Decides nothing.
+
+The check has a session of its own, which is killed at its time limit, and when its worker ends before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from elastic.driver.events import HealthOutcome, WorkerHealthChecked
+from elastic.driver.processes import orphan_reaper
+from elastic.driver.processes.spawning import why_not_started
+from elastic.errors import shortened
+from elastic.health.known_answers import WRONG_RESULT
+from elastic.protocol.messages import Worker
+
+COMMAND, TIMEOUT = "ELASTIC_HEALTH_CHECK", "ELASTIC_HEALTH_CHECK_TIMEOUT"
+AUTO = "auto"
+# Runs the module like python -m, but does not import from the working directory.
+RUN_AUTO = (
+    "import sys; sys.path[:] = filter(None, sys.path);"
+    " import runpy; runpy.run_module('elastic.health.check', None, '__main__', True)"
+)
+KEPT_BYTES = 4096  # bytes kept of the end of its output
+LINE = 200  # characters kept of its last line
+# The worker's own: its secret, its life lock, and the pipe for its exceptions.
+WITHHELD = frozenset(
+    {"ELASTIC_SECRET", "ELASTIC_TLS_KEY", "ELASTIC_LIFE_LOCK", "ELASTIC_DIAGNOSTICS"}
+)
+Spawn = Callable[[Sequence[str], Mapping[str, str], "str | None"], "subprocess.Popen[bytes]"]
+
+
+def command_of(check: str, worker_command: Sequence[str]) -> list[str]:
+    """Return the program of a check. The built-in one is run by the worker's Python, if its command names it."""
+    if check != AUTO:
+        return ["sh", "-c", check]
+    program = worker_command[0] if worker_command else ""
+    python = program if os.path.basename(program).startswith("python") else sys.executable
+    return [python, "-c", RUN_AUTO]
+
+
+def environment_of(worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a check: that of its worker without secrets, with the host and the slot."""
+    kept = {name: value for name, value in env.items() if name not in WITHHELD}
+    return {**kept, "ELASTIC_HOST": worker.host, "ELASTIC_SLOT": str(worker.slot)}
+
+
+class HealthCheckRun:
+    """One check. ``done`` is called once with its result, unless it is cancelled before; ``reaped`` with its pid."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        folder: str | None,
+        *,
+        spawn: Spawn,
+        done: Callable[[WorkerHealthChecked], None],
+        reaped: Callable[[int], None],
+    ) -> None:
+        self._worker = worker
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._done: Callable[[WorkerHealthChecked], None] | None = done
+        self._reaped = reaped
+        self._text = bytearray()
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._pidfd: int | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        # `auto` is a program of this package, whose exit codes are known.
+        self._builtin = env[COMMAND] == AUTO
+        program = command_of(env[COMMAND], command)
+        try:
+            self._popen = spawn(program, environment_of(worker, env), folder)
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            self._loop.call_soon(
+                self._end, HealthOutcome.FAILED, None, why_not_started(program[0], error)
+            )
+            return
+        for stream in (self._popen.stdout, self._popen.stderr):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+            self._loop.add_reader(stream.fileno(), self._read, stream)
+        limit_s = float(env.get(TIMEOUT) or 60.0)
+        self._alarm = self._loop.call_later(limit_s, self._late, limit_s)
+        try:
+            self._pidfd = os.pidfd_open(self._popen.pid)
+        except OSError:  # forbidden in some sandboxes: wait in a thread
+            threading.Thread(target=self._wait_in_thread, args=(self._popen.pid,), daemon=True).start()
+        else:
+            self._loop.add_reader(self._pidfd, self._exited)
+
+    @property
+    def running(self) -> bool:
+        """Return whether its process was not reaped yet."""
+        return self._popen is not None
+
+    def cancel(self) -> None:
+        """End it without a result."""
+        self._done = None
+        self._kill()
+
+    def _wait_in_thread(self, pid: int) -> None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            self._loop.call_soon_threadsafe(self._exited)
+
+    def _read(self, stream: object) -> bool:
+        """Read one chunk. Return False if there is none now, or the stream has ended."""
+        if stream.closed:  # type: ignore[attr-defined]
+            return False
+        try:
+            data = os.read(stream.fileno(), KEPT_BYTES)  # type: ignore[attr-defined]
+        except BlockingIOError:
+            return False
+        if not data:
+            self._loop.remove_reader(stream.fileno())  # type: ignore[attr-defined]
+            stream.close()  # type: ignore[attr-defined]
+        self._text += data
+        del self._text[:-KEPT_BYTES]
+        return bool(data)
+
+    def _late(self, limit_s: float) -> None:
+        """Report at once: a process that hangs in the kernel may outlive SIGKILL."""
+        self._end(HealthOutcome.TIMED_OUT, None, self._last_line() or f"no result in {limit_s:g} s")
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._popen is not None:
+            orphan_reaper.kill_group(self._popen.pid)
+
+    def _exited(self) -> None:
+        popen, self._popen = self._popen, None
+        if popen is None:
+            return
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        for stream in (popen.stdout, popen.stderr):
+            for _ in range(16):  # limited, since another process may continue to write
+                if not self._read(stream):
+                    break
+            if stream is not None and not stream.closed:
+                self._loop.remove_reader(stream.fileno())
+                stream.close()
+        orphan_reaper.kill_sessions({popen.pid})
+        self._reaped(popen.pid)
+        code = popen.wait()  # a zombie: returns immediately
+        outcome = HealthOutcome.FAILED if code else HealthOutcome.PASSED
+        if self._builtin and code == WRONG_RESULT:
+            outcome = HealthOutcome.WRONG_RESULT
+        self._end(outcome, code, self._last_line())
+
+    def _end(self, outcome: HealthOutcome, code: int | None, line: str) -> None:
+        done, self._done = self._done, None
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if done is not None:
+            took_s = round(self._loop.time() - self._began, 3)
+            done(WorkerHealthChecked(self._worker, outcome, code, shortened(line)[:LINE], took_s))
+
+    def _last_line(self) -> str:
+        lines = self._text.decode("utf-8", "replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def begun(
+    worker: Worker,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    folder: str | None,
+    *,
+    spawn: Spawn,
+    done: Callable[[WorkerHealthChecked], None],
+    reaped: Callable[[int], None],
+) -> HealthCheckRun | None:
+    """Begin the check that the environment of a worker asks for, if any."""
+    if not env.get(COMMAND):
+        return None
+    begin = partial(HealthCheckRun, spawn=spawn, done=done, reaped=reaped)
+    return begin(worker, command, env, folder)

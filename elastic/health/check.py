@@ -1,0 +1,62 @@
+"""The built-in health check: prints what it found in one line, and exits with 0, 1, or 3 for a wrong result.
+
+    python -m elastic.health.check      in the environment of a worker, whose slot ELASTIC_SLOT is the GPU to check
+
+torch is imported only on a host with GPUs, where it takes most of the time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from elastic.health import gpu_errors, known_answers
+
+
+def gpus_here() -> bool:
+    """Return whether this host may have GPUs that torch can use, without importing it."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
+    return os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+
+
+def check(slot: int | None) -> tuple[int, str]:
+    """Check the processors, and the GPU of a slot; None: all GPUs. Return the exit code and a line."""
+    if wrong := known_answers.wrong_on_cpu():
+        return known_answers.WRONG_RESULT, f"cpu: {wrong}"
+    if not gpus_here():
+        return 0, "cpu: all results are right"
+    import torch
+
+    count = torch.cuda.device_count()
+    indices = [*range(count)] if slot is None or not count else [slot % count]
+    for index in indices:
+        code, line = _check_gpu(torch, index)
+        if code:
+            return code, line
+    named = ", ".join(["cpu", *(f"cuda:{index}" for index in indices)])
+    return 0, f"{named}: all results are right"
+
+
+def _check_gpu(torch: Any, index: int) -> tuple[int, str]:
+    device = f"cuda:{index}"
+    try:
+        if wrong := known_answers.wrong_on_gpu(torch, device):
+            return known_answers.WRONG_RESULT, f"{device}: {wrong}"
+        uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+    except RuntimeError as error:  # of CUDA: out of memory, an uncorrectable error, a lost GPU
+        return 1, f"{device}: {str(error).strip().partition(chr(10))[0]}"
+    found = gpu_errors.found_on(uuid)
+    return (1, f"{device}: {found}") if found else (0, "")
+
+
+def main() -> int:
+    slot = os.environ.get("ELASTIC_SLOT", "")
+    code, line = check(int(slot) if slot.isdecimal() else None)
+    print(line, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
