@@ -354,7 +354,9 @@ def _unhealthy(facts: Mapping[str, Any]) -> str:
     text = how.get(str(facts["outcome"]), "failed")
     if facts["outcome"] == "failed" and facts["code"] is not None:
         text = f"{text} with exit code {facts['code']}"
-    return f"health check of {facts['slot']} {text}" + (f": {facts['line']}" if facts["line"] else "")
+    return f"health check of {facts['slot']} {text}" + (
+        f": {facts['line']}" if facts["line"] else ""
+    )
 
 
 def _only_slots(slots: int) -> str:

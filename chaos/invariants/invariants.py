@@ -34,6 +34,8 @@ proportional to the length of the answer.
     ONE PER SLOT       No worker is started in a slot whose last worker was not seen to exit; incarnations grow. Only
                        started workers report.
     NOTICES            No worker is started on a machine that has announced its end, before that time.
+    UNHEALTHY STAYS OUT No worker is in a world before the health check of its slot has passed, if the job has one, nor
+                       after it has failed.
     FENCED STAYS OUT   A worker that was killed, let go, rejected, lost with its host, or that finished is in no later
                        world.
     THE END            After EndJob nothing is started or published, and it comes once; the driver never raises. Its

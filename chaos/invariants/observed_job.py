@@ -43,6 +43,7 @@ class LiveWorker:
     stranded: bool = False  # its world broke outside elastic.run
     asked_to_leave: bool = False
     noticed: bool = False  # its machine announced its end during its life
+    healthy: bool | None = None  # result of its first health check; None: it is pending
     silent: bool = False  # a sign of life was requested, and none has arrived since
 
 

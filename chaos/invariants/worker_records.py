@@ -136,6 +136,8 @@ class WorkerRecords:
         match event:
             case events.WorkerLocated():
                 known.silent = False
+            case events.WorkerHealthChecked() if known.healthy is None:
+                known.healthy = event.outcome is events.HealthOutcome.PASSED
             case events.WorkerConnected():
                 known.connected = True
                 self.job.waits.end(("init", worker))

@@ -64,6 +64,10 @@ class WorldSequence:
             self.job.broken("FENCED STAYS OUT", f"{worker}, a member, is not alive")
         if known.going:
             self.job.broken("FENCED STAYS OUT", f"{worker} is a member, though it {known.going}")
+        if self.job.settings.health_check and not known.healthy:
+            state = "is pending" if known.healthy is None else "has failed"
+            what = f"{worker} is a member, but the health check of its slot {state}"
+            self.job.broken("UNHEALTHY STAYS OUT", what)
         if not known.ready:
             what = f"{worker} is a member, but was not ready since generation {known.placed}"
             self.job.broken("ONE GENERATION", what)

@@ -11,7 +11,15 @@ from elastic.chaos.simulator.interface import SimulatedJob
 from elastic.chaos.simulator.simulated_network import Connection, SimulatedLink
 from elastic.chaos.simulator.simulated_worker import GIVE_UP_S, SimulatedWorker
 from elastic.driver.agents import messages
-from elastic.driver.events import Notice, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
+from elastic.driver.events import (
+    HealthOutcome,
+    Notice,
+    WorkerExited,
+    WorkerFrozen,
+    WorkerHealthChecked,
+    WorkerProbed,
+    WorkerThawed,
+)
 from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.protocol.messages import Worker
 
@@ -35,6 +43,7 @@ class SimulatedAgent:
         self._ends_at = 0.0
         self.link = self._new_link()
         self._exits: dict[Worker, WorkerExited] = {}
+        self._checked: dict[Worker, WorkerHealthChecked] = {}  # results of running workers
         self._leases: LivenessTimeouts[Worker] = LivenessTimeouts(sim.settings.lease_s)
         self._watching = False
         self._mail: list[messages.AgentMessage] = []  # received while frozen
@@ -56,6 +65,8 @@ class SimulatedAgent:
         """Report running workers, and the exits of others."""
         exits = [*self._exits.values()]
         self.say(messages.Registered(0, "", [], [*self.processes], exits, notice=self.notice))
+        for checked in self._checked.values():
+            self.say(messages.Seen(checked))
         for worker in self._told_frozen:
             self.say(messages.Seen(WorkerFrozen(worker, "stopped")))
 
@@ -93,6 +104,8 @@ class SimulatedAgent:
                 self.processes[worker] = self.sim.processes[worker] = process
                 self.sim.born(process)
                 clock.after(clock.between(0.0, 0.1), process.begin)
+                if self.sim.settings.health_check:
+                    self._check_health(worker)
             case messages.Kill(worker):
                 clock.after(clock.between(0.0, 0.01), self.kill, worker)
             case messages.Probe(workers):
@@ -108,6 +121,28 @@ class SimulatedAgent:
             case _:
                 pass
 
+    def _check_health(self, worker: Worker) -> None:
+        """Begin a check that passes, fails, hangs or computes wrongly, early or late. It passes after the faults."""
+        clock, limit_s = self.sim.clock, self.sim.settings.health_check_s
+        code: int | None = 0
+        outcome = HealthOutcome.PASSED
+        if not self.sim.calmed and clock.chance(0.4):
+            outcome = clock.random.choice([*HealthOutcome][1:])
+            code = 3 if outcome is HealthOutcome.WRONG_RESULT else 1
+        took_s = clock.random.choice((0.05, 0.5, 3.0))
+        if outcome is HealthOutcome.TIMED_OUT:
+            took_s, code = limit_s, None
+        if outcome is not HealthOutcome.PASSED:
+            self.sim.note(f"health check of {worker}: {outcome.value}")
+        clock.after(took_s, self._ends_check, WorkerHealthChecked(worker, outcome, code))
+
+    def _ends_check(self, event: WorkerHealthChecked) -> None:
+        if self.frozen:
+            self.sim.clock.after(SAMPLE_S, self._ends_check, event)
+        elif self.alive and event.worker in self.processes:
+            self._checked[event.worker] = event
+            self.say(messages.Seen(event))
+
     def kill(self, worker: Worker) -> None:
         """Kill with SIGKILL, which also ends frozen processes."""
         if worker in self.processes:
@@ -121,6 +156,7 @@ class SimulatedAgent:
         self.processes.pop(worker, None)
         self.sim.processes.pop(worker, None)
         self._leases.drop(worker)
+        self._checked.pop(worker, None)
         self._told_frozen.discard(worker)
         if self.alive:
             event = WorkerExited(worker, code)

@@ -61,6 +61,7 @@ def settings_for(
     silence_s: float = Settings.lease_s,
     starting_max: int | None = None,
     restarts: int | None = None,
+    health_check: bool = False,
 ) -> Settings:
     """Return settings short enough for stuck workers to be detected during a run."""
     return Settings(
@@ -75,6 +76,8 @@ def settings_for(
         cooldown_max_s=8.0,
         leave_s=10.0,
         restarts=restarts,
+        health_check="auto" if health_check else "",
+        health_check_s=5.0,
         judge_scripts=True,
         silence_s=silence_s,
         idle_s=9.0,
@@ -107,6 +110,7 @@ class Simulation:
         restarts: int | None = None,
         sharded: ShardedJob | None = None,
         fixed_hosts: bool = False,
+        health_check: bool = False,
     ) -> None:
         self.seed = seed
         self.sharded = sharded
@@ -121,7 +125,12 @@ class Simulation:
         # reported it may be restored.
         self.reports_samples = not self.weather.loses_messages and sharded is None
         self.settings = settings_for(
-            workers, standbys, silence_s=silence_s, starting_max=starting_max, restarts=restarts
+            workers,
+            standbys,
+            silence_s=silence_s,
+            starting_max=starting_max,
+            restarts=restarts,
+            health_check=health_check,
         )
         self.clock = Clock(seed)
         self.network = SimulatedNetwork(self.clock, self.weather.network)
@@ -138,6 +147,7 @@ class Simulation:
         self.invariants: Invariants | None = Invariants(self.settings)
         self.faults: list[str] = []  # injected ones
         self.places: Counter[str] = Counter()
+        self.calmed = False  # the faults have ended
         self.aimed = 0  # kills to carry out at the next commits
         self.going_on = True
         at = self.clock.at
@@ -239,6 +249,7 @@ class Simulation:
 
     def calm(self) -> None:
         """End the faults. Their consequences for fenced processes remain."""
+        self.calmed = True
         self.weather.struck = 0.0
         self.aimed = 0
         self.network.slow.clear()

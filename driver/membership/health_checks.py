@@ -1,12 +1,14 @@
 """Decisions about health checks: a worker is admitted once the check of its slot has passed. Pure.
 
-The check runs beside the start of each worker (`driver.processes.health_check_runs`). Until it has passed, init() of the
+The check runs beside the start of each worker (`processes.health_check_run`). Until it has passed, init() of the
 worker is not answered, so the worker can't become ready and is in no world; no world waits for it except the first,
 briefly. A slot whose check fails cools down like any slot whose worker failed, and its next worker is checked again;
 unlike others, it is never given up, since an operator may repair its host.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from elastic.driver.events import HealthOutcome, WorkerHealthChecked
 from elastic.driver.membership.records.roster import WorkerRecord, WorkerStage
@@ -28,13 +30,28 @@ class HealthChecks(Part):
         else:
             self._failed(record, event)
 
+    def deadlines(self) -> Iterator[float]:
+        """Yield the times of the next checks."""
+        held = self.roster.first_at(WorkerStage.HELD)  # in the order of their deadlines
+        yield from (each.check_by for each in held if not each.killed_for)
+
+    def overdue(self) -> None:
+        """Treat a result that does not arrive like a check that timed out."""
+        for record in self.roster.at(WorkerStage.HELD):
+            if self.actions.expired(record.check_by) and not record.killed_for:
+                line = "no result has arrived"
+                self._failed(
+                    record, WorkerHealthChecked(record.worker, HealthOutcome.TIMED_OUT, None, line)
+                )
+
     def _passed(self, record: WorkerRecord) -> None:
         record.unchecked = False
         if self.staff.slots.passed_check(record.slot):
             host, slot = record.slot
-            self.actions.log("info", f"health check of {host}:{slot} passed; the slot is used again")
+            self.actions.log(
+                "info", f"health check of {host}:{slot} passed; the slot is used again"
+            )
         if record.stage is WorkerStage.HELD:
-            record.exit_by, record.exit_why = None, None
             self.worlds.welcome(record)
 
     def _failed(self, record: WorkerRecord, event: WorkerHealthChecked) -> None:

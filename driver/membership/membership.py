@@ -120,6 +120,7 @@ class Membership:
         yield from self.deadlines.all()
         yield from self.notices.deadlines()
         yield from self.stop.deadlines()
+        yield from self.health.deadlines()
         others = (*self.stuck.deadlines(), self.frozen.next_deadline())
         yield from (at for at in others if at is not None)
 
@@ -199,6 +200,7 @@ class Membership:
         self.frozen.give_up_hosts()
         self.frozen.fence()
         self.notices.overdue()
+        self.health.overdue()
         self.deadlines.overdue()
 
     def _after_the_end(self, event: events.Event) -> None:

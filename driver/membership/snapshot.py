@@ -115,7 +115,15 @@ OBJECTS: tuple[type, ...] = (  # created empty and then filled; compared by iden
     ),
 )
 CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
-ENUMS: tuple[type[enum.Enum], ...] = (Phase, WorkerStage, Kind, Verdict, ReasonKind, ExitCause, HealthOutcome)
+ENUMS: tuple[type[enum.Enum], ...] = (
+    Phase,
+    WorkerStage,
+    Kind,
+    Verdict,
+    ReasonKind,
+    ExitCause,
+    HealthOutcome,
+)
 STRUCTS: tuple[type[msgspec.Struct], ...] = (  # created from their parts, as are enums and tuples
     *(Worker, Commit, Address, Place, Launches, Times, Member, Notice, Reason, Called),
     *(HeldCommitShards, ShardsHeld, RowBytes, ShardsPlaced, ShardsDivided),

@@ -109,6 +109,8 @@ class JobView:
         )
         # Slots whose last health check failed, with its result.
         self.unhealthy: dict[tuple[str, int], events.WorkerHealthChecked] = {}
+        # By slot: number of its health checks that failed, and the last of them.
+        self.failed_checks: dict[tuple[str, int], tuple[int, events.WorkerHealthChecked]] = {}
         self.end: events.EndJob | None = None  # the first decision to end the job
         # Incarnation of the last process that exited in each slot: what it reports later is ignored.
         self._last: dict[tuple[str, int], int] = {}
@@ -209,11 +211,8 @@ class JobView:
                 ours = [each for each in ordered if each in self.workers]
                 gone = [each for each in ours if each.host == host and each not in alive]
                 self._exits(gone, None)
-            case events.WorkerHealthChecked(worker, outcome):
-                if outcome is not events.HealthOutcome.PASSED:
-                    self.unhealthy[worker.host, worker.slot] = event
-                else:
-                    self.unhealthy.pop((worker.host, worker.slot), None)
+            case events.WorkerHealthChecked() if event.worker in self.workers:
+                self._checks(event)
             case events.HostsChanged(hosts):
                 gone = [slot for slot in self.unhealthy if slot[0] not in hosts]
                 for slot in gone:
@@ -257,6 +256,14 @@ class JobView:
                 self.end = self.end or action
             case _:
                 pass
+
+    def _checks(self, event: events.WorkerHealthChecked) -> None:
+        slot = event.worker.host, event.worker.slot
+        if event.outcome is events.HealthOutcome.PASSED:
+            self.unhealthy.pop(slot, None)
+        elif self.unhealthy.get(slot) != event:  # agents repeat results
+            self.unhealthy[slot] = event
+            self.failed_checks[slot] = (self.failed_checks.get(slot, (0, event))[0] + 1, event)
 
     def _known(self, worker: Worker) -> WorkerView | None:
         """Return a process that reports; None if it has exited. Its start may have preceded the first event."""

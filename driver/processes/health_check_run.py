@@ -94,7 +94,9 @@ class HealthCheckRun:
         try:
             self._pidfd = os.pidfd_open(self._popen.pid)
         except OSError:  # forbidden in some sandboxes: wait in a thread
-            threading.Thread(target=self._wait_in_thread, args=(self._popen.pid,), daemon=True).start()
+            threading.Thread(
+                target=self._wait_in_thread, args=(self._popen.pid,), daemon=True
+            ).start()
         else:
             self._loop.add_reader(self._pidfd, self._exited)
 

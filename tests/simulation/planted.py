@@ -21,6 +21,7 @@ from elastic.driver.membership.failure_detection import suspicion
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicions
+from elastic.driver.membership.health_checks import HealthChecks
 from elastic.driver.membership.preemption_notices import Notices
 from elastic.driver.membership.reconnect import Reconnects
 from elastic.driver.membership.records.roster import WorkerStage
@@ -53,11 +54,23 @@ class Bug:
     changing: bool = False  # found where hosts and workers come and go all the time
     announced: bool = False  # found where machines say that they go
     damaged: bool = False  # found where memory is damaged, and spoils all
+    health_check: bool = False  # found where slots are checked before their workers are admitted
     standbys: int = 0  # found where so many stand by
     first: int = 0  # the seed to begin with, since earlier ones do not have what it takes
 
     def plant(self, setattr: Callable[[Any, str, Any], None]) -> None:
         setattr(self.where, self.name, self.bug(getattr(self.where, self.name)))
+
+
+# ---- health checks ---------------------------------------------------------------------------------------------------
+
+
+def counts_as_passed(original: Any) -> Any:
+    return lambda self, record, event: self._passed(record)
+
+
+def welcomed_at_once(original: Any) -> Any:
+    return lambda self, record: self.welcome(record, [])
 
 
 # ---- the driver: who trains, and from what ---------------------------------------------------------------------------
@@ -381,6 +394,10 @@ SIMULATED = {
     "standbys come on top of standbys": Bug(WorkerPool, "_wanted", one_more, standbys=2),
     "workers are started on a machine that goes": Bug(Slots, "close", does_nothing, announced=True),
     "a host whose agent stays away is not lost": Bug(AgentPool, "_missing", does_nothing, first=8),
+    "a check that fails is forgotten": Bug(
+        HealthChecks, "_failed", counts_as_passed, health_check=True
+    ),
+    "nobody waits for a check": Bug(WorkerPool, "hold", welcomed_at_once, health_check=True),
     "an agent is tried once": Bug(AgentPool, "_start_again", does_nothing, first=36),
     "what was ordered runs": Bug(AgentPool, "_registered", ordered_means_running),
     "a driver does not await the agents of the one before": Bug(

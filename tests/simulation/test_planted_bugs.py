@@ -68,6 +68,7 @@ def run(seed: int, bug: Bug) -> None:
         mild=mild,
         weather=weather,
         standbys=bug.standbys,
+        health_check=bug.health_check,
         restarts=20 if bug.damaged else None,
     )
     outcome = sim.run()

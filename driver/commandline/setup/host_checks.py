@@ -28,6 +28,8 @@ class HostFacts(msgspec.Struct, frozen=True):
     shm_bytes: int | None  # size of /dev/shm; None if it is missing
     shm_free: int
     foreign: list[str]  # files in our installed folders that are foreign or modified
+    health_code: int  # exit code of the built-in health check: 0, 1, or 3 for a wrong result
+    health: str  # what it printed
     others: list[str]  # packages known to install into them
 
 
@@ -58,6 +60,7 @@ def checks(
         _torch(host),
         _library(host),
         _gpus(host),
+        _health(host),
         _ports(host),
         _interfaces(host, several=several),
         _memory(host),
@@ -104,6 +107,14 @@ def _gpus(host: HostFacts) -> Check:
     if not build.nccl:
         return Check("GPUs, NCCL", Level.FAIL, f"{gpus}, no NCCL", "install torch's CUDA build")
     return Check("GPUs, NCCL", Level.OK, f"{gpus}, NCCL {build.nccl_version}".rstrip())
+
+
+def _health(host: HostFacts) -> Check:
+    """The built-in check of --health-check auto, on the processors and on all GPUs."""
+    if not host.health_code:
+        return Check("health", Level.OK, host.health)
+    do = "do not train on this host until its hardware was tested or replaced"
+    return Check("health", Level.FAIL, host.health, do)
 
 
 def _ports(host: HostFacts) -> Check:

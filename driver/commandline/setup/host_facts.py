@@ -22,6 +22,7 @@ import msgspec
 from elastic.driver.commandline.setup import check_build
 from elastic.driver.commandline.setup.host_checks import HostFacts
 from elastic.driver.network.interfaces import own_addresses
+from elastic.health import check
 from elastic.version import __version__
 
 SHM = "/dev/shm"
@@ -34,6 +35,7 @@ def facts() -> HostFacts:
     shm = None
     with contextlib.suppress(OSError):
         shm = shutil.disk_usage(SHM)
+    health_code, health = check.check(None)
     others = (check_build.other_horovod(), check_build.other_elastic())
     return HostFacts(
         version=__version__,
@@ -49,6 +51,8 @@ def facts() -> HostFacts:
         shm_bytes=None if shm is None else shm.total,
         shm_free=0 if shm is None else shm.free,
         foreign=foreign_files(check_build.DISTRIBUTION),
+        health_code=health_code,
+        health=health,
         others=[each for each in others if each],
         at=time.time(),
     )

@@ -47,6 +47,7 @@ class WorkerRecord:
     pid: int = 0
     unchecked: bool = False  # the health check of its slot has not passed (yet)
     held_until: float = 0.0  # until then, the first world waits for it while it is HELD
+    check_by: float = 0.0  # while it is HELD: without a result by then, its check has timed out
     commit: Commit | None = None
     store: Address | None = None
     layout: str = ""

@@ -85,14 +85,9 @@ class WorkerPool:
 
     def hold(self, record: WorkerRecord) -> None:
         """Leave init() unanswered until the health check of the slot has passed, with a deadline for its result."""
-        within_s = self.settings.health_check_s + CHECK_SLACK_S
         record.stage = WorkerStage.HELD
         record.held_until = self.actions.now + HELD_S
-        record.exit_by = self.actions.now + within_s
-        slot = f"{record.worker.host}:{record.worker.slot}"
-        record.exit_why = because(
-            ReasonKind.UNHEALTHY, slot=slot, outcome="timed_out", code=None, line="no result arrived"
-        )
+        record.check_by = self.actions.now + self.settings.health_check_s + CHECK_SLACK_S
 
     def welcome(self, record: WorkerRecord, members: Sequence[Worker]) -> None:
         """Answer init(). A worker outside an existing world gets a provisional place, never rank 0."""

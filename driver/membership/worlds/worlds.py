@@ -255,7 +255,9 @@ class Worlds:
             return
         coming = any(
             not s.leaving and s.worker not in self.world.places
-            for s in self.roster.first_at(WorkerStage.STARTING, WorkerStage.HELD, WorkerStage.CONNECTED)
+            for s in self.roster.first_at(
+                WorkerStage.STARTING, WorkerStage.HELD, WorkerStage.CONNECTED
+            )
         )
         self.look_again_at = self.change.wanted(self.now, more_coming=coming and not urgent)
         if self.look_again_at is not None:

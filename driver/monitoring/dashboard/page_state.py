@@ -23,6 +23,7 @@ The whole state is the patch that creates it from nothing (`full`). The sections
                       culprits that are not listed, others: waiting ranks, where and line: of the first of these
           goodput     workers: seconds by part; job: seconds by stretch, until at; counts: of stretches; ratio:
                       training / all, or null before training
+          unhealthy   [{slot, outcome, code, line, took_s}]: slots whose last health check failed
           held_up     [{worker, rank, others, since} or {worker, rank, share, median}]: workers that are waited for
                       now; workers that wait less than the others, the worst first
           slowest     null, or the rank whose own part of a step is longest: worker, rank, own_s, step_s, and

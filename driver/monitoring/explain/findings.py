@@ -31,6 +31,7 @@ MUCH_STALLED_S = 30.0
 # Causes in which time is lost by waiting.
 STALLS = (Cause.STUCK, Cause.FROZEN, Cause.CUT_OFF, Cause.HOST_LOST, Cause.GPU_HANGS)
 OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MISSING_MODULE)
+NAMED_SLOTS = 8
 REPEATS = 3  # number of losses by which a cause is considered recurring
 
 
@@ -60,6 +61,7 @@ class FindingKind(enum.Enum):
     NEVER_TRAINED = "never trained"
     INCIDENT = "incident"
     SHARDED = "sharded"
+    UNHEALTHY = "unhealthy"  # slots whose health checks failed
     STALL = "stall"
     MORE_STALLS = "more stalls"
     MORE_INCIDENTS = "more incidents"
@@ -99,6 +101,7 @@ class Advice(enum.Enum):
     TEST_GPU = "test gpu"
     TEST_HOST = "test host"
     TEST_HOSTS = "test hosts"
+    UNHEALTHY_HOST = "unhealthy host"
     LOOK_AT_LINE = "look at line"
     LOOK_AT_STACKS = "look at stacks"
     WHO_FROZE_IT = "who froze it"
@@ -354,12 +357,31 @@ def _course(story: JobHistory) -> Iterator[JobFinding]:
     yield from (finding for _, finding in sorted(_in_time(story), key=lambda each: each[0]))
     if (sharded := story.shards.facts) is not None:
         yield JobFinding(FindingKind.SHARDED, {**sharded, "ended": story.view.end is not None})
+    if story.view.failed_checks:
+        yield JobFinding(FindingKind.UNHEALTHY, _unhealthy(story))
     if story.planned.count:
         yield JobFinding(FindingKind.PLANNED, {**vars(story.planned)})
     if story.drivers > 1:
         yield JobFinding(FindingKind.DRIVERS, {"drivers": story.drivers})
     if story.more_silences:
         yield JobFinding(FindingKind.MORE_SILENCES, {"times": story.more_silences})
+
+
+def _unhealthy(story: JobHistory) -> dict[str, Any]:
+    """Return the failed checks of the first slots, and the number of others."""
+    failed = sorted(story.view.failed_checks.items())
+    slots = [
+        {
+            "slot": f"{host}:{slot}",
+            "outcome": each.outcome.value,
+            "code": each.code,
+            "line": each.line,
+            "times": times,
+            "passed": (host, slot) not in story.view.unhealthy,
+        }
+        for (host, slot), (times, each) in failed[:NAMED_SLOTS]
+    ]
+    return {"slots": slots, "more": max(0, len(failed) - NAMED_SLOTS)}
 
 
 def _in_time(story: JobHistory) -> Iterator[tuple[float, JobFinding]]:
@@ -565,6 +587,8 @@ def _advices(
         and end.reason.kind in (ReasonKind.ALL_LOST, ReasonKind.NO_COMMIT)
     ):
         yield Advice.CHECKPOINTS, {}
+    for host in sorted({host for host, _ in story.view.unhealthy})[:1]:
+        yield Advice.UNHEALTHY_HOST, {"host": host}
     if end is None and not (source.runs or source.abandoned) and story.store_away is None:
         yield Advice.RESUME, {}
     yield from (_against(each) for each in story.losses() if each.cause is Cause.DAMAGED)

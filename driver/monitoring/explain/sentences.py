@@ -12,7 +12,7 @@ from elastic.driver.monitoring.shard_status import as_sentence as sharded_senten
 from elastic.driver.monitoring.shard_status import source_sentence
 from elastic.driver.monitoring.stalls import ENDS, StallEnd, as_sentence
 from elastic.driver.monitoring.time_spent import LEAST_S, WORDS
-from elastic.driver.reasons import ReasonKind, commit_id, counted
+from elastic.driver.reasons import ReasonKind, because, commit_id, counted
 
 Facts = Mapping[str, Any]
 GOODPUT = "the share spent on training that was not lost"
@@ -32,6 +32,7 @@ _SECTIONS = {
     FindingKind.NEVER_TRAINED: "course",
     FindingKind.INCIDENT: "course",
     FindingKind.SHARDED: "course",
+    FindingKind.UNHEALTHY: "course",
     FindingKind.STALL: "course",
     FindingKind.MORE_STALLS: "course",
     FindingKind.MORE_INCIDENTS: "course",
@@ -394,6 +395,16 @@ def _more_incidents(facts: Facts) -> str:
     return f"... {facts['count']} more incidents in between" + (f": {causes}." if causes else ".")
 
 
+def _unhealthy(facts: Facts) -> str:
+    texts = []
+    for each in facts["slots"]:
+        times = "once" if each["times"] == 1 else f"{each['times']} times"
+        then = ", then one passed" if each["passed"] else ""
+        texts.append(f"{because(ReasonKind.UNHEALTHY, **each)} ({times}{then})")
+    more = f"; and {facts['more']} more" if facts["more"] else ""
+    return f"Slots were kept out of the world: {'; '.join(texts)}{more}."
+
+
 def _planned(facts: Facts) -> str:
     count = facts["count"]
     times = "once" if count == 1 else f"{count} times"
@@ -523,6 +534,10 @@ _ADVICE = {
         " hosts until it is tested."
     ),
     Advice.TEST_HOST: "Test the memory and the processor of {host}, and do not use it until then.",
+    Advice.UNHEALTHY_HOST: (
+        "Repair {host}, or remove it from the list of hosts: its workers are admitted once a health check passes"
+        " (elasticrun doctor -H {host} runs the built-in one)."
+    ),
     Advice.TEST_HOSTS: (
         "Test the memory and the processors of all hosts: the faulty one could not be identified."
     ),
@@ -633,6 +648,7 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
     FindingKind.SHARDED: lambda f: (
         f"The state {'was' if f['ended'] else 'is'} {sharded_sentence(f)}."
     ),
+    FindingKind.UNHEALTHY: _unhealthy,
     FindingKind.STALL: lambda f: (
         f"{_at(f)} Training stalled for {f['seconds']:.1f} s: {as_sentence(f)}; {ENDS[StallEnd(f['end'])]}."
     ),

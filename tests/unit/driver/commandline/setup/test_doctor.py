@@ -34,6 +34,8 @@ HOST = HostFacts(
     shm_bytes=8 << 30,
     shm_free=8 << 30,
     foreign=[],
+    health_code=0,
+    health="cpu: all results are right",
     others=[],
 )
 
@@ -58,6 +60,7 @@ def test_complete_host_passes():
     ("changes", "about", "what", "level"),
     [
         ({"version": "0.9"}, {}, "version", Level.FAIL),
+        ({"health_code": 3, "health": "cpu: wrong"}, {}, "health", Level.FAIL),
         (build(gloo=False), {}, "torch", Level.FAIL),
         (build(shared="the C++ library was not built"), {}, "library", Level.WARN),
         (build(gpus=1), {}, "GPUs, NCCL", Level.WARN),
