@@ -42,6 +42,7 @@ class SimulatedJob(Protocol):
     steps: int
     step_s: float  # if positive: interval at which all members make a step in one event
     mild: bool  # faults spare the last holder of the state
+    calmed: bool  # the faults have ended
     aimed: int  # kills to carry out at the next commits
     going_on: bool
     keep_journal: bool

@@ -214,9 +214,7 @@ class JobView:
             case events.WorkerHealthChecked() if event.worker in self.workers:
                 self._checks(event)
             case events.HostsChanged(hosts):
-                gone = [slot for slot in self.unhealthy if slot[0] not in hosts]
-                for slot in gone:
-                    del self.unhealthy[slot]
+                self.unhealthy = {s: e for s, e in self.unhealthy.items() if s[0] in hosts}
             case events.CheckpointMade(commit):
                 self._knows(commit, now)
                 self.durable = max(self.durable or commit, commit)

@@ -18,7 +18,7 @@ from elastic.driver.events import HealthOutcome, WorkerHealthChecked
 from elastic.driver.processes import orphan_reaper
 from elastic.driver.processes.spawning import why_not_started
 from elastic.errors import shortened
-from elastic.health.known_answers import WRONG_RESULT
+from elastic.health.exit_codes import WRONG_RESULT
 from elastic.protocol.messages import Worker
 
 COMMAND, TIMEOUT = "ELASTIC_HEALTH_CHECK", "ELASTIC_HEALTH_CHECK_TIMEOUT"
@@ -44,6 +44,11 @@ def command_of(check: str, worker_command: Sequence[str]) -> list[str]:
     program = worker_command[0] if worker_command else ""
     python = program if os.path.basename(program).startswith("python") else sys.executable
     return [python, "-c", RUN_AUTO]
+
+
+def without_check(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a worker, which may start a job of its own, without the check of this job."""
+    return {name: value for name, value in env.items() if name not in (COMMAND, TIMEOUT)}
 
 
 def environment_of(worker: Worker, env: Mapping[str, str]) -> dict[str, str]:

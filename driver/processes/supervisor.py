@@ -150,7 +150,7 @@ class ProcessSupervisor:
         stdin: int,
     ) -> None:
         self._reaper.ensure()
-        given = env
+        given, env = env, health_check_run.without_check(env)
         lock = self._life_locks.new()
         if lock is not None:
             env = {**env, LIFE_LOCK: lock.told}

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from elastic.health import gpu_errors, known_answers
+from elastic.health.exit_codes import FAILED, PASSED, WRONG_RESULT
 
 
 def gpus_here() -> bool:
@@ -24,9 +25,9 @@ def gpus_here() -> bool:
 def check(slot: int | None) -> tuple[int, str]:
     """Check the processors, and the GPU of a slot; None: all GPUs. Return the exit code and a line."""
     if wrong := known_answers.wrong_on_cpu():
-        return known_answers.WRONG_RESULT, f"cpu: {wrong}"
+        return WRONG_RESULT, f"cpu: {wrong}"
     if not gpus_here():
-        return 0, "cpu: all results are right"
+        return PASSED, "cpu: all results are right"
     import torch
 
     count = torch.cuda.device_count()
@@ -36,19 +37,19 @@ def check(slot: int | None) -> tuple[int, str]:
         if code:
             return code, line
     named = ", ".join(["cpu", *(f"cuda:{index}" for index in indices)])
-    return 0, f"{named}: all results are right"
+    return PASSED, f"{named}: all results are right"
 
 
 def _check_gpu(torch: Any, index: int) -> tuple[int, str]:
     device = f"cuda:{index}"
     try:
         if wrong := known_answers.wrong_on_gpu(torch, device):
-            return known_answers.WRONG_RESULT, f"{device}: {wrong}"
+            return WRONG_RESULT, f"{device}: {wrong}"
         uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
     except RuntimeError as error:  # of CUDA: out of memory, an uncorrectable error, a lost GPU
-        return 1, f"{device}: {str(error).strip().partition(chr(10))[0]}"
+        return FAILED, f"{device}: {str(error).strip().partition(chr(10))[0]}"
     found = gpu_errors.found_on(uuid)
-    return (1, f"{device}: {found}") if found else (0, "")
+    return (FAILED, f"{device}: {found}") if found else (PASSED, "")
 
 
 def main() -> int:

@@ -14,7 +14,6 @@ import numpy as np
 from elastic import failpoints
 from elastic.failpoints import actions, failpoint
 
-WRONG_RESULT = 3  # exit code of the check if a result is wrong
 SIZE, ROUNDS = 384, 4  # rows of the matrices, and how often they are multiplied
 SUMMED = 1 << 20
 PATTERN_BYTES = 8 << 20

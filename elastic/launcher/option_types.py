@@ -22,6 +22,8 @@ class RayOptions(TypedDict, total=False):
     preemption: str | None
     preload: str | None
     fresh: bool
+    health_check: str | None
+    health_check_timeout: float | None
     summary: bool
     dashboard: str | None
     verbose: bool

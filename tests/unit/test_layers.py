@@ -211,6 +211,7 @@ def test_the_driver_imports_only_what_both_sides_share():
         "elastic.errors",
         "elastic.conflicting_packages",
         "elastic.version",
+        "elastic.health",
         "elastic.protocol",
         "elastic.rpc",
         "elastic.rendezvous.nccl_settings",
