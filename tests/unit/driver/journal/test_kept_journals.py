@@ -102,7 +102,7 @@ def test_kept_journals_contain_nearly_every_kind_of_event_and_action(tmp_path):
         for entry in read(unpacked(kept, tmp_path))[1]:
             found |= {type(entry.event).__name__, *(type(each).__name__ for each in entry.actions)}
     known = {each.__name__ for each in (*Event.__subclasses__(), *Action.__subclasses__())}
-    elsewhere = {  # jobs with several hosts or drivers, and cancelled changes
+    elsewhere = {  # jobs with several hosts or drivers, cancelled changes, and health checks
         "CallOffChange",
         "DriverRestarted",
         "GiveUpHost",
@@ -110,6 +110,7 @@ def test_kept_journals_contain_nearly_every_kind_of_event_and_action(tmp_path):
         "HostStaying",
         "ReplicasSpoilt",
         "TellWorld",
+        "WorkerHealthChecked",
         "WorkerReconnected",
     }
     assert known - found <= elsewhere
