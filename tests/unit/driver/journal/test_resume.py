@@ -72,7 +72,9 @@ def test_every_setting_is_compared():
     for name, value in vars(settings()).items():
         if name in ("np", "workers_min", "workers_max", "starting_max", "env"):
             continue
-        changed = settings(**{name: other.get(name, value + 1 if value is not None else 1)})
+        changed = settings(
+            **{name: other[name] if name in other else 1 if value is None else value + 1}
+        )
         assert len(differences(past(), COMMAND, changed)) == 1, name
 
 
