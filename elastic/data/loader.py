@@ -299,11 +299,14 @@ class DataLoader:
         self._handed_some = False
         self._gradients.count()
 
-    def _begin(self, world: World) -> Iterator[Loaded]:
-        """Divide the rest of the epoch among the present world, and start to load this rank's part."""
+    def _begin(self, world: World, again: bool) -> Iterator[Loaded]:
+        """Divide the rest of the epoch among the present world, and start to load this rank's part.
+
+        ``again``: the same iteration had begun in this world, with other parts.
+        """
         progress = self._progress
         self._dealt = dealing = self.arguments.dealing(world[1])
-        if not self._in_state:
+        if not self._in_state and not again:
             progress.go_to(Position(self.epoch, 0))
         length = self._source.length(self.epoch)
         position = progress.begin(length)
@@ -366,7 +369,7 @@ class LoaderIterator(Iterator[Any]):
     def __init__(self, loader: DataLoader, number: int) -> None:
         self._loader = loader
         self._number = number
-        self._at: tuple[int, World] | None = None
+        self._at: tuple[int, World, list[int]] | None = None
         self._batches: Iterator[Loaded] = iter(())
         self._shards: StepShards | None = None
         self._over = False
@@ -374,11 +377,14 @@ class LoaderIterator(Iterator[Any]):
     def __next__(self) -> Any:
         loader = self._loader
         world = loader._next_of(self._number)
-        if (loader._moves, world) != self._at:
+        at = loader._moves, world, loader._mine(world)
+        if at != self._at:
             self._batches = iter(())  # its loader workers end before new ones start
             self._shards, self._over = None, False
-            self._batches = loader._begin(world)
-            self._at = (loader._moves, world)
+            # Other shards of the same world do not restart an epoch that is in progress.
+            again = self._at is not None and self._at[:2] == at[:2]
+            self._batches = loader._begin(world, again)
+            self._at = at
         if self._shards is not None:
             self._shards.check_done()
         loaded = None if self._over else next(self._batches, None)

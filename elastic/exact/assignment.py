@@ -1,21 +1,31 @@
-"""Assignment of shards to ranks. Pure: a function of the number of shards and the size of the world."""
+"""Assignment of shards to ranks. Pure: a function of the number of shards of each rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from elastic.exact import load_balancing
+
 
 def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
-    """Return the shards of each rank, in ascending order. Ranks beyond the number of shards have none: warm spares.
+    """Return the shards of each rank if their numbers differ by at most one; see `place`.
 
-    The numbers of shards differ by at most one. Each is split into powers of two, which are placed largest first. Every
-    piece is therefore aligned to its length and is one node of the tree (see `elastic.exact.tree`), so a rank has
-    few partials. A buddy allocator divides memory in the same way (Knowlton, CACM 1965).
+    Ranks beyond the number of shards have none: warm spares.
     """
     if shards < 1 or ranks < 1:
         raise ValueError(
             f"{shards} shards can't be assigned to {ranks} ranks: both numbers must be at least 1"
         )
-    least, larger = divmod(shards, ranks)
-    sizes = [least + (rank < larger) for rank in range(ranks)]
+    return place(load_balancing.even(shards, ranks))
+
+
+def place(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the shards of each rank, in ascending order, for given numbers of them.
+
+    Each number is split into powers of two, which are placed largest first. Every piece is therefore aligned to its
+    length and is one node of the tree (see `elastic.exact.tree`), so a rank has few partials. A buddy allocator divides
+    memory in the same way (Knowlton, CACM 1965).
+    """
     pieces = [
         (1 << bit, rank)
         for rank, size in enumerate(sizes)
@@ -23,7 +33,7 @@ def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
         if size >> bit & 1
     ]
     pieces.sort(key=lambda piece: (-piece[0], piece[1]))
-    held: list[list[int]] = [[] for _ in range(ranks)]
+    held: list[list[int]] = [[] for _ in sizes]
     at = 0
     for size, rank in pieces:
         held[rank] += range(at, at + size)

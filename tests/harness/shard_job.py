@@ -4,6 +4,8 @@ All code that affects a bit of the result is the product's: the shards, the load
 and exchange, the buffer keeper, states, restores and transfers. The network is fake: groups are those of
 `harness.fakes.collectives`, and an aborted collective may still write to its tensors later. The commits of a job are
 compared with `Reference`, which does the same training in one loop, as defined in docs/exact.md.
+
+The speeds of ranks are random, too, and change after each step, so that ranks have other shards in most steps.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from elastic.data.order import shuffled
 from elastic.data.positions import Position, SamplePartition
 from elastic.data.seeds import seed_of
 from elastic.errors import CollectiveFailed, PeerLost
+from elastic.exact import load_balancing
 from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.runtime import lifecycle
@@ -381,7 +384,7 @@ class ShardJob:
         self.rng = random.Random(schedule.seed)
         self.generation = 0
         self.late: list[DrawnWork] = []  # of older worlds, still in progress
-        self.deaths = self.planned = 0
+        self.deaths = self.planned = self.rebalanced = 0
         self.members: list[Member] = []
         self._changes = list(schedule.changes)
         self._computed: Counter[tuple[int, int, int]] = Counter()  # generation, step, shard
@@ -389,6 +392,9 @@ class ShardJob:
         self._turns = Turns(self.rng)
         self._meeting = Meeting()
         self._dying: tuple[int, int] | None = None  # the rank, and the remaining pauses
+        setattr(load_balancing, "PERIOD", 1)
+        setattr(load_balancing, "PATIENCE", 1)
+        setattr(load_balancing.SpeedWindow, "median_s", property(lambda window: self._speed()))
         setattr(logging.getLogger("elastic.exact"), "disabled", True)
         setattr(lifecycle, "current", lambda: self._own.world)
         setattr(lifecycle, "active", lambda: getattr(self._own, "world", None))
@@ -428,6 +434,14 @@ class ShardJob:
         self._draw_death(size)
         self._turns.run([functools.partial(self._on_rank, rank, size) for rank in range(size)])
         self.members = [each for each in self._living if each is not None]
+
+    def _speed(self) -> float:
+        """Seconds per shard of this rank, in this step."""
+        world = self._own.world
+        member = self._living[world.place.rank]
+        step = 0 if member is None else member.shards.step
+        key = f"{self.schedule.seed} {world.generation} {step} {world.place.rank}"
+        return random.Random(key).choice([0.0, 1.0, 3.0, 9.0])
 
     def _draw_death(self, size: int) -> None:
         self._dying = None
@@ -490,6 +504,9 @@ class ShardJob:
                     optimizer.zero_grad()
                 member.state.losses.append(shards.mean(losses))
                 member.state.save()
+                before = shards.held
+                shards.committed()
+                self.rebalanced += shards.held != before
                 self._check(member)
                 self.pause()
                 if shards.step == self.schedule.steps or self._stop(member):

@@ -13,6 +13,7 @@ import torch
 
 from elastic.exact import assignment, generators, tree
 from elastic.exact.buffers import BufferKeeper
+from elastic.exact.load_balancing import LoadBalancer
 from elastic.exact.shards import Shards
 from elastic.optimizer.sharded.buckets import ShardBucket
 from elastic.optimizer.sharded.reducer import ShardReducer
@@ -33,10 +34,11 @@ def clean(seed: int, monkeypatch: pytest.MonkeyPatch) -> ShardJob:
 
 @pytest.mark.slow
 def test_what_is_committed_has_the_bits_of_a_plain_loop(monkeypatch):
-    jobs = [clean(seed, monkeypatch) for seed in range(IN_EACH_RUN)]
+    jobs = [clean(seed, monkeypatch) for seed in range(6, 6 + IN_EACH_RUN)]
     assert sum(job.deaths for job in jobs) >= IN_EACH_RUN // 2
     assert sum(job.planned for job in jobs) >= IN_EACH_RUN // 2
     assert len({job.schedule.count for job in jobs}) > 2
+    assert sum(job.rebalanced for job in jobs) >= IN_EACH_RUN
 
 
 @pytest.mark.nightly
@@ -109,10 +111,20 @@ def a_shard_counts_twice_after_a_restore(setattr: SetAttr) -> None:
 
 
 def a_spare_computes(setattr: SetAttr) -> None:
-    def assign(shards: int, ranks: int, real: Any = assignment.assign) -> list[tuple[int, ...]]:
-        return [held or (number % shards,) for number, held in enumerate(real(shards, ranks))]
+    def place(sizes: Any, real: Any = assignment.place) -> list[tuple[int, ...]]:
+        shards = sum(sizes)
+        return [held or (number % shards,) for number, held in enumerate(real(sizes))]
 
-    setattr(assignment, "assign", assign)
+    setattr(assignment, "place", place)
+
+
+def a_division_by_own_speeds(setattr: SetAttr) -> None:
+    """A rank decides from other numbers than the others."""
+
+    def exchanged(self: LoadBalancer, seconds: Any, real: Any = LoadBalancer.exchanged) -> None:
+        real(self, [each * 3 if number == rank() else each for number, each in enumerate(seconds)])
+
+    setattr(LoadBalancer, "exchanged", exchanged)
 
 
 def a_step_counted_by_the_process(setattr: SetAttr) -> None:
@@ -139,9 +151,10 @@ BUGS = {
     a_seed_by_rank: (0, "other bits in numbers"),
     position_by_rank: (0, "the position is"),
     a_stale_buffer: (0, "other bits in statistic"),
-    a_partial_of_an_older_world: (61, "other bits in"),
-    a_shard_counts_twice_after_a_restore: (10, "samples, shards"),
+    a_partial_of_an_older_world: (0, "other bits in"),
+    a_shard_counts_twice_after_a_restore: (13, "samples, shards"),
     a_spare_computes: (0, "two ranks compute shard"),
+    a_division_by_own_speeds: (7, "two ranks compute shard"),
     a_step_counted_by_the_process: (0, "samples, shards"),
     an_ulp_on_one_rank: (5, "other bits in numbers"),
 }

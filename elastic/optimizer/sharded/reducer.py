@@ -78,6 +78,9 @@ class ShardReducer:
         self._complete: dict[int, bool] = {}  # whether each shard of this rank completes a partial
         self._shard: tree.Merge | None = None
         self._last = False
+        self._held: tuple[tuple[int, ...], ...] | None = (
+            None  # the division that they have compared
+        )
         self._agreed: int | None = None  # the generation whose ranks have compared this plan
         self._in_memory = False  # whether these ranks can all access each other's buckets
         self._launched = 0
@@ -175,6 +178,8 @@ class ShardReducer:
                 bucket.make(depth)
             bucket.step_begins()
         if self._step is None or self._step.held is not step.held:
+            if self._held is not step.held:  # buffers may have grown out of the shared memory
+                self._agreed, self._held = None, step.held
             self._program = tree.program(step.partials, self.shards.count)
             complete = tree.completes(step.merges)
             self._complete = {

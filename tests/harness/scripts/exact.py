@@ -9,6 +9,7 @@ EVENTS   ``7:kill:1:backward 9:hold:3 12:leave:0``: at this step the worker with
          leave does not come back.
 THREADS  of workers that are started again; step 4 then waits for a file ``go`` where nobody is to hold.
 HOLD_S   how long to wait for that, in seconds.
+SLOW     ``2:5``: seconds, in hundredths, that rank 2 sleeps in each shard, and the others a hundredth.
 STEPS, SHARDS, EXACT=0, PLANT (a bug, see `planted`), OWN_DIGESTS (a file for them, where there is no driver).
 """
 
@@ -30,6 +31,7 @@ from torch import nn
 import elastic
 
 STEPS, SHARDS = int(os.environ.get("STEPS", "12")), int(os.environ.get("SHARDS", "8"))
+SLOW = os.environ["SLOW"].split(":") if "SLOW" in os.environ else []
 PLANT = os.environ.get("PLANT", "").split(",")
 DEADLINE_S = float(os.environ.get("HOLD_S", "60"))
 WIDTH, CONTEXT, WORDS = 16, 8, 31
@@ -208,6 +210,8 @@ def train(state: Any) -> None:
         found = []
         for shard in shards:
             suffer(step, "forward")
+            if SLOW:
+                time.sleep(0.01 * (int(SLOW[1]) if elastic.rank() == int(SLOW[0]) else 1))
             losses = losses_of(models, step, shard)
             torch.stack(losses).sum().backward()
             suffer(step, "backward")

@@ -129,6 +129,31 @@ def test_every_commit_is_that_of_the_undisturbed_run(job, reference, seed, size,
     assert len(set(sizes(training))) > 1, "nothing happened"
 
 
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_a_slow_worker_gets_fewer_shards_and_commits_stay_the_same(job, reference, native):
+    """Before a worker is killed and after another has replaced it."""
+    training = train(
+        job,
+        f"-np 3 --min-np 3 {RETURN}",
+        "12:kill:1:backward",
+        SLOW="2:6",
+        STEPS="26",
+        ELASTIC_NATIVE=native,
+    )
+    training.succeed(timeout=180)
+    wanted, final = reference(26)
+    assert differences(training, wanted) == []
+    assert (training.folder / "final.json").read_text() == final
+    computed: dict[int, set[int]] = {}
+    for event in training.events("WorkerDigested"):
+        if event.get("gradients"):
+            own = len({key.split()[0] for key in event["gradients"]})
+            computed.setdefault(event["step"], set()).add(own)
+    assert computed[1] == {2, 3}
+    assert computed[11] == {1, 3, 4}
+    assert computed[26] == {1, 3, 4}
+
+
 def test_a_bug_is_named_by_step_tensor_and_shard(job, reference):
     """One ulp in one gradient of one rank, and a buffer that is not shard 0's."""
     training = train(job, "-np 2 --min-np 1", STEPS="5", PLANT="ulp,buffer")

@@ -19,6 +19,7 @@ from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.collectives.interface import Op
 from elastic.data import DataLoader, ShardedFiles, optimizer_steps
 from elastic.errors import Invalid, StateMismatch
+from elastic.exact import load_balancing
 from elastic.exact.shards import Shards
 from elastic.exact.step import StepListener
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
@@ -250,6 +251,64 @@ def test_several_means_travel_together(ranks):
     wanted = {"loss": (0.0 + 0.1 + 0.2) / 3, "right": 1.0}
     assert ranks(1, step) == [wanted]
     assert ranks(5, step) == [wanted] * 5
+
+
+@pytest.fixture
+def first_is_slow(monkeypatch):
+    """Rank 0 needs nine times as long for a shard, and a division follows each step."""
+    monkeypatch.setattr(load_balancing, "PERIOD", 1)
+    monkeypatch.setattr(load_balancing, "PATIENCE", 1)
+    seconds = property(lambda _: 9.0 if lifecycle.current().place.rank == 0 else 1.0)
+    monkeypatch.setattr(load_balancing.SpeedWindow, "median_s", seconds)
+
+
+def test_a_mean_after_a_commit_takes_numbers_of_either_division(ranks, first_is_slow):
+    def step(rank):
+        shards = Shards(8)
+        before = list(shards)
+        assert list(shards.held) == before
+        assert shards.mean(before) == 3.5
+        shards.committed()
+        assert len(before) == 4 and len(shards.held) == (1 if rank == 0 else 7)
+        return shards.mean(before), shards.mean(shards.held)
+
+    assert ranks(2, step) == [(3.5, 3.5)] * 2
+
+
+def test_a_mean_of_numbers_of_two_divisions_is_refused_on_all_ranks(ranks, first_is_slow):
+    def step(rank):
+        shards = Shards(8)
+        before = list(shards)
+        shards.committed()
+        with pytest.raises(Invalid):
+            shards.mean(before if rank == 0 else shards.held)
+
+    ranks(2, step)
+
+
+def test_numbers_of_shards_stay_even_without_by_speed(ranks, first_is_slow):
+    def step(rank):
+        shards = Shards(8, by_speed=False)
+        before = list(shards)
+        shards.committed()
+        return before == list(shards.held)
+
+    assert ranks(2, step) == [True, True]
+
+
+def test_a_division_changes_no_bit(ranks, first_is_slow, monkeypatch):
+    (alone,) = ranks(1, lambda rank: train(8))
+    divisions = []
+
+    def committed(self, real=Shards.end_step):
+        real(self)
+        self.committed()
+        divisions.append(len(self.held))
+
+    monkeypatch.setattr(Shards, "end_step", committed)
+    for found in ranks(3, lambda rank: train(8)):
+        assert same(found, alone)
+    assert set(divisions) > {1}
 
 
 def test_without_exactness_the_mean_is_the_same_but_for_rounding(ranks):

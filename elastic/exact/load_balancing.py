@@ -1,0 +1,132 @@
+"""Number of shards of each rank, by measured speed. Pure: all ranks compute the same division from the same numbers.
+
+Ranks exchange their seconds per shard after the second step of a world and after every `PERIOD`-th, and all pass these
+numbers to `LoadBalancer.exchanged`. Measurements are noisy, so a division changes only if the new one is faster by
+`GAIN`, in `PATIENCE` exchanges in a row, and after each recent change the next one must gain more.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+PERIOD = 4  # steps between two exchanges
+WINDOW = 12  # steps whose median is this rank's speed
+GAIN = 0.06  # relative to the faster division
+MORE_GAIN = 0.04  # for each recent change ...
+MOST_GAIN = 0.2  # ... up to this: a rank that recovers gets its shards back
+RECENT = 25  # exchanges
+PATIENCE = 2
+
+Division = tuple[int, ...]  # number of shards by rank
+
+
+def even(shards: int, ranks: int) -> Division:
+    """Return numbers of shards that differ by at most one. Ranks beyond the number of shards have none."""
+    least, larger = divmod(shards, ranks)
+    return tuple(least + (rank < larger) for rank in range(ranks))
+
+
+def fastest(seconds: Sequence[float], shards: int) -> Division:
+    """Return the division with the shortest step, in which each rank has a shard at least.
+
+    One shard after the other goes to the rank that would finish first with it, the lower one of two that are equal.
+    Since shards are equal, no division is faster.
+
+    Args:
+        seconds: seconds per shard of each rank, all positive.
+        shards: their number, at least that of the ranks.
+    """
+    sizes = [1] * len(seconds)
+    for _ in range(shards - len(sizes)):
+        first = min(range(len(sizes)), key=lambda rank: (sizes[rank] + 1) * seconds[rank])
+        sizes[first] += 1
+    return tuple(sizes)
+
+
+def step_s(seconds: Sequence[float], division: Division) -> float:
+    """Return the seconds of a step: those of its slowest rank."""
+    return max(each * size for each, size in zip(seconds, division, strict=True))
+
+
+def known(seconds: Sequence[float]) -> list[float]:
+    """Return positive speeds for all ranks: one that has not measured yet, 0.0, has the mean of the others.
+
+    Returns an empty list if none has measured.
+    """
+    measured = [each for each in seconds if 0.0 < each < math.inf]
+    if not measured:
+        return []
+    mean = sum(measured) / len(measured)
+    return [each if 0.0 < each < math.inf else mean for each in seconds]
+
+
+class SpeedWindow:
+    """Seconds per shard of this rank in its last steps. The first step of a process is left out: it also warms up."""
+
+    def __init__(self) -> None:
+        self._steps: deque[float] | None = None  # None before the first step
+
+    def took(self, seconds: float, shards: int) -> None:
+        """Record a step. ``seconds``: of its ``shards`` shards together."""
+        if self._steps is None:
+            self._steps = deque(maxlen=WINDOW)
+        elif shards and seconds > 0.0:
+            self._steps.append(seconds / shards)
+
+    @property
+    def median_s(self) -> float:
+        """Return the median seconds per shard; 0.0 if nothing was measured."""
+        return statistics.median(self._steps) if self._steps else 0.0
+
+
+class LoadBalancer:
+    """The division of one world. All ranks make the same calls in the same order.
+
+    Attributes:
+        division: number of shards by rank.
+        pending: the next division, for the step after the next commit; None if the division stays.
+    """
+
+    def __init__(self, shards: int, ranks: int) -> None:
+        self.shards = shards
+        self.division = even(shards, ranks)
+        self.pending: Division | None = None
+        self._steps = 0
+        self._exchanges = 0
+        self._insisted = 0  # of them in a row in which another division was faster
+        self._changes: list[int] = []  # the exchanges of recent changes
+
+    def due(self) -> bool:
+        """Count a step. Return whether the ranks exchange their speeds after it."""
+        self._steps += 1
+        several = 1 < len(self.division) < self.shards  # otherwise each rank has at most one
+        return several and (self._steps == 2 or self._steps % PERIOD == 0)
+
+    def exchanged(self, seconds: Sequence[float]) -> None:
+        """Decide from the seconds per shard of all ranks; 0.0 for a rank that has not measured yet."""
+        speeds = known(seconds)
+        if (
+            not speeds or self.pending is not None
+        ):  # the numbers were measured under the old division
+            return
+        self._exchanges += 1
+        self._changes = [each for each in self._changes if each > self._exchanges - RECENT]
+        gain = min(MOST_GAIN, GAIN + MORE_GAIN * len(self._changes))
+        better = fastest(speeds, self.shards)
+        if step_s(speeds, self.division) <= (1.0 + gain) * step_s(speeds, better):
+            self._insisted = 0
+            return
+        self._insisted += 1
+        if self._insisted >= PATIENCE:
+            self.pending, self._insisted = better, 0
+            self._changes.append(self._exchanges)
+
+    def committed(self) -> bool:
+        """Adopt the pending division. Return whether there was one."""
+        if self.pending is None:
+            return False
+        self.division, self.pending = self.pending, None
+        return True
