@@ -1,6 +1,6 @@
 """Steps of shards with one worker that is slower than the others for a while: divided by speed, and evenly.
 
-    python benchmarks/unequal.py [--ranks 4] [--shards 16] [--factor 3] [--shard-ms 5] [--json FILE]
+    python benchmarks/unequal.py [--ranks 4] [--shards 16] [--factor 3] [--shard-ms 20] [--json FILE]
 
 A shard sleeps for `--shard-ms` and computes a gradient of a small model; the slow worker sleeps longer by the factor,
 in the middle third of the steps. Workers that sleep do not share cores, so the figures hold for workers with a core
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="workers")
     parser.add_argument("--shards", type=int, default=16)
     parser.add_argument("--factor", type=float, default=3.0, help="slowness of one worker")
-    parser.add_argument("--shard-ms", type=float, default=5.0, help="of a worker that is not slow")
+    parser.add_argument("--shard-ms", type=float, default=20.0, help="of a worker that is not slow")
     options = parser.parse_args()
     question = SlowWorker(options.shards, options.factor, options.shard_ms / 1e3)
     answer = groups.ask(measure, options.ranks, question)
