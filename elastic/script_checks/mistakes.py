@@ -20,6 +20,7 @@ class Kind(enum.Enum):
 
     NO_COMMIT = "no-commit"
     COMMIT_ON_SOME_RANKS = "commit-on-some-ranks"
+    LOOP_RESTARTS = "loop-restarts"
     NEVER_REDUCED = "gradients-never-reduced"
     ONLY_LOSS_REDUCED = "only-the-loss-reduced"
     MODEL_NOT_IN_STATE = "model-not-in-state"
@@ -88,6 +89,7 @@ class ScriptObservation:
     collectives: int  # and other calls that may have changed tensors
     # Elements of the largest tensor in a collective between two steps. None: unknown.
     largest_moved: int | None
+    restarts: str  # head of a loop around commit() that counts in no state; "" if there is none
     keeps_members: bool  # the state is one of this package's, which save exactly their members
     optimizers: tuple[Trained, ...] = ()
     schedulers: tuple[UsedPart, ...] = ()
@@ -112,6 +114,8 @@ class Mistake:
 def found(seen: ScriptObservation) -> list[Mistake]:
     """Return the mistakes, at most one of each kind."""
     made = [*_commits(seen), *_reductions(seen), *_loaders(seen)]
+    if seen.restarts:
+        made.append(_mistake(Kind.LOOP_RESTARTS, loop=seen.restarts))
     if seen.keeps_members:
         made += _members(seen)
     return made
@@ -197,6 +201,11 @@ _SENTENCES = {
     Kind.COMMIT_ON_SOME_RANKS: (
         "state.commit() is called under a condition on the rank: if those ranks are lost, so is their commit, and"
         " no worker can join; call it on every rank"
+    ),
+    Kind.LOOP_RESTARTS: (
+        "`{loop}` starts again whenever a worker is lost or joins, since elastic.run calls the function again: the job"
+        " trains longer than intended; count in the state: `while state.epoch < epochs`, with"
+        " TorchState(epoch=0, ...) and state.epoch += 1 before the commit"
     ),
     Kind.NEVER_REDUCED: (
         "no collective ran in {steps} steps of {optimizer} on {workers} workers: each trains a model of its own; wrap"

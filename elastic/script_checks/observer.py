@@ -218,6 +218,7 @@ class ScriptObserver:
             world_size=self._rt.place.size,
             commits=self._rt.commits.made - (self._commits or 0),
             calls=tuple(script_source.commits(self._function)),
+            restarts=script_source.restarting_loop(self._function),
             recovered=self._recovered,
             collectives=self._rt.activity - self._collectives,
             keeps_members=_keeps_members(self._state),

@@ -19,6 +19,7 @@ STEPS = 30
 WRONG = {
     "no commit": {"no-commit"},
     "commit on rank 0": {"commit-on-some-ranks"},
+    "range": {"loop-restarts"},
     "plain optimizer": {"gradients-never-reduced"},
     "plain optimizer, loss reduced": {"only-the-loss-reduced"},
     "no model": {"model-not-in-state"},
@@ -159,12 +160,21 @@ def train(state):
 
 @hvd.elastic.run
 def train_on_rank_0(state):
-    for state.step in range(STEPS):
+    for state.step in range(state.step, STEPS):
         optimizer.zero_grad()
         network(torch.ones(4, 4)).square().mean().backward()
         optimizer.step()
         if hvd.rank() == 0:
             state.commit()
+
+
+@hvd.elastic.run
+def train_in_a_range(state):
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        network(torch.ones(4, 4)).square().mean().backward()
+        optimizer.step()
+        state.commit()
 
 
 @hvd.elastic.run
@@ -200,4 +210,5 @@ if CASE == "own state":
     del members["model"]
 kind = Own if CASE == "own state" else hvd.elastic.TorchState
 later = dict.fromkeys(("every 100th step", "once per epoch"), train_and_commit_later)
-{"commit on rank 0": train_on_rank_0, **later}.get(CASE, train)(kind(**members))
+others = {"commit on rank 0": train_on_rank_0, "range": train_in_a_range}
+{**others, **later}.get(CASE, train)(kind(**members))

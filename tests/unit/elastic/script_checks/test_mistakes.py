@@ -23,6 +23,7 @@ RIGHT = ScriptObservation(
     world_size=2,
     commits=20,
     calls=(CommitCall.EACH_STEP,),
+    restarts="",
     recovered=False,
     collectives=20,
     largest_moved=100,
@@ -51,6 +52,7 @@ def test_a_right_script_makes_no_mistake():
         ({"commits": 0, "calls": (CommitCall.SOME_STEPS,), "recovered": True}, Kind.NO_COMMIT),
         ({"calls": (CommitCall.SOME_RANKS,)}, Kind.COMMIT_ON_SOME_RANKS),
         ({"calls": (CommitCall.SOME_RANKS,), "commits": 0}, Kind.COMMIT_ON_SOME_RANKS),
+        ({"restarts": "for epoch in range(10)"}, Kind.LOOP_RESTARTS),
         ({"collectives": 0}, Kind.NEVER_REDUCED),
         ({"collectives": 1}, Kind.NEVER_REDUCED),
         ({"largest_moved": 1}, Kind.ONLY_LOSS_REDUCED),
@@ -99,7 +101,7 @@ def test_every_kind_has_a_sentence_that_names_its_anchor(kind):
     facts = dict.fromkeys(
         [
             *("steps", "workers", "optimizer", "which", "example", "name", "loader", "sampler"),
-            *("kept", "largest", "member", "remedy"),
+            *("kept", "largest", "member", "remedy", "loop"),
         ],
         "x",
     )
