@@ -22,7 +22,6 @@ import torch
 from elastic.api import ops
 from elastic.collectives.algorithms import adasum
 from elastic.errors import NotInitialized
-from elastic.failpoints import failpoint
 from elastic.optimizer.gradients.flat_buckets import Compressor
 from elastic.optimizer.gradients.gradient_hooks import GradientHooks
 from elastic.optimizer.wrapped_optimizer import WrappedOptimizer
@@ -56,9 +55,7 @@ class AdasumDistributed(WrappedOptimizer):
             Invalid: the size of the world is not a power of two. This is a ValueError.
         """
         world = lifecycle.current()
-        # Recorded before values change, so that a step that fails midway does not leave the state marked as unchanged.
-        world.activity += 1
-        failpoint("optimizer-step")
+        self._begin_step()
         parameters = [
             parameter
             for group in self.param_groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -46,6 +47,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
     _synchronized_for_scaler: bool
     _should_synchronize: bool
     _reducer: Reducer
+    # The optimizer as the user created it, in which a scheduler that was made from it looks for groups and steps.
+    _unwrapped: weakref.ref[torch.optim.Optimizer]
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -133,10 +136,17 @@ class WrappedOptimizer(torch.optim.Optimizer):
                     )
                 self.synchronize()
         self._synchronized = self._synchronized_for_scaler = False
+        self._begin_step()
+        return self._apply_gradients(super().step, closure)
+
+    def _begin_step(self) -> None:
         # Recorded before values change, so that a step that fails midway does not leave the state marked as unchanged.
         lifecycle.current().activity += 1
+        if (unwrapped := self._unwrapped()) is not None:
+            unwrapped._opt_called = (
+                True  # else its schedulers warn that they step before the optimizer
+            )
         failpoint("optimizer-step")
-        return self._apply_gradients(super().step, closure)
 
     # torch wraps the step() of each class once, for profiling and step hooks. The user's class is already wrapped, so
     # wrapping this class as well would run step hooks twice.
@@ -164,6 +174,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state like the optimizer's own method, and reset the count of backward passes."""
         super().load_state_dict(state_dict)
+        if (unwrapped := self._unwrapped()) is not None:  # torch has replaced both
+            unwrapped.param_groups, unwrapped.state = self.param_groups, self.state
         self._reset_passes()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -222,6 +234,7 @@ def wrap(
     wrapped = wrapped_class.__new__(wrapped_class)
     # A scheduler that was created earlier has patched the optimizer's step(); that version does not reduce gradients.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    wrapped._unwrapped = weakref.ref(optimizer)
     wrapped._parameter_names = names
     wrapped.gradients_made = made
     wrapped._synchronized = False

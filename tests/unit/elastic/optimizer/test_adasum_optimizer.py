@@ -154,6 +154,18 @@ def test_a_world_of_one_steps_as_without(own):
     assert own.world.reduced == []
 
 
+def test_schedulers_made_from_the_plain_optimizer_see_its_steps(own):
+    own.world = World(0, 1)
+    model = net(3, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
+    optimizer = DistributedOptimizer(plain, model.named_parameters(), op=Op.ADASUM)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    scheduler.step()  # a warning would raise
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_a_parameter_without_a_gradient_here_takes_the_others_step(threads):
     def train(rank, world):
         model: Any = torch.nn.ModuleList([net(3, 2), net(3, 2)])

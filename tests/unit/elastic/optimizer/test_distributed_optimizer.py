@@ -85,10 +85,39 @@ def test_schedulers_work_whether_made_before_or_after(world):
     backward(model)
     wrapped.step()
     assert len(world.gradients.calls) > 1
-    plain._opt_called = True
-    before.step()
-    after.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before.step()
+        after.step()
     assert wrapped.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_schedulers_warn_only_if_the_wrapped_optimizer_has_not_stepped(world, steps):
+    model = net(3, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(plain, 0.5) for _ in range(2)]
+    wrapped = DistributedOptimizer(plain, model.named_parameters())
+    schedulers += [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (plain, wrapped)]
+    if steps:
+        backward(model)
+        wrapped.step()
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        for each in schedulers:
+            each.step()
+    assert len(raised) == (0 if steps else len(schedulers))
+
+
+def test_a_scheduler_of_the_plain_optimizer_acts_on_a_state_that_was_loaded(world):
+    model = net(3, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
+    wrapped = DistributedOptimizer(plain, model.named_parameters())
+    train_once(model, wrapped)
+    wrapped.load_state_dict(wrapped.state_dict())
+    scheduler.step()
+    assert wrapped.param_groups[0]["lr"] == 0.5
 
 
 def test_step_hooks_run_once(world):
