@@ -7,7 +7,7 @@ the start. docs/script-checks.md describes each kind.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +121,12 @@ def found(seen: ScriptObservation) -> list[Mistake]:
     return made
 
 
+def unreported(made: Iterable[Mistake], reported: Collection[Kind]) -> list[Mistake]:
+    """Return the mistakes whose cause has not been reported, under this kind or another."""
+    causes = {_CAUSES.get(kind, kind) for kind in reported}
+    return [each for each in made if _CAUSES.get(each.kind, each.kind) not in causes]
+
+
 def _commits(seen: ScriptObservation) -> Iterable[Mistake]:
     if seen.calls and {*seen.calls} == {CommitCall.SOME_RANKS}:
         yield _mistake(Kind.COMMIT_ON_SOME_RANKS)
@@ -135,7 +141,8 @@ def _reductions(seen: ScriptObservation) -> Iterable[Mistake]:
     if not seen.optimizers or seen.world_size == 1:
         return
     facts = {"steps": seen.steps, "workers": seen.world_size, "optimizer": seen.optimizers[0].name}
-    if seen.collectives < 2:  # a loader may have negotiated its position once
+    # a loader may have negotiated its position once, and without tensors
+    if seen.collectives < 2 or seen.largest_moved == 0:
         yield _mistake(Kind.NEVER_REDUCED, **facts)
         return
     # However gradients are packed, the tensor that contains the smallest parameter's is at least as large.
@@ -192,6 +199,9 @@ def _members(seen: ScriptObservation) -> Iterable[Mistake]:
 def _mistake(kind: Kind, **facts: Any) -> Mistake:
     return Mistake(kind, tuple(facts.items()))
 
+
+# A plain optimizer: which of the two is observed differs between the first steps and those after a failure.
+_CAUSES = {Kind.ONLY_LOSS_REDUCED: Kind.NEVER_REDUCED}
 
 _SENTENCES = {
     Kind.NO_COMMIT: (

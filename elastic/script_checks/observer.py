@@ -276,7 +276,7 @@ class ScriptObserver:
 
     def _report(self, seen: ScriptObservation) -> None:
         """Print new mistakes on rank 0. Raises ScriptMistakes with --strict."""
-        new = [each for each in mistakes.found(seen) if each.kind not in self._reported]
+        new = mistakes.unreported(mistakes.found(seen), self._reported)
         self._reported |= {each.kind for each in new}
         if new and self._rt.env.strict:
             raise ScriptMistakes("; ".join(each.sentence for each in new))

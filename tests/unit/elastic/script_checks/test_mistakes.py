@@ -15,6 +15,7 @@ from elastic.script_checks.mistakes import (
     UsedLoader,
     UsedPart,
     found,
+    unreported,
 )
 
 SGD = Trained("SGD", in_state=True, parameters=4, uncovered=0, smallest=10)
@@ -55,6 +56,7 @@ def test_a_right_script_makes_no_mistake():
         ({"restarts": "for epoch in range(10)"}, Kind.LOOP_RESTARTS),
         ({"collectives": 0}, Kind.NEVER_REDUCED),
         ({"collectives": 1}, Kind.NEVER_REDUCED),
+        ({"largest_moved": 0}, Kind.NEVER_REDUCED),
         ({"largest_moved": 1}, Kind.ONLY_LOSS_REDUCED),
         ({"largest_moved": 9}, Kind.ONLY_LOSS_REDUCED),
         ({"optimizers": (replace(SGD, uncovered=4),)}, Kind.MODEL_NOT_IN_STATE),
@@ -94,6 +96,14 @@ def test_members_are_not_judged_where_the_script_saves_them_itself():
     outside = {"optimizers": (replace(SGD, uncovered=4, in_state=False),)}
     assert kinds(**outside) == [Kind.MODEL_NOT_IN_STATE, Kind.OPTIMIZER_NOT_IN_STATE]
     assert kinds(**outside, keeps_members=False) == []
+
+
+@pytest.mark.parametrize("first", [Kind.NEVER_REDUCED, Kind.ONLY_LOSS_REDUCED])
+@pytest.mark.parametrize("second", [Kind.NEVER_REDUCED, Kind.ONLY_LOSS_REDUCED])
+def test_a_plain_optimizer_is_reported_once(first, second):
+    made = [Mistake(second), Mistake(Kind.NO_COMMIT)]
+    assert [each.kind for each in unreported(made, {first})] == [Kind.NO_COMMIT]
+    assert unreported(made, set()) == made
 
 
 @pytest.mark.parametrize("kind", Kind)
