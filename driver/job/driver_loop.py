@@ -200,6 +200,8 @@ class Driver:
         self._checkpoints = CheckpointShares()
         self._slots = 0  # number of listed slots
         self._held: bool | None = None  # whether a member of the latest world held a commit
+        # whether a published world had a commit of the script, not only the state at the start; assumed after failover
+        self._committed = self.generation > 0
         self._about_checkpoints = CheckpointLines(self._now, self._log)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mailbox: asyncio.Queue[tuple[float, events.Event]] = asyncio.Queue()
@@ -591,7 +593,7 @@ class Driver:
                 return ("info", f"request {'done' if done else 'refused'}: {reason}")
             case events.ReportRecovery():
                 self._log("debug", phases_line(action))
-                return ("info", recovery_line(action, held=self._held))
+                return ("info", recovery_line(action, held=self._held, committed=self._committed))
             case _:
                 raise AssertionError(f"unhandled action {type(action).__name__}")
         return None
@@ -669,6 +671,7 @@ class Driver:
         )
         self.generation = world.generation
         self._held = world.holders > 0
+        self._committed |= world.commit is not None and world.commit.number > 0
         self._checkpoints.world(world.generation, [member.worker for member in world.members])
         self._reports.keep({*self.places, *self._decisions.running})
         self._promised.clear()

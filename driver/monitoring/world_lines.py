@@ -29,11 +29,14 @@ def world_line(world: PublishWorld, *, before: str, wanted: int, slots: int) -> 
     return f"{text}: {reason}"
 
 
-def recovery_line(report: ReportRecovery, *, held: bool | None = None) -> str:
+def recovery_line(
+    report: ReportRecovery, *, held: bool | None = None, committed: bool = True
+) -> str:
     """Return for example ``recovered in 83 ms with 3 workers, generation 5; no committed step lost``.
 
     ``held``: whether a member held a commit. A commit that all members of the previous world made is held by each
-    survivor.
+    survivor. ``committed``: whether any commit was made in this job; without one, members hold the state with which
+    training began.
     """
     verb = _VERBS.get(report.kind, report.kind)
     size = counted(report.size, "worker")
@@ -41,6 +44,8 @@ def recovery_line(report: ReportRecovery, *, held: bool | None = None) -> str:
     if report.kind != "recovery" or held is None:
         return text
     lost = "no committed step lost" if held else "no worker held a commit"
+    if held and not committed:
+        lost = "no commit was made yet: training starts anew"
     if report.from_checkpoint:
         lost = "back to the newest checkpoint"
     source = source_sentence(recovery_facts(report.shards))
