@@ -483,7 +483,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     " with"
     " {exit}{wrote:wrote}",
     ReasonKind.INIT_AGAIN: "init() was called again",
-    ReasonKind.ENTERING: "entering elastic.run",
+    ReasonKind.ENTERING: "training begins in elastic.run",
     ReasonKind.FELL_OUT: "{worker} rejoined without reporting a failure",
     ReasonKind.COLLECTIVE_BROKE: "a collective failed at {worker}: {text}",
     ReasonKind.LOST_EXITED: "lost {worker} ({exit})",

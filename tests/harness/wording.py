@@ -80,7 +80,7 @@ FREE_NODE = "is free on 1 node"
 FROZEN_NOBODY_ELSE_TRAINS = "is frozen .*no other worker trains, so it is not killed"
 FUNCTION_CANT_BE_PICKLED = "the function can't be pickled"
 GENERATION_WORKERS_ENTERING_ELASTIC = (
-    r"generation \d+ has 2 workers: entering elastic.run|b:0#1 joined"
+    r"generation \d+ has 2 workers: training begins in elastic.run|b:0#1 joined"
 )
 GIVE_RELEASE_SHORTER = "; give (the release|a shorter)"
 GIVE_WHOLE_DATASET = "pass the whole dataset"

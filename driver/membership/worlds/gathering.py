@@ -17,6 +17,8 @@ from elastic.protocol.messages import Worker
 
 NAMED = 8  # lost workers named in the reason
 REMIND_S = 5.0  # seconds after which a gathering logs the awaited workers
+# The same while they start: a script that imports and builds a model before elastic.run is not stuck.
+START_REMIND_S = 30.0
 
 
 class Kind(enum.Enum):
@@ -44,7 +46,11 @@ class Gathering:
     said: tuple[int, int] | None = None  # last logged shortage: ready and needed workers
     _more: int = 0  # lost workers that the reason does not name
     # seconds after the beginning at which the awaited workers are logged next
-    remind_after_s: float = REMIND_S
+    remind_after_s: float = 0.0  # 0: that of the kind
+
+    def __post_init__(self) -> None:
+        if not self.remind_after_s:  # else it is from a snapshot
+            self._remind_as_first()
 
     @property
     def remind_at(self) -> float:
@@ -54,13 +60,16 @@ class Gathering:
         """Return the awaited workers and the deadline as a sentence."""
         names = ", ".join(str(s.worker) for s in awaited[:4])
         more = f" and {len(awaited) - 4} more" if len(awaited) > 4 else ""
-        first = awaited[0]
+        first, one = awaited[0], len(awaited) == 1
+        have = "has" if one else "have"
         what = (
-            "which has not returned from its step"
+            f"which {have} not returned from {'its' if one else 'their'} step"
             if first.running
-            else "which has not entered elastic.run, or not called init() again,"
+            else f"which {have} not entered elastic.run, or not called init() again,"
         )
-        end = "it is killed" if first.running else "the others continue without it"
+        end = f"the others continue without {'it' if one else 'them'}"
+        if first.running:
+            end = "it is killed" if one else "they are killed"
         if not self.settings.elastic:
             end = "the job ends"
         doubt = "" if first.phase else " (stuck or frozen?)"
@@ -80,7 +89,10 @@ class Gathering:
         if self.short_by is not None:
             self.short_by += now - self.began_at
         self.began_at = now
-        self.remind_after_s = REMIND_S
+        self._remind_as_first()
+
+    def _remind_as_first(self) -> None:
+        self.remind_after_s = START_REMIND_S if self.kind is Kind.START else REMIND_S
 
     def lost(self, reason: Reason) -> None:
         """Record a lost worker, which explains a broken collective better than the worker that reported it."""
