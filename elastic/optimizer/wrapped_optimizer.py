@@ -143,9 +143,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # Recorded before values change, so that a step that fails midway does not leave the state marked as unchanged.
         lifecycle.current().activity += 1
         if (unwrapped := self._unwrapped()) is not None:
-            unwrapped._opt_called = (
-                True  # else its schedulers warn that they step before the optimizer
-            )
+            # otherwise its schedulers warn that they step before the optimizer
+            unwrapped._opt_called = True  # type: ignore[attr-defined]
         failpoint("optimizer-step")
 
     # torch wraps the step() of each class once, for profiling and step hooks. The user's class is already wrapped, so

@@ -160,7 +160,7 @@ def train(state):
 
 @hvd.elastic.run
 def train_on_rank_0(state):
-    for state.step in range(state.step, STEPS):
+    for state.step in range(state.step, STEPS):  # noqa: B020
         optimizer.zero_grad()
         network(torch.ones(4, 4)).square().mean().backward()
         optimizer.step()
