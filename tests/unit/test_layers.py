@@ -38,6 +38,7 @@ ROOMS = """
     elastic.data
     elastic.exact
     elastic.sharding
+    elastic.diloco
     elastic.state.snapshots
     elastic.state.handlers
     elastic.state.fully_sharded

@@ -1,0 +1,101 @@
+"""Schedule of a DiLoCo round: which fragment of the parameters is sent and merged at which inner step. Pure.
+
+Inner steps are counted from 1. A round has ``every`` of them. Fragment f of P is sent after inner step n if n is
+congruent to (f + 1) * every // P modulo ``every``, and merged after inner step n + delay. Less than the shortest
+distance between two sends passes before a merge, so at most one fragment is in flight.
+
+    every=8, fragments=2, delay=3:   step  1  2  3  4  5  6  7  8  9 10 11 12
+                                     sent           0           1           0
+                                     merged                  0           1
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from elastic.errors import Invalid
+
+
+class Sent(NamedTuple):
+    """A fragment in flight: the inner step after which it was sent, and the one after which it is merged."""
+
+    fragment: int
+    step: int
+    due: int
+
+
+@dataclass(frozen=True)
+class RoundSchedule:
+    """Schedule of a round.
+
+    Args:
+        every: inner steps of a round, at least 1.
+        fragments: number of parts of the parameters, each sent once a round.
+        delay: inner steps between sending and merging a fragment; 0 waits for the result at once.
+
+    Raises:
+        Invalid: a number is out of range.
+    """
+
+    every: int
+    fragments: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 1), ("fragments", 1), ("delay", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise Invalid(f"{name} is {value!r}: pass an integer of {least} or more")
+        if self.fragments > self.every:
+            raise Invalid(
+                f"{self.fragments} fragments can't be sent in a round of {self.every} inner steps: pass at most"
+                f" fragments={self.every}, or a larger every"
+            )
+        if self.delay >= self.every // self.fragments:
+            raise Invalid(
+                f"delay is {self.delay}, but a fragment is sent every {self.every // self.fragments} inner steps, and"
+                " the previous one must be merged before: pass a smaller delay, fewer fragments or a larger every"
+            )
+
+    def sent_at(self, step: int) -> Sent | None:
+        """Return the fragment that is sent after an inner step; None if none is."""
+        place = (step - 1) % self.every + 1
+        for fragment in range(self.fragments):
+            if (fragment + 1) * self.every // self.fragments == place:
+                return Sent(fragment, step, step + self.delay)
+        return None
+
+    def merges(self, step: int) -> list[int]:
+        """Return how often each fragment has been merged after ``step`` undisturbed inner steps."""
+        return [
+            max(0, (step - self.delay - (f + 1) * self.every // self.fragments) // self.every + 1)
+            for f in range(self.fragments)
+        ]
+
+
+def partition(sizes: Sequence[int], fragments: int) -> list[range]:
+    """Divide parameters into consecutive fragments of about equal size, each with at least one parameter.
+
+    Args:
+        sizes: number of elements of each parameter, in the model's order.
+        fragments: number of fragments.
+
+    Raises:
+        Invalid: there are fewer parameters than fragments.
+    """
+    if fragments > len(sizes):
+        raise Invalid(
+            f"{len(sizes)} trained parameters can't be divided into {fragments} fragments: pass at most"
+            f" fragments={len(sizes)}"
+        )
+    ends = list(itertools.accumulate(sizes))
+    cuts = [0]
+    for number in range(1, fragments):
+        wanted = ends[-1] * number / fragments
+        first, last = cuts[-1] + 1, len(sizes) - (fragments - number)
+        cuts.append(min(range(first, last + 1), key=lambda cut: abs(ends[cut - 1] - wanted)))
+    cuts.append(len(sizes))
+    return [range(start, end) for start, end in itertools.pairwise(cuts)]
