@@ -22,6 +22,7 @@ _MODULES = {
     "elastic": "data",
     "elastic.state": "State ObjectState TorchState ElasticSampler",
     "elastic.exact.shards": "Shards",
+    "elastic.diloco.diloco": "DiLoCo LocalSGD",
     "elastic.optimizer.distributed_optimizer": "DistributedOptimizer",
     "elastic.api.compression": "Compression",
     "elastic.api.sync_batch_norm": "SyncBatchNorm",
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from elastic.api.ops import *  # noqa: F403
     from elastic.api.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from elastic.checkpoints.checkpoints_api import Checkpoints as Checkpoints
+    from elastic.diloco.diloco import DiLoCo as DiLoCo
+    from elastic.diloco.diloco import LocalSGD as LocalSGD
     from elastic.errors import *  # noqa: F403
     from elastic.exact.shards import Shards as Shards
     from elastic.launcher.launch_function import launch as launch

@@ -24,6 +24,7 @@ from elastic.state.fully_sharded.shard_buffers import ShardBuffers
 from elastic.state.fully_sharded.sharded_commits import ShardedCommits, WorldInventory
 from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
 from elastic.state.handlers import state_transfer
+from elastic.state.handlers.diloco_state import DiLoCoStateHandler
 from elastic.state.handlers.held_commit import HeldCommit, HeldPart
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
@@ -86,6 +87,7 @@ class HandledState(_OfThisProcess, ObjectState):
                 refuse_hidden(name, value, self._handlers.values())
         self._notify_shards()
         self._check_shards()
+        self._refuse_own_values()
         self._random = RandomState() if rng is True else None
         # Names of the models' parameters when the state was made, by id.
         self._first_names: dict[int, str] = {}
@@ -139,6 +141,7 @@ class HandledState(_OfThisProcess, ObjectState):
             self._saved_state[name] = self._copied({name: value})[name]
         self._notify_shards()
         self._check_shards()
+        self._refuse_own_values()
         self._introduce()
 
     def _check_shards(self) -> None:
@@ -286,13 +289,29 @@ class HandledState(_OfThisProcess, ObjectState):
         for loader in self._of_kind(LoaderStateHandler):
             loader.attach(self._trained_parameters, stepped=stepped)
 
+    def _keeps_steps(self) -> bool:
+        return bool(self._of_kind(DiLoCoStateHandler))
+
+    def _refuse_own_values(self) -> None:
+        """Raise Invalid if a value is this worker's own by a DiLoCo of the state, and would be sent by itself too."""
+        for handler in self._of_kind(DiLoCoStateHandler):
+            value = handler.value
+            held = (value.model, value.inner_optimizer, value.outer_optimizer)
+            for name, other in self._handlers.items():
+                if other is not handler and any(other.value is each for each in held):
+                    raise Invalid(
+                        f"state.{name} is already part of state.{handler.name}, which keeps each worker's own model and"
+                        f" optimizer; rank 0's would overwrite them: remove {name}= from the state"
+                    )
+
     def _trained_parameters(self) -> list[torch.Tensor]:
         models = [each.value for each in self._of_kind(ModelStateHandler)]
         groups = [
             g for each in self._of_kind(OptimizerStateHandler) for g in each.value.param_groups
         ]
-        found = [each for model in models for each in model.parameters()]
+        found: list[torch.Tensor] = [each for model in models for each in model.parameters()]
         found += [each for group in groups for each in group["params"]]
+        found += [each for local in self._of_kind(DiLoCoStateHandler) for each in local.value.inner]
         return list({id(each): each for each in found}.values())
 
     def _of_kind(self, kind: type[Handler]) -> list[Handler]:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic.data.loader import DataLoader
 from elastic.data.sampler import ElasticSampler
+from elastic.diloco.diloco import DiLoCo
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.sharding import fsdp2, unsupported_sharding, zero
@@ -26,6 +27,7 @@ from elastic.state.handlers.data_parallel import (
     as_written,
     held_in,
 )
+from elastic.state.handlers.diloco_state import DiLoCoStateHandler
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
@@ -48,6 +50,7 @@ _registry: Registry = [
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
     (Shards, ShardsStateHandler),
+    (DiLoCo, DiLoCoStateHandler),
     (Carried, CarriedPart),
     (DataLoader, LoaderStateHandler),
     (torch.optim.lr_scheduler.LRScheduler, SchedulePart),

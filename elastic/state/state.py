@@ -24,6 +24,7 @@ from elastic.monitoring import step_count, timeline
 from elastic.negotiation import submission
 from elastic.protocol.messages import ShardsHeld
 from elastic.runtime import lifecycle
+from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state.handlers import state_transfer
 from elastic.state.handlers.held_commit import HeldCommit
 from elastic.state.handlers.python_values import copied
@@ -78,6 +79,9 @@ class State:
             self._rebalance()
             self.check_host_updates()
             return
+        if rt.broken and not rt.alone and self._keeps_steps():
+            self._keep_own_step(rt)
+            return
         rt.commits.may_commit()
         before = rt.account.begin("committing", time.monotonic())
         try:
@@ -93,6 +97,17 @@ class State:
             raise
         rt.account.committed(time.monotonic(), before)
         self.check_host_updates()
+
+    def _keeps_steps(self) -> bool:
+        """Return whether the present step is complete and this worker's own although the world has broken."""
+        return False
+
+    def _keep_own_step(self, rt: WorkerRuntime) -> None:
+        """Save a step that a loss has not interrupted, then raise the loss."""
+        self._save_whole()
+        rt.commits.committed()
+        rt.commits.check()
+        rt.session.raise_if_broken()
 
     def _save_whole(self) -> None:
         failpoint("commit")

@@ -1,0 +1,340 @@
+"""DiLoCo and LocalSGD: workers take several inner steps by themselves, then average the change of their parameters.
+
+Every rank holds the *outer* parameters, which are bitwise equal on all ranks. The model has the *inner* parameters,
+which are each worker's own between two merges. A merge averages ``outer - inner`` of one fragment into a buffer, lets
+the outer optimizer step with it as the gradient, and mixes the result into the inner parameters. A lost worker breaks
+at most the collective, which has written only that buffer: the merge is then repeated in the next world.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from elastic import context
+from elastic.api import ops
+from elastic.api.broadcasting import broadcast_object
+from elastic.diloco.schedule import RoundSchedule, Sent, partition
+from elastic.errors import Invalid, NotInitialized, PeerLost
+from elastic.negotiation import submission
+from elastic.sharding import fsdp2
+
+WIRE = (None, torch.float16, torch.bfloat16, torch.float32)
+
+
+class DiLoCo:
+    """DiLoCo (arXiv:2311.08105), streaming with ``fragments`` and ``delay`` (arXiv:2501.18512).
+
+    Put it in a `TorchState` instead of the model and the inner optimizer, and call `step` after each inner step::
+
+        diloco = elastic.DiLoCo(model, inner_optimizer, every=100)
+        state = elastic.TorchState(diloco=diloco, loader=loader, step=0)
+        ...
+        loss.backward(); inner_optimizer.step(); inner_optimizer.zero_grad(); diloco.step()
+        state.step += 1
+        state.commit()
+
+    Args:
+        model: its parameters with ``requires_grad`` are averaged; all others and buffers are each worker's own.
+        inner_optimizer: steps the model's parameters; any torch optimizer.
+        outer_optimizer: a new torch optimizer of the model's trained parameters, which this object points to the outer
+            parameters. Default: SGD with lr 0.7 and Nesterov momentum 0.9.
+        every: inner steps of a round, the same on all workers.
+        fragments: parts of the parameters, sent one at a time, spread over the round.
+        delay: inner steps between sending a fragment and merging its mean, so that the collective overlaps training.
+        mix: weight of the inner parameters in a merge: inner = mix * inner + (1 - mix) * outer. Default: 0.0 without a
+            delay, else 0.5.
+        dtype: the pseudo-gradients are cast to it before they are sent: float16, bfloat16 or float32. Default: the
+            parameters' own dtype.
+
+    Attributes:
+        position: inner steps of the job: those of the worker that took most. Every change of the world sets it to the
+            largest of all workers, so that all merge after the same steps.
+        own_steps: inner steps that this worker has taken.
+        bytes_sent: payload of this worker's pseudo-gradients so far.
+
+    Raises:
+        Invalid: an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner_optimizer: torch.optim.Optimizer | None,
+        outer_optimizer: torch.optim.Optimizer | None = None,
+        *,
+        every: int,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise Invalid(f"model is a {type(model).__name__}; pass the torch.nn.Module itself")
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel) or fsdp2.sharded_params(
+            model
+        ):
+            raise Invalid(
+                "the model averages or shards its own gradients: DiLoCo does not support islands of several workers;"
+                " pass a plain torch.nn.Module"
+            )
+        if dtype not in WIRE:
+            raise Invalid(f"dtype is {dtype}: pass float16, bfloat16, float32 or None")
+        self.schedule = RoundSchedule(every, fragments, delay)
+        self.mix = (0.5 if delay else 0.0) if mix is None else float(mix)
+        if not 0.0 <= self.mix < 1.0:
+            raise Invalid(
+                f"mix is {mix}: pass a number from 0.0 (take the outer parameters) up to, but not including, 1.0"
+            )
+        named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        if not named:
+            raise Invalid("the model has no parameter with requires_grad")
+        self.model, self.inner_optimizer, self.dtype = model, inner_optimizer, dtype
+        self.names = list(named)
+        self.inner: list[torch.Tensor] = list(named.values())
+        self.parts = partition([each.numel() for each in self.inner], fragments)
+        self.outer = [torch.nn.Parameter(each.detach().clone()) for each in self.inner]
+        self.outer_optimizer = self._pointed_to_outer(outer_optimizer)
+        self.position = self.own_steps = self.bytes_sent = 0
+        self.merged = [0] * fragments
+        self.pending: Sent | None = None  # sent, and not merged yet
+        self.in_state = (
+            False  # a state restores it, so that a lost merge may wait for the next world
+        )
+        self._in_flight: tuple[int, torch.Tensor] | None = None
+        self._world: tuple[int, int] | None = None  # the world in which positions were compared
+
+    def _pointed_to_outer(self, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+        if given is None:
+            return torch.optim.SGD(self.outer, lr=0.7, momentum=0.9, nesterov=True)
+        if given is self.inner_optimizer:
+            raise Invalid("the outer and the inner optimizer are one object: create two")
+        twins = {id(i): o for i, o in zip(self.inner, self.outer, strict=True)}
+        listed = [id(each) for group in given.param_groups for each in group["params"]]
+        if given.state or sorted(listed) != sorted(twins):
+            raise Invalid(
+                "the outer optimizer must be new and have exactly the model's trained parameters: create it as in"
+                " torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)"
+            )
+        for group in given.param_groups:
+            group["params"] = [twins[id(each)] for each in group["params"]]
+        return given
+
+    # ---- for scripts -----------------------------------------------------------------------------
+
+    @property
+    def round(self) -> int:
+        """Number of complete rounds: merges of the fragment that has fewest."""
+        return min(self.merged)
+
+    def step(self) -> None:
+        """Count an inner step, and send and merge what is due.
+
+        Call it after each step of the inner optimizer. It communicates only at steps at which a fragment is sent or
+        merged. If the world breaks meanwhile and the object is in a state, the merge is repeated in the next world, and
+        the following ``commit()`` keeps this inner step before it raises.
+
+        Raises:
+            PeerLost: the world broke, and this object is in no state.
+        """
+        self.position += 1
+        self.own_steps += 1
+        try:
+            self._meet()
+            self._merge_due()
+            sent = self.schedule.sent_at(self.position)
+            if sent is not None and self._counts(sent):
+                self.pending = sent
+                self._send(sent)
+                self._merge_due()
+        except PeerLost:
+            self._in_flight = None
+            rt = context.current()
+            if not self.in_state or rt.alone or not rt.elastic:
+                raise
+            sent = self.schedule.sent_at(self.position)
+            if self.pending is None and sent is not None and self._counts(sent):
+                self.pending = sent
+
+    # ---- implementation --------------------------------------------------------------------------
+
+    def _counts(self, sent: Sent) -> bool:
+        """Return whether a scheduled fragment is still to be merged."""
+        scheduled = (sent.step - 1) // self.schedule.every + 1
+        return self.merged[sent.fragment] < scheduled
+
+    def _meet(self) -> None:
+        """In the first step of a world, compare positions, and send again what was in flight in the previous one."""
+        rt = _context()
+        world = None if rt is None else (id(rt), rt.generation)
+        if world == self._world:
+            return
+        self._in_flight = None
+        if rt is not None and submission.group_size(torch.device("cpu")) > 1:
+            mine = json.dumps([self.position, self.merged, self.pending])
+            told = [json.loads(each) for each in submission.agree("diloco", "position", mine)]
+            merges = [sum(merged) for _, merged, _ in told]
+            if min(merges) != max(merges):
+                self._take_merges(merges.index(max(merges)))
+            self.position = max(position for position, _, _ in told)
+            owed = [Sent(*each) for _, _, each in told if each is not None]
+            owed = [each for each in owed if self._counts(each)]
+            self.pending = min(owed, key=lambda each: each.step, default=None)
+        self._world = world
+        if self.pending is not None:
+            self._send(self.pending)
+
+    def _take_merges(self, root: int) -> None:
+        """Take the outer parameters of a rank whose last collective ended, while it broke on others. Collective."""
+        mine = (
+            self.merged,
+            [each.detach() for each in self.outer],
+            self.outer_optimizer.state_dict(),
+        )
+        merged, outer, entries = broadcast_object(mine, root, "diloco.merges")
+        missing = [part for f, part in enumerate(self.parts) if merged[f] != self.merged[f]]
+        if not missing:
+            return
+        with torch.no_grad():
+            for own, theirs in zip(self.outer, outer, strict=True):
+                own.copy_(theirs)
+        self.outer_optimizer.load_state_dict(entries)
+        self.merged = list(merged)
+        for part in missing:
+            self.mix_in(part)
+
+    def _send(self, sent: Sent) -> None:
+        """Start the mean of a fragment's pseudo-gradients."""
+        part = self.parts[sent.fragment]
+        with torch.no_grad():
+            flat = torch.cat([(self.outer[i] - self.inner[i]).reshape(-1) for i in part])
+        buffer = flat if self.dtype is None else flat.to(self.dtype)
+        self.bytes_sent += buffer.nbytes
+        if _context() is None:
+            self._in_flight = -1, buffer
+            return
+        name = f"diloco.{sent.fragment}"
+        handle = ops.allreduce_async_(buffer, name=name, op=ops.Average)
+        self._in_flight = handle, buffer
+
+    def _merge_due(self) -> None:
+        while self.pending is not None and self.pending.due <= self.position:
+            if self._in_flight is None:  # broken in this world, which the next commit() reports
+                self._send(self.pending)
+            assert self._in_flight is not None
+            handle, buffer = self._in_flight
+            if handle >= 0:
+                ops.synchronize(handle)
+            self._in_flight = None
+            self._apply(self.pending.fragment, buffer)
+            self.merged[self.pending.fragment] += 1
+            self.pending = None
+
+    def _apply(self, fragment: int, mean: torch.Tensor) -> None:
+        """Step the outer optimizer with the mean pseudo-gradients of one fragment, and mix the result into the model.
+
+        Args:
+            fragment: its number.
+            mean: 1-dimensional, of the sent dtype.
+        """
+        part, start = self.parts[fragment], 0
+        for outer in self.outer:
+            outer.grad = None
+        for i in part:
+            outer = self.outer[i]
+            piece = mean[start : start + outer.numel()].view_as(outer)
+            outer.grad = piece.to(outer.dtype, copy=True)
+            start += outer.numel()
+        self.outer_optimizer.step()
+        for i in part:
+            self.outer[i].grad = None
+        self.mix_in(part)
+
+    def mix_in(self, indices: Iterable[int]) -> None:
+        """Mix outer parameters into the inner ones, by index."""
+        with torch.no_grad():
+            for i in indices:
+                if self.mix:
+                    self.inner[i].lerp_(self.outer[i], 1.0 - self.mix)
+                else:
+                    self.inner[i].copy_(self.outer[i])
+
+    # ---- for its handler -------------------------------------------------------------------------
+
+    def shared(self) -> dict[str, Any]:
+        """Return the numbers that are equal on all ranks after a change of the world."""
+        pending = None if self.pending is None else tuple(self.pending)
+        return {"position": self.position, "merged": list(self.merged), "pending": pending}
+
+    def take_shared(self, values: dict[str, Any]) -> None:
+        """Set the numbers from `shared`."""
+        self.position, self.merged = values["position"], list(values["merged"])
+        self.pending = None if values["pending"] is None else Sent(*values["pending"])
+        self._in_flight = None
+        self._world = None
+
+    def own_state(self) -> dict[str, Any]:
+        """Return copies of what is this worker's own: the model, the inner optimizer, the number of its steps."""
+        optimizer = self.inner_optimizer
+        model = {name: each.detach().clone() for name, each in self._model_tensors().items()}
+        inner = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+        return {"model": model, "optimizer": inner, "own_steps": self.own_steps}
+
+    def take_own_state(self, state: dict[str, Any]) -> None:
+        """Restore copies from `own_state`, and clear gradients."""
+        self.own_steps = state["own_steps"]
+        with torch.no_grad():
+            for name, live in self._model_tensors().items():
+                live.copy_(state["model"][name])
+        if self.inner_optimizer is not None:
+            self.inner_optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        for each in (*self.model.parameters(), *self.outer):
+            each.grad = None
+
+    def others(self) -> dict[str, torch.Tensor]:
+        """Return the model's tensors that are not averaged, by name: buffers and frozen parameters."""
+        trained = set(self.names)
+        return {name: each for name, each in self._model_tensors().items() if name not in trained}
+
+    def _model_tensors(self) -> dict[str, torch.Tensor]:
+        found = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        return {name: each.detach() for name, each in found.items()}
+
+
+class LocalSGD(DiLoCo):
+    """Local SGD: each worker takes ``every`` steps by itself, then all continue from the mean of their parameters.
+
+    It is `DiLoCo` with an outer SGD of learning rate 1 without momentum. Without ``optimizer``, the optimizer's entries
+    are not part of a commit.
+
+    Example::
+
+        local = elastic.LocalSGD(model, optimizer, every=20)
+        state = elastic.TorchState(local=local, step=0)
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        every: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, every=every, dtype=dtype)
+        self.outer_optimizer = torch.optim.SGD(self.outer, lr=1.0)
+
+
+def _context() -> context.Context | None:
+    """Return the runtime; None before ``init()``, where a worker trains by itself."""
+    try:
+        return context.current()
+    except NotInitialized:
+        return None

@@ -1,0 +1,121 @@
+"""Handler of `elastic.DiLoCo`: what is the job's is sent to other workers, what is this worker's own is only committed.
+
+The job's: outer parameters, entries of the outer optimizer, position, number of merges. A worker's own: the model, the
+inner optimizer. A worker without inner steps of its own takes the outer parameters as its inner ones, rank 0's buffers
+and options of the inner optimizer, and begins with no entries of that: they would be as large as the model or larger,
+and fit another worker's path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elastic.diloco.diloco import DiLoCo
+from elastic.errors import StateMismatch
+from elastic.state.handlers.optimizer_state import OptimizerStateHandler
+from elastic.state.handlers.part import Part
+from elastic.state.handlers.tensor_spec import Destination, TensorSpec
+
+OUTER, ENTRY, OTHER = "outer.", "entry.", "model."
+
+
+class DiLoCoStateHandler(Part):
+    """Handler of a `DiLoCo` or `LocalSGD`. Checkpoints have the job's part, with rank 0's buffers."""
+
+    value: DiLoCo
+
+    def _adopt_value(self) -> None:
+        self.value.in_state = True
+        self._outer_entries = OptimizerStateHandler(self.value.outer_optimizer)
+
+    def layout(self) -> list[str]:
+        value, rounds = self.value, self.value.schedule
+        lines = [
+            f"{self.name} {type(value).__name__} every {rounds.every} fragments {rounds.fragments} delay"
+            f" {rounds.delay} mix {value.mix} dtype {value.dtype}",
+            f"{self.name} outer {type(value.outer_optimizer).__name__}",
+        ]
+        for name, each in zip(value.names, value.outer, strict=True):
+            dtype = str(each.dtype).removeprefix("torch.")
+            lines.append(f"{self.name}.{name} {dtype} {list(each.shape)}")
+        return lines
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        value = self.value
+        outer_structure, entries = self._outer_entries.pack()
+        inner = value.inner_optimizer
+        groups = [] if inner is None else inner.param_groups
+        tensors = {
+            OUTER + name: each.detach() for name, each in zip(value.names, value.outer, strict=True)
+        }
+        tensors |= {ENTRY + name: each for name, each in entries.items()}
+        tensors |= {OTHER + name: each for name, each in value.others().items()}
+        structure = {
+            **value.shared(),
+            "outer": outer_structure,
+            "inner_options": [
+                {key: each for key, each in group.items() if key != "params"} for group in groups
+            ],
+        }
+        return structure, tensors
+
+    def own(self) -> Any:
+        return self.value.own_state()
+
+    def destinations(
+        self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
+    ) -> dict[str, torch.Tensor | Destination]:
+        value = self.value
+        entries = {name[len(ENTRY) :]: s for name, s in specs.items() if name.startswith(ENTRY)}
+        placed = self._outer_entries.destinations(structure["outer"], entries, restoring=restoring)
+        live = {OUTER + n: each.detach() for n, each in zip(value.names, value.outer, strict=True)}
+        live |= {OTHER + name: each for name, each in value.others().items()}
+        where: dict[str, torch.Tensor | Destination] = {}
+        for name in specs:
+            if name.startswith(ENTRY):
+                where[name] = placed[name[len(ENTRY) :]]
+            elif name.startswith(OTHER) and value.own_steps and not restoring:
+                where[name] = Destination.NOWHERE  # this worker's own
+            elif name in live and specs[name].fits(live[name]):
+                where[name] = live[name]
+            else:
+                raise StateMismatch(f"{self.what} has no tensor {name} of the committed shape")
+        return where
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        value = self.value
+        entries = {n[len(ENTRY) :]: each for n, each in fresh.items() if n.startswith(ENTRY)}
+        self._outer_entries.place(structure["outer"], entries, own, restoring=restoring)
+        before = list(value.merged)
+        value.take_shared(structure)
+        if restoring and own is not None:
+            value.take_own_state(own)
+        elif value.own_steps:
+            # Fragments that the sender has merged and this worker has not, as their collective broke here.
+            for fragment, part in enumerate(value.parts):
+                if value.merged[fragment] != before[fragment]:
+                    value.mix_in(part)
+        else:
+            with torch.no_grad():
+                for inner, outer in zip(value.inner, value.outer, strict=True):
+                    inner.copy_(outer)
+            if value.inner_optimizer is not None:
+                value.inner_optimizer.state.clear()
+                groups = value.inner_optimizer.param_groups
+                for group, options in zip(groups, structure["inner_options"], strict=True):
+                    group.update(options)
+        value.clear_gradients()
+
+    def restore_nothing(self) -> None:
+        self.value.clear_gradients()
+
+    def equal_everywhere(self, structure: Any) -> set[str] | None:
+        return {OUTER + name for name in self.value.names}
+
+    def digested(self) -> dict[str, torch.Tensor]:
+        buffers = self.snapshot.bank.buffers()
+        return {name: each for name, each in buffers.items() if name.startswith(OUTER)}

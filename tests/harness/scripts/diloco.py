@@ -1,0 +1,78 @@
+"""Trains with `elastic.DiLoCo`. Each worker records every inner step that it takes, the samples of it, and the digest
+of the outer parameters after each merge.
+
+``DIE``: slot and position at which to die. ``STEPS``: positions to train. ``FULL``: size of the world to wait for at
+position ``WAIT``. Other variables are arguments of `elastic.DiLoCo`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import light  # type: ignore[import-not-found]  # noqa: F401
+import torch
+
+import elastic
+
+WORKER = os.environ["ELASTIC_WORKER"]
+SLOT = int(WORKER.rpartition(":")[2].partition("#")[0])
+STEPS, WAIT, FULL = (int(os.environ[name]) for name in ("STEPS", "WAIT", "FULL"))
+records = open(Path(os.environ["RECORDS"]) / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
+
+
+def record(**fields: Any) -> None:
+    records.write(json.dumps({"pid": os.getpid(), "slot": SLOT, **fields}) + "\n")
+
+
+elastic.init()
+torch.manual_seed(SLOT)  # the outer parameters become those of rank 0
+model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+diloco = elastic.DiLoCo(
+    model,
+    inner,
+    every=int(os.environ.get("EVERY", "10")),
+    fragments=int(os.environ.get("FRAGMENTS", "1")),
+    delay=int(os.environ.get("DELAY", "0")),
+    dtype=torch.bfloat16 if os.environ.get("BF16") else None,
+)
+loader = elastic.data.DataLoader(range(100_000), batch_size=4)
+
+
+@elastic.run
+def train(state: elastic.TorchState) -> None:
+    record(what="enter", position=diloco.position, own=diloco.own_steps, step=state.step)
+    for batch in loader:
+        while diloco.position >= WAIT and elastic.size() < FULL:
+            time.sleep(0.01)
+            state.commit()
+        points = torch.stack([batch.sin(), batch.cos(), (batch / 7).sin(), batch % 3], 1).float()
+        inner.zero_grad()
+        (model(points) - points.sum(1, keepdim=True)).square().mean().backward()
+        inner.step()
+        merged = sum(diloco.merged)
+        diloco.step()
+        record(what="step", own=diloco.own_steps, position=diloco.position, samples=batch.tolist())
+        if sum(diloco.merged) > merged:
+            content = b"".join(each.detach().numpy().tobytes() for each in diloco.outer)
+            digest = hashlib.sha256(content).hexdigest()
+            record(what="merge", merged=sum(diloco.merged), digest=digest, size=elastic.size())
+        state.step += 1
+        mark = Path(os.environ["RECORDS"]) / "died"
+        if f"{SLOT},{diloco.position}" == os.environ.get("DIE") and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.commit()
+        if diloco.position >= STEPS:
+            return
+
+
+state = elastic.TorchState(diloco=diloco, loader=loader, step=0)
+train(state)
+record(what="end", position=diloco.position, step=state.step, merged=diloco.merged)

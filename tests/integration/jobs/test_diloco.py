@@ -1,0 +1,64 @@
+"""DiLoCo on real processes: a worker dies in the middle of a round and another one joins."""
+
+import json
+from collections import defaultdict
+
+import pytest
+
+from harness.history import RETURN, SCRIPTS
+
+pytestmark = pytest.mark.forked
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"EVERY": "10", "FRAGMENTS": "2", "DELAY": "3", "BF16": "1"},
+        pytest.param({"EVERY": "10"}, marks=pytest.mark.nightly),
+    ],
+    ids=["streaming", "whole rounds"],
+)
+def test_survivors_repeat_no_inner_step_and_all_have_the_same_outer_parameters(job, tmp_path, env):
+    training = job(
+        f"-np 3 --min-np 1 {RETURN}",
+        ["python", SCRIPTS / "diloco.py"],
+        env={"RECORDS": str(tmp_path), "DIE": "1,16", "STEPS": "55", "WAIT": "25", "FULL": "3"}
+        | env,
+    )
+    training.succeed()
+    workers = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in tmp_path.glob("*.jsonl")
+    ]
+    dead = [each for each in workers if each[-1]["what"] != "end"]
+    survivors = [each for each in workers if each[0]["own"] == each[0]["position"] == 0]
+    survivors = [each for each in survivors if each not in dead]
+    joined = [each for each in workers if each not in dead and each not in survivors]
+    assert [len(dead), len(survivors), len(joined)] == [1, 2, 1]
+
+    taken: dict[int, set[int]] = {}
+    for number, records in enumerate(workers):
+        steps = [each for each in records if each["what"] == "step"]
+        assert [each["own"] for each in steps] == list(range(1, len(steps) + 1))
+        positions = [each["position"] for each in steps]
+        assert positions == sorted(set(positions))
+        samples = [sample for each in steps for sample in each["samples"]]
+        assert len(samples) == len(set(samples))
+        taken[number] = set(samples)
+    for one in taken:
+        for other in taken:
+            assert one == other or not taken[one] & taken[other]  # no sample is trained on twice
+
+    digests, sizes = defaultdict(set), defaultdict(set)
+    for records in workers:
+        for each in records:
+            if each["what"] == "merge":
+                digests[each["merged"]].add(each["digest"])
+                sizes[each["merged"]].add(each["size"])
+    assert all(len(found) == 1 for found in digests.values())
+    assert sorted(digests) == list(range(1, max(digests) + 1))
+    assert sizes[1] == {3} and sizes[max(sizes)] == {3}
+    ends = [each[-1] for each in workers if each[-1]["what"] == "end"]
+    assert {(each["position"], each["step"]) for each in ends} == {(55, 55)}
+    (newcomer,) = joined
+    assert newcomer[0]["own"] == 0 and newcomer[0]["position"] >= 16

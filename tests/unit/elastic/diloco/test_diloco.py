@@ -1,0 +1,220 @@
+"""Arithmetic of DiLoCo, and what a state commits, restores and refuses."""
+
+import copy
+
+import pytest
+import torch
+
+import elastic
+from elastic.errors import Invalid
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def inner_step(model, optimizer, seed):
+    points = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    (model(points) - points.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+
+
+def bits(model):
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def close(one, other):
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, other, strict=True))
+
+
+def test_one_worker_with_outer_rate_one_trains_as_without_diloco():
+    plain, model = network(), network()
+    alone, inner = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (plain, model))
+    outer = torch.optim.SGD(model.parameters(), lr=1.0)
+    diloco = elastic.DiLoCo(model, inner, outer, every=4, fragments=2)
+    for seed in range(16):
+        inner_step(plain, alone, seed)
+        inner_step(model, inner, seed)
+        diloco.step()
+    assert diloco.round == 4
+    assert close(bits(plain), bits(model))
+
+
+def test_outer_step_follows_nesterov_momentum_of_the_pseudo_gradient():
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = elastic.DiLoCo(model, inner, every=3)
+    outer = bits(model)
+    velocity = None
+    for round_ in range(3):
+        for seed in range(3):
+            inner_step(model, inner, 10 * round_ + seed)
+            if seed == 2:
+                change = [o - i for o, i in zip(outer, bits(model), strict=True)]
+            diloco.step()
+        velocity = (
+            change
+            if velocity is None
+            else [0.9 * v + c for v, c in zip(velocity, change, strict=True)]
+        )
+        outer = [o - 0.7 * (c + 0.9 * v) for o, c, v in zip(outer, change, velocity, strict=True)]
+        assert close(bits(model), outer)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), diloco.outer, strict=True))
+
+
+def test_delayed_merge_mixes_the_mean_of_the_step_at_which_it_was_sent():
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = torch.optim.SGD(model.parameters(), lr=1.0)
+    diloco = elastic.DiLoCo(model, inner, outer, every=4, delay=2, mix=0.25)
+    sent = None
+    for step in range(1, 7):
+        inner_step(model, inner, step)
+        if step == 4:
+            sent = bits(model)
+        before = bits(model)
+        diloco.step()
+    wanted = [0.25 * b + 0.75 * s for b, s in zip(before, sent, strict=True)]
+    assert diloco.merged == [1]
+    assert close(bits(model), wanted) and close(diloco.outer, sent)
+
+
+def test_bfloat16_halves_the_bytes_sent():
+    sizes = {}
+    for dtype in (None, torch.bfloat16):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        diloco = elastic.DiLoCo(model, inner, every=2, dtype=dtype)
+        for seed in range(2):
+            inner_step(model, inner, seed)
+            diloco.step()
+        sizes[dtype] = diloco.bytes_sent
+    assert sizes[None] == 2 * sizes[torch.bfloat16] == 4 * (4 * 8 + 8 + 8 + 1)
+
+
+def test_local_sgd_of_one_worker_leaves_its_parameters():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = elastic.LocalSGD(model, optimizer, every=2)
+    for seed in range(4):
+        inner_step(model, optimizer, seed)
+        before = bits(model)
+        local.step()
+        assert close(before, bits(model))
+
+
+def test_restore_returns_inner_and_outer_parameters_to_the_commit():
+    model = network()
+    inner = torch.optim.Adam(model.parameters())
+    diloco = elastic.DiLoCo(model, inner, every=2)
+    state = elastic.TorchState(diloco=diloco, step=0)
+    for seed in range(3):
+        inner_step(model, inner, seed)
+        diloco.step()
+    state.step = 3
+    state.save()
+    saved = bits(model), bits_of(diloco.outer), copy.deepcopy(inner.state_dict())
+    for seed in range(3, 6):
+        inner_step(model, inner, seed)
+        diloco.step()
+    state.restore()
+    assert (diloco.position, diloco.own_steps, diloco.merged, state.step) == (3, 3, [1], 3)
+    assert all(map(torch.equal, bits(model), saved[0]))
+    assert all(map(torch.equal, diloco.outer, saved[1]))
+    for number, entries in saved[2]["state"].items():
+        assert all(
+            torch.equal(v, inner.state_dict()["state"][number][k]) for k, v in entries.items()
+        )
+
+
+def bits_of(tensors):
+    return [each.detach().clone() for each in tensors]
+
+
+def hand_over(source, target):
+    """What a transfer does, without a group."""
+    from elastic.state.handlers.tensor_spec import Destination, TensorSpec
+
+    structure, tensors = source.pack()
+    structure = copy.deepcopy(structure)
+    specs = {name: TensorSpec.of(each) for name, each in tensors.items()}
+    fresh = {}
+    for name, where in target.destinations(structure, specs, restoring=False).items():
+        if isinstance(where, torch.Tensor):
+            where.copy_(tensors[name])
+        elif where is Destination.NEW:
+            fresh[name] = tensors[name].clone()
+    target.place(structure, fresh, None, restoring=False)
+
+
+def worker(seed, steps):
+    model = network(seed)
+    inner = torch.optim.Adam(model.parameters(), lr=0.01 * (seed + 1))
+    diloco = elastic.DiLoCo(model, inner, every=4)
+    state = elastic.TorchState(diloco=diloco)
+    for number in range(steps):
+        inner_step(model, inner, number)
+        diloco.step()
+    return diloco, state._parts()["diloco"]
+
+
+def test_newcomer_takes_outer_parameters_and_options_and_no_inner_entries():
+    old, old_part = worker(0, 6)
+    new, new_part = worker(1, 0)
+    hand_over(old_part, new_part)
+    assert (new.position, new.merged, new.own_steps) == (6, [1], 0)
+    for outer, theirs, inner in zip(new.outer, old.outer, new.inner, strict=True):
+        assert torch.equal(outer, theirs) and torch.equal(inner, theirs)
+    assert not new.inner_optimizer.state
+    assert new.inner_optimizer.param_groups[0]["lr"] == 0.01
+    assert new.outer_optimizer.state.keys() == set(new.outer)
+
+
+def test_survivor_keeps_its_inner_state_and_takes_the_position():
+    _, ahead_part = worker(0, 7)
+    behind, behind_part = worker(0, 5)
+    kept, entries = bits(behind.model), copy.deepcopy(behind.inner_optimizer.state_dict()["state"])
+    hand_over(ahead_part, behind_part)
+    assert (behind.position, behind.own_steps) == (7, 5)
+    assert all(map(torch.equal, bits(behind.model), kept))
+    now = behind.inner_optimizer.state_dict()["state"]
+    assert all(torch.equal(now[n]["exp_avg"], entries[n]["exp_avg"]) for n in entries)
+
+
+def test_survivor_whose_merge_broke_takes_the_merge_of_another_one():
+    ahead, ahead_part = worker(0, 4)
+    behind, behind_part = worker(0, 3)
+    hand_over(ahead_part, behind_part)
+    assert behind.merged == [1]
+    assert all(map(torch.equal, behind.inner, ahead.outer))
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+def test_state_refuses_the_model_or_inner_optimizer_beside_diloco(name):
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = elastic.DiLoCo(model, inner, every=2)
+    with pytest.raises(Invalid):
+        elastic.TorchState(diloco=diloco, **{name: {"model": model, "optimizer": inner}[name]})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fragments": 9}, {"mix": 1.0}, {"dtype": torch.int8}, {"delay": 9}, {"fragments": 0}],
+)
+def test_invalid_options_are_refused(options):
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(Invalid):
+        elastic.DiLoCo(model, inner, every=9, **options)
+
+
+def test_used_outer_optimizer_is_refused():
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inner_step(model, inner, 0)
+    for outer in (inner, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)):
+        with pytest.raises(Invalid):
+            elastic.DiLoCo(model, None, outer, every=2)
