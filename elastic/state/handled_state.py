@@ -523,7 +523,12 @@ class HandledState(_OfThisProcess, ObjectState):
         return [] if self._sharded is None else self._sharded.options()
 
     def handled(self) -> list[object]:
-        return [part.value for part in self._parts().values()]
+        found: list[object] = [part.value for part in self._parts().values()]
+        for local in self._of_kind(DiLoCoStateHandler):
+            value = local.value
+            found += [value.model, torch.nn.ParameterList(value.outer), value.outer_optimizer]
+            found += [] if value.inner_optimizer is None else [value.inner_optimizer]
+        return found
 
     def sync(self) -> None:
         """Make everything equal to rank 0's present state on all ranks, and commit it.

@@ -26,6 +26,7 @@ def test_survivors_repeat_no_inner_step_and_all_have_the_same_outer_parameters(j
         | env,
     )
     training.succeed()
+    assert "script-checks#" not in training.output  # no mistake is reported
     workers = [
         [json.loads(line) for line in path.read_text().splitlines()]
         for path in tmp_path.glob("*.jsonl")
