@@ -124,12 +124,8 @@ LEFT_EXIT_CODE_LEFT = "127.0.0.2:0#1 left with exit code 0: 127.0.0.2 left the l
 LEFT_OUT = "ignored host"
 LEFT_WORKER_TRAINED = "it left; 1 worker continued training"
 LISTENING = r"listening on \[%s\]:"
-LOCALHOST_ENDED_EXIT_CODE = (
-    "localhost:1#1 ended with exit code 1; its slot is free in 0.1 s"
-)
-LOCALHOST_ENDED_EXIT_CODE_2 = (
-    "localhost:1#2 ended with exit code 1; its slot is free in 0.2 s"
-)
+LOCALHOST_ENDED_EXIT_CODE = "localhost:1#1 ended with exit code 1; its slot is free in 0.1 s"
+LOCALHOST_ENDED_EXIT_CODE_2 = "localhost:1#2 ended with exit code 1; its slot is free in 0.2 s"
 LOCALHOST_ENDED_SIGNAL_SIGKILL = "localhost:2#2 ended with signal 9 SIGKILL"
 LOCALHOST_GOES_AWAY_AWS = (
     r"localhost will be reclaimed in \d+ s \(AWS will terminate this spot instance\)"

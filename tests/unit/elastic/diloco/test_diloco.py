@@ -76,6 +76,7 @@ def test_delayed_merge_mixes_the_mean_of_the_step_at_which_it_was_sent():
             sent = bits(model)
         before = bits(model)
         diloco.step()
+    assert sent is not None
     wanted = [0.25 * b + 0.75 * s for b, s in zip(before, sent, strict=True)]
     assert diloco.merged == [1]
     assert close(bits(model), wanted) and close(diloco.outer, sent)

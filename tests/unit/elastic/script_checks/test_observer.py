@@ -54,6 +54,7 @@ class Job:
 
     def observes(self, state, function=None) -> ScriptObserver:
         found = ScriptObserver(self.rt, state, function or self.train)
+        found.meet()
         found.begin()
         self.observers.append(found)
         return found
@@ -387,3 +388,16 @@ def test_tensors_are_measured_only_while_a_script_is_checked(job):
     assert largest() == 0
     job.train(state, 1)
     assert largest() is None
+
+
+def test_objects_are_searched_before_the_world_and_not_in_it(job):
+    """Other ranks wait for a worker that has entered a world: the search takes longer than a step."""
+    state = job.whole(step=0)
+    watching = ScriptObserver(job.rt, state, job.train)
+    job.observers.append(watching)
+    watching.meet()
+    scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 5)
+    watching.begin()
+    job.train(state)
+    assert reported(watching) == set()
+    assert scheduler.last_epoch == 0

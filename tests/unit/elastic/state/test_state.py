@@ -27,6 +27,7 @@ class FakeRuntime:
 
     activity = 0
     generation = 1
+    broken = False
 
     def __init__(self) -> None:
         self.said: list[str] = []
