@@ -1,0 +1,115 @@
+"""DiLoCo on two ranks beside a reference that is written out by hand."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import elastic
+from harness.ranks import Ranks, in_a_world
+
+
+@pytest.fixture(scope="module", name="pair")
+def pair_of_ranks() -> Iterator[Ranks]:
+    yield from in_a_world(2)
+
+
+def network() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def inner_step(model: Any, optimizer: Any, rank: int, step: int) -> None:
+    points = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+    optimizer.zero_grad()
+    (model(points) - points.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+
+
+def reference(rounds: int, rate: float, momentum: float) -> list[torch.Tensor]:
+    pairs = [network() for _ in range(2)]
+    outer = [each.detach().clone() for each in pairs[0][0].parameters()]
+    velocity = [torch.zeros_like(each) for each in outer]
+    for round_ in range(rounds):
+        for rank, (model, optimizer) in enumerate(pairs):
+            for step in range(3 * round_, 3 * round_ + 3):
+                inner_step(model, optimizer, rank, step)
+        inner = [list(model.parameters()) for model, _ in pairs]
+        with torch.no_grad():
+            for i, value in enumerate(outer):
+                mean = value - (inner[0][i] + inner[1][i]) / 2
+                velocity[i] = momentum * velocity[i] + mean
+                value -= rate * (mean + momentum * velocity[i])
+                for each in inner:
+                    each[i].copy_(value)
+    return outer
+
+
+def run_diloco(rank: int, size: int, kind: str) -> tuple[list[torch.Tensor], int]:
+    model, optimizer = network()
+    made = (
+        elastic.LocalSGD(model, optimizer, every=3)
+        if kind == "local"
+        else elastic.DiLoCo(model, optimizer, every=3)
+    )
+    for step in range(9):
+        inner_step(model, optimizer, rank, step)
+        made.step()
+    return [each.detach().clone() for each in model.parameters()], made.round
+
+
+@pytest.mark.parametrize(("kind", "rate", "momentum"), [("local", 1.0, 0.0), ("diloco", 0.7, 0.9)])
+def test_two_workers_equal_the_reference(pair, kind, rate, momentum):
+    (first, rounds), (second, _) = pair.run(run_diloco, kind)
+    assert rounds == 3
+    for one, other, wanted in zip(first, second, reference(3, rate, momentum), strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, wanted, atol=1e-5, rtol=1e-4)
+
+
+def run_streaming(rank: int, size: int) -> tuple[list[torch.Tensor], list[int]]:
+    model, optimizer = network()
+    made = elastic.DiLoCo(model, optimizer, every=6, fragments=3, delay=1, dtype=torch.bfloat16)
+    for step in range(20):
+        inner_step(model, optimizer, rank, step)
+        made.step()
+    return [each.detach().clone() for each in made.outer], made.merged
+
+
+def test_streamed_outer_parameters_are_bitwise_equal(pair):
+    (first, merged), (second, _) = pair.run(run_streaming)
+    assert merged == [3, 3, 3]
+    assert all(map(torch.equal, first, second))
+
+
+def run_torn(rank: int, size: int) -> tuple[list[torch.Tensor], list[int], list[torch.Tensor]]:
+    model, optimizer = network()
+    made = elastic.DiLoCo(model, optimizer, every=3)
+    for step in range(2):
+        inner_step(model, optimizer, rank, step)
+        made.step()
+    before = [each.detach().clone() for each in made.outer]
+    for step in range(2, 4):
+        inner_step(model, optimizer, rank, step)
+        made.step()
+    if rank == 0:  # as if its collective had broken: no merge, and it is owed
+        with torch.no_grad():
+            for each, value in zip(made.outer, before, strict=True):
+                each.copy_(value)
+        made.outer_optimizer.state.clear()
+        made.take_shared({"position": 4, "merged": [0], "pending": (0, 3, 3)})
+    made._world = None  # both enter another world
+    for step in range(4, 6):
+        inner_step(model, optimizer, rank, step)
+        made.step()
+    outer = [each.detach().clone() for each in made.outer]
+    return outer, made.merged, [each.detach().clone() for each in made.inner]
+
+
+def test_rank_whose_collective_broke_takes_the_merge_of_the_other(pair):
+    (first, merged, inner), (second, theirs, _) = pair.run(run_torn)
+    assert merged == theirs == [2]
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, first, inner))
