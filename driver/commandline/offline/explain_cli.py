@@ -30,10 +30,12 @@ Explain a job: which workers were lost and why, what the others did, the cost, a
 JOURNAL is the file of --journal, of a running, finished or killed job."""
 
 
-_NAMES = (
-    "h:2#1 is the first process in slot 2 of host h; each new world is a generation, and commit"
-    " g3c25 is the 25th of generation 3, which started with g3c0"
-)
+# Legend of the section "What happened".
+_NAMES = [
+    "worker h:2#1: host h, slot 2 of that host, 1st process started in that slot",
+    "generation: number of a world, which is a set of workers that train together",
+    "commit g3c25: the 25th commit of generation 3",
+]
 
 
 @dataclass
@@ -87,6 +89,8 @@ def as_text(reading: JournalReading) -> list[str]:
             continue
         if HEADINGS[name]:
             lines += ["", f"{HEADINGS[name]}{_dated(reading) if name == 'course' else ''}"]
+        if name == "course":
+            lines += [f"    {each}" for each in _NAMES]
         for finding, text in group:
             if finding.what is FindingKind.TIME:
                 lines += [f"  {line}" for line in summary(reading.story.spent, zeros=False)]
@@ -107,9 +111,9 @@ def as_page(reading: JournalReading) -> str:
 
 def _dated(reading: JournalReading) -> str:
     if reading.offset is None or reading.story.began is None:
-        return f" (times since the first event; {_NAMES})"
+        return " (times since the first event)"
     began = time.localtime(reading.offset + reading.story.began)
-    return f" (times since {time.strftime('%Y-%m-%d %H:%M:%S %z', began)}; {_NAMES})"
+    return f" (times since {time.strftime('%Y-%m-%d %H:%M:%S %z', began)})"
 
 
 def as_json(reading: JournalReading) -> str:

@@ -67,6 +67,7 @@ class FindingKind(enum.Enum):
     MORE_INCIDENTS = "more incidents"
     REQUEST = "request"  # request of an operator
     PLANNED = "planned changes"
+    CHECKPOINTS = "checkpoints"  # their number, and the newest
     DRIVERS = "drivers"
     STORE_SILENT = "store silent"
     MORE_SILENCES = "more silences"
@@ -361,6 +362,9 @@ def _course(story: JobHistory) -> Iterator[JobFinding]:
         yield JobFinding(FindingKind.UNHEALTHY, _unhealthy(story))
     if story.planned.count:
         yield JobFinding(FindingKind.PLANNED, {**vars(story.planned)})
+    if story.view.durable is not None:
+        facts = {"count": story.view.checkpoints, "commit": str(story.view.durable)}
+        yield JobFinding(FindingKind.CHECKPOINTS, {**facts, "ended": story.view.end is not None})
     if story.drivers > 1:
         yield JobFinding(FindingKind.DRIVERS, {"drivers": story.drivers})
     if story.more_silences:

@@ -38,6 +38,7 @@ _SECTIONS = {
     FindingKind.MORE_INCIDENTS: "course",
     FindingKind.REQUEST: "course",
     FindingKind.PLANNED: "course",
+    FindingKind.CHECKPOINTS: "course",
     FindingKind.DRIVERS: "course",
     FindingKind.STORE_SILENT: "course",
     FindingKind.MORE_SILENCES: "course",
@@ -658,6 +659,10 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
     FindingKind.MORE_INCIDENTS: _more_incidents,
     FindingKind.REQUEST: _request,
     FindingKind.PLANNED: _planned,
+    FindingKind.CHECKPOINTS: lambda f: (
+        f"{_capital(counted(f['count'], 'checkpoint'))} {'was' if f['count'] == 1 else 'were'} written;"
+        f" {'the job ended with that' if f['ended'] else 'the newest is that'} of commit {f['commit']}."
+    ),
     FindingKind.DRIVERS: lambda f: f"{f['drivers']} drivers led the job, one after the other.",
     FindingKind.STORE_SILENT: _store_silent,
     FindingKind.MORE_SILENCES: lambda f: (

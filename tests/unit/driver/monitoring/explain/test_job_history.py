@@ -381,6 +381,20 @@ def test_last_commit_without_a_checkpoint_is_told_after_a_successful_job():
     assert recorder.found(FindingKind.LOST_NOTHING) and not recorder.found(FindingKind.NOT_DURABLE)
 
 
+def test_checkpoints_when_the_job_ended_then_the_newest_is_found():
+    recorder = TrainingStory()
+    assert not recorder.found(FindingKind.CHECKPOINTS)
+    recorder.at(3.0, CheckpointMade(Commit(2, 5)))
+    recorder.at(4.0, CheckpointMade(Commit(2, 9)))
+    [runs] = recorder.found(FindingKind.CHECKPOINTS)
+    assert runs.facts == {"count": 2, "commit": str(Commit(2, 9)), "ended": False}
+    ended = EndJob(0, because(ReasonKind.ALL_RETURNED, members=3, generation=2))
+    recorder.at(5.0, WorkerReturned(A, 2), ended)
+    [over] = recorder.found(FindingKind.CHECKPOINTS)
+    assert over.facts["ended"]
+    recorded("explain", sentence(over))
+
+
 def test_journal_on_a_full_disk_does_not_suggest_a_killed_driver():
     """Its driver continues, but no other driver can resume from it."""
     found = findings(TrainingStory().story, JournalState(SETTINGS, abandoned=True))
