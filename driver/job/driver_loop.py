@@ -587,7 +587,8 @@ class Driver:
             case events.Report(level, text, about):
                 if about is not None and about.kind is ReasonKind.SLOT_GIVEN_UP:
                     text = in_one_line(about) or text  # the output is already on the screen
-                return None if self._exits.shares(about) else (level, text)
+                starting = self.generation == 0
+                return None if self._exits.shares(about, starting=starting) else (level, text)
             case events.AnswerRequest(_, done, reason):
                 self._answered(action)
                 return ("info", f"request {'done' if done else 'refused'}: {reason}")
@@ -691,6 +692,7 @@ class Driver:
         if outcome.code == 0:
             level = "warning" if outcome.reason.facts.get("failed") else "info"
             return (level, f"training ended: {reason}")
+        self._exits.job_failed()
         # The worker's output is already on the screen.
         text = (
             f"the job ended with exit code {outcome.code}: {in_one_line(outcome.reason) or reason}"

@@ -15,10 +15,11 @@ class ExitLines:
     def __init__(self, log: Log, held: Callable[[], bool] = lambda: False) -> None:
         self._log = log
         self._more: list[Reason] | None = None  # None: no summary is pending
+        self._first: Reason | None = None  # not None iff the first line is deferred too
         self._timer = DebounceTimer(self.say, held)
 
-    def shares(self, about: Reason | None) -> bool:
-        """Return whether a line is deferred to the summary."""
+    def shares(self, about: Reason | None, *, starting: bool = False) -> bool:
+        """Return whether a line is deferred. ``starting``: there was no world, so more exits may end the job."""
         if about is None or about.kind is not ReasonKind.SLOT_COOLS:
             return False
         self._timer.touch()
@@ -26,12 +27,24 @@ class ExitLines:
             self._more.append(about)
             return True
         self._more = []
-        return False
+        self._first = about if starting else None
+        return starting
+
+    def job_failed(self) -> None:
+        """Log pending lines of a startup at debug, without cooldowns: no slot is used again."""
+        if self._first is None:
+            return
+        self._timer.cancel()
+        for about in [self._first, *(self._more or [])]:
+            self._log("debug", f"{about.facts['worker']} ended with {about.facts['exit']}")
+        self._first = self._more = None
 
     def say(self) -> None:
         """Log the pending summary."""
         self._timer.cancel()
-        more, self._more = self._more or [], None
+        if self._first is not None:
+            self._log("warning", str(self._first))
+        more, self._more, self._first = self._more or [], None, None
         alike: dict[tuple[str, str], list[Reason]] = {}
         for about in more:
             key = str(about.facts["exit"]), f"{about.facts['wait_s']:g}"

@@ -23,3 +23,32 @@ async def test_first_exit_is_logged_at_once_and_the_others_together():
     recorded("log", logged[1][1])
     lines.say()
     assert len(logged) == 2 and not lines.shares(cools(1)), "from here on anew"
+
+
+async def test_exits_at_startup_when_the_job_fails_then_no_cooldown_is_logged():
+    levels: list[str] = []
+    lines = ExitLines(lambda level, text: levels.append(level))
+    assert lines.shares(cools(0), starting=True) and lines.shares(cools(1), starting=True)
+    assert not levels
+    lines.job_failed()
+    assert levels == ["debug"] * 2
+    lines.say()
+    assert levels == ["debug"] * 2
+
+
+async def test_exits_at_startup_when_the_job_continues_then_each_is_logged_once():
+    levels: list[str] = []
+    lines = ExitLines(lambda level, text: levels.append(level))
+    assert lines.shares(cools(0), starting=True) and lines.shares(cools(1), starting=True)
+    lines.say()
+    assert levels == ["warning"] * 2
+
+
+async def test_exits_in_a_world_when_the_job_fails_then_they_are_summarized():
+    levels: list[str] = []
+    lines = ExitLines(lambda level, text: levels.append(level))
+    assert not lines.shares(cools(0)) and lines.shares(cools(1))
+    lines.job_failed()
+    assert not levels
+    lines.say()
+    assert levels == ["warning"]
