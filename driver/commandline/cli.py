@@ -28,6 +28,7 @@ from elastic.driver.commandline.options.checkpoint_options import (
     checkpoint_plan,
     finished_before,
     note_finished,
+    rerun_reason,
     same_command_of,
 )
 from elastic.driver.commandline.options.config_file import read_config
@@ -166,6 +167,12 @@ def _run_unless_finished(options: Options, environ: Mapping[str, str]) -> int:
             file=sys.stderr,
         )
         return 0
+    reason = None if same is None else rerun_reason(same, options)
+    if reason is not None:
+        print(
+            f"{_called()}: training finished before, but the job runs again: {reason.value}",
+            file=sys.stderr,
+        )
     job = make_job(options, environ)
     code = asyncio.run(_run(job))
     if code == 0 and same is not None:

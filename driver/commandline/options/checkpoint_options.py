@@ -14,7 +14,7 @@ from elastic.checkpoints import catalog
 from elastic.checkpoints import options as told
 from elastic.checkpoints.files.manifest import Manifest, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
-from elastic.driver.commandline.options.finished_job import SameCommand, same_command
+from elastic.driver.commandline.options.finished_job import RerunReason, SameCommand, same_command
 from elastic.driver.commandline.options.flags import Options
 from elastic.driver.commandline.options.keywords import flag_of
 from elastic.driver.commandline.options.multi_host_flags import CheckpointFlags
@@ -112,6 +112,13 @@ def finished_before(same: SameCommand, options: Options) -> Manifest | None:
     if options.fresh or options.begin_from is not None:
         return None
     return _unless_silent(same.finished_before)
+
+
+def rerun_reason(same: SameCommand, options: Options) -> RerunReason | None:
+    """Return why a finished job runs again; None if none has finished, or --fresh or --from is given."""
+    if options.fresh or options.begin_from is not None:
+        return None
+    return _unless_silent(same.rerun_reason)
 
 
 def note_finished(same: SameCommand, run: int) -> None:

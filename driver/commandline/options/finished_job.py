@@ -9,6 +9,7 @@ for example if workers may have read unobserved files, it has not: the job then 
 from __future__ import annotations
 
 import contextlib
+import enum
 import glob
 import hashlib
 import os
@@ -32,6 +33,19 @@ _SEPARATORS = re.compile("[=,:;@]")
 # Variables of a terminal or a login, which may differ for the same command.
 _PASSING = ("_", "COLUMNS", "DISPLAY", "LINES", "OLDPWD", "SHLVL", "STY", "INVOCATION_ID")
 _PASSING_BEGINNINGS = ("SSH_", "TERM", "TMUX", "VSCODE_", "WAYLAND_", "WINDOW", "XDG_SESSION_")
+
+
+class RerunReason(enum.Enum):
+    """Why a job that has finished runs again."""
+
+    COMMAND = "its arguments, flags, environment or folder changed"
+    FILES = "its script or a file next to it or named by the command changed"
+    READ = "a module or a file that its workers read changed"
+    # No record of its end: see `SameCommand.has_finished`.
+    UNKNOWN = (
+        "the last run failed after training, a file changed during it or less than 1 s before, or not all files that"
+        " it read are known"
+    )
 
 
 class FinishedJob(msgspec.Struct, frozen=True):
@@ -76,6 +90,21 @@ class SameCommand:
             found.read
         )
         return self._newest(found.commit) if same else None
+
+    def rerun_reason(self) -> RerunReason | None:
+        """Return why a job that is not `finished_before` runs again; None if none has finished. Raises OSError."""
+        returned = finished_training.read_returned(self.storage)
+        if self.files is None or returned is None or self._newest(returned.commit) is None:
+            return None
+        try:
+            found = msgspec.json.decode(self.storage.read(FINISHED), type=FinishedJob)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return RerunReason.UNKNOWN
+        if found.commit != returned.commit:
+            return RerunReason.UNKNOWN
+        if found.request != self.request:
+            return RerunReason.COMMAND
+        return RerunReason.FILES if found.files != self.files else RerunReason.READ
 
     def has_finished(self, run: int) -> bool:
         """Record that the job of this run ended with exit code 0; return whether this can be detected later.

@@ -17,7 +17,12 @@ from elastic.checkpoints.files.storage import Storage
 from elastic.driver.commandline import cli
 from elastic.driver.commandline.options import flags
 from elastic.driver.commandline.options.checkpoint_options import finished_before, same_command_of
-from elastic.driver.commandline.options.finished_job import FINISHED, SameCommand, program_files
+from elastic.driver.commandline.options.finished_job import (
+    FINISHED,
+    RerunReason,
+    SameCommand,
+    program_files,
+)
 from elastic.protocol import read_paths
 from elastic.protocol.read_paths import ReadPaths
 
@@ -293,3 +298,26 @@ def test_possibly_unobserved_read_leaves_it_unknown(monkeypatch):
     assert not train()
     monkeypatch.setattr(read_paths, "_observed", ReadPaths())
     assert train()
+
+
+@pytest.mark.parametrize(
+    ("change", "environ", "reason"),
+    [
+        ("run/train.py", {}, RerunReason.FILES),
+        ("library/layers.py", {}, RerunReason.READ),
+        ("", {"EPOCHS": "4"}, RerunReason.COMMAND),
+        (f"run/ck/{FINISHED}", {}, RerunReason.UNKNOWN),
+    ],
+)
+def test_rerun_reason_when_something_changed_then_names_it(folder, change, environ, reason):
+    assert train()
+    if change:
+        (folder / change).write_text("changed")
+    job = started(environ=ENVIRON | environ)
+    assert job is not None and job.finished_before() is None
+    assert job.rerun_reason() is reason
+
+
+def test_rerun_reason_when_no_job_has_finished_then_none():
+    job = started()
+    assert job is not None and job.rerun_reason() is None
