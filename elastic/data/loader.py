@@ -38,7 +38,11 @@ class GivenShards(Protocol):
 
     @property
     def held(self) -> Sequence[int]:
-        """The shards of this rank in the present world, ascending."""
+        """The shards of this rank in the present world, ascending. Read for a step that is handed out."""
+
+    @property
+    def assigned(self) -> Sequence[int]:
+        """The same, for a comparison."""
 
 
 loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()  # all loaders of this process
@@ -326,7 +330,7 @@ class DataLoader:
         if shards is None:
             return [rank]
         if self._shards is not None:
-            return list(self._shards.held)
+            return list(self._shards.assigned)
         return list(SamplePartition(size, shards).part(range(shards), rank))
 
     def _hand(self, consumed: int) -> None:
@@ -412,7 +416,7 @@ class StepShards(Iterator[Any]):
     def __init__(
         self, loader: DataLoader, first: Loaded, rest: Iterator[Loaded], world: World
     ) -> None:
-        self.held = loader._mine(world)
+        self.held = loader._mine(world) if loader._shards is None else list(loader._shards.held)
         self._loader = loader
         self._left = len(self.held)
         self._loaded = chain((first,), rest)

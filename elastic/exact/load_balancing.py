@@ -95,6 +95,7 @@ class LoadBalancer:
         self.division = even(shards, ranks)
         self.pending: Division | None = None
         self._steps = 0
+        self._fetched_early: bool | None = None  # None before the first commit after a step
         self._exchanges = 0
         self._insisted = 0  # of them in a row in which another division was faster
         self._changes: list[int] = []  # the exchanges of recent changes
@@ -105,8 +106,19 @@ class LoadBalancer:
         several = 1 < len(self.division) < self.shards  # otherwise each rank has at most one
         return several and (self._steps == 2 or self._steps % PERIOD == 0)
 
-    def exchanged(self, seconds: Sequence[float]) -> None:
-        """Decide from the seconds per shard of all ranks; 0.0 for a rank that has not measured yet."""
+    @property
+    def may_change(self) -> bool:
+        """Return whether this rank has committed in this world, each time before it fetched the next step."""
+        return self._fetched_early is False
+
+    def exchanged(self, seconds: Sequence[float], may_change: bool = True) -> None:
+        """Decide from the numbers of all ranks.
+
+        Args:
+            seconds: seconds per shard of each rank; 0.0 for one that has not measured yet.
+            may_change: whether all ranks have `may_change`. Otherwise, a script might compute other shards than those
+                that it has fetched.
+        """
         speeds = known(seconds)
         if (
             not speeds or self.pending is not None
@@ -120,12 +132,17 @@ class LoadBalancer:
             self._insisted = 0
             return
         self._insisted += 1
-        if self._insisted >= PATIENCE:
+        if self._insisted >= PATIENCE and may_change:
             self.pending, self._insisted = better, 0
             self._changes.append(self._exchanges)
 
-    def committed(self) -> bool:
-        """Adopt the pending division. Return whether there was one."""
+    def committed(self, fetched: bool = False) -> bool:
+        """Adopt the pending division. Return whether there was one.
+
+        ``fetched``: whether this rank has already fetched the next step, or asked for its shards.
+        """
+        if self._steps:
+            self._fetched_early = bool(self._fetched_early) or fetched
         if self.pending is None:
             return False
         self.division, self.pending = self.pending, None

@@ -89,6 +89,7 @@ class Shards:
         self._clock = ShardClock()
         # Of a generation, and the runtime: a process may join several jobs.
         self._balancer: tuple[int, weakref.ref[Context] | None, LoadBalancer] | None = None
+        self._fetched = False  # the script has asked for its shards of the next step
         self._present: ShardStep | None = None  # not None iff a step is in progress
         self._begun_in = 0  # the generation
         self._begun_with: weakref.ref[Context] | None = None  # the runtime
@@ -130,13 +131,19 @@ class Shards:
             except StopIteration:
                 raise Invalid(
                     f"no micro-batch for shard {shard} of step {self.step}: a rank needs one for each of its"
-                    f" shards, here {len(self.held)}; see Shards.held"
+                    f" shards, here {len(self.assigned)}; see Shards.held"
                 ) from None
             yield batch
 
     @property
     def held(self) -> tuple[int, ...]:
-        """This rank's shards in the present world."""
+        """This rank's shards in the present world. They stay the same if they are always read before commits."""
+        self._fetched = self._fetched or self._present is None
+        return self.assigned
+
+    @property
+    def assigned(self) -> tuple[int, ...]:
+        """This rank's shards, for components that do not keep them beyond a commit."""
         step = self._step()
         return step.held[step.rank]
 
@@ -170,7 +177,7 @@ class Shards:
         runtime = lifecycle.active()
         self._begun_with = None if runtime is None else weakref.ref(runtime)
         self._say(step)
-        self._present, self._done = step, 0
+        self._present, self._done, self._fetched = step, 0, False
         self._optimizer_steps = optimizer_steps.count()
         self.gradients = {}
         for listener in self._all():
@@ -265,15 +272,19 @@ class Shards:
         if not self.by_speed or not balancer.due():
             return
         runtime = lifecycle.current()
-        own = torch.tensor([self._clock.window.median_s], dtype=torch.float64, device="cpu")
+        numbers = [self._clock.window.median_s, float(balancer.may_change)]
+        own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         found = [torch.empty_like(own) for _ in range(ranks)]
         with runtime.guard(SPEEDS):
             runtime.group(METRICS, own.device).allgather(found, own).wait()
-        balancer.exchanged([float(each) for each in found])
+        seconds = [float(each[0]) for each in found]
+        balancer.exchanged(seconds, all(bool(each[1]) for each in found))
 
     def committed(self) -> None:
         """Adopt a new division after a commit, which all ranks make after the same step."""
-        if self._balancer is not None and self._balancer[2].committed() and self._step().rank == 0:
+        if self._balancer is None:
+            return
+        if self._balancer[2].committed(self._fetched) and self._step().rank == 0:
             log.info(
                 "from step %d on, the ranks compute %s of %d shards, by their speeds",
                 self.step,

@@ -504,9 +504,9 @@ class ShardJob:
                     optimizer.zero_grad()
                 member.state.losses.append(shards.mean(losses))
                 member.state.save()
-                before = shards.held
+                before = shards.assigned
                 shards.committed()
-                self.rebalanced += shards.held != before
+                self.rebalanced += shards.assigned != before
                 self._check(member)
                 self.pause()
                 if shards.step == self.schedule.steps or self._stop(member):

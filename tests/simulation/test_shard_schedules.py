@@ -121,8 +121,11 @@ def a_spare_computes(setattr: SetAttr) -> None:
 def a_division_by_own_speeds(setattr: SetAttr) -> None:
     """A rank decides from other numbers than the others."""
 
-    def exchanged(self: LoadBalancer, seconds: Any, real: Any = LoadBalancer.exchanged) -> None:
-        real(self, [each * 3 if number == rank() else each for number, each in enumerate(seconds)])
+    def exchanged(
+        self: LoadBalancer, seconds: Any, may_change: bool, real: Any = LoadBalancer.exchanged
+    ) -> None:
+        own = [each * 3 if number == rank() else each for number, each in enumerate(seconds)]
+        real(self, own, may_change)
 
     setattr(LoadBalancer, "exchanged", exchanged)
 

@@ -246,7 +246,8 @@ def test_shards_of_a_run_say_which_a_rank_has(monkeypatch):
     world(monkeypatch, 1, 3)
     shards = elastic.Shards(4)
     loader = DataLoader(range(11), global_batch_size=8, shards=shards)
-    monkeypatch.setattr(type(shards), "held", (1, 3))
+    for name in ("held", "assigned"):
+        monkeypatch.setattr(type(shards), name, (1, 3))
     assert [[batch.tolist() for batch in step] for step in loader] == [[[2, 3], [5]], [[8], [10]]]
 
 

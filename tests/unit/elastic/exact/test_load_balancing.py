@@ -40,10 +40,10 @@ def test_a_rank_without_a_measurement_has_the_mean_of_the_others(odd):
     assert load_balancing.known([odd, odd]) == []
 
 
-def exchange(world: LoadBalancer, *seconds: float) -> None:
+def exchange(world: LoadBalancer, *seconds: float, may_change: bool = True) -> None:
     while not world.due():
         pass
-    world.exchanged(seconds)
+    world.exchanged(seconds, may_change)
 
 
 def test_a_division_changes_after_two_exchanges_and_at_a_commit():
@@ -65,6 +65,17 @@ def test_a_single_slow_exchange_changes_nothing():
         exchange(world, 1.0, 3.0, 1.0, 1.0)
         exchange(world, 1.0, 1.0, 1.0, 1.0)
         assert not world.committed()
+
+
+def test_a_division_waits_until_all_ranks_commit_before_they_fetch():
+    world = LoadBalancer(16, 4)
+    assert not world.committed() and not world.may_change  # before a step, a commit shows nothing
+    for _ in range(PATIENCE + 2):
+        exchange(world, 1.0, 3.0, 1.0, 1.0, may_change=False)
+        assert not world.committed() and world.may_change
+    exchange(world, 1.0, 3.0, 1.0, 1.0)
+    assert world.committed(fetched=True) and not world.may_change
+    assert not world.committed() and not world.may_change
 
 
 def test_ranks_exchange_early_and_then_in_a_fixed_period():

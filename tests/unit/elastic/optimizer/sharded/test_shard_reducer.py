@@ -262,11 +262,52 @@ def first_is_slow(monkeypatch):
     monkeypatch.setattr(load_balancing.SpeedWindow, "median_s", seconds)
 
 
-def test_a_mean_after_a_commit_takes_numbers_of_either_division(ranks, first_is_slow):
+def committed_shards(**options):
+    """Return shards after a step and a commit, from which on a division may change."""
+    shards = Shards(8, **options)
+    list(shards)
+    shards.committed()
+    return shards
+
+
+@pytest.mark.parametrize("fetching", [0, 1])
+def test_a_division_waits_while_a_rank_fetches_the_next_step_before_commits(
+    ranks, first_is_slow, fetching
+):
     def step(rank):
         shards = Shards(8)
+        for _ in range(6):
+            list(shards)
+            fetched = list(shards.held) if rank == fetching else None
+            shards.committed()
+            assert fetched in (None, list(shards.assigned))
+        return len(shards.assigned)
+
+    assert ranks(2, step) == [4, 4]
+
+
+def test_a_loader_fetches_a_step_when_it_hands_it_out(ranks, first_is_slow):
+    def steps(rank, fetches):
+        shards = Shards(8)
+        loader = DataLoader(list(range(64)), global_batch_size=16, shards=shards)
+        for _ in range(2):
+            for step in loader:
+                list(shards.over(step))
+            coming = next(iter(loader)) if fetches else None  # an epoch has ended before the commit
+            shards.committed()
+            if coming is not None:
+                list(shards.over(coming))
+        return len(shards.assigned)
+
+    assert ranks(2, lambda rank: steps(rank, False)) == [1, 7]
+    assert ranks(2, lambda rank: steps(rank, True)) == [4, 4]
+
+
+def test_a_mean_after_a_commit_takes_numbers_of_either_division(ranks, first_is_slow):
+    def step(rank):
+        shards = committed_shards()
         before = list(shards)
-        assert list(shards.held) == before
+        assert list(shards.assigned) == before
         assert shards.mean(before) == 3.5
         shards.committed()
         assert len(before) == 4 and len(shards.held) == (1 if rank == 0 else 7)
@@ -277,7 +318,7 @@ def test_a_mean_after_a_commit_takes_numbers_of_either_division(ranks, first_is_
 
 def test_a_mean_of_numbers_of_two_divisions_is_refused_on_all_ranks(ranks, first_is_slow):
     def step(rank):
-        shards = Shards(8)
+        shards = committed_shards()
         before = list(shards)
         shards.committed()
         with pytest.raises(Invalid):
@@ -288,7 +329,7 @@ def test_a_mean_of_numbers_of_two_divisions_is_refused_on_all_ranks(ranks, first
 
 def test_numbers_of_shards_stay_even_without_by_speed(ranks, first_is_slow):
     def step(rank):
-        shards = Shards(8, by_speed=False)
+        shards = committed_shards(by_speed=False)
         before = list(shards)
         shards.committed()
         return before == list(shards.held)
