@@ -36,6 +36,8 @@ PLACES = {
     for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")
 }
 
+DEATH_S = 1.0  # seconds from SIGKILL to the exit; the driver blocks meanwhile
+
 # Arguments: command, environment, folder, and descriptors to keep open; raises like `spawning.spawn`.
 Spawn = Callable[
     [Sequence[str], Mapping[str, str], "str | None", Sequence[int]], "subprocess.Popen[bytes]"
@@ -126,7 +128,6 @@ class PreparedProcesses:
         self._gone = gone
         self._log = log
         self._kept: list[_Kept] = []  # oldest first
-        self._killed: list[subprocess.Popen[bytes]] = []  # not known to have exited
         self._next: asyncio.TimerHandle | None = None
         self._said: set[str] = set()
 
@@ -174,7 +175,6 @@ class PreparedProcesses:
 
     def _prepare(self, command: list[str], environ: dict[str, str], folder: str | None) -> None:
         self._next = None
-        self.dying()
         found = plain(command)
         modules, count = read(self.modules)
         if found is None or len(self._kept) >= count:
@@ -215,22 +215,19 @@ class PreparedProcesses:
         for pipe in (kept.process.stdout, kept.process.stderr):
             if pipe is not None:
                 pipe.close()
-        if kept.process.returncode is None:  # else its pid may be reused
+        if kept.process.returncode is None:
             orphan_reaper.kill_group(kept.process.pid)
-        self._killed.append(kept.process)
-
-    def dying(self) -> list[int]:
-        """Reap processes that were killed; return the pids of those that have not exited. Never blocks."""
-        killed, self._killed = self._killed, []
-        for process in killed:
-            if process.poll() is None:
-                self._killed.append(process)
-            else:
-                self._gone(process.pid)
-        return [process.pid for process in self._killed]
+            try:
+                kept.process.wait(DEATH_S)
+            except subprocess.TimeoutExpired:
+                self._log(
+                    "warning", f"the preloaded process {kept.process.pid} could not be killed"
+                )
+                return
+        self._gone(kept.process.pid)
 
     def close(self) -> None:
-        """Kill the waiting processes, all at once; `dying` reaps them."""
+        """End the waiting processes."""
         if self._next is not None:
             self._next.cancel()
         while self._kept:

@@ -275,15 +275,12 @@ class ProcessSupervisor:
             or self._dying
             or self._unreaped
             or self._pipes
-            or self.prepared.dying()
             or any(check.running for check in self._checks.values())
         ) and self._loop.time() < deadline:
             # Exits and pipes are still watched.
             await asyncio.sleep(0.002)
         for process in (*self._processes.values(), *self._dying):
             self._log("error", f"{process.worker} (pid {process.pid}) could not be killed")
-        for pid in self.prepared.dying():
-            self._log("debug", f"the preloaded process {pid} could not be killed")
         for pipe in list(self._pipes):
             pipe.close()
         await self._reaper.close()
