@@ -8,6 +8,7 @@ whether a rank has joined or not.
 
 from __future__ import annotations
 
+import gc
 import time
 
 import torch
@@ -33,6 +34,11 @@ LATER_S = 0.001
 FORMING_S = 0.05  # interval of checks whether the other ranks form a group
 
 
+def _is_divided() -> bool:
+    # Not a for loop, since its variable would keep a dropped optimizer alive.
+    return any(hasattr(each.optimizer, "zero_order") for each in gradient_reducer.reducers)
+
+
 def join(device: int = -1) -> int:
     """Report that this rank has no more data; return the last rank to join once all have.
 
@@ -50,8 +56,9 @@ def join(device: int = -1) -> int:
         NotInitialized: ``init()`` was not called.
     """
     rt = lifecycle.current()
-    # Not a for loop, since its variable would keep a dropped optimizer alive.
-    if any(hasattr(each.optimizer, "zero_order") for each in gradient_reducer.reducers):
+    if _is_divided():
+        gc.collect()  # the script may have dropped it
+    if _is_divided():
         raise Invalid(
             "join() can't be used with a DistributedOptimizer that has zero=1: a rank that has joined takes no"
             " steps, so its part of the parameters would not be updated; give all ranks the same number of batches"

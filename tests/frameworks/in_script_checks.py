@@ -34,6 +34,7 @@ def kinds(state, train, *, commits=True):
     observer = ScriptObserver(rt, state, train)
     calls = [CommitCall.SOME_STEPS] if commits else []
     with mock.patch.object(script_source, "commits", lambda function: calls):
+        observer.meet()
         observer.begin()
         try:
             train(state)
