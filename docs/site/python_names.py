@@ -164,6 +164,17 @@ GROUPS = (
                 """,
             ),
             Entry(
+                "DiLoCo LocalSGD",
+                """
+                model = torch.nn.Linear(4, 1)
+                inner = torch.optim.SGD(model.parameters(), lr=0.1)
+                diloco = elastic.DiLoCo(model, inner, every=100)  # or elastic.LocalSGD(model, inner, every=20)
+                torch.nn.functional.mse_loss(model(inputs), targets).backward()
+                inner.step()
+                diloco.step()  # after each step of the inner optimizer
+                """,
+            ),
+            Entry(
                 "broadcast_parameters broadcast_optimizer_state",
                 """
                 elastic.broadcast_parameters(model.state_dict(), root_rank=0)
