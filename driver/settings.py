@@ -82,8 +82,8 @@ class Settings:
     judge_scripts: bool = False
     strict: bool = False  # fail a job that lacks such workers at its end
     durable: bool = False  # commits are made durable in a checkpoint folder
-    # Command that checks a slot before its worker is admitted; "auto": the built-in check; empty: none.
-    health_check: str = ""
+    # Command that checks a slot before its worker is admitted; "auto": the built-in check; None: no check.
+    health_check: str | None = None
     health_check_s: float = 60.0  # time for it
     timeline: str | None = None  # absolute path of the file with the timeline of all ranks
     env: dict[str, str] = field(default_factory=dict)  # additional environment of every worker
@@ -118,6 +118,10 @@ class Settings:
         for name in ("lease_s", "gpu_limit_s", "kill_s", "health_check_s"):
             if getattr(self, name) <= 0:
                 raise Invalid(f"{self._shown(name)}: pass a positive number of seconds")
+        if self.health_check is not None and not self.health_check.strip():
+            raise Invalid(
+                f"{FLAGS['health_check']} is empty: pass a command or auto, or leave it out for no check"
+            )
         if self.dump_s < 0:
             raise Invalid(f"{self._shown('dump_s')}: pass 0 or more seconds")
         least = {"standbys": 0, "reset_limit": 0, "restarts": 0}

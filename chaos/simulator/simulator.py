@@ -76,7 +76,7 @@ def settings_for(
         cooldown_max_s=8.0,
         leave_s=10.0,
         restarts=restarts,
-        health_check="auto" if health_check else "",
+        health_check="auto" if health_check else None,
         health_check_s=5.0,
         judge_scripts=True,
         silence_s=silence_s,

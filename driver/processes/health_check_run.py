@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from elastic.driver.events import HealthOutcome, WorkerHealthChecked
 from elastic.driver.processes import orphan_reaper
@@ -94,7 +93,7 @@ class HealthCheckRun:
             assert stream is not None
             os.set_blocking(stream.fileno(), False)
             self._loop.add_reader(stream.fileno(), self._read, stream)
-        limit_s = float(env.get(TIMEOUT) or 60.0)
+        limit_s = float(env[TIMEOUT])
         self._alarm = self._loop.call_later(limit_s, self._late, limit_s)
         try:
             self._pidfd = os.pidfd_open(self._popen.pid)
@@ -179,20 +178,3 @@ class HealthCheckRun:
     def _last_line(self) -> str:
         lines = self._text.decode("utf-8", "replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def begun(
-    worker: Worker,
-    command: Sequence[str],
-    env: Mapping[str, str],
-    folder: str | None,
-    *,
-    spawn: Spawn,
-    done: Callable[[WorkerHealthChecked], None],
-    reaped: Callable[[int], None],
-) -> HealthCheckRun | None:
-    """Begin the check that the environment of a worker asks for, if any."""
-    if not env.get(COMMAND):
-        return None
-    begin = partial(HealthCheckRun, spawn=spawn, done=done, reaped=reaped)
-    return begin(worker, command, env, folder)

@@ -201,7 +201,10 @@ class ProcessSupervisor:
         self, worker: Worker, command: Sequence[str], env: Mapping[str, str], folder: str | None
     ) -> None:
         """Begin the health check that goes with a start, if the job has one. Its result is an event."""
-        check = health_check_run.begun(
+        if not env.get(health_check_run.COMMAND):
+            return
+        self._checks = {each: check for each, check in self._checks.items() if check.running}
+        self._checks[worker] = HealthCheckRun(
             worker,
             command,
             env,
@@ -210,10 +213,6 @@ class ProcessSupervisor:
             done=self._noticed,
             reaped=self._has_exited,
         )
-        if check is not None:
-            for each in [each for each, ended in self._checks.items() if not ended.running]:
-                del self._checks[each]
-            self._checks[worker] = check
 
     def kill(self, worker: Worker) -> None:
         """See `Launcher.kill`."""

@@ -373,7 +373,7 @@ class LoaderIterator(Iterator[Any]):
     def __init__(self, loader: DataLoader, number: int) -> None:
         self._loader = loader
         self._number = number
-        self._at: tuple[int, World, list[int]] | None = None
+        self._at: tuple[int, World, tuple[int, ...]] | None = None
         self._batches: Iterator[Loaded] = iter(())
         self._shards: StepShards | None = None
         self._over = False
@@ -381,7 +381,8 @@ class LoaderIterator(Iterator[Any]):
     def __next__(self) -> Any:
         loader = self._loader
         world = loader._next_of(self._number)
-        at = loader._moves, world, loader._mine(world)
+        given = () if loader._shards is None else tuple(loader._shards.assigned)
+        at = loader._moves, world, given
         if at != self._at:
             self._batches = iter(())  # its loader workers end before new ones start
             self._shards, self._over = None, False

@@ -68,13 +68,6 @@ class RoundSchedule:
                 return Sent(fragment, step, step + self.delay)
         return None
 
-    def merges(self, step: int) -> list[int]:
-        """Return how often each fragment has been merged after ``step`` undisturbed inner steps."""
-        return [
-            max(0, (step - self.delay - (f + 1) * self.every // self.fragments) // self.every + 1)
-            for f in range(self.fragments)
-        ]
-
 
 def partition(sizes: Sequence[int], fragments: int) -> list[range]:
     """Divide parameters into consecutive fragments of about equal size, each with at least one parameter.

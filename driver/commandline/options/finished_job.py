@@ -78,11 +78,9 @@ class SameCommand:
         """Return the last commit of the same job if it has finished. Raises OSError."""
         if self.files is None:
             return None
-        try:
-            found = msgspec.json.decode(self.storage.read(FINISHED), type=FinishedJob)
-        except (FileNotFoundError, msgspec.MsgspecError):
+        found, returned = self._record(), finished_training.read_returned(self.storage)
+        if found is None:
             return None
-        returned = finished_training.read_returned(self.storage)
         same = found.request == self.request and found.files == self.files
         if not same or returned is None or returned.commit != found.commit:
             return None
@@ -96,15 +94,19 @@ class SameCommand:
         returned = finished_training.read_returned(self.storage)
         if self.files is None or returned is None or self._newest(returned.commit) is None:
             return None
-        try:
-            found = msgspec.json.decode(self.storage.read(FINISHED), type=FinishedJob)
-        except (FileNotFoundError, msgspec.MsgspecError):
-            return RerunReason.UNKNOWN
-        if found.commit != returned.commit:
+        found = self._record()
+        if found is None or found.commit != returned.commit:
             return RerunReason.UNKNOWN
         if found.request != self.request:
             return RerunReason.COMMAND
         return RerunReason.FILES if found.files != self.files else RerunReason.READ
+
+    def _record(self) -> FinishedJob | None:
+        """Return the record of a finished job; None if there is none that can be read."""
+        try:
+            return msgspec.json.decode(self.storage.read(FINISHED), type=FinishedJob)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None
 
     def has_finished(self, run: int) -> bool:
         """Record that the job of this run ended with exit code 0; return whether this can be detected later.

@@ -43,6 +43,9 @@ def test_valid_settings_are_accepted_and_frozen():
         {"busy_s": -1.0},
         {"dump_s": -1.0},
         {"kill_s": 0.0},
+        {"health_check": ""},
+        {"health_check": "  "},
+        {"health_check_s": 0.0},
     ],
 )
 def test_contradictions_are_rejected(changed):

@@ -82,7 +82,7 @@ def test_init_after_the_check_is_answered_at_once():
 
 
 def test_job_without_a_check_ignores_results():
-    talk = starting(health_check="")
+    talk = starting(health_check=None)
     assert not talk.tell(checked("a:0", HealthOutcome.FAILED))
     assert has(WelcomeWorker, talk.connect("a:0"))
 
