@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from typing import Any
 
@@ -16,6 +17,7 @@ from elastic.negotiation.process_sets import ProcessSet
 from elastic.optimizer import divided_optimizer
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.join import join
+from elastic.runtime import lifecycle
 from elastic.sharding.division import Division
 from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler
 from harness.small_worlds import Rounding, net, take_steps, train_once
@@ -181,6 +183,20 @@ def test_join_is_refused_where_a_rank_would_step_no_more(world):
     with pytest.raises(Invalid):
         join()
     assert optimizer.zero_order == (0, 1)
+
+
+def test_a_dropped_optimizer_that_waits_for_the_collector_does_not_prevent_join():
+    lifecycle.init()
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer = made("SGD", net(*WIDTHS))
+        optimizer.itself = optimizer
+        del optimizer
+        assert join() == 0
+    finally:
+        gc.enable()
+        lifecycle.shutdown()
 
 
 def test_compression_and_passes_go_with_it(threads):
