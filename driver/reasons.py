@@ -109,6 +109,7 @@ class ReasonKind(enum.Enum):
     # A planned change, and why it is called off.
     JOINED = "joined"
     LEAVES = "leaves"
+    AWAITS_COMMIT = "awaits commit"
     NOT_WANTED = "not wanted"
     NO_ANSWER = "no answer"
     RETURNED = "returned"
@@ -418,6 +419,26 @@ def _stopped(facts: Mapping[str, Any]) -> str:
     return f"{text}; commit {commit_id(facts['newest'])} is durable: rerun the same command to resume from it"
 
 
+def _awaits_commit(facts: Mapping[str, Any]) -> str:
+    """Sentence of workers that can join or leave only at a commit of the members."""
+    text = (
+        f"{waiting_workers(facts)}: the others have not reached a commit for {facts['for_s']:.0f} s"
+    )
+    if facts.get("within_s") is None:
+        return text
+    return f"{text}; without one within {facts['within_s']:.0f} s, training restarts from the last commit"
+
+
+def waiting_workers(facts: Mapping[str, Any], *, past: bool = False) -> str:
+    """Return for example ``2 workers wait to join`` from the numbers ``joining`` and ``leaving``."""
+    texts = [
+        f"{counted(facts[name], 'worker')} {'waited' if past else 'waits' if facts[name] == 1 else 'wait'} to {verb}"
+        for name, verb in (("joining", "join"), ("leaving", "leave"))
+        if facts[name]
+    ]
+    return " and ".join(texts)
+
+
 SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.TOLD: "{text}",
     ReasonKind.FIRST_START: "first start",
@@ -520,6 +541,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.NEXT_WORLD: _next_world,
     ReasonKind.JOINED: "{workers} joined",
     ReasonKind.LEAVES: "{worker} leaves ({leaving})",
+    ReasonKind.AWAITS_COMMIT: _awaits_commit,
     ReasonKind.NOT_WANTED: "no worker joins or leaves any more",
     ReasonKind.NO_ANSWER: "no answer from {workers}",
     ReasonKind.RETURNED: "{worker} returned",

@@ -26,6 +26,10 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
     stall = values["stall"]
     if stall is not None:
         lines.append(f"  stalled for {span(now - stall['since'])}: {as_sentence(stall)}")
+    wait = values.get("change_wait")  # a driver of an earlier version does not report it
+    if wait is not None:
+        facts = {**wait, "for_s": now - wait["since"]}
+        lines.append(f"  {because(ReasonKind.AWAITS_COMMIT, **facts)}")
     if job["ended"] is not None:
         lines.append(f"  ended with exit code {job['ended'][0]}: {job['ended'][1]}")
     lines.append(f"  {'; '.join(_progress(state))}")

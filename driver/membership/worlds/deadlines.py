@@ -35,7 +35,7 @@ class Deadlines(Part):
             case Phase.TRAINING:
                 by = [self.worlds.look_again_at]
             case Phase.PREPARING | Phase.STOPPING:
-                by = [self.worlds.change.by]
+                by = [self.worlds.change.by, self.worlds.change.remind_at]
             case Phase.ENDING:
                 by = [self.worlds.ending_by]
         yield from (at for at in by if at is not None)
@@ -49,6 +49,7 @@ class Deadlines(Part):
             if not self.worlds.root_cause_search.wait_longer(suspects):
                 assert self.worlds.root_cause_search.verdict is not None
                 self.worlds.end(1, self.worlds.root_cause_search.verdict)
+        self._remind_of_change()
         match self.worlds.phase:
             case Phase.PREPARING if self.actions.expired(self.worlds.change.by):
                 silent = ", ".join(map(str, sorted(self.worlds.change.silent)))
@@ -96,6 +97,26 @@ class Deadlines(Part):
                 self.actions.log(
                     "warning", self.worlds.gathering.reminder(awaited, self.actions.now)
                 )
+
+    def _remind_of_change(self) -> None:
+        """Log how long a planned change has waited for a commit of the members."""
+        change, now = self.worlds.change, self.actions.now
+        waits = self.worlds.phase in (Phase.PREPARING, Phase.STOPPING)
+        if not waits or change.by is None or not change.remind_at <= now < change.by:
+            return
+        while change.remind_at <= now:
+            change.remind_after_s *= 2
+        about = because(
+            ReasonKind.AWAITS_COMMIT,
+            joining=len(self.worlds.joining()),
+            leaving=sum(w in self.worlds.world.places for w in self.roster.leavers),
+            for_s=now - change.began_at,
+            within_s=change.by - now,
+        )
+        # If a member has reached a commit, the others hold it up, which has its own log lines.
+        none_there = all(s.stage is not WorkerStage.READY for s in self.worlds.live())
+        if none_there and (about.facts["joining"] or about.facts["leaving"]):
+            self.actions.log("warning", str(about), about)
 
     def _gathering_late(self) -> None:
         if not self.actions.expired(self.worlds.gathering.late_at):

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
+REMIND_S = 30.0  # seconds without a commit after which the waiting workers are logged; doubles
+
 
 @dataclass
 class PlannedChange:
@@ -23,6 +25,8 @@ class PlannedChange:
     check: int = 0  # check at which all stop
     not_before: float = 0.0
     silent: set[Worker] = field(default_factory=set)  # members that have not answered yet
+    began_at: float = 0.0
+    remind_after_s: float = REMIND_S  # seconds after the beginning at which it is logged next
     _answers: dict[Worker, int] = field(default_factory=dict)
     _settle_by: float | None = None
 
@@ -44,6 +48,7 @@ class PlannedChange:
         """Begin a change: members are asked for their number of checks."""
         self.number += 1
         self.by = now + self.settings.prepare_s
+        self.began_at, self.remind_after_s = now, REMIND_S
         self.silent = set(members)
         self._answers = {}
         self._settle_by = None
@@ -57,6 +62,10 @@ class PlannedChange:
         self.check = max(self._answers.values()) + 1
         self.by = now + self.settings.elastic_timeout_s
         return self.check
+
+    @property
+    def remind_at(self) -> float:
+        return self.began_at + self.remind_after_s
 
     def over(self) -> None:
         self.by = None

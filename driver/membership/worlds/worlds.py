@@ -270,12 +270,12 @@ class Worlds:
 
     def _make_standby(self) -> None:
         """Make ready workers standbys if the world has its maximum size."""
-        for record in self._joining():
+        for record in self.joining():
             if not record.stands_by:
                 record.stands_by = True
                 self.actions.add(events.TellStandby(record.worker))
 
-    def _joining(self) -> list[WorkerRecord]:
+    def joining(self) -> list[WorkerRecord]:
         """Return the newcomers that are ready."""
         places = self.world.places
         return [
@@ -290,7 +290,7 @@ class Worlds:
 
     def _wish(self) -> tuple[Reason | None, bool]:
         """Return the reason for another world of the current workers, and whether one leaves. None: no reason."""
-        joining = self._joining()
+        joining = self.joining()
         if not joining and not any(w in self.world.places for w in self.roster.leavers):
             return None, False
         # Checking all members after every answer would take too long if nothing has changed.

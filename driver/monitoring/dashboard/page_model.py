@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from elastic.driver import events
+from elastic.driver.monitoring.change_waits import ChangeWaits
 from elastic.driver.monitoring.dashboard.page_state import PageState, Patch
 from elastic.driver.monitoring.dashboard.worker_grid import WorkerGrid, slot_of
 from elastic.driver.monitoring.job_rates import JobRates
@@ -79,6 +80,7 @@ class PageModel(ViewReader):
                 "steps": None,
                 "samples": None,
                 "stall": None,
+                "change_wait": None,
                 "goodput": None,
                 "held_up": [],
                 "slowest": None,
@@ -93,6 +95,7 @@ class PageModel(ViewReader):
         self._measured: tuple[float, float] | None = None  # the commit rate, as shown
         self._commit: Commit | None = None  # newest commit, as shown
         self._shards = ShardStatus()
+        self._change_waits = ChangeWaits(self.view)
         self._stalls_told = 0
         self._expects_stack: dict[Worker, float] = {}
         self._asked: set[Worker] = set()  # workers whose stacks an operator requested
@@ -357,6 +360,10 @@ class PageModel(ViewReader):
         if goodput != values["goodput"]:
             self.state.set("goodput", goodput)
         self._look_at_stalls(now)
+        wait = None if self.spent.over else self._change_waits.current(now)
+        change_wait = None if wait is None else wait.facts()
+        if change_wait != values["change_wait"]:
+            self.state.set("change_wait", change_wait)
         held_up = self._grid.held_up(self.spent.stalls.awaited(now))
         if held_up != values["held_up"]:
             self.state.set("held_up", held_up)

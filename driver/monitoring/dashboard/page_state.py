@@ -21,6 +21,8 @@ The whole state is the patch that creates it from nothing (`full`). The sections
           rate        commits per second now, decaying to 0 while none are possible; null: unknown
           stall       null, or the current one: since, seconds, culprits: [{rank, worker, line, frozen}], more:
                       culprits that are not listed, others: waiting ranks, where and line: of the first of these
+          change_wait null, or the current wait of a planned change for a commit: since, for_s, joining and leaving:
+                      numbers of workers, workers: the first that join
           goodput     workers: seconds by part; job: seconds by stretch, until at; counts: of stretches; ratio:
                       training / all, or null before training
           unhealthy   [{slot, outcome, code, line, took_s}]: slots whose last health check failed

@@ -44,6 +44,7 @@ class FindingKind(enum.Enum):
     STOPPED = "stopped"
     RUNS = "runs"
     STALLS_NOW = "stalls now"
+    CHANGE_WAITS_NOW = "change waits now"
     CUT_OFF = "cut off"
     NOTHING_HAPPENED = "nothing happened"
     # The cause of a failure: the first loss, and why it ended the job.
@@ -64,6 +65,8 @@ class FindingKind(enum.Enum):
     UNHEALTHY = "unhealthy"  # slots whose health checks failed
     STALL = "stall"
     MORE_STALLS = "more stalls"
+    CHANGE_WAIT = "change wait"  # workers waited to join or leave, since the others made no commit
+    MORE_CHANGE_WAITS = "more change waits"
     MORE_INCIDENTS = "more incidents"
     REQUEST = "request"  # request of an operator
     PLANNED = "planned changes"
@@ -229,6 +232,8 @@ def _ending(story: JobHistory, source: JournalState) -> Iterator[JobFinding]:
         yield JobFinding(FindingKind.STOPPED, {**facts, "by": story.stop})
     else:
         yield JobFinding(FindingKind.FAILED, {**facts, "code": story.code})
+    if end is None and (wait := story.change_waits.current(story.last)) is not None:
+        yield JobFinding(FindingKind.CHANGE_WAITS_NOW, wait.facts())
 
 
 def _why(story: JobHistory, source: JournalState, cause: Death | None) -> Iterator[JobFinding]:
@@ -417,6 +422,12 @@ def _in_time(story: JobHistory) -> Iterator[tuple[float, JobFinding]]:
         over = story.spent.stalls.seconds
         seconds = over(-math.inf, math.inf, None) - over(first, math.inf, None)
         yield first, JobFinding(FindingKind.MORE_STALLS, {"count": more, "seconds": seconds})
+    waits = [*story.change_waits.past][-FIRST:]
+    for wait in waits:
+        facts = {"at_s": _since(story, wait.since), **wait.facts()}
+        yield wait.since, JobFinding(FindingKind.CHANGE_WAIT, facts)
+    if (more := story.change_waits.count - FIRST) > 0:
+        yield waits[0].since, JobFinding(FindingKind.MORE_CHANGE_WAITS, {"count": more})
     for at, event, done in story.requests:
         yield at, _request(at, event, done, story)
     for silence in story.silences:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic.driver import events
+from elastic.driver.monitoring.change_waits import ChangeWaits
 from elastic.driver.monitoring.explain.causes import (
     FOLLOWS,
     Cause,
@@ -95,6 +96,7 @@ class JobHistory(ViewReader):
         self.view = spent.view
         self.rates = JobRates(spent)
         self.shards = ShardStatus()
+        self.change_waits = ChangeWaits(self.view)
         self.began: float | None = None
         self.last = 0.0
         self.incidents: list[Incident] = []

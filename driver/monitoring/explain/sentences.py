@@ -12,7 +12,7 @@ from elastic.driver.monitoring.shard_status import as_sentence as sharded_senten
 from elastic.driver.monitoring.shard_status import source_sentence
 from elastic.driver.monitoring.stalls import ENDS, StallEnd, as_sentence
 from elastic.driver.monitoring.time_spent import LEAST_S, WORDS
-from elastic.driver.reasons import ReasonKind, because, commit_id, counted
+from elastic.driver.reasons import ReasonKind, because, commit_id, counted, waiting_workers
 
 Facts = Mapping[str, Any]
 GOODPUT = "the share spent on training that was not lost"
@@ -35,6 +35,8 @@ _SECTIONS = {
     FindingKind.UNHEALTHY: "course",
     FindingKind.STALL: "course",
     FindingKind.MORE_STALLS: "course",
+    FindingKind.CHANGE_WAIT: "course",
+    FindingKind.MORE_CHANGE_WAITS: "course",
     FindingKind.MORE_INCIDENTS: "course",
     FindingKind.REQUEST: "course",
     FindingKind.PLANNED: "course",
@@ -396,6 +398,16 @@ def _more_incidents(facts: Facts) -> str:
     return f"... {facts['count']} more incidents in between" + (f": {causes}." if causes else ".")
 
 
+def _change_wait(facts: Facts) -> str:
+    waited = waiting_workers(facts, past=True)
+    why = (
+        "until the others reached a commit"
+        if facts["reached"]
+        else "and the others reached no commit"
+    )
+    return f"{_at(facts)} {waited} for {duration(facts['for_s'])}, {why}."
+
+
 def _unhealthy(facts: Facts) -> str:
     texts = []
     for each in facts["slots"]:
@@ -655,6 +667,11 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
     ),
     FindingKind.MORE_STALLS: lambda f: (
         f"Before that it stalled {f['count']} times, for {f['seconds']:.1f} s in total."
+    ),
+    FindingKind.CHANGE_WAITS_NOW: lambda f: f"{because(ReasonKind.AWAITS_COMMIT, **f)}.",
+    FindingKind.CHANGE_WAIT: _change_wait,
+    FindingKind.MORE_CHANGE_WAITS: lambda f: (
+        f"Before that workers waited {f['count']} times for a commit, to join or leave."
     ),
     FindingKind.MORE_INCIDENTS: _more_incidents,
     FindingKind.REQUEST: _request,

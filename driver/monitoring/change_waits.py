@@ -1,0 +1,122 @@
+"""Planned changes of the world that wait for a commit of the members, where workers join and leave. Pure.
+
+    PrepareChange  --WAIT_S-->  wait: workers to join, workers to leave, seconds
+    a member reaches a commit, the world breaks or ends, or the change is called off  -->  over
+
+The page, ``status``, ``explain`` and the report read the same `ChangeWaits`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elastic.driver import events
+from elastic.driver.monitoring.job_view import JobView, Stage, ViewReader
+from elastic.driver.reasons import Reason, ReasonKind
+from elastic.protocol.messages import Worker
+
+WAIT_S = 10.0  # shorter waits are usual: a few long steps
+KEPT = 200  # past waits stored individually
+NAMED = 8  # joining workers listed
+
+
+@dataclass(frozen=True)
+class ChangeWait:
+    """One wait. ``until``: its end; if it has not ended, the time of the query.
+
+    ``reached``: a member reached a commit; None: it has not ended.
+    """
+
+    since: float
+    until: float
+    joining: tuple[Worker, ...]
+    leaving: int
+    reached: bool | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.until - self.since
+
+    def facts(self) -> dict[str, Any]:
+        """Return the wait as JSON."""
+        return {
+            "since": self.since,
+            "for_s": self.seconds,
+            "joining": len(self.joining),
+            "leaving": self.leaving,
+            "workers": [str(worker) for worker in self.joining[:NAMED]],
+            "reached": self.reached,
+        }
+
+
+class ChangeWaits(ViewReader):
+    """Waits of one job, of at least WAIT_S. ``count``: of past ones."""
+
+    def __init__(self, view: JobView) -> None:
+        self.view = view
+        self.past: deque[ChangeWait] = deque(maxlen=KEPT)
+        self.count = 0
+        self._since: float | None = None  # time of the request; None: no change is planned
+        self._leaving = 0
+        self._joining: tuple[Worker, ...] = ()  # as of the last event of the change
+        view.follow(self)
+
+    def current(self, now: float) -> ChangeWait | None:
+        """Return the current wait; None if there is none."""
+        if self._since is None or now - self._since < WAIT_S:
+            return None
+        if not (self._joining or self._leaving):
+            return None  # the newcomers exited
+        return ChangeWait(self._since, now, self._joining, self._leaving)
+
+    def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
+        if self._since is None:
+            return
+        if isinstance(event, events.WorkerReady):
+            if event.worker in self.view.ranks:
+                self._over(now, reached=True)  # if others do not, this is a stall
+            else:
+                self._joining = self._ready_to_join()
+        elif self.view.exited:
+            self._joining = tuple(w for w in self._joining if w not in self.view.exited)
+
+    def decided(self, action: events.Action, now: float) -> None:
+        match action:
+            case events.PrepareChange(reason=reason):
+                self._since, self._leaving = now, _leaving(reason)
+                self._joining = self._ready_to_join()
+            case events.PublishWorld():
+                self._over(now, reached=True)
+            case (
+                events.CallOffChange()
+                | events.BreakWorld()
+                | events.FinishWorld()
+                | events.EndJob()
+            ):
+                self._over(now, reached=False)
+            case _:
+                pass
+
+    def _over(self, now: float, *, reached: bool) -> None:
+        wait = self.current(now)
+        self._since = None
+        if wait is not None:
+            self.past.append(replace(wait, reached=reached))
+            self.count += 1
+
+    def _ready_to_join(self) -> tuple[Worker, ...]:
+        return tuple(
+            each.worker
+            for each in self.view.workers.values()
+            if each.stage is Stage.READY and each.running and not each.member
+        )
+
+
+def _leaving(reason: Reason) -> int:
+    """Return the number of workers that leave in a planned change."""
+    causes = reason.facts.get("causes")
+    each = causes if isinstance(causes, list) else [reason]
+    return sum(isinstance(one, Reason) and one.kind is ReasonKind.LEAVES for one in each)
