@@ -216,6 +216,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def start_checkpoint(facts: Mapping[str, Any]) -> str:
+    """Return for example ``step 300, checkpoint r0001-g0002-c00000300 in /checkpoints``; see `StartCheckpoint`."""
+    step = "" if facts["step"] is None else f"step {facts['step']}, "
+    return f"{step}checkpoint {facts['name']} in {facts['place']}"
+
+
 def commit_id(fact: object) -> str:
     """Return ``g2c300`` for the ``2.300`` of a journal; other text unchanged."""
     generation, _, number = str(fact).partition(".")

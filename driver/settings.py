@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from elastic.errors import Invalid
 
 UNBOUNDED = 2**31 - 1  # workers_max if only the slots limit the size
@@ -32,6 +34,17 @@ FLAGS = {
     "health_check_s": "--health-check-timeout",
     "timeline": "--timeline-filename",
 }
+
+
+class StartCheckpoint(msgspec.Struct, frozen=True):
+    """The checkpoint from which a job begins.
+
+    ``name``: of its folder in ``place``, a folder or URL. ``step``: of the state, if it has one.
+    """
+
+    name: str
+    place: str
+    step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -362,6 +362,7 @@ def _checked_job(
             **(worker_network(bind, environ) if bind and options.network_interfaces else {}),
         },
         bind=bind,
+        begins=checkpoints.begins,
         journal=_writable_file(options.journal, traces),
         summary=options.summary,
         report=_writable_place("--report", options.report),

@@ -14,7 +14,7 @@ from elastic.driver.discovery.static import OwnSlots, StaticDiscovery
 from elastic.driver.job.multi_host_plan import MultiHostPlan
 from elastic.driver.network.hosts import SLOTS_LIMIT, ThisHost
 from elastic.driver.processes.console import Write
-from elastic.driver.settings import UNBOUNDED, Settings
+from elastic.driver.settings import UNBOUNDED, Settings, StartCheckpoint
 from elastic.protocol.report_values import Report
 
 WORKERS_PER_CORE = 8  # limit on one machine with an unspecified number of slots
@@ -56,6 +56,7 @@ class Job:
     bind: str = "127.0.0.1"  # the address on which driver and workers listen
     output_dir: str | None = None  # an existing writable folder
     prefix_timestamps: bool = False
+    begins: StartCheckpoint | None = None
     journal: str | None = None  # a writable file
     summary: bool = False  # log a summary of the time spent at the end
     report: str | None = None  # writable file for a page about the job

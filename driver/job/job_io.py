@@ -149,6 +149,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
             command=readable(job.command),
             least=job.settings.workers_min,
             most=job.settings.workers_max,
+            begins=job.begins,
         )
     )
     timer = DebounceTimer(
@@ -192,7 +193,9 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
             console("info", f"serving metrics at http://{host}:{metrics.port}/metrics")
         report = None
         if job.report is not None:
-            report = RunReport(Path(job.report), job.command, job.settings, spent)
+            report = RunReport(
+                Path(job.report), job.command, job.settings, spent, begins=job.begins
+            )
         traces = tensorboard = None
         if job.opentelemetry:
             traces = RecoveryTraces(job.name, job.environ, console)

@@ -116,7 +116,9 @@ async def _alone(
         to_go_on_with(past, job.command, job.settings, resume=False, fresh=fresh, name=name)
         journal = FileJournal(
             archive,
-            header_of(job.settings, command=readable(job.command), writer=writer_here()),
+            header_of(
+                job.settings, command=readable(job.command), writer=writer_here(), begins=job.begins
+            ),
             0,
             warned,
         )

@@ -434,6 +434,7 @@ class _Run:
             folder=os.getcwd() if self.past is None else self.past.folder,
             outlives=self.plan.outlived,
             writer=writer,
+            begins=self.job.begins,
         )
         copy = None
         if self.job.journal is not None and not isinstance(archive, FileArchive):

@@ -26,7 +26,7 @@ import msgspec
 from elastic.driver import events
 from elastic.driver.events import Action, Event
 from elastic.driver.reasons import Reason
-from elastic.driver.settings import Settings
+from elastic.driver.settings import Settings, StartCheckpoint
 from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
 
@@ -63,6 +63,7 @@ class Header(msgspec.Struct, frozen=True):
     folder: str = ""
     outlives: bool = False  # whether its agents and workers continue without a driver
     writer: Writer = Writer()
+    begins: StartCheckpoint | None = None  # None: no checkpoint, or written by an earlier version
 
     def checked(self) -> Settings:
         """Return the settings, without the values of the extra environment.
@@ -146,12 +147,13 @@ def header_of(
     folder: str = "",
     outlives: bool = False,
     writer: Writer | None = None,
+    begins: StartCheckpoint | None = None,
 ) -> Header:
     """Return the header of a new job."""
     fields = asdict(settings)
     fields["env"] = dict.fromkeys(fields["env"], "")
     writer = writer or Writer()
-    return Header(FORMAT, writer.date, fields, job, list(command), folder, outlives, writer)
+    return Header(FORMAT, writer.date, fields, job, list(command), folder, outlives, writer, begins)
 
 
 def readable(words: Sequence[str]) -> list[str]:

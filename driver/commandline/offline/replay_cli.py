@@ -142,7 +142,7 @@ async def _served(path: Path, options: ReplayOptions) -> None:
         if first is None:
             raise Invalid(f"the journal {str(path)!r} contains no events")
         reading = found.reading
-        model = _model(reading, path)
+        model = model_of(reading, path)
         begins = first.at + (reading.offset or 0.0) + options.begin
         clock = ReplayClock(begins, options.speed, time.monotonic)
         listening = page_server.bound(LOOPBACK, options.port)
@@ -175,7 +175,7 @@ async def _served(path: Path, options: ReplayOptions) -> None:
             server.close()
 
 
-def _model(reading: JournalReading, path: Path) -> PageModel:
+def model_of(reading: JournalReading, path: Path) -> PageModel:
     settings = reading.settings
     return PageModel(
         TimeSpent(JobView()),
@@ -183,6 +183,7 @@ def _model(reading: JournalReading, path: Path) -> PageModel:
         command=reading.header.command,
         least=settings.workers_min if settings else 1,
         most=settings.workers_max if settings else 1,
+        begins=reading.header.begins,
     )
 
 

@@ -20,6 +20,7 @@ from elastic.driver.commandline.options.keywords import flag_of
 from elastic.driver.commandline.options.multi_host_flags import CheckpointFlags
 from elastic.driver.job.start_cleanup import StartCleanup
 from elastic.driver.network.blocking_calls import begun
+from elastic.driver.settings import StartCheckpoint
 from elastic.errors import Invalid
 
 Value = TypeVar("Value")
@@ -34,11 +35,13 @@ class CheckpointPlan:
         env: environment of every worker.
         restarts: see `Settings`.
         notes: level and text of lines to log once.
+        begins: the checkpoint from which training resumes.
     """
 
     env: dict[str, str] = field(default_factory=dict)
     restarts: int | None = None
     notes: list[tuple[str, str]] = field(default_factory=list)
+    begins: StartCheckpoint | None = None
 
 
 def checkpoint_plan(
@@ -77,13 +80,15 @@ def checkpoint_plan(
         told.RUN: str(run),
         told.FLOOR: str(run if new_job else 0),
     }
+    begins = None
     if begin is not None:
         url, found = begin
+        begins = StartCheckpoint(str(found.name), url, found.step)
         notes.append(("info", f"training resumes from {found}: {url}/{found.name}"))
         if options.begin_from is not None:
             env[told.FROM] = f"{url}@{found.name}"
     restarts = told.DEFAULT_RESTARTS if options.restarts is None else options.restarts
-    return CheckpointPlan(env, restarts if elastic else None, notes)
+    return CheckpointPlan(env, restarts if elastic else None, notes, begins)
 
 
 # ---- already finished? -----------------------------------------------------------------------------------------------

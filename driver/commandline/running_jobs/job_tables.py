@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elastic.driver.monitoring.stalls import ENDS, StallEnd, as_sentence
-from elastic.driver.reasons import ReasonKind, because, counted
+from elastic.driver.reasons import ReasonKind, because, counted, start_checkpoint
 from elastic.protocol.messages import Commit
 
 State = dict[str, Any]
@@ -23,6 +23,9 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
         f"job {job['name']}: {job['phase']}, {counted(job['size'], 'worker')} ({_limits(job)}),"
         f" generation {job['generation']}, for {span(now - (job['began'] or now))}"
     ]
+    begins = values.get("begins")  # a driver of an earlier version does not report it
+    if begins is not None:
+        lines.append(f"  resumed from {start_checkpoint(begins)}")
     stall = values["stall"]
     if stall is not None:
         lines.append(f"  stalled for {span(now - stall['since'])}: {as_sentence(stall)}")

@@ -39,6 +39,7 @@ from elastic.driver.monitoring.shard_status import (
 )
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import brief
+from elastic.driver.settings import StartCheckpoint
 from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Commit, Worker
 
@@ -57,7 +58,14 @@ class PageModel(ViewReader):
     """Page model of one job, as seen by one driver. The times of ``spent`` and its view are seconds since 1970."""
 
     def __init__(
-        self, spent: TimeSpent, *, name: str, command: Sequence[str], least: int, most: int
+        self,
+        spent: TimeSpent,
+        *,
+        name: str,
+        command: Sequence[str],
+        least: int,
+        most: int,
+        begins: StartCheckpoint | None = None,
     ) -> None:
         self.state = PageState(
             {
@@ -72,6 +80,7 @@ class PageModel(ViewReader):
                     "began": None,
                     "ended": None,
                 },
+                "begins": None if begins is None else msgspec.structs.asdict(begins),
                 "commit": None,
                 "durable": None,
                 "shards": None,

@@ -11,6 +11,7 @@ page's script:
 The whole state is the patch that creates it from nothing (`full`). The sections:
 
     set   job         name, command, phase, generation, size, least, most, began, ended: null or [exit code, why]
+          begins      null, or the checkpoint from which the job begins: name, place, and step or null
           commit      generation, number, at, total: the newest known commit, and the number of commits; step: that
                       of the state at the commit, if it has one
           durable     the same for the newest complete checkpoint; total counts checkpoints

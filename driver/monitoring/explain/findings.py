@@ -58,6 +58,7 @@ class FindingKind(enum.Enum):
     REPEATED = "repeated"  # the same cause several times
     TRACE = "trace"
     # The course of events.
+    RESUMED_FROM = "resumed from"  # the checkpoint from which the job began
     TRAINING_BEGAN = "training began"
     NEVER_TRAINED = "never trained"
     INCIDENT = "incident"
@@ -358,6 +359,8 @@ def death_facts(death: Death, story: JobHistory) -> dict[str, Any]:
 def _course(story: JobHistory) -> Iterator[JobFinding]:
     if story.began is None:
         return
+    if story.begins is not None:
+        yield JobFinding(FindingKind.RESUMED_FROM, msgspec.structs.asdict(story.begins))
     if story.trained_at is None:
         yield JobFinding(FindingKind.NEVER_TRAINED, {"started": story.view.started})
     yield from (finding for _, finding in sorted(_in_time(story), key=lambda each: each[0]))

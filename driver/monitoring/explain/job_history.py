@@ -29,6 +29,7 @@ from elastic.driver.monitoring.reported_series import Series
 from elastic.driver.monitoring.shard_status import ShardStatus
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import Reason, ReasonKind
+from elastic.driver.settings import StartCheckpoint
 from elastic.protocol.messages import Commit, Worker
 
 INCIDENTS = 5000  # maximum stored; later ones are only counted
@@ -89,9 +90,13 @@ class Planned:
 
 
 class JobHistory(ViewReader):
-    """The course of one job. ``spent`` has the same numbers as the summary that elasticrun prints at the end."""
+    """The course of one job. ``spent`` has the same numbers as the summary that elasticrun prints at the end.
 
-    def __init__(self, spent: TimeSpent) -> None:
+    ``begins``: the checkpoint from which the job begins, if any.
+    """
+
+    def __init__(self, spent: TimeSpent, begins: StartCheckpoint | None = None) -> None:
+        self.begins = begins
         self.spent = spent
         self.view = spent.view
         self.rates = JobRates(spent)

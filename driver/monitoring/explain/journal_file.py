@@ -50,7 +50,8 @@ class JournalReading:
     source: JournalState = field(default_factory=JournalState)
 
     def __post_init__(self) -> None:
-        self.story, self.rows = JobHistory(TimeSpent(self.view)), WorkerRows(self.view)
+        self.story = JobHistory(TimeSpent(self.view), self.header.begins)
+        self.rows = WorkerRows(self.view)
 
 
 def read_journal(path: Path) -> JournalReading:

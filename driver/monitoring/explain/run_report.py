@@ -13,7 +13,7 @@ from elastic.driver.monitoring.explain.worker_rows import WorkerRows
 from elastic.driver.monitoring.job_view import ViewReader
 from elastic.driver.monitoring.reported_series import ReportedSeries
 from elastic.driver.monitoring.time_spent import TimeSpent
-from elastic.driver.settings import Settings
+from elastic.driver.settings import Settings, StartCheckpoint
 from elastic.errors import Invalid
 from elastic.protocol.report_values import Report
 
@@ -22,12 +22,18 @@ class RunReport(ViewReader):
     """Report of one job, as seen by this driver. The times of ``spent`` and its view are seconds since 1970."""
 
     def __init__(
-        self, file: Path, command: Sequence[str], settings: Settings, spent: TimeSpent
+        self,
+        file: Path,
+        command: Sequence[str],
+        settings: Settings,
+        spent: TimeSpent,
+        *,
+        begins: StartCheckpoint | None = None,
     ) -> None:
         self.file = file
         self._command = shlex.join(command)
         self._settings = settings
-        self._story = JobHistory(spent)
+        self._story = JobHistory(spent, begins)
         self._rows = WorkerRows(spent.view)
         self._reported = ReportedSeries()
         self._from_the_middle = False

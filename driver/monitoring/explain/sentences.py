@@ -12,7 +12,14 @@ from elastic.driver.monitoring.shard_status import as_sentence as sharded_senten
 from elastic.driver.monitoring.shard_status import source_sentence
 from elastic.driver.monitoring.stalls import ENDS, StallEnd, as_sentence
 from elastic.driver.monitoring.time_spent import LEAST_S, WORDS
-from elastic.driver.reasons import ReasonKind, because, commit_id, counted, waiting_workers
+from elastic.driver.reasons import (
+    ReasonKind,
+    because,
+    commit_id,
+    counted,
+    start_checkpoint,
+    waiting_workers,
+)
 
 Facts = Mapping[str, Any]
 GOODPUT = "the share spent on training that was not lost"
@@ -28,6 +35,7 @@ HEADINGS = {
 }
 _SECTIONS = {
     FindingKind.TRACE: "trace",
+    FindingKind.RESUMED_FROM: "course",
     FindingKind.TRAINING_BEGAN: "course",
     FindingKind.NEVER_TRAINED: "course",
     FindingKind.INCIDENT: "course",
@@ -653,6 +661,7 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
     ),
     FindingKind.REPEATED: _repeated,
     FindingKind.TRACE: _trace,
+    FindingKind.RESUMED_FROM: lambda f: f"The job resumed from {shown(start_checkpoint(f))}.",
     FindingKind.TRAINING_BEGAN: _training_began,
     FindingKind.NEVER_TRAINED: lambda f: (
         f"Training never began; {counted(f['started'], 'worker')} started."

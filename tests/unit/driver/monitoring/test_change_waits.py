@@ -82,7 +82,7 @@ def test_newcomer_that_waits_for_a_commit_is_shown_with_the_seconds():
     assert [(each["joining"], each["leaving"]) for each in lines] == [(1, 0)]
     assert 29.9 < lines[0]["for_s"] < 30.1 and 569 < lines[0]["within_s"] < 571
     recorded("messages", str(because(ReasonKind.AWAITS_COMMIT, **lines[0])))
-    shown = job.shown or {}
+    shown: dict[str, Any] = job.shown or {}
     assert (shown["joining"], shown["leaving"], shown["workers"]) == (1, 0, ["h:2#1"])
     assert abs(shown["for_s"] - 33) < 0.1
     [line] = [each for each in job_tables.status(job.page.full(job.now)) if "33 s" in each]
@@ -117,7 +117,7 @@ def test_worker_that_waits_to_leave_is_counted_apart():
     job.tell(checked("h:0", 2, 3), checked("h:1", 2, 3))
     lines = reminders(job.wait(31))
     assert [(each["joining"], each["leaving"]) for each in lines] == [(0, 1)]
-    shown = job.shown or {}
+    shown: dict[str, Any] = job.shown or {}
     assert (shown["joining"], shown["leaving"]) == (0, 1)
     recorded("messages", str(because(ReasonKind.AWAITS_COMMIT, **lines[0])))
 

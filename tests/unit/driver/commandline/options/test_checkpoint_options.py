@@ -24,6 +24,7 @@ from elastic.checkpoints.files.storage import Storage
 from elastic.driver.commandline.offline import checkpoints_cli
 from elastic.driver.commandline.options import flags
 from elastic.driver.commandline.options.checkpoint_options import CheckpointPlan, checkpoint_plan
+from elastic.driver.settings import StartCheckpoint
 from elastic.errors import Invalid
 from harness.golden import raises, recorded
 from harness.refusals import refusal_of
@@ -43,11 +44,11 @@ def refused(folder: object, *more: str) -> str:
     return error
 
 
-def written(folder: Path, name: CommitName) -> Path:
+def written(folder: Path, name: CommitName, **values: object) -> Path:
     """Write a commit of one file."""
     storage = Storage(str(folder))
     files = {"__0_0.distcp": storage.write(f"{name}/__0_0.distcp", b"bytes")}
-    made = Manifest(manifest.FORMAT, name, 1, 0.0, "2", "", {}, {}, [], [], files, [])
+    made = Manifest(manifest.FORMAT, name, 1, 0.0, "2", "", values, {}, [], [], files, [])
     storage.write(f"{name}/{manifest.MANIFEST}", manifest.encoded(made))
     return folder / str(name)
 
@@ -190,3 +191,13 @@ def test_folder_in_use_by_a_job_is_not_pruned(tmp_path: Path) -> None:
         with raises(Invalid, pid):
             checkpoints_cli.main(["--prune", "1", str(tmp_path)])
         assert content(tmp_path) == before
+
+
+def test_checkpoint_from_which_a_job_begins_is_a_value_of_its_plan(tmp_path):
+    assert planned(tmp_path / "new").begins is None
+    written(tmp_path, OLDER, step=300)
+    begins = StartCheckpoint(str(OLDER), str(tmp_path), 300)
+    assert planned(tmp_path).begins == begins
+    assert planned(tmp_path, "--fresh").begins is None
+    other = planned(tmp_path / "other", "--from", f"{tmp_path}@{OLDER}")
+    assert other.begins == begins

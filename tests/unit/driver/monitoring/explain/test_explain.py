@@ -11,8 +11,10 @@ import pytest
 
 from elastic.driver.commandline.offline import explain_cli
 from elastic.driver.commandline.offline.explain_cli import as_json, as_text
+from elastic.driver.commandline.offline.replay_cli import model_of
+from elastic.driver.commandline.running_jobs import job_tables
 from elastic.driver.events import HostsChanged
-from elastic.driver.journal.entries import ABANDONED, TroubleLine, decoded, encoded
+from elastic.driver.journal.entries import ABANDONED, TroubleLine, decoded, decoded_header, encoded
 from elastic.driver.journal.file import FileJournal
 from elastic.driver.journal.journal import read
 from elastic.driver.monitoring.explain.causes import Cause, kind_of, last_exception
@@ -21,7 +23,7 @@ from elastic.driver.monitoring.explain.journal_file import JournalReading, read_
 from elastic.driver.monitoring.explain.sentences import duration, sentence
 from elastic.driver.monitoring.time_spent import STRETCHES
 from elastic.driver.reasons import ReasonKind, because
-from elastic.driver.settings import Settings
+from elastic.driver.settings import Settings, StartCheckpoint
 from elastic.errors import Invalid
 from harness.golden import raises, recorded, visible
 from harness.kept_journals import KEPT, unpacked
@@ -116,6 +118,30 @@ def test_kept_journals_are_explained(tmp_path):
             assert stopped or first is (
                 FindingKind.FAILED if reading.story.code else FindingKind.DONE
             ), kept
+
+
+def test_checkpoint_from_which_a_job_resumed_is_explained(tmp_path):
+    journal = unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path)
+    head, rest = journal.read_bytes().split(b"\n", 1)
+    begins = StartCheckpoint("r0001-g0002-c00000300", "/checkpoints", 300)
+    kinds = []
+    for header in (
+        decoded_header(head),
+        msgspec.structs.replace(decoded_header(head), begins=begins),
+    ):
+        journal.write_bytes(encoded(header) + rest)
+        reading = read_journal(journal)
+        found = findings(reading.story, reading.source)
+        kinds.append([each for each in found if each.what is FindingKind.RESUMED_FROM])
+        page = model_of(reading, journal)
+        facts = None if header.begins is None else msgspec.structs.asdict(begins)
+        assert page.state.values["begins"] == facts
+    before, [after] = kinds
+    assert not before and after.facts == msgspec.structs.asdict(begins)
+    recorded("explain", sentence(after))
+    page.view.note(HostsChanged({}), [], 0.0)
+    [line] = [each for each in job_tables.status(page.full(1.0)) if begins.name in each]
+    recorded("messages", line)
 
 
 @pytest.mark.parametrize("name", ["host-lost", "stuck"])
