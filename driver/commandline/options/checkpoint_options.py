@@ -84,7 +84,8 @@ def checkpoint_plan(
     if begin is not None:
         url, found = begin
         begins = StartCheckpoint(str(found.name), url, found.step)
-        notes.append(("info", f"training resumes from {found}: {url}/{found.name}"))
+        unless = ", unless its workers still train" if options.resume or options.standby else ""
+        notes.append(("info", f"training resumes from {found}{unless}: {url}/{found.name}"))
         if options.begin_from is not None:
             env[told.FROM] = f"{url}@{found.name}"
     restarts = told.DEFAULT_RESTARTS if options.restarts is None else options.restarts

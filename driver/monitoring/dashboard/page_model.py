@@ -139,6 +139,7 @@ class PageModel(ViewReader):
 
     def adopted(self, now: float) -> None:
         self._at(now)
+        self.state.set("begins", None)  # its workers hold newer commits
         self._grid.show(now)
         self._published()
 

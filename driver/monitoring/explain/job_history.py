@@ -137,6 +137,7 @@ class JobHistory(ViewReader):
     # ---- updates ---------------------------------------------------------------------------------------------------
 
     def adopted(self, now: float) -> None:
+        self.begins = None  # its workers hold newer commits
         self.began = self.last = now
         self.hosts.update(worker.host for worker in self.view.workers)
         self.largest = len(self.view.ranks)

@@ -142,6 +142,10 @@ def test_checkpoint_from_which_a_job_resumed_is_explained(tmp_path):
     page.view.note(HostsChanged({}), [], 0.0)
     [line] = [each for each in job_tables.status(page.full(1.0)) if begins.name in each]
     recorded("messages", line)
+    # A driver that takes over a job whose workers still train.
+    for view in (page.view, reading.view):
+        view.adopt({}, 1, 2.0)
+    assert page.state.values["begins"] is None and reading.story.begins is None
 
 
 @pytest.mark.parametrize("name", ["host-lost", "stuck"])
