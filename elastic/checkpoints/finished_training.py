@@ -14,11 +14,11 @@ import sysconfig
 from collections.abc import Mapping
 
 import msgspec
-import psutil
 
 from elastic.checkpoints.files.manifest import CommitName
 from elastic.checkpoints.files.storage import Storage
 from elastic.protocol import read_paths
+from elastic.protocol.file_times import changed_since
 
 RETURNED = "returned.json"
 READ = "read-{}.json"  # by rank
@@ -26,8 +26,6 @@ LARGE = (
     1 << 20
 )  # bytes; larger files are identified by size and modification time instead of content
 BLOCK = 1 << 20  # bytes read at once
-# Error of a process's start time, since it is relative to the boot time, which the kernel gives in whole seconds.
-START_ERROR_S = 1.0
 
 
 class TrainingReturned(msgspec.Struct, frozen=True):
@@ -81,7 +79,7 @@ def paths_read(commit: CommitName, began_at: float) -> PathsRead:
         if _is_installed(os.path.realpath(path)):
             continue
         with contextlib.suppress(OSError):
-            if os.stat(path).st_mtime >= began_at:
+            if changed_since(path, began_at):
                 unseen.add(f"{path} has changed")
         found[path] = signature(path, by_time=is_large(path))
     return PathsRead(commit, found, sorted(unseen))
@@ -116,11 +114,6 @@ def read_by_all(storage: Storage, commit: CommitName, ranks: int) -> dict[str, s
     return found
 
 
-def process_began_at() -> float:
-    """Lower bound of this process's start time, in seconds since 1970, comparable with file times."""
-    return psutil.Process().create_time() - START_ERROR_S
-
-
 def read_returned(storage: Storage) -> TrainingReturned | None:
     """Return the record, or None if there is none or it is not readable.
 
@@ -144,7 +137,7 @@ def imported(began_at: float) -> dict[str, str] | None:
         if isinstance(file, str):
             path = os.path.abspath(file)
             with contextlib.suppress(OSError):
-                if os.stat(path).st_mtime >= began_at:
+                if changed_since(path, began_at):
                     return None
             by_time = os.path.realpath(path).startswith(installed)
             found[path] = signature(path, by_time=by_time)

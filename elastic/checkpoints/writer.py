@@ -27,6 +27,7 @@ from elastic.checkpoints.schedule import Schedule
 from elastic.errors import DeviceLost
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.protocol import messages
+from elastic.protocol.file_times import process_began_at
 from elastic.protocol.messages import Commit, Message, Place
 from elastic.state.handlers.held_commit import HeldCommit
 from elastic.state.state import ObjectState, hold, prepare_hold
@@ -223,7 +224,7 @@ class CheckpointWriter:
                 OSError
             ):  # a rerun of the command then continues training from this commit
                 name = CommitName(self.run, commit.generation, commit.number)
-                began_at = finished_training.process_began_at()
+                began_at = process_began_at()
                 finished_training.note_read(self._storage, name, place.rank, began_at)
                 if place.rank == 0:
                     finished_training.note_returned(self._storage, name, began_at, place.size)

@@ -44,6 +44,14 @@ class CommitCall(enum.Enum):
 
 
 @dataclass(frozen=True)
+class RestartingLoop:
+    """A loop, such as ``for epoch in range(10)``, and the function that contains it."""
+
+    head: str
+    function: str
+
+
+@dataclass(frozen=True)
 class UsedPart:
     """Something that the training uses: its class, and whether the state, or a member of the state, holds it."""
 
@@ -89,7 +97,7 @@ class ScriptObservation:
     collectives: int  # and other calls that may have changed tensors
     # Elements of the largest tensor in a collective between two steps. None: unknown.
     largest_moved: int | None
-    restarts: str  # head of a loop around commit() that counts in no state; "" if there is none
+    restarts: RestartingLoop | None  # around commit(), and counts in no state
     keeps_members: bool  # the state is one of this package's, which save exactly their members
     optimizers: tuple[Trained, ...] = ()
     schedulers: tuple[UsedPart, ...] = ()
@@ -114,8 +122,10 @@ class Mistake:
 def found(seen: ScriptObservation) -> list[Mistake]:
     """Return the mistakes, at most one of each kind."""
     made = [*_commits(seen), *_reductions(seen), *_loaders(seen)]
-    if seen.restarts:
-        made.append(_mistake(Kind.LOOP_RESTARTS, loop=seen.restarts))
+    if seen.restarts is not None:
+        made.append(
+            _mistake(Kind.LOOP_RESTARTS, loop=seen.restarts.head, function=seen.restarts.function)
+        )
     if seen.keeps_members:
         made += _members(seen)
     return made
@@ -213,8 +223,8 @@ _SENTENCES = {
         " no worker can join; call it on every rank"
     ),
     Kind.LOOP_RESTARTS: (
-        "`{loop}` starts again whenever a worker is lost or joins, since elastic.run calls the function again: the job"
-        " trains longer than intended; count in the state: `while state.epoch < epochs`, with"
+        "`{loop}` in {function}() starts again whenever a worker is lost or joins, since elastic.run calls the function"
+        " again: the job trains longer than intended; count in the state: `while state.epoch < epochs`, with"
         " TorchState(epoch=0, ...) and state.epoch += 1 before the commit"
     ),
     Kind.NEVER_REDUCED: (

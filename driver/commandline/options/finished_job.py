@@ -42,10 +42,7 @@ class RerunReason(enum.Enum):
     FILES = "its script or a file next to it or named by the command changed"
     READ = "a module or a file that its workers read changed"
     # No record of its end: see `SameCommand.has_finished`.
-    UNKNOWN = (
-        "the last run failed after training, a file changed during it or less than 1 s before, or not all files that"
-        " it read are known"
-    )
+    UNKNOWN = "the last run failed after training, a file changed during it, or not all files that it read are known"
 
 
 class FinishedJob(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from elastic.script_checks.mistakes import (
     CommitCall,
     Kind,
     Mistake,
+    RestartingLoop,
     ScriptObservation,
     Trained,
     UsedLoader,
@@ -24,7 +25,7 @@ RIGHT = ScriptObservation(
     world_size=2,
     commits=20,
     calls=(CommitCall.EACH_STEP,),
-    restarts="",
+    restarts=None,
     recovered=False,
     collectives=20,
     largest_moved=100,
@@ -53,7 +54,7 @@ def test_a_right_script_makes_no_mistake():
         ({"commits": 0, "calls": (CommitCall.SOME_STEPS,), "recovered": True}, Kind.NO_COMMIT),
         ({"calls": (CommitCall.SOME_RANKS,)}, Kind.COMMIT_ON_SOME_RANKS),
         ({"calls": (CommitCall.SOME_RANKS,), "commits": 0}, Kind.COMMIT_ON_SOME_RANKS),
-        ({"restarts": "for epoch in range(10)"}, Kind.LOOP_RESTARTS),
+        ({"restarts": RestartingLoop("for epoch in range(10)", "train")}, Kind.LOOP_RESTARTS),
         ({"collectives": 0}, Kind.NEVER_REDUCED),
         ({"collectives": 1}, Kind.NEVER_REDUCED),
         ({"largest_moved": 0}, Kind.NEVER_REDUCED),
@@ -111,7 +112,7 @@ def test_every_kind_has_a_sentence_that_names_its_anchor(kind):
     facts = dict.fromkeys(
         [
             *("steps", "workers", "optimizer", "which", "example", "name", "loader", "sampler"),
-            *("kept", "largest", "member", "remedy", "loop"),
+            *("kept", "largest", "member", "remedy", "loop", "function"),
         ],
         "x",
     )

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import os
 import re
+import sys
 
 import pytest
 
-from elastic.script_checks.mistakes import CommitCall
-from elastic.script_checks.script_source import calls_in, restarting_loop_in
+from elastic.script_checks import script_source
+from elastic.script_checks.commit_calls import calls_in
+from elastic.script_checks.mistakes import CommitCall, RestartingLoop
+from elastic.script_checks.restarting_loops import Definition, restarting_loop
+from elastic.script_checks.script_source import committing
 from harness.sources import ROOT
 
 EACH, SOME, RANKS = CommitCall.EACH_STEP, CommitCall.SOME_STEPS, CommitCall.SOME_RANKS
@@ -57,12 +63,24 @@ def function(*lines: str) -> str:
     return "\n".join(["def train(state, loader):", *(f"    {line}" for line in lines)])
 
 
+def defined(node: ast.FunctionDef, tree: ast.AST) -> Definition:
+    """A function of this file, which calls others of the file by their names."""
+    functions = {each.name: each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
+
+    def called(name: ast.expr) -> Definition | None:
+        found = functions.get(name.id) if isinstance(name, ast.Name) else None
+        return None if found is None else defined(found, tree)
+
+    return Definition(node, called, committing(tree, node))
+
+
 def restarting(source: str, name: str = "train") -> str:
     tree = ast.parse(source)
     [definition] = [
         each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name == name
     ]
-    return restarting_loop_in(definition, tree)
+    found = restarting_loop(defined(definition, tree))
+    return "" if found is None else found.head
 
 
 @pytest.mark.parametrize(
@@ -91,6 +109,67 @@ def test_a_commit_in_a_function_that_receives_the_state_counts():
     loop = function("for epoch in range(10):", "    one(state)")
     assert restarting(epoch + loop) == "for epoch in range(10)"
     assert restarting(loop) == ""
+
+
+FIT = """
+def fit(state, epochs, first=0):
+    for epoch in range(epochs):
+        state.commit()
+
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "head"),
+    [
+        (["fit(state, 10)"], "for epoch in range(epochs)"),
+        (["with timer():", "    fit(epochs=10, state=state)"], "for epoch in range(epochs)"),
+        (["if args.train: fit(state, 10)"], "for epoch in range(epochs)"),
+        (["result = fit(state, args.epochs)"], "for epoch in range(epochs)"),
+        (["for phase in ('a', 'b'): fit(state, 10)"], "for phase in ('a', 'b')"),
+        (
+            ["while True:", "    try: fit(state, 10)", "    except OSError: continue", "    break"],
+            "for epoch in range(epochs)",
+        ),
+        (
+            ["while True:", "    for epoch in range(9): state.commit()", "    break"],
+            "for epoch in range(9)",
+        ),
+        (
+            [
+                *("def one():", "    for epoch in range(9): state.commit()"),
+                *("", "one_of(state)", "def one_of(own):"),
+                *("    for epoch in range(8): own.commit()",),
+            ],
+            "for epoch in range(8)",
+        ),
+    ],
+)
+def test_a_loop_in_a_function_or_a_loop_that_the_state_does_not_control_restarts(lines, head):
+    assert restarting(FIT + function(*lines)) == head
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["fit(state, 10 - state.epoch)"],
+        ["if state.epoch == 0: fit(state, 10)"],
+        ["while state.epoch < 3:", "    fit(state, 10)", "    state.epoch += 1"],
+        ["for x in loader: fit(state, 10)"],
+        ["while True:", "    if state.done: break", "    fit(state, 10)"],
+        ["while True: fit(state, 10)"],
+        ["fit(*parts)"],
+        ["fit(other, 10)"],
+        ["def one(): fit(state, 10)"],
+        ["def one():", "    for e in range(9): state.commit()", "", "while state.e < 9: one()"],
+        ["for e in range(9):", "    if e < trainer.first: continue", "    state.commit()"],
+        ["for x in (1,): state.commit()"],
+        ["for x in [a, b]: state.commit()"],
+    ],
+)
+def test_a_function_that_may_depend_on_the_state_is_right(lines):
+    assert restarting(FIT + function(*lines)) == ""
 
 
 @pytest.mark.parametrize(
@@ -142,7 +221,94 @@ def test_every_training_function_of_this_repository_counts_in_its_state():
                 ast.unparse(by).endswith("elastic.run") for by in each.decorator_list
             ):
                 judged += 1
-                if restarting_loop_in(each, tree):
+                if restarting_loop(defined(each, tree)):
                     restarts.append((name.rpartition("/")[2], each.name))
     assert judged > 40
     assert restarts == [("mistaken.py", "train_in_a_range")]
+
+
+# ---- the source of running code --------------------------------------------------------------------------------------
+
+LOOPS = """
+def fit(state, epochs):
+    for epoch in range(epochs):
+        state.commit()
+"""
+SCRIPT = """
+import loops
+from loops import fit
+
+
+def direct(state):
+    fit(state, 10)
+
+
+def by_module(state):
+    loops.fit(state, 10)
+
+
+def by_argument(state, fit=print):
+    fit(state, 10)
+
+
+def right(state):
+    while state.epoch < 10:
+        optimizer.step()
+        state.commit()
+
+
+def without(state):
+    pass
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A script and its module, as they run."""
+    for name, text in (("loops", LOOPS), ("script", SCRIPT)):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("loops", "script"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module("script")
+    for name in ("loops", "script"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", ["direct", "by_module"])
+def test_a_loop_in_another_module_restarts(script, name):
+    found = script_source.restarting_loop(getattr(script, name))
+    assert found == RestartingLoop("for epoch in range(epochs)", "fit")
+
+
+@pytest.mark.parametrize("name", ["by_argument", "right", "without"])
+def test_a_function_that_is_not_known_to_be_called_is_not_judged(script, name):
+    assert script_source.restarting_loop(getattr(script, name)) is None
+
+
+def test_a_script_that_is_edited_after_its_start_is_not_judged_by_its_new_source(script, tmp_path):
+    """Even if the time and the size of the file are the same, as after an edit within its granularity."""
+    file = tmp_path / "script.py"
+    times = file.stat()
+    assert script_source.commits(script.right) == [EACH]
+    file.write_text(SCRIPT.replace("    fit(state, 10)", "    fit(state, 99)", 1))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert file.stat().st_size == times.st_size
+    assert script_source.commits(script.right) == [EACH]
+    assert script_source.restarting_loop(script.direct) is None
+    file.write_text(SCRIPT.replace("while state.epoch < 10", "for e in range(10)"))
+    assert script_source.commits(script.right) == [SOME]
+    assert script_source.restarting_loop(script.right) is None
+
+
+def test_modules_edited_after_the_start_may_commit(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script_source, "script_files", lambda modules: [str(tmp_path / "loops.py")])
+    written_at = (tmp_path / "loops.py").stat().st_mtime
+    for began_at, expected in ((written_at + 0.1, [SOME]), (written_at - 1.0, [SOME])):
+        monkeypatch.setattr(script_source, "process_began_at", lambda at=began_at: at)
+        assert script_source.commits(script.without) == expected
+    (tmp_path / "loops.py").write_text("done = True\n")
+    os.utime(tmp_path / "loops.py", (written_at, written_at))
+    for began_at, expected in ((written_at + 0.1, []), (written_at - 1.0, [SOME])):
+        monkeypatch.setattr(script_source, "process_began_at", lambda at=began_at: at)
+        assert script_source.commits(script.without) == expected

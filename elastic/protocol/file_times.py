@@ -1,0 +1,25 @@
+"""Whether a file has changed since this process started, from its modification time. Acts: reads /proc, files."""
+
+from __future__ import annotations
+
+import os
+import time
+
+# The kernel counts a start in ticks of 10 ms, and takes file times from a clock that it advances every 1 to 10 ms.
+ERROR_S = 0.03
+COARSE_S = 2.0  # the coarsest times of a file system (FAT); others have times of whole seconds
+
+
+def process_began_at() -> float:
+    """Lower bound of this process's start time, in seconds since 1970, comparable with file times."""
+    with open("/proc/self/stat", "rb") as file:
+        ticks = int(file.read().rpartition(b")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s - ERROR_S
+
+
+def changed_since(path: str, began_at: float) -> bool:
+    """Return whether the file may have changed since then. Raises OSError."""
+    found = os.stat(path)
+    whole_seconds = found.st_mtime_ns % 1_000_000_000 == 0
+    return found.st_mtime + (COARSE_S if whole_seconds else 0.0) >= began_at

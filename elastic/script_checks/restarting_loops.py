@@ -1,0 +1,230 @@
+"""Find loops around ``commit()`` that start again whenever ``elastic.run`` calls the training function. Pure.
+
+Loops are judged in the training function, and in functions of the script that receive the state outside of any loop
+that the state may control. In case of doubt, for instance if anything in the loop depends on the state, none is found.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from elastic.script_checks.commit_calls import Loop, calls_step, has_commit, name_of
+from elastic.script_checks.mistakes import RestartingLoop
+
+COUNTING = ("range", "trange")
+WRAPPERS = ("enumerate", "reversed", "tqdm", "track")  # of a range in the head of a loop
+DEPTH = 4  # of calls
+_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A function of the script.
+
+    Args:
+        node: its syntax tree.
+        called: returns the function that is called by this name or attribute; None if it is unknown.
+        committing: names of other functions in its file that call commit().
+    """
+
+    node: ast.FunctionDef
+    called: Callable[[ast.expr], Definition | None]
+    committing: frozenset[str] = frozenset()
+
+
+def restarting_loop(training: Definition) -> RestartingLoop | None:
+    """Return the first such loop of a training function, whose first parameter is the state; None if there is none."""
+    parameters = training.node.args.args
+    return _judge(training, {parameters[0].arg}, DEPTH) if parameters else None
+
+
+def _judge(of: Definition, given: set[str], depth: int) -> RestartingLoop | None:
+    """Judge a function whose parameters ``given`` depend on the state."""
+    state = _derived(of.node, given)
+    local = {each.name: each for each in of.node.body if isinstance(each, ast.FunctionDef)}
+    for node in _outside_of_loops(of.node, state):
+        if isinstance(node, ast.For | ast.While):
+            if (
+                _counts_anew(node, of.node)
+                and not _depends(node, state)
+                and _commits(node, of, state, depth)
+            ):
+                return RestartingLoop(_head_text(node), of.node.name)
+        elif isinstance(node, ast.Call) and depth:
+            called = _called(node, of, local)
+            receives = None if called is None else _receives(node, called, state)
+            if called is not None and receives:
+                inherited = state if called.node.name in local else set()
+                found = _judge(called, receives | inherited, depth - 1)
+                if found is not None:
+                    return found
+    return None
+
+
+def _outside_of_loops(node: ast.AST, state: set[str]) -> Iterator[ast.AST]:
+    """Yield the loops and calls that run whenever the function is called.
+
+    A ``while True`` that ends by a ``break`` is passed through, as one that tries again after an exception.
+    """
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _SCOPES):
+            continue
+        if isinstance(child, ast.If | ast.IfExp) and _mentions(child.test, state):
+            continue
+        if isinstance(child, ast.For | ast.While):
+            yield child
+            if _tries_again(child) and not _depends(child, state):
+                yield from _outside_of_loops(child, state)
+            continue
+        if isinstance(child, ast.Call):
+            yield child
+        yield from _outside_of_loops(child, state)
+
+
+def _tries_again(loop: Loop) -> bool:
+    """Return whether it is a ``while True`` with a ``break`` of its own."""
+    endless = (
+        isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and loop.test.value
+    )
+    return bool(endless) and any(isinstance(each, ast.Break) for each in _own(loop))
+
+
+def _own(loop: Loop) -> Iterator[ast.AST]:
+    """Yield the nodes of a loop's body, without loops and functions within it."""
+    waiting: list[ast.AST] = [*loop.body]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, ast.For | ast.While | _SCOPES):
+            waiting += ast.iter_child_nodes(node)
+
+
+def _called(call: ast.Call, of: Definition, local: dict[str, ast.FunctionDef]) -> Definition | None:
+    """Return the function that is called, if it runs just as it is written."""
+    if isinstance(call.func, ast.Name) and call.func.id in local:
+        found: Definition | None = replace(of, node=local[call.func.id])
+    else:
+        found = of.called(call.func)
+    if found is None or found.node.decorator_list:
+        return None
+    generates = any(isinstance(each, ast.Yield | ast.YieldFrom) for each in ast.walk(found.node))
+    return None if generates else found
+
+
+def _receives(call: ast.Call, called: Definition, state: set[str]) -> set[str]:
+    """Return the parameters whose arguments depend on the state; none if the call cannot be followed."""
+    spread = any(isinstance(each, ast.Starred) for each in call.args)
+    if spread or any(each.arg is None for each in call.keywords):
+        return set()
+    names = [each.arg for each in (*called.node.args.posonlyargs, *called.node.args.args)]
+    given = dict(zip(names, call.args, strict=False))
+    given |= {each.arg: each.value for each in call.keywords if each.arg is not None}
+    return {name for name, value in given.items() if _mentions(value, state)}
+
+
+def _commits(node: ast.AST, of: Definition, state: set[str], depth: int) -> bool:
+    """Return whether commit() is called here, or in a function that receives the state."""
+    if has_commit(node):
+        return True
+    for each in ast.walk(node):
+        if not isinstance(each, ast.Call):
+            continue
+        if name_of(each.func) in of.committing and any(_mentions(a, state) for a in each.args):
+            return True
+        called = of.called(each.func) if depth else None
+        receives = None if called is None else _receives(each, called, state)
+        if called is not None and receives:
+            within = _derived(called.node, receives)
+            if _commits(called.node, called, within, depth - 1):
+                return True
+    return False
+
+
+def _derived(definition: ast.FunctionDef, given: set[str]) -> set[str]:
+    """Return these names and the local variables that may depend on them."""
+    found = {*given}
+    assigned = [
+        (target, each.value)
+        for each in ast.walk(definition)
+        if isinstance(each, ast.Assign | ast.AnnAssign | ast.NamedExpr) and each.value is not None
+        for target in (each.targets if isinstance(each, ast.Assign) else [each.target])
+    ]
+    size = 0
+    while size < len(found):
+        size = len(found)
+        for target, value in assigned:
+            if _mentions(value, found):
+                found |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+    return found
+
+
+def _mentions(tree: ast.AST, names: set[str]) -> bool:
+    return any(isinstance(each, ast.Name) and each.id in names for each in ast.walk(tree))
+
+
+def _head(loop: Loop) -> ast.expr:
+    return loop.iter if isinstance(loop, ast.For) else loop.test
+
+
+def _head_text(loop: Loop) -> str:
+    word = "for" if isinstance(loop, ast.For) else "while"
+    target = f"{ast.unparse(loop.target)} in " if isinstance(loop, ast.For) else ""
+    return f"{word} {target}{ast.unparse(_head(loop))}"
+
+
+def _counts_anew(loop: Loop, definition: ast.FunctionDef) -> bool:
+    """Return whether the loop counts from a constant whenever the function is called."""
+    if isinstance(loop, ast.For):
+        head = loop.iter
+        if isinstance(head, ast.Call) and name_of(head.func) in WRAPPERS and head.args:
+            head = head.args[0]
+        if isinstance(head, ast.Tuple | ast.List):
+            return len(head.elts) > 1 and all(map(_literal, head.elts))
+        if not isinstance(head, ast.Call) or name_of(head.func) not in COUNTING:
+            return False
+        return len(head.args) == 1 or (len(head.args) > 1 and _literal(head.args[0]))
+    counted = {
+        each.target.id
+        for each in ast.walk(loop)
+        if isinstance(each, ast.AugAssign) and isinstance(each.target, ast.Name)
+    }
+    starts = [
+        each.value
+        for each in ast.walk(definition)
+        if isinstance(each, ast.Assign)
+        and any(isinstance(to, ast.Name) and to.id in counted for to in each.targets)
+    ]
+    return _mentions(loop.test, counted) and bool(starts) and all(map(_literal, starts))
+
+
+def _literal(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant)
+
+
+def _depends(loop: Loop, state: set[str]) -> bool:
+    """Return whether the state decides how often the loop trains, or may do so: iterations are skipped by number."""
+    if _mentions(_head(loop), state) or (isinstance(loop, ast.For) and _skips(loop)):
+        return True
+    ends = ast.Continue | ast.Break | ast.Return | ast.Raise
+    for each in ast.walk(loop):
+        if isinstance(each, ast.For | ast.While) and each is not loop:
+            if _mentions(_head(each), state):
+                return True
+        elif isinstance(each, ast.If) and _mentions(each.test, state):
+            within = [inner for part in (*each.body, *each.orelse) for inner in ast.walk(part)]
+            if any(isinstance(inner, ends) for inner in within) or calls_step(each):
+                return True
+    return False
+
+
+def _skips(loop: ast.For) -> bool:
+    """Return whether a comparison of its number with a variable skips an iteration, as ``if epoch < first``."""
+    number = {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
+    for each in _own(loop):
+        if isinstance(each, ast.If) and any(isinstance(i, ast.Continue) for i in ast.walk(each)):
+            names = {i.id for i in ast.walk(each.test) if isinstance(i, ast.Name)}
+            if names & number and names - number:
+                return True
+    return False
