@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,11 @@ PLACES = {
     for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")
 }
 
-DEATH_S = 1.0  # seconds from SIGKILL to the exit; the driver blocks meanwhile
+# Limit of the wait for all of them together, after SIGKILL: each needs processor time to release its memory, of which
+# a busy or throttled host has little. The driver blocks meanwhile.
+DEATH_S = 10.0
+REAP_S = 0.005
+LOOK_S = 0.05
 
 # Arguments: command, environment, folder, and descriptors to keep open; raises like `spawning.spawn`.
 Spawn = Callable[
@@ -128,6 +133,7 @@ class PreparedProcesses:
         self._gone = gone
         self._log = log
         self._kept: list[_Kept] = []  # oldest first
+        self._killed: list[subprocess.Popen[bytes]] = []  # not known to have exited
         self._next: asyncio.TimerHandle | None = None
         self._said: set[str] = set()
 
@@ -148,6 +154,7 @@ class PreparedProcesses:
                 self._said.add(why)
                 self._log("info", f"a worker did not use the preloaded process: {why}")
             self._end(kept)
+            self._reap_later()
             return None
         with open(kept.what, "wb") as file:
             assert wanted is not None
@@ -210,25 +217,40 @@ class PreparedProcesses:
             os.close(reader)
 
     def _end(self, kept: _Kept) -> None:
+        """Kill a process without waiting for its exit."""
         os.close(kept.told)
         os.close(kept.what)
         for pipe in (kept.process.stdout, kept.process.stderr):
             if pipe is not None:
                 pipe.close()
-        if kept.process.returncode is None:
+        if kept.process.returncode is None:  # else its pid may be reused
             orphan_reaper.kill_group(kept.process.pid)
-            try:
-                kept.process.wait(DEATH_S)
-            except subprocess.TimeoutExpired:
-                self._log(
-                    "warning", f"the preloaded process {kept.process.pid} could not be killed"
-                )
-                return
-        self._gone(kept.process.pid)
+        self._killed.append(kept.process)
+
+    def _reap_later(self) -> None:
+        if self._reap():
+            asyncio.get_running_loop().call_later(LOOK_S, self._reap_later)
+
+    def _reap(self) -> bool:
+        """Reap the killed processes that have exited; return whether others have not. Never blocks."""
+        exited = [process for process in self._killed if process.poll() is not None]
+        self._killed = [process for process in self._killed if process not in exited]
+        for process in exited:
+            self._gone(process.pid)
+        return bool(self._killed)
 
     def close(self) -> None:
-        """End the waiting processes."""
+        """Kill the waiting processes, all at once, and wait at most DEATH_S for their exits."""
         if self._next is not None:
             self._next.cancel()
         while self._kept:
             self._end(self._kept.pop())
+        deadline = time.monotonic() + DEATH_S
+        while self._reap() and time.monotonic() < deadline:
+            time.sleep(REAP_S)
+        for process in self._killed:
+            state, _ = orphan_reaper.state_of(process.pid)
+            self._log(
+                "warning",
+                f"the preloaded process {process.pid} has not exited {DEATH_S:g} s after SIGKILL (state {state})",
+            )

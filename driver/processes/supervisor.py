@@ -265,9 +265,9 @@ class ProcessSupervisor:
         """Kill all workers, wait at most DEATH_S for them, read their pipes, and end the orphan reaper."""
         if self._next_look is not None:
             self._next_look.cancel()
-        self.prepared.close()
         for worker in self.alive():
             self.kill(worker)
+        self.prepared.close()  # blocks, so after the workers, which would compete for the processors
         deadline = self._loop.time() + DEATH_S
         while (
             self._processes

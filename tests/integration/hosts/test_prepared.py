@@ -138,7 +138,7 @@ async def test_a_process_with_another_environment_is_restarted_and_the_reason_is
     assert (await host.exit()).code == 0
     [line] = [line for line in host.log if wording.PRELOADED_PROCESS in line]
     assert line.endswith(wording.NOT_FROM_PREPARED_PROCESS)
-    assert not psutil.pid_exists(ready)
+    await until(lambda: not psutil.pid_exists(ready), "its end, which the driver does not wait for")
 
 
 @conversation
