@@ -118,6 +118,8 @@ class ReasonKind(enum.Enum):
     # The job ends: it succeeded ...
     ALL_RETURNED = "all returned"
     ALL_EXITED = "all exited"
+    NO_TRAINING = "no training"
+    AWAITS_INIT = "awaits init"
     # ... except for code after training, or a script that failed ...
     FAILED_AFTER_TRAINING = "failed after training"
     FAILED_IN_TRAINING = "failed in training"
@@ -435,6 +437,17 @@ def _awaits_commit(facts: Mapping[str, Any]) -> str:
     return f"{text}; without one within {facts['within_s']:.0f} s, training restarts from the last commit"
 
 
+def _awaits_init(facts: Mapping[str, Any]) -> str:
+    """Sentence of workers that have not called init()."""
+    text = f"{facts['late']} of {counted(facts['workers'], 'worker')} have not called init() for {facts['for_s']:.0f} s"
+    if facts["late"] < facts["workers"]:
+        return f"{text}, and the others wait"
+    return (
+        f"{text}: if the script never does, each trains alone, and no failure is survived; add hvd.init(), and train in"
+        " a function under @elastic.run (elasticrun docs migration)"
+    )
+
+
 def waiting_workers(facts: Mapping[str, Any], *, past: bool = False) -> str:
     """Return for example ``2 workers wait to join`` from the numbers ``joining`` and ``leaving``."""
     texts = [
@@ -562,6 +575,9 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     " with exit"
     " code 1",
     ReasonKind.FEWER_RETURNED: "--strict: scripts failed, so the job fails with exit code 1",
+    ReasonKind.NO_TRAINING: "--strict: {workers:+worker} ended with exit code 0, and none called init(), so no training"
+    " took place",
+    ReasonKind.AWAITS_INIT: _awaits_init,
     ReasonKind.ALL_EXITED: "{workers:+worker} ended with exit code 0",
     ReasonKind.ALL_LOST: f"all {{members:+member}} of generation {{generation}} are lost, and no commit is left:"
     f" {{cause}}. {GONE}{{wrote:wrote}}",

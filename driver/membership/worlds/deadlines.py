@@ -32,6 +32,7 @@ class Deadlines(Part):
                 ]
                 if not late:
                     by.append(self.worlds.gathering.remind_at)
+                by.append(self._init_remind_at())
             case Phase.TRAINING:
                 by = [self.worlds.look_again_at]
             case Phase.PREPARING | Phase.STOPPING:
@@ -73,6 +74,7 @@ class Deadlines(Part):
                     " without them"
                 )
             case Phase.GATHERING:
+                self._remind_of_init()
                 if self.worlds.members and not self.worlds.gathering.late:
                     self._remind()
                     self._gathering_late()
@@ -97,6 +99,31 @@ class Deadlines(Part):
                 self.actions.log(
                     "warning", self.worlds.gathering.reminder(awaited, self.actions.now)
                 )
+
+    def _init_remind_at(self) -> float | None:
+        """Return when to log that workers have not called init(); None if none is awaited.
+
+        A job of a fixed size may run any program.
+        """
+        first = next(self.roster.first_at(WorkerStage.STARTING), None)
+        if first is None or self.worlds.members or not self.settings.elastic:
+            return None
+        return first.started_at + self.worlds.gathering.remind_after_s
+
+    def _remind_of_init(self) -> None:
+        at, now = self._init_remind_at(), self.actions.now
+        if at is None or at > now:
+            return
+        late = [*self.roster.first_at(WorkerStage.STARTING)]
+        while late[0].started_at + self.worlds.gathering.remind_after_s <= now:
+            self.worlds.gathering.remind_after_s *= 2
+        about = because(
+            ReasonKind.AWAITS_INIT,
+            late=len(late),
+            workers=sum(1 for _ in self.roster.in_plans()),
+            for_s=now - late[0].started_at,
+        )
+        self.actions.log("warning", str(about), about)
 
     def _remind_of_change(self) -> None:
         """Log how long a planned change has waited for a commit of the members."""

@@ -145,6 +145,9 @@ class Worlds:
             self.end(1, self.give_up.spent())
         if self.staff.settings.elastic and not self.generation:
             self.actions.log("warning", NO_INIT)
+            if self.settings.strict:
+                workers = len(self.staff.slots.completed)
+                self.end(1, because(ReasonKind.NO_TRAINING, workers=workers))
         self.end(0, because(ReasonKind.ALL_EXITED, workers=len(self.staff.slots.completed)))
 
     def _try_to_publish(self) -> None:

@@ -116,6 +116,7 @@ class Advice(enum.Enum):
     SHARED_MEMORY = "shared memory"
     LOOK_AT_HOST = "look at host"
     START_TIMEOUT = "start timeout"
+    CALL_INIT = "call init"
     BE_ELASTIC = "be elastic"
     FEWER_NEEDED = "fewer needed"
     RESET_LIMIT = "reset limit"
@@ -281,6 +282,7 @@ def _since_the_store(story: JobHistory, at: float) -> dict[str, float]:
     return {"after_store_s": at - story.store_away.at}
 
 
+_WITHOUT_INIT = (ReasonKind.ALL_EXITED, ReasonKind.NO_TRAINING)
 _SAID_BY_THE_CAUSE = {
     *(ReasonKind.ENDED, ReasonKind.SCRIPT_RAISED, ReasonKind.TENSORS_DIFFER),
     *(ReasonKind.ALL_RETURNED, ReasonKind.ALL_EXITED),
@@ -587,6 +589,14 @@ def _advices(
         yield Advice.ETCD, {"store": story.store_away.reason.facts.get("store", "")}
     settings, end = source.settings, story.view.end
     failed = end is not None and end.code != 0 and story.stop is None
+    elastic = settings is not None and settings.elastic
+    if (
+        end is not None
+        and end.reason.kind in _WITHOUT_INIT
+        and elastic
+        and not story.view.generation
+    ):
+        yield Advice.CALL_INIT, {}
     if end is not None and end.reason.kind is ReasonKind.LOST_PEER_OUTSIDE:
         yield Advice.BE_ELASTIC, {"np": 0}
     if cause is not None:

@@ -600,6 +600,10 @@ _ADVICE = {
         " longer with --elastic-timeout."
     ),
     Advice.RESET_LIMIT: "Raise --reset-limit (it is {limit}), or leave it out.",
+    Advice.CALL_INIT: (
+        "Call hvd.init() in the script, and train in a function under @elastic.run (elasticrun docs migration): no"
+        " worker called init(), so each ran alone."
+    ),
     Advice.CHECKPOINTS: "Use --checkpoint-dir: checkpoints outlive all workers, and the job resumes from the newest.",
     Advice.COMMIT_MORE_OFTEN: (
         "{share:.0%} of the workers' time was repeated, with {committed}: commit more often, at most after every"

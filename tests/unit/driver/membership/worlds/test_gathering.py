@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
+from elastic.driver.events import Action, EndJob, Report
 from elastic.driver.membership.worlds.gathering import REMIND_S, START_REMIND_S, Gathering, Kind
-from elastic.driver.reasons import ReasonKind, because
+from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
+from harness.conversation import MembershipConversation, exited, hosts, said, the
+from harness.golden import recorded
 
 
 def gathering(kind: Kind) -> Gathering:
@@ -40,3 +45,50 @@ def test_a_snapshot_keeps_the_next_reminder():
         Kind(taken[0]), gathers.reason, 0.0, gathers.settings, remind_after_s=taken[1]
     )
     assert again.remind_at == gathers.remind_at
+
+
+def _facts(about: Reason) -> dict[str, Any]:
+    return dict(about.facts)
+
+
+def reminders(actions: list[Action]) -> list[tuple[int, int, int]]:
+    return [
+        (int(facts["late"]), int(facts["workers"]), round(facts["for_s"]))
+        for each in actions
+        if isinstance(each, Report) and each.about is not None
+        for facts in [_facts(each.about)]
+        if each.about.kind is ReasonKind.AWAITS_INIT
+    ]
+
+
+def test_script_that_never_calls_init_is_reported_after_the_start_and_less_often_then():
+    talk = MembershipConversation(np=2)
+    talk.tell(hosts(h=2))
+    lines = talk.wait(250)
+    assert reminders(lines) == [(2, 2, 30), (2, 2, 60), (2, 2, 120), (2, 2, 240)]
+    recorded("log", said(lines).splitlines()[0])
+
+
+def test_worker_that_is_late_in_init_is_counted_apart_from_those_that_wait():
+    talk = MembershipConversation(np=2, start_timeout_s=100)
+    talk.tell(hosts(h=2))
+    talk.connect("h:0")
+    talk.ready("h:0", running=False)
+    lines = talk.wait(50)
+    assert reminders(lines) == [(1, 2, 30)]
+    recorded("log", said(lines))
+
+
+def test_job_of_a_fixed_size_may_run_a_program_without_init():
+    talk = MembershipConversation(np=2, workers_min=2, elastic=False)
+    talk.tell(hosts(h=2))
+    assert reminders(talk.wait(250)) == []
+
+
+@pytest.mark.parametrize(("strict", "code"), [(False, 0), (True, 1)])
+def test_elastic_job_without_init_fails_with_strict(strict, code):
+    talk = MembershipConversation(np=2, strict=strict)
+    talk.tell(hosts(h=2))
+    end = the(EndJob, talk.tell(exited("h:0", 0), exited("h:1", 0)))
+    kind = ReasonKind.NO_TRAINING if strict else ReasonKind.ALL_EXITED
+    assert (end.code, end.reason.kind) == (code, kind)
