@@ -439,7 +439,9 @@ def _awaits_commit(facts: Mapping[str, Any]) -> str:
 
 def _awaits_init(facts: Mapping[str, Any]) -> str:
     """Sentence of workers that have not called init()."""
-    text = f"{facts['late']} of {counted(facts['workers'], 'worker')} have not called init() for {facts['for_s']:.0f} s"
+    have = "has" if facts["late"] == 1 else "have"
+    late = f"{facts['late']} of {counted(facts['workers'], 'worker')} {have}"
+    text = f"{late} not called init() for {facts['for_s']:.0f} s"
     if facts["late"] < facts["workers"]:
         return f"{text}, and the others wait"
     return (
