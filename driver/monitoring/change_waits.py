@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.driver import events
-from elastic.driver.monitoring.job_view import JobView, Stage, ViewReader
+from elastic.driver.monitoring.job_view import JobView, Stage, ViewReader, WorkerView
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Worker
 
@@ -61,7 +61,7 @@ class ChangeWaits(ViewReader):
         self.count = 0
         self._since: float | None = None  # time of the request; None: no change is planned
         self._leaving = 0
-        self._joining: tuple[Worker, ...] = ()  # as of the last event of the change
+        self._joining: dict[Worker, None] = {}  # as of the last event of the change
         view.follow(self)
 
     def current(self, now: float) -> ChangeWait | None:
@@ -70,7 +70,7 @@ class ChangeWaits(ViewReader):
             return None
         if not (self._joining or self._leaving):
             return None  # the newcomers exited
-        return ChangeWait(self._since, now, self._joining, self._leaving)
+        return ChangeWait(self._since, now, tuple(self._joining), self._leaving)
 
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
         if self._since is None:
@@ -79,15 +79,17 @@ class ChangeWaits(ViewReader):
             if event.worker in self.view.ranks:
                 self._over(now, reached=True)  # if others do not, this is a stall
             else:
-                self._joining = self._ready_to_join()
-        elif self.view.exited:
-            self._joining = tuple(w for w in self._joining if w not in self.view.exited)
+                self._add(self.view.workers.get(event.worker))
+        for worker in self.view.exited:
+            self._joining.pop(worker, None)
 
     def decided(self, action: events.Action, now: float) -> None:
         match action:
             case events.PrepareChange(reason=reason):
                 self._since, self._leaving = now, _leaving(reason)
-                self._joining = self._ready_to_join()
+                self._joining = {}
+                for known in self.view.workers.values():
+                    self._add(known)
             case events.PublishWorld():
                 self._over(now, reached=True)
             case (
@@ -107,12 +109,9 @@ class ChangeWaits(ViewReader):
             self.past.append(replace(wait, reached=reached))
             self.count += 1
 
-    def _ready_to_join(self) -> tuple[Worker, ...]:
-        return tuple(
-            each.worker
-            for each in self.view.workers.values()
-            if each.stage is Stage.READY and each.running and not each.member
-        )
+    def _add(self, known: WorkerView | None) -> None:
+        if known is not None and known.stage is Stage.READY and known.running and not known.member:
+            self._joining[known.worker] = None
 
 
 def _leaving(reason: Reason) -> int:
