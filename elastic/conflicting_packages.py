@@ -30,6 +30,6 @@ def warn_of_conflicts(package: str, folder: str) -> None:
 def remedy(package: str) -> str:
     """Return instructions to fix it."""
     return (
-        "use an environment for each, or run: pip uninstall"
+        "use separate environments, or run: pip uninstall"
         f" {package}; pip install --force-reinstall --no-deps hvd-elastic"
     )

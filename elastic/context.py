@@ -79,7 +79,7 @@ _refusal: Callable[[], str] = str
 def refuse_collectives(why: Callable[[], str]) -> None:
     """Register a function that is called before each collective of a script.
 
-    It returns the reason why no collective is possible now, or "".
+    The function returns the reason why collectives are not possible now, or "".
     """
     global _refusal
     _refusal = why

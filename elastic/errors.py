@@ -78,7 +78,8 @@ class ShardLost(ElasticError):
             for shard, shards, hosts in self.lost
         )
         super().__init__(
-            f"the state is fully sharded, and no worker holds all of it any more: {found or 'no commit was made'};"
+            "the state is fully sharded, and part of it was lost with its workers: "
+            f"{found or 'no commit was made'};"
             " raise copies of elastic.TorchState, so that more workers can be lost at once"
         )
 
@@ -102,11 +103,12 @@ class RequestRefused(ElasticError):
 
 
 class JobOver(JobFailed):
-    """JobFailed within a worker: the driver has reported the reason, so the worker ends without a traceback."""
+    """`JobFailed` inside a worker. The driver has already reported the reason, so the worker exits without a
+    traceback."""
 
 
 class DeviceLost(ElasticError):
-    """A GPU does not respond, or reported an error that its process can't survive: the process has to end."""
+    """A GPU does not respond or has reported a fatal error, so its process must exit."""
 
 
 class DriverLost(ElasticError):
@@ -114,7 +116,7 @@ class DriverLost(ElasticError):
 
 
 class WorkerOrphaned(JobFailed, DriverLost):
-    """JobFailed within a worker that lost its driver, so that only the worker can report why it ends."""
+    """`JobFailed` inside a worker that lost its driver, so the worker itself reports the reason."""
 
 
 class Differing(NamedTuple):
@@ -131,7 +133,7 @@ class CollectiveFailed(HorovodInternalError):
     In a world of a fixed size it reaches the script, since the lost worker is not replaced.
 
     Attributes:
-        aborted: the group was aborted, here or by another rank, so the error does not know the cause.
+        aborted: the group was aborted, by this or another rank, so the cause is not known here.
         ended: the rank whose process exited, if known.
         differs: the group, if its ranks called different collectives.
         late: a rank did not arrive in time.
@@ -202,7 +204,7 @@ class Unsupported(Invalid, HorovodInternalError, NotImplementedError):
 
 
 class Fixed(enum.Enum):
-    """Objects whose layout is fixed for one world, and can't follow an elastic job's; see `NotElastic`."""
+    """Kinds of objects whose layout is fixed for one world; see `NotElastic`."""
 
     PROCESS_GROUP = "process group of some ranks"
     PARAMETERS = "sharded parameters"
@@ -226,7 +228,8 @@ class NotElastic(Invalid, NotImplementedError):
 
 
 class NotReduced(Invalid):
-    """A model in DistributedDataParallel trains a parameter that DDP was not built with, so ranks would differ in it.
+    """A model in DistributedDataParallel trains a parameter that was added after DDP was created, so ranks would
+    diverge.
 
     ``parameter``: its name, as in ``model.layer.weight``.
     """
@@ -248,7 +251,7 @@ class UnsupportedType(Invalid, TypeError):
 
 
 class NotPicklable(Invalid, TypeError):
-    """An object that belongs to its process, such as a state, was to be pickled or copied."""
+    """An attempt to pickle or copy an object that belongs to its process, such as a state."""
 
 
 class StaleValueWarning(UserWarning):

@@ -1,8 +1,8 @@
 """Pickling of Python objects for other workers of a job, and for commits.
 
 All workers run the same script, so objects defined by the script are pickled by name: a class or enum resolves to the
-receiver's own, and ``state.phase is Phase.MAIN`` holds everywhere. Objects that no name leads to (a lambda, a class
-defined in a function, objects from the launcher's script) are pickled by value, with cloudpickle.
+receiver's own, and ``state.phase is Phase.MAIN`` holds everywhere. Objects without an importable name (a lambda, a
+class defined in a function, objects from the launcher's script) are pickled by value, with cloudpickle.
 """
 
 from __future__ import annotations

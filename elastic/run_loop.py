@@ -77,7 +77,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
     The function is called again after every change of the world, with the state of the last commit (after a failure) or
     the present one (after a planned change).
 
-    ``sys.exit`` in the function ends this worker's part in the job; the other workers continue immediately.
+    ``sys.exit`` in the function removes this worker from the job; the other workers continue immediately.
 
     A script may train again, with another such function or another fit() of a trainer, once the first has returned on
     all workers. That training is not elastic; a log line says so.
@@ -159,7 +159,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
             rt.training.raised(summary, trace, hardware_errors.at_fault(error), calls)
             raise
         finally:
-            departure.watch_children()  # not before the error is reported
+            departure.watch_children()  # only after the error was reported
             rt.training.leave()
 
     return wrapper
@@ -266,7 +266,7 @@ def _return_to_commit(rt: WorkerRuntime, state: State, *, alone: bool = False) -
 
 
 def _train_again(rt: WorkerRuntime, train: Callable[[], Value], state: State) -> Value:
-    """Run a further training of a job, in the last world, which no worker can leave or join."""
+    """Run another training function of the job in its last world, which no worker can leave or join."""
     if rt.elastic and rt.place.rank == 0:
         print(f"elastic: {AGAIN}", file=sys.stderr, flush=True)
     assert rt.world is not None
@@ -284,7 +284,7 @@ def _train_again(rt: WorkerRuntime, train: Callable[[], Value], state: State) ->
 
 
 def _same_layout(rt: WorkerRuntime, layouts: Sequence[str]) -> None:
-    """Raise StateMismatch on every rank if the state of one differs."""
+    """Raise StateMismatch on every rank if the state of any rank differs."""
     ours = layouts[rt.place.rank]
     for other, theirs in enumerate(layouts):
         if theirs != ours:
@@ -343,7 +343,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     copied = _bring(rt, state, world)
     lacking = _lacking(world)
     if not first and lacking and world.place.rank not in lacking and state.calls_back():
-        state.save()  # from here on, the state as sent is the commit of all ranks
+        state.save()  # from here on, the sent state is the commit of all ranks
     preallocated_memory.leave()
     rt.commits.adopt(copied)
     if copied:
@@ -353,7 +353,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
 
 
 def _bring(rt: WorkerRuntime, state: State, world: World) -> int:
-    """Make the state equal on all ranks. Return the bytes copied, as far as known."""
+    """Make the state equal on all ranks. Return the number of bytes copied, if known."""
     if has_custom_sync(state):
         state.sync()
         return 0

@@ -59,7 +59,7 @@ def read_plan(text: str, name: str) -> plan.Plan:
     if not isinstance(faults, list) or not all(isinstance(each, dict) for each in faults):
         _Where(text, name, "fault", 0).fail("", "write [[fault]], in double brackets")
     if chance is not None and not isinstance(chance, dict):
-        _Where(text, name, "random", 0).fail("random", "write [random], and what it has below it")
+        _Where(text, name, "random", 0).fail("random", "write [random], followed by its keys")
     if not faults and not chance:
         raise Invalid(f"{name} has no fault: pass [random] or [[fault]]")
     return plan.Plan(

@@ -41,7 +41,7 @@ def _faults(faults: list[FaultOutcome]) -> Table:
         table.add_column(name, justify=justify, no_wrap=name != "fault")  # type: ignore[arg-type]
     table.add_column("noticed", justify="right", no_wrap=True)
     table.add_column("back after", justify="right", no_wrap=True)
-    table.add_column("what became of it")
+    table.add_column("outcome")
     for fate in faults[-FAULTS_SHOWN:]:
         table.add_row(
             f"{fate.at_s:.1f} s",

@@ -250,7 +250,9 @@ class AgentPool:
             self._actions.add(pool_events.SendToAgents([agent], [self.attach]))
         elif host.agent.incarnation > agent.incarnation:
             self._actions.add(
-                pool_events.SendToAgents([agent], [Reject("another agent serves this host")])
+                pool_events.SendToAgents(
+                    [agent], [Reject("another agent already serves this host")]
+                )
             )
         else:
             self._actions.add(pool_events.DisconnectAgent(agent))
@@ -262,7 +264,7 @@ class AgentPool:
             return  # it was not attached
         before, host.agent = host.agent, agent
         if before is not None and before != agent:
-            text = "has a new agent; the workers of the previous one are gone"
+            text = "has a new agent; the workers of the previous agent were lost"
             self._actions.log("info", f"{agent.host} {text}")
         host.here, host.again_s, host.trouble = True, AGAIN_S[0], ""
         host.ends, host.coming = message.ends, False
@@ -304,7 +306,7 @@ class AgentPool:
         self._heard_of.drop(host.name)
         self._reach.away(host.name)
         if silent:
-            self._expect(host, TOGETHER_S, "its agent does not acknowledge data any more")
+            self._expect(host, TOGETHER_S, "its agent stopped acknowledging data")
         else:
             self._actions.log("warning", f"connection to the agent of {host.name} closed")
             self._expect(host, RETURN_S, f"its agent has not reconnected within {RETURN_S:g} s")
@@ -370,7 +372,7 @@ class AgentPool:
             return
         if not host.here or host.running or host.starts:
             return
-        self._actions.tell(host, Detach("its host left the list, and its workers are gone"))
+        self._actions.tell(host, Detach("its host left the list and its workers have exited"))
         host.agent, host.here = None, False
         self._heard_of.drop(host.name)
         self._reach.drop(host.name)

@@ -54,7 +54,7 @@ class AgentState:
                 refused=f"its term is {attach.term}, and this agent serves one of term {self.term}"
             )
         if attach.job == self._over:
-            return AttachOutcome(refused="its job has ended for this agent")
+            return AttachOutcome(refused="this agent has already ended its job")
         kill = bool(self.job) and attach.job != self.job
         if attach.job != self.job:
             self.exits.clear()

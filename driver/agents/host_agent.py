@@ -199,13 +199,14 @@ class HostAgent:
         """Handle the leader's term from etcd: leave a driver with a lower one."""
         self._seated = term
         if self._state.superseded(term):
-            self._uplink.drop(f"a driver of term {term} is the leader now")
+            self._uplink.drop(f"a driver of term {term} is now the leader")
 
     def fence(self, generation: int, job: str) -> None:
         """Handle a generation of this job that was read from etcd; see `AgentState.fenced`."""
         if self._state.job == job and self._state.fenced(generation, self._now()):
             self._give_up(
-                f"the job continued with generation {generation} without this host, which no driver has reached for"
+                f"the job continued with generation {generation} without this host, because no "
+                "driver has reached for"
                 " a lease"
             )
 

@@ -143,7 +143,7 @@ class Uplink:
                 failures.append(f"{host}:{port} does not answer within {CONNECT_S:g} s")
             except (OSError, ProtocolError) as error:
                 failures.append(f"{host}:{port}: {_worded(error)}")
-        raise NoDriver("; ".join(failures) or "no address to try")
+        raise NoDriver("; ".join(failures) or "the driver has no address")
 
     async def _prove(self, host: str, port: int) -> None:
         loop = asyncio.get_running_loop()

@@ -34,15 +34,15 @@ from elastic.driver.reasons import counted
 from elastic.errors import Invalid
 
 AGENT = """\
-Run an agent that offers this host to the jobs of one name. It starts, watches and stops their workers, one job after
-another. It registers in etcd, or connects to the driver."""
+Run an agent that offers this host to all jobs named NAME, one after another. The agent registers in etcd or
+connects to the driver; it starts, monitors and stops the workers of this host."""
 
 GRACE = "ELASTIC_GRACE_SECONDS"
 READY_FILE = "ELASTIC_READY_FILE"
 
 SECRET = """\
-Create a file with a new secret, readable only by you. The secret grants full access to the jobs that use it, as
-driver, agent or worker: copy the file to their hosts, and pass it there with --secret-file."""
+Create a file with a new secret, readable only by you. Copy the file to all hosts of a job and pass it to driver
+and agents with --secret-file. The secret grants full access to the jobs that use it."""
 
 
 @dataclass
@@ -62,8 +62,9 @@ class AgentOptions(Options):
     network_interfaces: list[str] | None = flag(
         "--network-interface --network-interfaces",
         "LIST",
-        "Interfaces, networks or addresses for worker traffic; the first that exists is used"
-        " (default: the route to the driver).",
+        "Interfaces, networks or addresses for worker traffic, in order of preference (default: "
+        "the route to "
+        "the driver).",
         action=NameList,
     )
     grace: float | None = flag(

@@ -44,6 +44,6 @@ class LocalDiscovery:
 
 
 BEGUN_ALONE = (
-    "the workers of this job listen on loopback, which other machines can't reach: this machine had no other address"
-    " when the job started, or --network-interface selected loopback. Logged once"
+    "the workers of this job listen on loopback, so other machines can't join: this machine had "
+    "no other address when the job started, or --network-interface selected loopback (logged once)"
 )

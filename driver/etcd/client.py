@@ -226,13 +226,13 @@ class EtcdClient:
             while True:
                 answer = await connection.outcome(stream.read(), within_s)
                 if not hasattr(answer, "events"):
-                    raise Unavailable("it ended the watch")
+                    raise Unavailable("the server ended the watch")
                 self._members.answered()
                 if answer.compact_revision:
                     return
                 if answer.canceled:
                     # Also because the token has expired; the next connection gets a new one.
-                    raise Unavailable(answer.cancel_reason or "it cancelled the watch")
+                    raise Unavailable(answer.cancel_reason or "the server cancelled the watch")
                 within_s = None  # `_pulse` closes the connection if etcd is unavailable
                 if answer.events:
                     yield answer.events
@@ -244,7 +244,7 @@ async def _one(stream: Any) -> Any:
     answer = await stream.read()
     stream.cancel()
     if not hasattr(answer, "TTL"):
-        raise Unavailable("it ended the stream")
+        raise Unavailable("the server ended the stream")
     return answer
 
 

@@ -92,7 +92,7 @@ class EtcdArchive:
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> EtcdJournal:
         if self._next is None:
-            raise RuntimeError("read the store first")
+            raise RuntimeError("the journal was not read from the store yet")
         journal = EtcdJournal(self._leader, self._folder, header, header.writer, policy)
         await journal.replace([*self._obsolete, *self._counting], self._next)
         return journal
@@ -101,7 +101,7 @@ class EtcdArchive:
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> EtcdJournal:
         if self._next is None:
-            raise RuntimeError("read the store first")
+            raise RuntimeError("the journal was not read from the store yet")
         journal = EtcdJournal(
             self._leader, self._folder, past.header, writer, policy, entries=past.replayed
         )

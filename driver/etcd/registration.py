@@ -155,7 +155,7 @@ class Registration:
         )
 
     def _end(self) -> None:
-        self.why = f"a later agent has taken over host {self._host}; this one exits"
+        self.why = f"a newer agent has taken over host {self._host}; this agent exits"
         self._log("error", self.why)
         self.ended.set()
 

@@ -61,8 +61,8 @@ class CheckpointLines:
         parts = " and ".join(found.parts)
         what = f"commit {found.commit} is not written as a checkpoint: {parts} differs between {groups}"
         why = (
-            "they were equal before, so the memory of one worker flipped bits; there is no majority, so stop the"
-            " job and restart it from its newest checkpoint"
+            "the replicas were equal before, so one worker's memory was corrupted. No majority "
+            "identifies it: stop the job and restart it from its newest checkpoint"
             if found.ever_equal
             else "checkpoints need equal replicas: step all parameters with DistributedOptimizer, or keep values"
             " that each rank computes for itself out of the state"

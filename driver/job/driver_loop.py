@@ -324,7 +324,9 @@ class Driver:
             # Adapters report errors of their sources themselves: this is a bug in one, and the known hosts remain
             # valid.
             trouble = repr(error)
-            self._log("error", f"host discovery ended; the list of hosts stays as it is: {trouble}")
+            self._log(
+                "error", f"host discovery ended; keeping the present list of hosts: {trouble}"
+            )
         if not listed:
             self._post(
                 events.StopRequested(f"host discovery ended before it found a host: {trouble}")

@@ -293,7 +293,7 @@ class _Run:
         name = self.plan.name
         why = f"received SIGTERM, and job {name} continues"
         if not self.left:
-            why = f"is not the leader of job {name} any more"
+            why = f"is no longer the leader of job {name}"
         driver.outcome = f"this driver {why}: it exits, and leaves its workers to the next driver"
         self.log("warning", driver.outcome)
         return None

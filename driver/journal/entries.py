@@ -73,8 +73,8 @@ class Header(msgspec.Struct, frozen=True):
         """
         if self.journal == ABANDONED:
             raise Invalid(
-                "its driver could not write all of it (is the disk full?), so it can't be resumed: start a new"
-                " job with --fresh"
+                "it is incomplete, because its driver could not write to it (is the disk full?): "
+                "start a new job with --fresh"
             )
         if self.journal != FORMAT:
             raise Invalid(f"it has format {self.journal}; this version reads {FORMAT}")

@@ -59,9 +59,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
     try:
         rebuilt(entries, membership)
     except ReplayDiffers as error:
-        why = (
-            f"it was written by another version of this program, which decided otherwise ({error})"
-        )
+        why = f"it was written by another version of this program, whose decisions differ ({error})"
         raise Invalid(f"{why}: resume with the version that wrote it") from error
     ended = membership.verdict
     if entries:
@@ -92,10 +90,8 @@ def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) 
             continue  # derived from the machine, not chosen by the user
         now, then = getattr(settings, field.name), getattr(past.settings, field.name)
         if field.name == "env":
-            found += [
-                f"workers get {name}, which they did not have" for name in now if name not in then
-            ]
-            found += [f"workers do not get {name} any more" for name in then if name not in now]
+            found += [f"workers now receive {name}" for name in now if name not in then]
+            found += [f"workers no longer receive {name}" for name in then if name not in now]
         elif now != then:
             flag = FLAGS.get(field.name, field.name)
             found.append(f"{flag} is {_shown(now)}, the job started with {_shown(then)}")
@@ -145,14 +141,14 @@ def to_go_on_with(
         if past.over:
             return None
         raise Invalid(
-            f"{name} has a job that has not ended, and its workers may be training without a driver: pass --resume"
-            " to continue it, or --fresh to discard it and start a new one"
+            f"{name}: an earlier job has not ended, and its workers may still be training: "
+            "pass --resume to continue it, or --fresh to discard it and start a new one"
         )
     if past.over and list(command) != past.command:
         assert past.ended is not None
         raise Invalid(
-            f"{name} has another job, {_line(past.command)}, which ended with exit code {past.ended.code}: pass"
-            " --fresh to start a new one"
+            f"{name}: an earlier job, {_line(past.command)}, ended with exit code "
+            f"{past.ended.code}: pass --fresh to start a new one"
         )
     if not past.over:
         check_same_job(past, command, settings)

@@ -23,17 +23,19 @@ _SSH = (
     ),
     (
         r"(?s)Offending \S+ key in (\S+):(\d+).*Host key for (\S+) has changed",
-        "the host key of {host} is not the one known for it (line {1} of {0}): the connection may be intercepted; if"
+        "the host key of {host} differs from the known one (line {1} of {0}): the connection may "
+        "be intercepted; if"
         " the host was reinstalled, remove the old key: ssh-keygen -f {0} -R '{2}', then log in by hand: ssh {words}",
     ),
     (
         r"Host key verification failed|host key is known for \S+ and you have requested",
-        "the host key of {host}, or of a host on the way there, is not known here; log in once by hand and compare it:"
-        " ssh {words}",
+        "the host key of {host}, or of a jump host, is unknown; log in once by hand and compare "
+        "it: ssh {words}",
     ),
     (
         r"(?m)^(\S+)@\S+: Permission denied \(([^)\r\n]*)\)",
-        "{host} denies user {0} permission ({1}); keys that were tried: {tried}; bring one there: ssh-copy-id {words}"
+        "{host} denies user {0} permission ({1}); keys that were tried: {tried}; install one: "
+        "ssh-copy-id {words}"
         " (a key with a passphrase needs ssh-agent)",
     ),
     (
@@ -56,7 +58,7 @@ def why_ssh_failed(host: str, output: str, words: str) -> str:
             keys = re.findall(r"Offering public key: (.+?) [A-Z0-9-]+ SHA256:", output)
             tried = ", ".join(dict.fromkeys(keys)) or "none"
             return sentence.format(*found.groups(), host=host, words=words, tried=tried)
-    own = " | ".join(_own_words(output))[-_SHOWN:] or "it did not say why"
+    own = " | ".join(_own_words(output))[-_SHOWN:] or "no reason given"
     return f"ssh to {host} failed: {own}; try it by hand: ssh {words}"
 
 
@@ -89,7 +91,7 @@ def why_no_agent(
         if found := re.search(r"No module named '?([\w.]+)'?", line):
             return _missing(host, found[1], ours)
     if re.match(r"SyntaxError: ", last):
-        return f"the Python of {host} is too old for hvd-elastic: pass another with --remote-python"
+        return f"the Python on {host} is too old: pass a newer one with --remote-python"
     ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     return f"the agent on {host} {ending} before it was ready" + (f": {last}" if last else "")
 

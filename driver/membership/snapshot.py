@@ -360,7 +360,7 @@ class _Making:
             return float(at)
         found = self._made[at]
         if found is None:
-            raise ValueError(f"object {at} is needed before it can be made")
+            raise ValueError(f"object {at} is referenced before it is created")
         return found
 
     @staticmethod

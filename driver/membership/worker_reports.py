@@ -79,7 +79,7 @@ class WorkerReports(Part):
         record.stands_by = False  # repeated in case the message was lost
         self.frozen.speaks(record)
         if record.stage is WorkerStage.STARTING:
-            raise IllegalEvent("ready before it connected")
+            raise IllegalEvent("reported ready before it connected")
         if record.stage is WorkerStage.FINISHED:
             self.staff.release(record, because(ReasonKind.RETURNED_BEFORE))
             return

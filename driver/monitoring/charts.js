@@ -110,7 +110,7 @@ const Charts = (() => {
     const items = log ? all.filter(item => item[1] > 0 && item[2] > 0) : all;
     it.view = null;
     if (!items.length) {
-      const none = points.length ? "no value above 0, which a log scale needs" : options.none;
+      const none = points.length ? "no value above 0 for the log scale" : options.none;
       it.svg.replaceChildren(); it.labels.replaceChildren(); it.axis.replaceChildren(node("span", "", none));
       it.svg.setAttribute("aria-label", none);
       tell(it);

@@ -111,10 +111,10 @@ class AddressCheck:
     def _remedy(self, newest: _CheckedHost) -> str:
         common = self._common(newest)
         if common is not None:
-            return f"pass {FLAG} {common}, which all of them have"
+            return f"pass {FLAG} {common}, which all hosts have"
         return (
-            f"pass {FLAG} with a network that all of them have, such as 10.0.0.0/8, or one for each, separated by"
-            " commas"
+            f"pass {FLAG} with a network that all hosts have, such as 10.0.0.0/8, or with one "
+            "network per host, separated by commas"
         )
 
     def _common(self, newest: _CheckedHost) -> _Network | None:

@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
 
     def _authenticate(self, message: Any) -> None:
         if not self._calls and self.wire.unread:
-            raise ProtocolError("it sent more data before it was accepted")
+            raise ProtocolError("it sent more data before authentication completed")
         self._identity = self._owner.authenticate(self, message)
         if self._identity is not None and self._deadline is not None:
             self._deadline.cancel()

@@ -100,7 +100,7 @@ def _parsed(text: str, source: str) -> bytes:
         secret = b""
     if len(secret) < SECRET_BYTES or len(digits) != 2 * len(secret):
         raise Invalid(
-            f"{source} has no secret of {2 * SECRET_BYTES} or more hexadecimal digits; {_HOW}"
+            f"{source} contains no secret of {2 * SECRET_BYTES} or more hexadecimal digits; {_HOW}"
         )
     return secret
 

@@ -130,7 +130,7 @@ class Watch:
     def _run(self, source: NoticeSource) -> None:
         if not source.here():
             if self._wanted != AUTO:
-                text = "does not respond when asked for preemption notices; retrying"
+                text = "does not respond to requests for preemption notices; retrying"
                 self._call_in_loop(self._log, "warning", f"{source.name} {text}")
             else:
                 return

@@ -85,7 +85,7 @@ class WriterThread:
     def waits_for(self) -> str:
         """Return a line that states how much is not written yet."""
         with self._changed:
-            left = f"more than {self._queued} bytes of output are not written: {self._name} is slow"
+            left = f"more than {self._queued} bytes of output are pending: {self._name} is slow"
         return f"elastic | the job has ended, but {left}; Ctrl-C ends the wait without them\n"
 
     def _run(self) -> None:

@@ -496,7 +496,7 @@ class _Process:
         try:
             status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
-            return 255, "its exit status was taken by other code in the driver's process"
+            return 255, "its exit status was reaped by other code in the driver's process"
         assert status is not None, f"{self.worker} was reported dead, but it is running"
         died = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
         return (-status.si_status if died else status.si_status), ""

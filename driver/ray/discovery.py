@@ -142,7 +142,10 @@ class RayDiscovery:
             if passed_s >= QUIET_S and not waited:
                 waited = True
                 each = placement_groups.show(self._bundle)
-                text = f"waiting for room on the Ray cluster: {placed} of {at_least} workers of {each} each"
+                text = (
+                    f"waiting for resources on the Ray cluster: {placed} of {at_least} workers "
+                    f"of {each} each"
+                )
                 self._log("info", f"{text} are placed")
             await self._pause()
         reason = await self._shortage(at_least, placed, within_s)
@@ -214,7 +217,7 @@ class RayDiscovery:
         else:
             group = self._cluster.group(self._given)
             if group is None:
-                raise RayUnavailable("the placement group is unknown to it")
+                raise RayUnavailable("the placement group is unknown to Ray")
             groups = [group]
         draining = self._cluster.draining()
         nodes = self._cluster.nodes()

@@ -123,7 +123,8 @@ class RayArchive:
         except asyncio.TimeoutError:
             self._log(
                 "warning",
-                f"the journal of job {self._job} stays in Ray's key-value store: it does not answer",
+                f"the journal of job {self._job} remains in Ray's key-value store, which does not "
+                "answer",
             )
 
     def close(self) -> None:

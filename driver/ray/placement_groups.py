@@ -250,9 +250,10 @@ def suitable(
     taken = ", ".join(f"{show(amounts)} of bundle {i}" for i, amounts in sorted(in_use.items()))
     but = f", of which the caller has {taken}" if taken else ""
     raise Invalid(
-        f"no bundle of the placement group has room for a worker, which needs {show(resources)}: its {len(bundles)}"
-        f" bundles are {listed}{more}{but}; add a bundle for each worker, or set resources_per_worker to what one"
-        " of its bundles has"
+        "no bundle of the placement group has the resources of a worker, which needs "
+        f"{show(resources)}: its {len(bundles)}"
+        f" bundles are {listed}{more}{but}; add a bundle for each worker, or lower "
+        "resources_per_worker to the size of a bundle"
     )
 
 
@@ -312,8 +313,8 @@ def shortage(
     could = f"{asked} asked for, and {placed} could be placed within {within_s:g} s"
     if given:
         return (
-            f"{could}: the placement group has no more suitable bundles that are placed; wait until it is ready, or"
-            " add bundles"
+            f"{could}: the placement group has no more suitable bundles in place; wait until it "
+            "is ready, or add bundles"
         )
     names: Collection[str] = {*resources, "CPU", "GPU"}
     left = show({name: free.get(name, 0.0) for name in names}) or "nothing"

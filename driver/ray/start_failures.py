@@ -25,7 +25,10 @@ def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) 
     if "failed to import on the worker" in message:
         return f"hvd-elastic can't be imported on {host}; {_INSTALL}"
     if kind == "RuntimeEnvSetupError":
-        return f"the job's runtime_env can't be set up on {host}: {_last_line(message)}; correct it"
+        return (
+            f"Ray could not set up the job's runtime_env on {host}: {_last_line(message)}; "
+            "correct it"
+        )
     if kind == "ActorUnschedulableError":
         return f"node {node} ({host}) has left the Ray cluster: add another node"
     if "its node has died" in message or "node was terminated" in message:

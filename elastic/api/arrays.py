@@ -42,9 +42,9 @@ def to_numpy(tensor: torch.Tensor) -> Array:
 
 
 def value_of(variable: Any) -> torch.Tensor:
-    """Convert a variable or tensor of any framework that numpy can read to a CPU tensor: a view where possible."""
+    """Convert a variable or tensor that numpy can read to a CPU tensor, as a view if possible."""
     held = getattr(variable, "value", None)
-    # Of Keras; TensorFlow has a method.
+    # Keras has a property, TensorFlow a method.
     value = variable if held is None or callable(held) else held
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()

@@ -173,7 +173,7 @@ def _average(
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Return, for each tensor, whether it has a gradient. Decided by dtype, so that all ranks agree."""
+    """Return for each tensor whether it can have a gradient, by dtype, so that all ranks agree."""
     return [
         # An object that is not a tensor is rejected later, when it is submitted.
         not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex()

@@ -56,7 +56,7 @@ def broadcast_parameters(
     if isinstance(params, torch.nn.Module):
         raise Invalid("broadcast_parameters needs model.state_dict(), not the model itself")
     pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    if isinstance(params, list):  # a list of parameters has no names
+    if isinstance(params, list):  # parameters in a list have no names
         pairs = [
             (str(index), each) if isinstance(each, torch.Tensor) else each
             for index, each in enumerate(pairs)
@@ -220,7 +220,7 @@ def allgather_object(
 
 
 class _TensorOutline:
-    """Shape, dtype and position of a tensor that follows in a broadcast of its own."""
+    """Shape, dtype and position of a tensor whose values are broadcast separately."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tuple(tensor.shape)
@@ -236,7 +236,7 @@ class _TensorOutline:
 
 
 class _Outline:
-    """An optimizer without its tensors, by position of parameters and groups."""
+    """Options and state entries of an optimizer without tensor values, by position of parameters and groups."""
 
     def __init__(self, options: list[dict[str, Any]], entries: list[dict[str, Any]]) -> None:
         self.options = options
@@ -268,7 +268,7 @@ def _adopt(
         for key, value in options.items():
             held = group.get(key)
             if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor):
-                held.copy_(value)  # a learning rate that lives in a captured graph
+                held.copy_(value)  # a learning rate stored as a tensor, for captured graphs
             else:
                 group[key] = value
     for parameter, entries in zip(parameters, outline.entries, strict=True):
@@ -280,7 +280,7 @@ def _adopt(
             elif entry.matches(held_entries.get(key)):
                 adopted[key] = held_entries[key]
             else:
-                # Step counters stay on the CPU, moments go where the parameter is.
+                # Step counters stay on the CPU; moments are stored on the parameter's device.
                 device = torch.device("cpu") if entry.on_cpu else parameter.device
                 adopted[key] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
         if adopted:

@@ -48,7 +48,7 @@ class BF16Compressor(_CastCompressor):
 
 
 class Compression:
-    """Values of ``compression=``; a class of your own with ``compress`` and ``decompress`` works as well."""
+    """Values of ``compression=``. Any class with static methods ``compress`` and ``decompress`` is accepted as well."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

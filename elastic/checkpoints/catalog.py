@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: list them, verify them, and choose the one to resume from. Acts, without torch."""
+"""List and verify the checkpoints in a folder, and choose the one to resume from. Does not import torch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class CheckpointEntry:
         name: of the commit.
         manifest: None if the commit cannot be used.
         trouble: why it cannot be used; empty if it can.
-        torn: whether it was never completed.
-        newer: whether it was written by a newer version, which may be able to use it.
+        torn: whether it is incomplete: its manifest was never written.
+        newer: whether it was written by a newer version of this package.
     """
 
     name: CommitName
@@ -130,12 +130,12 @@ def read(storage: Storage, name: CommitName) -> Manifest:
     try:
         found = manifest.decode_manifest(storage.read(f"{name}/{manifest.MANIFEST}"))
     except FileNotFoundError:
-        raise IncompleteCommit("it was not completed: manifest.json is missing") from None
+        raise IncompleteCommit("it is incomplete: manifest.json is missing") from None
     if found.name != name:
         raise UnreadableCommit(f"its manifest belongs to {found.name}")
     files = storage.sizes(str(name))
     if manifest.MANIFEST not in files:
-        raise IncompleteCommit("it was removed meanwhile")
+        raise IncompleteCommit("it was removed while it was read")
     trouble = manifest.missing(found, files)
     if trouble:
         raise UnreadableCommit(trouble)
@@ -156,7 +156,7 @@ def entry(storage: Storage, name: CommitName) -> CheckpointEntry:
 
 
 def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
-    """Refuse a commit of a newer version. A job that resumed from an older commit would eventually prune the newer one.
+    """Refuse a commit written by a newer version: a job that skipped it would eventually prune it.
 
     Raises:
         Invalid: the commit was written by a newer version.

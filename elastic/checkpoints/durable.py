@@ -68,7 +68,7 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
 
 
 def entered(rt: WorkerRuntime, world: World) -> None:
-    """Use the world's run number, so that all its members write under the same one, whichever driver started them.
+    """Use the run number of the world, so that all members write under the same one even after a driver failover.
 
     Observations about non-finite gradients are discarded if this worker receives another state.
     """
@@ -171,7 +171,7 @@ def _resume_shards(
 
 
 def _cannot_begin(rt: WorkerRuntime, error: Exception) -> NoReturn:
-    """Report the error to the driver, which ends the job with it, since any other worker would fail in the same way."""
+    """Report the error to the driver, which ends the job, since every worker would fail in the same way."""
     rt.training.cannot_begin(str(error))
     sys.exit(1)
 
@@ -179,7 +179,7 @@ def _cannot_begin(rt: WorkerRuntime, error: Exception) -> NoReturn:
 def _resume(rt: WorkerRuntime, state: ObjectState, found: CheckpointOptions) -> None:
     generators: list[Any] = []
     if rt.place.rank == 0:
-        # The other ranks wait while the storage is slow or unreachable; none of them could read it faster.
+        # The other ranks wait while the storage is slow or unreachable.
         long = (
             contextlib.nullcontext()
             if rt.alone

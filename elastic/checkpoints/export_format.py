@@ -19,7 +19,7 @@ def format_of(file: str) -> ExportFormat:
     """Return the format in which to write a file.
 
     Raises:
-        Invalid: its suffix stands for no format.
+        Invalid: the suffix is not supported.
     """
     suffix = PurePath(file).suffix
     for each in ExportFormat:

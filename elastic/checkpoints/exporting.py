@@ -32,7 +32,7 @@ Key = tuple[str, str]  # part, tensor
 
 
 class SkippedValue(NamedTuple):
-    """A value that was not exported. ``but_tensors``: the value is a part of the state whose tensors were exported."""
+    """A value that was not exported. ``but_tensors``: its tensors were exported, but its other contents were not."""
 
     name: str
     but_tensors: bool = False
@@ -159,7 +159,7 @@ def _take_part(
             raise UnreadableCommit(f"its manifest lacks the parameter groups of optimizer {name}")
         sizes = found.group_sizes[name]
         _take(made, name, lambda: _portable(optimizer_state.described(structure, sizes, tensors)))
-    elif tensors:  # a part of unknown kind, or with pickled values
+    elif tensors:  # the part has an unknown kind or contains pickled values
         described = _by_path(found, name, tensors)
         flat = all(isinstance(each, torch.Tensor) for each in described.values())
         (made.models if flat else made.others)[name] = described

@@ -37,7 +37,7 @@ class TrainingReturned(msgspec.Struct, frozen=True):
 
 
 class PathsRead(msgspec.Struct, frozen=True):
-    """Paths that one rank has read, with their signatures. ``unseen``: why it may have read other paths as well."""
+    """Paths that one rank has read, with their signatures. ``unseen``: why this list may be incomplete."""
 
     commit: CommitName
     paths: dict[str, str]
@@ -86,7 +86,8 @@ def paths_read(commit: CommitName, began_at: float) -> PathsRead:
 
 
 def _is_installed(path: str) -> bool:
-    """Return whether the path belongs to an installed package or to the kernel, and so changes only with these."""
+    """Return whether the path belongs to an installed package or to the kernel, and changes only when these are
+    updated."""
     paths = sysconfig.get_paths()
     folders = (paths["stdlib"], paths["platstdlib"], "/proc", "/sys", "/dev")
     if any(f"{path}{os.sep}".startswith(f"{os.path.realpath(each)}{os.sep}") for each in folders):
@@ -95,7 +96,7 @@ def _is_installed(path: str) -> bool:
 
 
 def read_by_all(storage: Storage, commit: CommitName, ranks: int) -> dict[str, str] | None:
-    """Return the signatures of all paths that the ranks read; None if a rank may have read other paths.
+    """Return the signatures of all paths that the ranks have read; None if the list of a rank may be incomplete.
 
     Raises:
         OSError: the storage failed.

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from elastic.protocol.messages import Commit
 
-LEAD_S = 0.05  # time in which rank 0's request reaches all ranks, unless something is slow
-SLOW_S = 1.0  # interval between commits from which on the very next commit may be named
+LEAD_S = 0.05  # time in which rank 0's request usually reaches all ranks
+SLOW_S = 1.0  # if commits are at least this far apart, the next commit may be requested
 FURTHEST = 512  # maximum lead, in units of LEAD_S
 # After this time plus three leads, rank 0 repeats its request: the driver may have been replaced, or commits may have
 # become slower than when the lead was computed.
@@ -122,7 +122,7 @@ class Schedule:
         return Step(ask=ask)
 
     def dropped(self, number: int, now: float, *, again: bool) -> None:
-        """Cancel a request: a rank could not write the commit or, with ``again``, the request came at a bad time."""
+        """Cancel a request: a rank could not write the commit or, with ``again``, received the request too late."""
         if number == self._owed and (again or number == self._wanted):
             self._due_at = now  # retry with one of the next commits
         self.settled(number)

@@ -149,7 +149,7 @@ class ShardReader:
         return ""
 
     def _long(self) -> contextlib.AbstractContextManager[None]:
-        """Mark a long read, so that this rank is not reported as stuck."""
+        """Mark the read as a long phase, so that this rank is not reported as stuck."""
         if self._rt.alone:
             return contextlib.nullcontext()
         return self._rt.training.long_phase("reading the checkpoint")

@@ -46,7 +46,7 @@ Told = messages.ShareWritten | messages.ShareDropped | messages.CheckpointWritte
 
 
 class _Corrupted(Exception):
-    """A commit that training could not continue from; earlier commits are more useful."""
+    """The commit contains infinite or NaN parameters, so training could not resume from it."""
 
 
 class _Dropped(Exception):
@@ -164,7 +164,7 @@ class CheckpointWriter:
         self._begin(functools.partial(self._share, attempt))
 
     def _report_gradients(self, commit: Commit) -> None:
-        """Report non-finite gradients immediately: by the next checkpoint, the worker with the fault may be gone."""
+        """Report non-finite gradients immediately: the faulty worker may exit before the next checkpoint."""
         first, generation = self.first_not_finite, commit.generation
         if self._alone or not first.lasts():
             self._not_finite = None
@@ -210,7 +210,7 @@ class CheckpointWriter:
         newest = self.newest
         known = f"the newest durable one is {newest}" if newest else "no commit of this run is"
         within = f" within {FINISH_S:.0f} s" if monotonic() >= deadline else ""
-        self._say(f"the last commit, {commit}, could not be made durable{within}; {known}")
+        self._say(f"the last commit, {commit}, did not become durable{within}; {known}")
 
     def returned(self, commit: Commit, place: Place, incarnation: int) -> None:
         """Record, for the driver, that the training function returned after this commit.
@@ -238,7 +238,7 @@ class CheckpointWriter:
             while not self._settled or self._attempt is not None:
                 if over() or monotonic() >= deadline:
                     return False
-                self._changed.wait(LOOK_S)  # a world may break without notifying this object
+                self._changed.wait(LOOK_S)  # the world may break without a call of `world_over`
                 self._repeat()
         return True
 
@@ -257,7 +257,7 @@ class CheckpointWriter:
         attempt = self._attempt
         if attempt is not None and attempt.name.generation != generation and not attempt.sealing:
             attempt.off.set()
-            self._begin(functools.partial(self._over, attempt))  # its share may be complete already
+            self._begin(functools.partial(self._over, attempt))  # its share may already be complete
         with self._changed:
             if self._latest is not None and self._latest[0] != generation:
                 self._settled = True
@@ -345,7 +345,7 @@ class CheckpointWriter:
         self._jobs.put(job)
 
     def _work(self) -> None:
-        # Training has priority. Only Linux has priorities per thread.
+        # Lower the priority of this thread, so that training is not slowed down. Only Linux has priorities per thread.
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
@@ -375,7 +375,7 @@ class CheckpointWriter:
             self._tell(messages.ShareWritten(name.generation, attempt.number, name.commit, digests))
 
     def _look_at_numbers(self, held: HeldCommit, shares: Sequence[Share]) -> None:
-        """Check that parameters did not become non-finite: such commits would eventually replace all good ones.
+        """Check that parameters did not become non-finite: such commits would eventually replace all usable ones.
 
         Replicas are compared elsewhere first, so that a faulty one can be named. For sharded parameters, each rank has
         checked its own rows.
@@ -435,9 +435,9 @@ class CheckpointWriter:
         return 0
 
     def _persist(self, attempt: _Attempt, write: Callable[[], None]) -> bool:
-        """Call ``write`` until it succeeds or is no longer wanted.
+        """Retry ``write`` until it succeeds or is cancelled.
 
-        Return whether it succeeded. Report a failing storage once.
+        Returns whether it succeeded. Logs a storage failure once.
         """
         tries = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(OSError),

@@ -1,4 +1,4 @@
-"""Errors that every rank of a group finds in the same collective. Acts."""
+"""Errors that every rank of a group detects in the same collective. Runs collectives."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from elastic.errors import CollectiveFailed
 def wait_for_all(group: Collectives) -> None:
     """Wait until every rank has the result of the previous collective. Collective.
 
-    A rank that raises leaves the group. A rank that still waits for that result would then report a lost peer instead
-    of the error.
+    A rank that raises leaves the group. Without this wait, a slower rank would report a lost peer instead of the error.
     """
     with contextlib.suppress(CollectiveFailed):
         group.barrier().wait()

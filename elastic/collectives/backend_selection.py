@@ -54,7 +54,7 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     control: Shareable | None = None
     staging: int = 0
     cores: bytes = b""
-    why_not: str = ""  # why any of these is missing, and what to do
+    why_not: str = ""  # reason why any of these is missing, and the remedy
 
 
 class Backend(enum.Enum):
@@ -70,7 +70,7 @@ class BackendSelection:
     Args:
         backend: the backend.
         hosts: the ranks of each host, ascending; hosts are in the order of their first ranks.
-        why: reason why ranks on one machine do not share memory; empty if they do or need not.
+        why: reason why ranks on one machine do not share memory; empty if they do, or if no host has several ranks.
     """
 
     backend: Backend
@@ -137,7 +137,7 @@ def _apart(rows: Sequence[RankInfo]) -> str:
 
 
 def _objection(rows: Sequence[RankInfo], hosts: Sequence[Sequence[int]]) -> str:
-    """Return the first reason against sharing memory. A rank that is alone on its host need not be able to share."""
+    """Return the first reason why ranks can't share memory. Ranks that are alone on their hosts are not checked."""
     for rank, row in enumerate(rows):
         if not row.native:
             return f"rank {rank} has ELASTIC_NATIVE=0: set the same on all ranks"

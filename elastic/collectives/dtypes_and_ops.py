@@ -1,6 +1,6 @@
 """Supported dtypes and operations. All backends raise the same errors and compute the same numbers.
 
-Small tensors are sent to every rank whole and reduced there.
+Small tensors are sent to every rank as a whole and reduced there.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def carried(
 
     For MIN and MAX of floats, this is their `_order`, in 32 or 64 bits.
     """
-    result = tensor.detach()  # written in place even for a parameter
+    result = tensor.detach()  # in-place writes to a parameter must not be tracked by autograd
     if tensor.dtype in _WIDENED:
         wide = tensor.to(_WIDENED[tensor.dtype])
         return wide, lambda: result.copy_(wide)
@@ -92,7 +92,7 @@ def carried(
 
 def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
     """Multiply floats by ``scale``, then divide by ``divisor``, in place; each step rounds once."""
-    if tensor.is_complex():  # divided by its own algorithm, a complex number can be off by one bit
+    if tensor.is_complex():  # complex division can be off by one bit
         rescale_(torch.view_as_real(tensor), scale, divisor)
         return tensor
     if scale != 1.0:
@@ -134,7 +134,7 @@ def _turned(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _beyond(keys: torch.Tensor, op: Op) -> int:
-    """Return the integer that ``op`` prefers to all numbers."""
+    """Return the integer that ``op``, MIN or MAX, selects over all numbers; it represents NaN."""
     info = torch.iinfo(keys.dtype)
     return info.max if op is Op.MAX else info.min
 

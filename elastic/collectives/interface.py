@@ -1,7 +1,7 @@
 """Interface of all collectives: one group of ranks, of one generation, on one backend.
 
-Code above this interface does not depend on Gloo or NCCL; code below it does not depend on State, the optimizer or the
-driver. Every tensor is contiguous and on the group's device. Ranks are indices in the group.
+Callers do not depend on Gloo or NCCL; implementations do not depend on State, the optimizer or the driver. Every tensor
+is contiguous and on the group's device. Ranks are indices in the group.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Work(Protocol):
 
 @runtime_checkable
 class ReportsMissingRanks(Protocol):
-    """A work in flight that knows which ranks it waits for."""
+    """A collective in flight that reports the ranks it waits for."""
 
     def missing(self) -> list[int]:
         """Return the ranks of the group that have not called it, or the oldest incomplete collective before it."""
@@ -90,7 +90,7 @@ class Collectives(Protocol):
         """Complete when every rank has called it."""
 
     def abort(self) -> None:
-        """Make all present waits and later calls raise CollectiveFailed. Thread-safe and idempotent; never blocks."""
+        """Make all pending waits and later calls raise CollectiveFailed. Thread-safe and idempotent; never blocks."""
 
     def drain(self, timeout_s: float) -> bool:
         """Wait, after `abort`, until no collective of this group writes to any tensor.
@@ -140,7 +140,7 @@ class StreamOrdered(Protocol):
 
 @runtime_checkable
 class ReducesInto(Protocol):
-    """A group that can put the result of a reduction into other memory at no cost, which saves a copy of the tensor."""
+    """A group that can write the result of a reduction to other memory at no cost, which saves a copy of the tensor."""
 
     def allreduce_into(
         self,

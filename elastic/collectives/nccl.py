@@ -42,7 +42,9 @@ from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import Call, Store, listen
 
-_SPIN_S = 0.001  # a step's collectives usually end within this, so do not sleep before
+_SPIN_S = (
+    0.001  # collectives of a step usually end within this time, so poll without sleeping until then
+)
 _STEP_S = 0.0001
 _WARM_UP_S = 30.0
 
@@ -66,13 +68,13 @@ class NcclCollectives:
         self._backend: Any = None
         self._failed: str | None = None
         self._aborted = False  # the reason for `_failed`
-        self._invalid: Invalid | None = None  # an error that the script has to fix
+        self._invalid: Invalid | None = None  # an error caused by the script
         self._lock = threading.Lock()
         self._building: threading.Thread | None = None
         self._stopping: threading.Thread | None = None
         self._freeing: threading.Thread | None = None
         self._freed = threading.Event()
-        self._communicator = 0  # NCCL's pointer, while it is connected and can be revoked
+        self._communicator = 0  # NCCL's pointer to the communicator, while connected and revocable
         self._revoking = threading.Lock()
         self._revoked = False
         self._launching = threading.Lock()  # NCCL must not be queried for errors during a launch
@@ -82,10 +84,12 @@ class NcclCollectives:
         self._launched = 0
         self._spare: list[torch.cuda.Event] = []  # reused events, so that a step allocates none
         self._looked_at: tuple[int, float] | None = (
-            None  # the first collective that had not been reached, and its age
+            None  # the first collective that the GPU had not reached, and since when
         )
         self._took_s = 0.0
-        self._followed: NcclWork | None = None  # the last one that a stream follows, until `settle`
+        self._followed: NcclWork | None = (
+            None  # the last collective that a stream follows, until `settle`
+        )
 
     # ---- connecting ------------------------------------------------------------------------------------------------
 
@@ -119,7 +123,7 @@ class NcclCollectives:
     def _make(self, store: Store, purpose: str, bind_host: str) -> None:
         """Create the communicator. A separate function, so that all temporaries are freed when it returns."""
         torch.cuda.set_device(self._device)
-        nccl: Any = c10d.ProcessGroupNCCL  # only present in a torch built with CUDA
+        nccl: Any = c10d.ProcessGroupNCCL  # exists only in torch's CUDA builds
         options = _options(self._collective_timeout_s)
         ids = self._open_id_store(store, purpose, bind_host)
         self._raise_if_failed()
@@ -455,7 +459,7 @@ class NcclWork:
             return True
         with torch.cuda.device(self._group._device):
             come = event.query()
-        return come or self._arrived is not event  # reused by another work meanwhile
+        return come or self._arrived is not event  # already reused by another work
 
     def done(self) -> bool:
         return self._group._failed is not None or self.finished()
@@ -507,14 +511,16 @@ class NcclWork:
         try:
             self._work.wait()  # orders the current stream behind it
         except RuntimeError as error:
-            self._group._communicator = 0  # torch has freed it
+            self._group._communicator = 0  # torch has freed the communicator
             self._group._fail(str(error))
             raise CollectiveFailed(str(error), aborted=self._group._aborted) from None
         self._put_in_place()
 
     def _put_in_place(self) -> None:
         self._complete()
-        if self._in_place is not None:  # another thread may have put it there on another stream
+        if (
+            self._in_place is not None
+        ):  # another thread may have written the result on another stream
             torch.cuda.current_stream(self._group._device).wait_event(self._in_place)
 
     def _put(self, then: Callable[[], object]) -> None:

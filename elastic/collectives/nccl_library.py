@@ -16,7 +16,7 @@ _DEFAULT = 0  # NCCL_REVOKE_DEFAULT
 
 @functools.cache
 def _linked() -> ctypes.CDLL | None:
-    """Return torch's CUDA library. A symbol is found in the NCCL that it was linked with or in a preloaded one."""
+    """Return torch's CUDA library. Symbols resolve to the NCCL that it was linked with, or to a preloaded one."""
     try:
         return ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:

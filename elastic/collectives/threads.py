@@ -1,6 +1,6 @@
 """Threads that run torch code.
 
-At its exit, the interpreter ends every thread that returns to it from C++. If that unwinds C++ frames, the whole
+When the interpreter exits, it ends every thread that returns from C++ to Python. If that unwinds C++ frames, the
 process aborts. The exiting thread therefore waits for these threads first.
 """
 
@@ -22,7 +22,7 @@ _leave_at: float | None = None
 
 
 class ProcessExiting(BaseException):
-    """The process exits and has waited long enough for this thread."""
+    """The process is exiting and stops waiting for this thread."""
 
 
 def begin(name: str, target: Callable[..., object], *args: Any) -> threading.Thread:
@@ -62,7 +62,7 @@ def leave_behind(timeout_s: float) -> None:
 
 
 def leave_if_ending() -> None:
-    """Raise `ProcessExiting` in a thread that waits in slices once `finish` has waited for long."""
+    """Raise `ProcessExiting` in a thread that polls, once `finish` has waited long enough."""
     if _leave_at is not None and time.monotonic() >= _leave_at:
         raise ProcessExiting
 

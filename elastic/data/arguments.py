@@ -31,7 +31,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 class Seeds(Enum):
-    """Unit of data that is loaded under one seed."""
+    """Granularity of seeding while data is loaded."""
 
     SAMPLE = "sample_seeds"
     BATCH = "batch_seeds"
@@ -72,7 +72,7 @@ class LoaderArguments:
 
     @property
     def ready(self) -> bool:
-        """Whether the samples of the dataset are already batches."""
+        """Whether each sample of the dataset is already a batch."""
         return self.batch_size is None or self.batch_sampler is not None
 
     def dealing(self, size: int) -> SamplePartition:

@@ -1,4 +1,4 @@
-"""The gradients produced by batches: detection of new ones, and zeroing of gradients of placeholder batches."""
+"""Gradients produced by batches: detect new gradients, and zero the gradients of placeholder batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BatchGradients:
         return bool(self._present() - self._before)
 
     def silence(self) -> None:
-        """Make every gradient zero until `count`, as on a rank that has joined."""
+        """Set every gradient to zero until `count` is called, as on a rank that has joined."""
         self._hooks = [
             each.register_hook(torch.zeros_like) for each in self.parameters() if each.requires_grad
         ]

@@ -1,4 +1,4 @@
-"""Convert loaders for a fixed number of ranks, or for one process, to loaders of the job."""
+"""Convert a loader for one process or for a fixed number of ranks to an elastic loader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.errors import Invalid
 
 
 def from_torch(loader: Any, **changes: Any) -> DataLoader:
-    """Create a job's loader with the dataset, batches, order and loader workers of a torch loader.
+    """Create an elastic loader with the dataset, batch size, order and loader workers of a torch loader.
 
     ``loader`` is a ``torch.utils.data.DataLoader`` or a ``torchdata.stateful_dataloader.StatefulDataLoader``;
     ``changes`` override its arguments. ``DistributedSampler``, ``ElasticSampler``, ``RandomSampler`` and
@@ -44,7 +44,7 @@ def from_torch(loader: Any, **changes: Any) -> DataLoader:
         if not isinstance(loader.dataset, torch_data.IterableDataset):
             given.update(_order_of(loader.sampler))
     if "global_batch_size" in changes and "batch_size" not in changes:
-        given["batch_size"] = 1  # only one of the two defines the size of a step
+        given["batch_size"] = 1  # batch_size and global_batch_size exclude each other
     given.update(changes)
     return DataLoader(loader.dataset, **given)
 

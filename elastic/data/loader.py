@@ -38,11 +38,11 @@ class GivenShards(Protocol):
 
     @property
     def held(self) -> Sequence[int]:
-        """The shards of this rank in the present world, ascending. Read for a step that is handed out."""
+        """The shards of this rank in the present world, ascending. Reading them counts as fetching a step."""
 
     @property
     def assigned(self) -> Sequence[int]:
-        """The same, for a comparison."""
+        """The same shards as `held`; reading them does not count as fetching a step."""
 
 
 loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()  # all loaders of this process
@@ -59,18 +59,18 @@ class DataLoader:
         batch_size: samples per rank and step; None if a sample of the dataset is already a batch.
         global_batch_size: alternative to ``batch_size``: samples per step over all ranks, whatever their number.
         shuffle, seed: the order of torch's ``DistributedSampler``.
-        sampler, batch_sampler: any sampler that draws for the whole job and always draws the same under the same seeds
-            of torch, random and numpy.
+        sampler, batch_sampler: any sampler that draws for the whole job and is deterministic given the seeds of torch,
+            random and numpy.
         drop_last: end an epoch before an incomplete step.
-        sample_seeds: True loads each sample under its own seeds (see `SeededDataset`), False under none. By default,
-            with exact ``shards``, each batch has its own seeds, as has each sample of a stream.
+        sample_seeds: True seeds the loading of each sample (see `SeededDataset`), False seeds nothing. By default, only
+            loaders with exact ``shards`` seed: per batch, or per sample of a stream.
         shards: ``elastic.Shards(8)``, with ``global_batch_size``: divide a step into 8 shards in any world;
             ``for step in loader: for batch in shards.over(step): ...`` iterates over this rank's. A plain number
             assigns shards to ranks in blocks.
         options: all other arguments of torch's DataLoader.
 
-    Iteration resumes where the previous one stopped because of a recovery or a ``break``. At the end of an epoch, the
-    next epoch becomes the current one. A loader that is in no state starts each iteration from the beginning.
+    After a recovery or a ``break``, iteration resumes at the same position. At the end of an epoch, the next epoch
+    becomes the current one. A loader that is not in a state starts each iteration from the beginning.
 
     Attributes:
         weight: of the current batch: the average over ranks of a batch mean times ``weight`` is the mean over the whole
@@ -138,7 +138,9 @@ class DataLoader:
         self._count = optimizer_steps.count()  # number of optimizer steps at the last check
         self._moves = 0  # number of times the position was set from outside
         self._noting = environment.digests()
-        self._handed: list[tuple[Position, int, list[int]]] = []  # not reported yet; used in tests
+        self._handed: list[
+            tuple[Position, int, list[int]]
+        ] = []  # samples not reported yet; for tests
         optimizer_steps.watch()
         loaders.add(self)
 
@@ -199,7 +201,7 @@ class DataLoader:
         return self._dealing().steps(max(0, self._length() - self.position.consumed))
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate from the job's position on. An older iteration can't continue after that."""
+        """Iterate from the job's position on. Earlier iterators of this loader become invalid."""
         _check_joined()
         self._look_for_steps()
         self._passes += 1
@@ -209,12 +211,13 @@ class DataLoader:
     # ---- for states ------------------------------------------------------------------------------
 
     def attach(self, parameters: Callable[[], Iterable[torch.Tensor]], *, stepped: bool) -> None:
-        """Mark it as part of a state with these parameters. ``stepped``: an optimizer of the state trains them."""
+        """Mark the loader as part of a state with these parameters. ``stepped``: an optimizer of the state trains
+        them."""
         self._in_state = True
         self._gradients.parameters, self._awaits_steps = parameters, stepped
 
     def layout(self) -> str:
-        """The lines that must agree on all ranks, and with a checkpoint."""
+        """Lines of the state's layout, which must be equal on all ranks and in a checkpoint."""
         arguments, length = self.arguments, self._source.length(self.epoch)
         by = arguments.batch_sampler if arguments.sampler is None else arguments.sampler
         order = "shuffled" if arguments.shuffle else "in order"
@@ -254,7 +257,7 @@ class DataLoader:
         return again
 
     def take_trained(self) -> list[tuple[int, list[int]]]:
-        """Return epochs and the IDs that this commit counts and earlier ones did not. For tests (ELASTIC_DIGESTS=1)."""
+        """Return epochs and sample IDs that were first counted by this commit. For tests (ELASTIC_DIGESTS=1)."""
         upto = self._progress.committed(before_steps=self._look_for_steps())
         done: dict[int, list[int]] = {}
         for _, epoch, samples in (each for each in self._handed if each[0] <= upto):
@@ -298,15 +301,15 @@ class DataLoader:
         self._progress.go_to(position)
 
     def _leave(self) -> None:
-        """Reset iterations after the position was set."""
+        """Invalidate iterators after the position was set."""
         self._moves += 1
         self._handed_some = False
         self._gradients.count()
 
     def _begin(self, world: World, again: bool) -> Iterator[Loaded]:
-        """Divide the rest of the epoch among the present world, and start to load this rank's part.
+        """Divide the rest of the epoch among the ranks of the present world, and start to load this rank's part.
 
-        ``again``: the same iteration had begun in this world, with other parts.
+        ``again``: this iteration began earlier in this world, with other parts.
         """
         progress = self._progress
         self._dealt = dealing = self.arguments.dealing(world[1])
@@ -318,13 +321,14 @@ class DataLoader:
             self._gradients.look()
         if length is not None and dealing.steps(length) == 0:
             raise Invalid(
-                f"drop_last with {length} samples, but a step needs {dealing.batch}: every epoch would be empty; use"
+                f"drop_last=True would make every epoch empty, because the dataset has {length} "
+                f"samples and a step needs {dealing.batch}: use"
                 " a smaller batch size, or leave drop_last out"
             )
         return self._source.begin(position, dealing, self._mine(world))
 
     def _mine(self, world: World) -> list[int]:
-        """Return the parts of a step that this rank has."""
+        """Return this rank's parts of a step."""
         rank, size, _ = world
         shards = self.arguments.shards
         if shards is None:
@@ -356,7 +360,7 @@ class DataLoader:
             self._handed.append((Position(self.epoch, step.stop), self.epoch, samples))
 
     def _next_of(self, number: int) -> World:
-        """Check before each batch. Returns the present world. Raises Invalid if this pass can't continue."""
+        """Check, before each batch, that this pass can continue, and return the present world. Raises Invalid."""
         if number != self._passes:
             raise Invalid(
                 "a second iteration of this loader started, and a loader has only one position, so the older"
@@ -384,7 +388,7 @@ class LoaderIterator(Iterator[Any]):
         given = () if loader._shards is None else tuple(loader._shards.assigned)
         at = loader._moves, world, given
         if at != self._at:
-            self._batches = iter(())  # its loader workers end before new ones start
+            self._batches = iter(())  # the old loader workers end before new ones start
             self._shards, self._over = None, False
             # Other shards of the same world do not restart an epoch that is in progress.
             again = self._at is not None and self._at[:2] == at[:2]
@@ -434,7 +438,7 @@ class StepShards(Iterator[Any]):
 
     @property
     def taken(self) -> bool:
-        """Return whether all of its batches were handed out."""
+        """Return whether all batches of the step were handed out."""
         return self._left == 0
 
     def __getitem__(self, key: object) -> Any:
@@ -452,7 +456,8 @@ class StepShards(Iterator[Any]):
         return batch
 
     def take(self) -> tuple[Any, bool]:
-        """Return the next batch, and whether loading it changed this process's generators, which then need seeding."""
+        """Return the next batch, and whether loading it changed this process's random generators, which must then be
+        seeded."""
         seeded = self._loader._source.seeded
         if seeded is None or self._loader.num_workers > 0:
             return next(self), False
@@ -463,7 +468,7 @@ class StepShards(Iterator[Any]):
             seeded.restores = True
 
     def check_done(self) -> None:
-        """Raise Invalid if a batch would be lost."""
+        """Raise Invalid if a batch of the step was not used."""
         if self._left:
             raise Invalid(
                 f"{self._left} shards of a step were not used, and their samples would be lost: iterate over all"

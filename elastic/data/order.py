@@ -29,7 +29,7 @@ class EpochOrder:
     """Cache of the present epoch's order, since every recovery needs it again."""
 
     def __init__(self, draw: Callable[[int, int], Any]) -> None:
-        self._draw = draw  # (length, epoch): the order, as a sliceable object
+        self._draw = draw  # (length, epoch) -> the order, as a sliceable object
         self._of: tuple[int, int] | None = None
         self._order: Any = None
 
@@ -53,7 +53,7 @@ def permutation(shuffle: bool, seed: int) -> EpochOrder:
 def drawn_by(sampler: Iterable[Any], seed: int, what: str) -> EpochOrder:
     """Return the order drawn by a sampler under a seed of the epoch: indices, or lists of them.
 
-    Raises Invalid if it draws different values each time, since the ranks could not agree.
+    Raises Invalid if the sampler draws different values each time, because the ranks would disagree.
     """
 
     def draw(length: int, epoch: int) -> Sequence[Any]:

@@ -1,18 +1,18 @@
 """Assignment of samples to steps, and to ranks or shards. Pure: a function of the job's position.
 
-An epoch has one order of its samples, the same on all ranks, and the job has consumed a prefix of it. A position is
-therefore two numbers, regardless of the number of ranks and of prefetched batches. A step consumes the next samples of
-the order. They are divided among the ranks (or shards) into consecutive parts whose sizes differ by at most one. After
-a change of the world, the same rule applies to the remaining samples.
+An epoch has one order of its samples, the same on all ranks, and the job has consumed a prefix of it. A position
+therefore consists of two numbers, independent of the number of ranks and of prefetched batches. A step consumes the
+next samples of the order. They are divided among the ranks (or shards) into consecutive parts whose sizes differ by at
+most one. After a change of the world, the same rule applies to the remaining samples.
 
 SamplePartition(parts=3, batch=6) with 20 samples:
 
     | 0 1 . 2 3 . 4 5 | 6 7 . 8 9 . 10 11 | 12 13 . 14 15 | 16 17 . 18 . 19 |
     part 0 .  1 .  2                        the sizes of the last two steps differ by at most one
 
-No sample is repeated to fill a step. If a whole step would leave less than one sample for each part, the last two
-steps share the remaining samples. A part is therefore empty only if a step has fewer samples than parts: the epoch has
-fewer left, or the share of a part is a single sample.
+No sample is repeated to fill a step. If a whole step would leave less than one sample for each part, the last two steps
+share the remaining samples. A part is therefore empty only if a step has fewer samples than parts: the epoch has fewer
+samples left, or each part consists of a single sample.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SamplePartition:
 
     @property
     def reach(self) -> int:
-        """Number of samples to read ahead in a stream. `size` does not depend on samples beyond these."""
+        """Number of samples to read ahead in a stream, sufficient to compute `size`."""
         return self.batch + self.parts
 
     def size(self, left: int) -> int:
@@ -86,7 +86,7 @@ class SamplePartition:
         return len(self.part(step, number)) * self.parts / len(step)
 
     def rest(self, consumed: int, length: int) -> Iterator[range]:
-        """The steps of an epoch from a position on."""
+        """The remaining steps of an epoch, from a position on."""
         while step := self.step(consumed, length):
             yield step
             consumed = step.stop

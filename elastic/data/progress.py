@@ -24,10 +24,10 @@ class DataProgress:
     def __init__(self) -> None:
         self.position = Position()  # position of the next batch
         self.length: int | None = None  # length of the dataset when this epoch was begun
-        self.by_steps = False  # an optimizer was seen to step between batches
+        self.by_steps = False  # whether an optimizer has stepped between batches
         self.ahead = 0
         self._trained = Position()  # position at the last optimizer step
-        self._handed: deque[Position] = deque([Position()], maxlen=1)  # after the last batches
+        self._handed: deque[Position] = deque([Position()], maxlen=1)  # whether the epoch has ended
 
     @property
     def reached(self) -> Position:
@@ -59,7 +59,7 @@ class DataProgress:
         self._trained = self.reached
 
     def finish(self) -> None:
-        """Record that a batch was requested after the last one: the epoch is over, and the next one starts."""
+        """Record that a batch was requested after the last one: end the epoch and start the next."""
         last = self.reached
         self.position = Position(self.position.epoch + 1, 0)
         self.length = None
@@ -86,7 +86,7 @@ class DataProgress:
         self.settle()
 
     def state_dict(self, *, before_steps: bool = False) -> dict[str, Any]:
-        """The numbers of a commit, of constant size."""
+        """The numbers stored in a commit; constant size."""
         position = self.committed(before_steps=before_steps)
         return {
             "epoch": position.epoch,

@@ -1,8 +1,8 @@
 """Division of the samples of an epoch among the workers of the world, repeated when the world changes.
 
 The epoch has one order, the same on all workers. Round r of a partition is the next ``num_replicas`` samples of that
-order, one per rank. The samples that all workers have finished are therefore always a prefix of the order. Its length
-is a single number that is known without a message from a failed rank.
+order, one per rank. The samples that all workers have finished are therefore always a prefix of the order. The length
+of this prefix is a single number, and does not depend on information from a failed rank.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch with its own order and no progress. Called at the start of a loop, it discards progress."""
+        """Start an epoch with its own order and no progress. Call it at the end of each epoch: at the start of a loop
+        it would discard the progress."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()

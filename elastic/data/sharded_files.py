@@ -19,9 +19,9 @@ class ShardedFiles(Dataset[Any]):
     """Map-style dataset: sample ``i`` of the concatenated files, as ``read(file)`` returns them.
 
     ``read`` returns an indexable object (a memory map, a Parquet row group, an array), or an iterable, which is read
-    forward from its start. ``lengths``: samples of each file; without it every file is read once to count them. A
-    loader that shuffles draws an order of the files, and one of the samples in each: over the whole file if it can be
-    indexed, none if it is read forward. Each process keeps one file open. Raises Invalid.
+    forward from its start. ``lengths``: samples of each file; without it, every file is read once to count them. A
+    loader with ``shuffle`` shuffles the files, and the samples within each file that can be indexed. Each process keeps
+    one file open. Raises Invalid.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class ShardedFiles(Dataset[Any]):
         return torch.cat(pieces).numpy()
 
     def _opened(self, number: int) -> Any:
-        # Restores the generators, so that a sample draws the same numbers whichever process opens its file or skips
-        # others.
+        # Restores the generators, so that a sample draws the same numbers no matter which process opens its file or
+        # skips samples.
         with kept():
             return self._read(self.files[number])
 

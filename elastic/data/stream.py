@@ -23,7 +23,7 @@ from elastic.data.seeds import batch_seed, sample_seed, seed_of
 # Start and end of its step, the part's number, its samples.
 Cut = tuple[int, int, int, list[Any]]
 END = object()
-NOBODY = -1  # replaces a part if a rank has none of a step
+NOBODY = -1  # placeholder for a rank without a part of the step
 
 
 class StreamDataset(IterableDataset[Any]):
@@ -94,7 +94,7 @@ class StreamDataset(IterableDataset[Any]):
 
 
 def _seeded(source: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
-    """Read a stream from its start under seeds, so that it is the same each time."""
+    """Read a seeded stream from its start, so that every pass yields the same samples."""
     plant(seed_of("order", seed, epoch))
     samples = iter(source)
     for index in count():

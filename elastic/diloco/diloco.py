@@ -1,4 +1,5 @@
-"""DiLoCo and LocalSGD: workers take several inner steps by themselves, then average the change of their parameters.
+"""DiLoCo and LocalSGD: each worker takes several inner steps on its own, then all average the changes of their
+parameters.
 
 Every rank holds the *outer* parameters, which are bitwise equal on all ranks. The model has the *inner* parameters,
 which are each worker's own between two merges. A merge averages ``outer - inner`` of one fragment into a buffer, lets
@@ -52,8 +53,8 @@ class DiLoCo:
             parameters' own dtype.
 
     Attributes:
-        position: inner steps of the job: those of the worker that took most. Every change of the world sets it to the
-            largest of all workers, so that all merge after the same steps.
+        position: number of inner steps of the job. Every change of the world sets it to the largest value of all
+            workers, so that all merge after the same steps.
         own_steps: inner steps that this worker has taken.
         bytes_sent: payload of this worker's pseudo-gradients so far.
 
@@ -103,7 +104,7 @@ class DiLoCo:
         self.merged = [0] * fragments
         self.pending: Sent | None = None  # sent, and not merged yet
         self.in_state = (
-            False  # a state restores it, so that a lost merge may wait for the next world
+            False  # in a state, so an interrupted merge can be repeated in the next world
         )
         self._in_flight: tuple[int, torch.Tensor] | None = None
         self._world: tuple[int, int] | None = None  # the world in which positions were compared
@@ -128,13 +129,13 @@ class DiLoCo:
 
     @property
     def round(self) -> int:
-        """Number of complete rounds: merges of the fragment that has fewest."""
+        """Number of complete rounds: the smallest number of merges of any fragment."""
         return min(self.merged)
 
     def step(self) -> None:
         """Count an inner step, and send and merge what is due.
 
-        Call it after each step of the inner optimizer. It communicates only at steps at which a fragment is sent or
+        Call it after each step of the inner optimizer. It communicates only in steps in which a fragment is sent or
         merged. If the world breaks meanwhile and the object is in a state, the merge is repeated in the next world, and
         the following ``commit()`` keeps this inner step before it raises.
 
@@ -168,7 +169,8 @@ class DiLoCo:
         return self.merged[sent.fragment] < scheduled
 
     def _meet(self) -> None:
-        """In the first step of a world, compare positions, and send again what was in flight in the previous one."""
+        """In the first step of a world, compare positions, and resend fragments that were in flight in the previous
+        world."""
         rt = _context()
         world = None if rt is None else (id(rt), rt.generation)
         if world == self._world:
@@ -189,7 +191,8 @@ class DiLoCo:
             self._send(self.pending)
 
     def _take_merges(self, root: int) -> None:
-        """Take the outer parameters of a rank whose last collective ended, while it broke on others. Collective."""
+        """Adopt the outer parameters of a rank on which the last collective completed, if it failed on others.
+        Collective."""
         mine = (
             self.merged,
             [each.detach() for each in self.outer],
@@ -223,7 +226,9 @@ class DiLoCo:
 
     def _merge_due(self) -> None:
         while self.pending is not None and self.pending.due <= self.position:
-            if self._in_flight is None:  # broken in this world, which the next commit() reports
+            if (
+                self._in_flight is None
+            ):  # the collective failed in this world; the next commit() raises
                 self._send(self.pending)
             assert self._in_flight is not None
             handle, buffer = self._in_flight
@@ -278,7 +283,7 @@ class DiLoCo:
         self._world = None
 
     def own_state(self) -> dict[str, Any]:
-        """Return copies of what is this worker's own: the model, the inner optimizer, the number of its steps."""
+        """Return copies of this worker's own state: the model, the inner optimizer, and the number of its steps."""
         optimizer = self.inner_optimizer
         model = {name: each.detach().clone() for name, each in self._model_tensors().items()}
         inner = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
@@ -309,7 +314,7 @@ class DiLoCo:
 
 
 class LocalSGD(DiLoCo):
-    """Local SGD: each worker takes ``every`` steps by itself, then all continue from the mean of their parameters.
+    """Local SGD: each worker takes ``every`` steps on its own, then all continue from the mean of their parameters.
 
     It is `DiLoCo` with an outer SGD of learning rate 1 without momentum. Without ``optimizer``, the optimizer's entries
     are not part of a commit.
@@ -333,7 +338,7 @@ class LocalSGD(DiLoCo):
 
 
 def _context() -> context.Context | None:
-    """Return the runtime; None before ``init()``, where a worker trains by itself."""
+    """Return the runtime; None before ``init()``, when a worker trains on its own."""
     try:
         return context.current()
     except NotInitialized:

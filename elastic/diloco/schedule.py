@@ -1,8 +1,8 @@
 """Schedule of a DiLoCo round: which fragment of the parameters is sent and merged at which inner step. Pure.
 
 Inner steps are counted from 1. A round has ``every`` of them. Fragment f of P is sent after inner step n if n is
-congruent to (f + 1) * every // P modulo ``every``, and merged after inner step n + delay. Less than the shortest
-distance between two sends passes before a merge, so at most one fragment is in flight.
+congruent to (f + 1) * every // P modulo ``every``, and merged after inner step n + delay. ``delay`` is less than the
+shortest distance between two sends, so at most one fragment is in flight.
 
     every=8, fragments=2, delay=3:   step  1  2  3  4  5  6  7  8  9 10 11 12
                                      sent           0           1           0
@@ -20,7 +20,7 @@ from elastic.errors import Invalid
 
 
 class Sent(NamedTuple):
-    """A fragment in flight: the inner step after which it was sent, and the one after which it is merged."""
+    """A fragment in flight: the inner steps after which it was sent and is merged."""
 
     fragment: int
     step: int

@@ -8,7 +8,7 @@ from elastic.exact import load_balancing
 
 
 def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
-    """Return the shards of each rank if their numbers differ by at most one; see `place`.
+    """Return the shards of each rank for an even division, in which numbers differ by at most one; see `place`.
 
     Ranks beyond the number of shards have none: warm spares.
     """
@@ -20,7 +20,7 @@ def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
 
 
 def place(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the shards of each rank, in ascending order, for given numbers of them.
+    """Return the shards of each rank, in ascending order, given the number of shards of each rank.
 
     Each number is split into powers of two, which are placed largest first. Every piece is therefore aligned to its
     length and is one node of the tree (see `elastic.exact.tree`), so a rank has few partials. A buddy allocator divides

@@ -22,7 +22,7 @@ from elastic.exact.step import ShardStep
 from elastic.runtime import lifecycle
 
 PURPOSE = "buffers of shard 0"
-# larger ones are constants, such as masks, unless torch has counted a write
+# larger buffers are considered constant, such as masks, unless torch has counted a write
 COMPARED_BYTES = 1 << 20
 
 
@@ -108,7 +108,9 @@ class BufferKeeper:
         self._names: list[str] = []  # of buffers
         self._parameters: dict[int, WatchedParameter] = {}
         self._kept: list[KeptBuffer] = []
-        self._known: list[int] = []  # buffers that shard 0 changes, as known to all ranks
+        self._known: list[
+            int
+        ] = []  # buffers changed by shard 0 in the previous step, known to all ranks
         self._generation: int | None = None
         self._step: ShardStep | None = None
 
@@ -179,7 +181,7 @@ class BufferKeeper:
                 )
         names = [name for name, _ in self._named()]
         if names != self._names:
-            # the latter: only the order differs
+            # in the second case, only the order differs
             odd = [*sorted({*names} ^ {*self._names}), *names][0]
             raise Invalid(
                 f"the buffer {self._say(odd)} was {'created' if odd in names else 'removed'} within the loop over"
@@ -212,7 +214,7 @@ class BufferKeeper:
         self.step_abandoned()
 
     def step_abandoned(self) -> None:
-        """Leave buffers unchanged: the commit that is restored next may be older than the step."""
+        """Do nothing: the commit that is restored next also restores the buffers."""
         self._step, self._modules, self._parameters = None, [], {}
         for kept in self._kept:
             kept.result = None
@@ -260,7 +262,8 @@ class BufferKeeper:
             self._take(message, buffers)
 
     def _message(self, filled: bool, numbers: list[int], given: bool) -> torch.Tensor:
-        """Return a message. ``given``: sized like the results, which receivers then know; else like the start."""
+        """Return a message buffer with the sizes of the results (``given``, if receivers know them) or of the start
+        values."""
         parts = [torch.zeros(8, dtype=torch.uint8, device="cpu")]
         for number in numbers:
             kept = self._kept[number]

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Sequence
 
 PERIOD = 4  # steps between two exchanges
-WINDOW = 12  # steps whose median is this rank's speed
-GAIN = 0.06  # relative to the faster division
-MORE_GAIN = 0.04  # for each recent change ...
-MOST_GAIN = 0.2  # ... up to this: a rank that recovers gets its shards back
-RECENT = 25  # exchanges
+WINDOW = 12  # number of last steps over which the median is taken
+GAIN = 0.06  # minimum gain, relative to the faster division
+MORE_GAIN = 0.04  # additional gain required per recent change ...
+MOST_GAIN = 0.2  # ... up to this limit, so that a rank that recovers gets its shards back
+RECENT = 25  # in exchanges
 PATIENCE = 2
 
 Division = tuple[int, ...]  # number of shards by rank
@@ -30,14 +30,14 @@ def even(shards: int, ranks: int) -> Division:
 
 
 def fastest(seconds: Sequence[float], shards: int) -> Division:
-    """Return the division with the shortest step, in which each rank has a shard at least.
+    """Return the division with the shortest step in which each rank has at least one shard.
 
-    One shard after the other goes to the rank that would finish first with it, the lower one of two that are equal.
-    Since shards are equal, no division is faster.
+    Shards are assigned one after another to the rank that would finish first, ties to the lower rank. This is optimal
+    because all shards cost the same.
 
     Args:
         seconds: seconds per shard of each rank, all positive.
-        shards: their number, at least that of the ranks.
+        shards: number of shards, at least the number of ranks.
     """
     sizes = [1] * len(seconds)
     for _ in range(shards - len(sizes)):
@@ -47,14 +47,14 @@ def fastest(seconds: Sequence[float], shards: int) -> Division:
 
 
 def step_s(seconds: Sequence[float], division: Division) -> float:
-    """Return the seconds of a step: those of its slowest rank."""
+    """Return the duration of a step in seconds, which is that of its slowest rank."""
     return max(each * size for each, size in zip(seconds, division, strict=True))
 
 
 def known(seconds: Sequence[float]) -> list[float]:
-    """Return positive speeds for all ranks: one that has not measured yet, 0.0, has the mean of the others.
+    """Return positive seconds per shard for all ranks; a rank without a measurement (0.0) gets the mean of the others.
 
-    Returns an empty list if none has measured.
+    Returns an empty list if no rank has measured.
     """
     measured = [each for each in seconds if 0.0 < each < math.inf]
     if not measured:
@@ -64,13 +64,14 @@ def known(seconds: Sequence[float]) -> list[float]:
 
 
 class SpeedWindow:
-    """Seconds per shard of this rank in its last steps. The first step of a process is left out: it also warms up."""
+    """Seconds per shard of this rank in its last steps, without the first step of the process, which includes
+    warm-up."""
 
     def __init__(self) -> None:
         self._steps: deque[float] | None = None  # None before the first step
 
     def took(self, seconds: float, shards: int) -> None:
-        """Record a step. ``seconds``: of its ``shards`` shards together."""
+        """Record a step whose ``shards`` shards took ``seconds`` in total."""
         if self._steps is None:
             self._steps = deque(maxlen=WINDOW)
         elif shards and seconds > 0.0:
@@ -87,7 +88,7 @@ class LoadBalancer:
 
     Attributes:
         division: number of shards by rank.
-        pending: the next division, for the step after the next commit; None if the division stays.
+        pending: the division to adopt at the next commit; None if the present one remains.
     """
 
     def __init__(self, shards: int, ranks: int) -> None:
@@ -97,7 +98,7 @@ class LoadBalancer:
         self._steps = 0
         self._fetched_early: bool | None = None  # None before the first commit after a step
         self._exchanges = 0
-        self._insisted = 0  # of them in a row in which another division was faster
+        self._insisted = 0  # consecutive exchanges in which another division was faster
         self._changes: list[int] = []  # the exchanges of recent changes
 
     def due(self) -> bool:
@@ -116,8 +117,8 @@ class LoadBalancer:
 
         Args:
             seconds: seconds per shard of each rank; 0.0 for one that has not measured yet.
-            may_change: whether all ranks have `may_change`. Otherwise, a script might compute other shards than those
-                that it has fetched.
+            may_change: whether `may_change` is true on all ranks. Otherwise, a script might compute other shards than
+                it has fetched.
         """
         speeds = known(seconds)
         if (
@@ -139,7 +140,7 @@ class LoadBalancer:
     def committed(self, fetched: bool = False) -> bool:
         """Adopt the pending division. Return whether there was one.
 
-        ``fetched``: whether this rank has already fetched the next step, or asked for its shards.
+        ``fetched``: whether this rank has already fetched the next step or read the numbers of its shards.
         """
         if self._steps:
             self._fetched_early = bool(self._fetched_early) or fetched

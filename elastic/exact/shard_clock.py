@@ -1,4 +1,4 @@
-"""Seconds that this process takes for the shards of a step: of the host, or on a GPU those of its stream."""
+"""Time that this process spends on the shards of a step, measured on the host or, for a GPU, in its stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class ShardClock:
     def __init__(self) -> None:
         self.window = SpeedWindow()
         self._began: float | Any = None
-        self._recorded: deque[tuple[Any, Any, int]] = deque()  # events of steps, and their shards
+        self._recorded: deque[tuple[Any, Any, int]] = (
+            deque()
+        )  # events of the steps, and their numbers of shards
 
     def begin(self) -> None:
         self._began = self._now()

@@ -1,9 +1,9 @@
 """`Shards`: the global batch of a run as a fixed number of micro-batches, for any size of the world.
 
-A step computes every shard once. A rank computes those that `assignment` gives it in the present world, in ascending
-order, and all randomness in a shard depends on (seed, step, shard). Components that sum gradients or keep buffers
-listen for the start and end of a step. Communicates only in `Shards.mean` and, about every fourth step, to exchange the
-speeds of the ranks, by which `load_balancing` decides how many shards each of them has.
+A step computes every shard once. A rank computes the shards assigned to it in the present world (`assignment`), in
+ascending order. All randomness in a shard depends on (seed, step, shard) only. Components that sum gradients or keep
+buffers listen for the start and end of a step. Communicates only in `Shards.mean` and, about every fourth step, to
+exchange the speeds of the ranks, by which `load_balancing` decides how many shards each of them has.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ class Shards:
         self._clock = ShardClock()
         # Of a generation, and the runtime: a process may join several jobs.
         self._balancer: tuple[int, weakref.ref[Context] | None, LoadBalancer] | None = None
-        self._fetched = False  # the script has asked for its shards of the next step
+        self._fetched = False  # whether the script has read the shards of the next step
         self._present: ShardStep | None = None  # not None iff a step is in progress
         self._begun_in = 0  # the generation
         self._begun_with: weakref.ref[Context] | None = None  # the runtime
         self._thread_count: int | None = None  # number of threads at this process's last step
         self._done = 0  # number of this rank's shards that have begun
-        self._optimizer_steps = 0  # count at the start of the step
+        self._optimizer_steps = 0  # number of steps at the start of the step
         self._said: tuple[int, int] | None = None
         self._committed = False  # a state has saved it
         _all.add(self)
@@ -113,7 +113,7 @@ class Shards:
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Iterate over this rank's micro-batches of one step, in the order of its shards.
 
-        Takes no more elements from ``batches`` than that.
+        Takes only as many elements from ``batches`` as needed.
 
         ``batches``: a step of an `elastic.data.DataLoader` with these shards, or any iterable with one micro-batch per
         shard of `held`. Raises Invalid if there are too few, or for unsuitable objects.
@@ -137,13 +137,14 @@ class Shards:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """This rank's shards in the present world. They stay the same if they are always read before commits."""
+        """This rank's shards in the present world. They do not change in this world if the script reads them before
+        each commit."""
         self._fetched = self._fetched or self._present is None
         return self.assigned
 
     @property
     def assigned(self) -> tuple[int, ...]:
-        """This rank's shards, for components that do not keep them beyond a commit."""
+        """This rank's shards. Unlike `held`, reading them does not keep the division beyond the next commit."""
         step = self._step()
         return step.held[step.rank]
 
@@ -263,7 +264,7 @@ class Shards:
             )
 
     def _between_steps(self) -> None:
-        # Numbers drawn between two steps are equal on all ranks, too.
+        # Random numbers drawn between two steps must be equal on all ranks, too.
         generators.set_seed(seed_of("between", self.seed, self.step))
 
     def _exchange_speeds(self, ranks: int) -> None:
@@ -316,7 +317,7 @@ class Shards:
                 f"mean() was called within the loop over the shards of step {self.step}, before all are computed:"
                 " call it after the loop"
             )
-        # A commit between the loop and this call may have changed the division: numbers may be those of either.
+        # A commit between the loop and this call may have changed the division, so the numbers may match either one.
         step, next_step = self._of_last_loop(), self._step()
         allowed = {len(each.held[each.rank]): each for each in (next_step, step)}
         held = step.held[step.rank]
@@ -368,7 +369,7 @@ class Shards:
     def listen(
         self, listener: StepListener, *, trains: torch.optim.Optimizer | None = None
     ) -> None:
-        """Notify the listener of every step from now on, while it exists.
+        """Notify the listener of every step from now on. Listeners are referenced weakly.
 
         ``trains``: the optimizer whose gradients the listener sums.
         """
@@ -442,7 +443,7 @@ class Shards:
             held = tuple(assignment.place(key[3]))
             plans = [tree.schedule(each, self.count) for each in held]
             partials = [nodes for _, nodes in plans]
-            merges = plans[rank][0] if rank < size else []  # a newcomer has no place yet
+            merges = plans[rank][0] if rank < size else []  # a joining worker has no rank yet
             self._assigned = key, ShardStep(self.step, held, rank, merges, partials)
         return self._assigned[1]._replace(number=self.step)
 
@@ -456,7 +457,8 @@ class Shards:
         return ended if same else step
 
     def _balancer_of(self, generation: int, ranks: int) -> LoadBalancer:
-        """Return the division of a world. It begins evenly; speeds that members have measured before are kept."""
+        """Return the load balancer of a world. The first division is even; speeds measured in earlier worlds are
+        kept."""
         runtime: Context | None = lifecycle.active()
         of = None if runtime is None else weakref.ref(runtime)
         known = self._balancer
@@ -569,7 +571,8 @@ def in_use() -> bool:
 
 
 def _why_no_collective() -> str:
-    """Return why a collective is not possible: ranks have different numbers of shards, so not all would call it."""
+    """Return the reason why a collective is not possible: ranks have different numbers of shards, so not all would call
+    it."""
     for shards in _all:
         if shards.looping():
             return (

@@ -34,7 +34,7 @@ TURNS_PER_S = 100_000_000  # approximate speed of an empty loop in C
 
 
 def strike(rule: Rule, facts: Mapping[str, str], file: Path | None) -> None:
-    """Carry out a rule, unless enough processes were hit. May not return."""
+    """Carry out a rule, unless enough processes have already been hit. May not return."""
     if file is not None and not _claim(rule, facts, file):
         return
     print(f"elastic: failpoint {rule.place}: {rule.action}", file=sys.stderr, flush=True)
@@ -76,7 +76,7 @@ def _stop(_: str) -> None:
 
 
 def _segv(_: str) -> None:
-    faulthandler.disable()  # otherwise it would print all stacks, as for an unexpected fault
+    faulthandler.disable()  # otherwise faulthandler would print all stacks, as for an unexpected fault
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     ctypes.string_at(0)
 
@@ -91,12 +91,12 @@ def _raise(text: str) -> None:
 
 def _hold_gil(seconds: str) -> None:
     """Block in C while holding the GIL, so that no other Python thread runs. Unlike a sleep, no signal ends it."""
-    libc = ctypes.PyDLL(None)  # unlike CDLL, it keeps the GIL
-    mutex = ctypes.create_string_buffer(128)  # zeros are an unlocked mutex
+    libc = ctypes.PyDLL(None)  # unlike CDLL, PyDLL holds the GIL
+    mutex = ctypes.create_string_buffer(128)  # an all-zero pthread_mutex_t is an unlocked mutex
     whole, part = divmod(time.time() + float(seconds), 1)
     until = (ctypes.c_long * 2)(int(whole), int(part * 1e9))
     libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_timedlock(mutex, until)  # deadlocks with itself until then
+    libc.pthread_mutex_timedlock(mutex, until)  # locking it a second time deadlocks
 
 
 def _hold_gil_busy(seconds: str) -> None:

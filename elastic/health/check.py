@@ -1,4 +1,4 @@
-"""The built-in health check: prints what it found in one line, and exits with 0, 1, or 3 for a wrong result.
+"""The built-in health check: prints its result in one line, and exits with 0 (passed), 1 (failed) or 3 (wrong result).
 
     python -m elastic.health.check      in the environment of a worker, whose slot ELASTIC_SLOT is the GPU to check
 
@@ -46,7 +46,7 @@ def _check_gpu(torch: Any, index: int) -> tuple[int, str]:
         if wrong := known_answers.wrong_on_gpu(torch, device):
             return WRONG_RESULT, f"{device}: {wrong}"
         uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
-    except RuntimeError as error:  # of CUDA: out of memory, an uncorrectable error, a lost GPU
+    except RuntimeError as error:  # CUDA errors: out of memory, an uncorrectable error, a lost GPU
         return FAILED, f"{device}: {str(error).strip().partition(chr(10))[0]}"
     found = gpu_errors.found_on(uuid)
     return (FAILED, f"{device}: {found}") if found else (PASSED, "")

@@ -1,4 +1,4 @@
-"""Hardware errors that the driver of a GPU has counted, by nvidia-ml-py (extra ``gpu-usage``), if it is installed.
+"""Hardware errors counted by the NVIDIA driver, read with nvidia-ml-py (extra ``gpu-usage``) if it is installed.
 
 NVML counts uncorrected ECC errors and failed row remappings. It has no counter of Xid errors, only events.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def found_on(uuid: str, nvml: Any = None) -> str:
-    """Return what is wrong with a GPU, or an empty text, also if that is unknown. ``nvml``: default: pynvml."""
+    """Return the hardware errors of a GPU in one line; empty if there are none or NVML is not available."""
     if not uuid:
         return ""
     if nvml is None:

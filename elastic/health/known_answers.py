@@ -1,4 +1,4 @@
-"""Computations whose bits are known, to find a device that computes or stores wrongly.
+"""Computations with known bitwise results, to detect devices that compute or store wrong values.
 
 All values are whole numbers in float32, and no partial sum exceeds 2**24. Every order of summation therefore gives the
 same bits, on every BLAS and every GPU, also with TF32.
@@ -14,11 +14,11 @@ import numpy as np
 from elastic import failpoints
 from elastic.failpoints import actions, failpoint
 
-SIZE, ROUNDS = 384, 4  # rows of the matrices, and how often they are multiplied
+SIZE, ROUNDS = 384, 4  # rows of the matrices; number of multiplications
 SUMMED = 1 << 20
 PATTERN_BYTES = 8 << 20
 PATTERNS = (0x55555555, 0xAAAAAAAA, 0x00000000, 0xFFFFFFFF)
-PRODUCT_CRC = 0xBCDA38B1  # of the product's bytes, in row-major order
+PRODUCT_CRC = 0xBCDA38B1  # CRC-32 of the product's bytes, in row-major order
 TOTAL = 7864320.0
 
 
@@ -36,7 +36,7 @@ def summands() -> Any:
 
 
 def wrong_on_cpu() -> str:
-    """Compute and compare on the CPU. Return what is wrong, or an empty text."""
+    """Run the computations on the CPU. Return a description of a wrong result, or an empty string."""
     left, right = factors()
     for _ in range(ROUNDS):
         if wrong := _product_differs(np.matmul(left, right)):
@@ -52,7 +52,7 @@ def wrong_on_cpu() -> str:
 
 
 def wrong_on_gpu(torch: Any, device: str) -> str:
-    """Compute and compare on a device of torch. Return what is wrong, or an empty text."""
+    """Run the computations on a torch device. Return a description of a wrong result, or an empty string."""
     left, right = (torch.from_numpy(each).to(device) for each in factors())
     for _ in range(ROUNDS):
         if wrong := _product_differs(torch.matmul(left, right).cpu().numpy()):

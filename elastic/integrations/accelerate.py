@@ -110,7 +110,7 @@ def refuse(accelerator: Accelerator) -> None:
 
 
 def _has_unknown(state: PartialState) -> bool:
-    """Return Accelerate's own value, but True for a worker that is alone, because others may join it.
+    """Return Accelerate's own value, but True for a single worker, because others may join.
 
     On a GPU this decides whether Accelerate wraps a model in DDP; on a CPU it always does.
     """
@@ -177,7 +177,7 @@ def deal(prepared: Any, **changes: Any) -> DataLoader:
     made.batch_sampler, made.sampler, made.generator = shard, base.sampler, None
     made.ahead = 1  # Accelerate checks whether another batch follows
     prepared.base_dataloader = made
-    prepared.rng_types = None  # the loader determines the order
+    prepared.rng_types = None  # the elastic loader determines the order
     return made
 
 
@@ -192,9 +192,9 @@ def _order(sampler: Any) -> dict[str, Any]:
 def follow(accelerator: Accelerator) -> None:
     """Update Accelerate's copies of rank and size to the present world."""
     place = lifecycle.place()
-    # Accelerate checks for local process 0, but the worker of that slot may be gone while others train.
+    # Accelerate checks for local process 0, but the worker of that slot may be lost while others train.
     setattr(PartialState, "is_local_main_process", property(_speaks))  # noqa: B010 - not for mypy
-    for state in (PartialState(), accelerator.state):  # each has a copy
+    for state in (PartialState(), accelerator.state):  # each of these has a copy
         state.num_processes, state.process_index = max(place.size, 1), place.rank
         state.local_process_index = place.local_rank
     for loader in accelerator._dataloaders:

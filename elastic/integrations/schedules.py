@@ -28,7 +28,8 @@ class ScaledSchedule:
         self._make = make
         self._made: tuple[int, Factor] | None = None
         self.steps = steps
-        # From step `since` on, which is at `position` in the first world's steps, each step advances it by `rate`.
+        # Step `since` corresponds to `position` in the first world's steps; each later step advances the position by
+        # `rate`.
         self.since, self.position, self.rate = 0, 0.0, 1.0
 
     def __call__(self, step: int) -> float:
@@ -49,7 +50,7 @@ class ScaledSchedule:
             self.since, self.position = step, position
 
     def follow(self, step: int, left: int) -> None:
-        """Stretch the rest so that it ends after ``left`` more steps. No effect if it already does."""
+        """Rescale the rest of the schedule so that it ends after ``left`` more steps."""
         position = self.at(step)
         planned = (self.steps - position) / self.rate if self.rate else 0
         if left <= 0 or abs(planned - left) < 0.5:

@@ -239,7 +239,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """``keras.callbacks.ModelCheckpoint`` that saves only the best model, or its weights.
 
-    The file, best.keras or best.weights.h5 by default, may be changed later by setting ``filepath``.
+    Set ``filepath`` to change the file, best.keras or best.weights.h5 by default.
     """
 
     def __init__(
@@ -348,7 +348,7 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class _EndOfEpoch:
-    """A true value of ``model.stop_training`` that ends an epoch but not the training."""
+    """A truthy value for ``model.stop_training`` that ends an epoch but not the training."""
 
 
 class UpdateBatchStateCallback(_Position):

@@ -40,7 +40,7 @@ class KerasSteps:
         # variables, of optimizers that don't store them
         self._applied_to: dict[int, list[Any]] = {}
         self._wrapped: list[tuple[type, str, Any]] = []
-        # Objects from before the training.
+        # Objects that were created before the training.
         self._met_optimizers: list[weakref.ref[Any]] = []
         self._sharded: list[weakref.ref[Any]] = []  # data sets
         self._windows = 0

@@ -43,8 +43,8 @@ def launch(
     ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with cloudpickle; hosts that do
     not share this one's TMPDIR receive up to 512 KiB of it over the job's own connections. ``env`` replaces the
     environment that workers inherit (default: this process's). ``on_report`` is called here with a `Report` for each
-    `elastic.report` of a worker, one at a time, and blocks the driver meanwhile. If it raises, this is logged once, and
-    the job continues.
+    `elastic.report` of a worker, one at a time, and blocks the driver meanwhile. If the callback raises, the first
+    exception is logged, and the job continues.
 
     Raises:
         Invalid: (a ValueError) for bad arguments, before anything is started.
@@ -98,7 +98,7 @@ def values_of(results: Sequence[bytes | None]) -> list[Any]:
 
 
 def run_apart(work: Callable[[], Any]) -> Any:
-    """Run ``work`` in this thread, or in another one if an event loop runs here already (a notebook)."""
+    """Run ``work`` in this thread, or in another one if this thread already runs an event loop (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,9 +1,9 @@
 """Program of the workers of ``elastic.launch``: ``python -m elastic.launcher.run_function FILE``.
 
-The file holds the pickled call; without one, the variable ELASTIC_CALL names it, since its path may differ on other
-machines. The launching process wrote it, readable only by its user. A machine that does not share that folder has the
-same bytes in its environment, up to a limit: they were sent over the authenticated connections, as text that neither
-driver nor agent decodes. The value is returned as bytes that the driver does not decode.
+FILE contains the pickled call and is readable only by the user that launched the job; without an argument, ELASTIC_CALL
+names it. On machines that do not share this folder, the bytes, up to a limit, are in the environment: they are sent
+over the authenticated connections as text that neither driver nor agent decodes. The return value is sent as bytes that
+the driver does not decode.
 """
 
 from __future__ import annotations

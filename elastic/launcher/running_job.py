@@ -59,7 +59,8 @@ class Job:
         return self._ask(AskScale, workers)[0]
 
     def drain(self, host: str, *, off: bool = False) -> str:
-        """Move the workers off a host if enough others stay, and start none there; ``off``: allow them again."""
+        """Move the workers off a host if enough others stay, and start none there; ``off``: allow workers there
+        again."""
         from elastic.driver.job.operator_api.messages import AskDrain
 
         return self._ask(AskDrain, host, off)[0]

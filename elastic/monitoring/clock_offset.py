@@ -44,6 +44,6 @@ class ClockOffset:
     def offset_ns(self) -> int:
         """Nanoseconds to add to a time of this worker; 0 if the clocks cannot be distinguished.
 
-        Processes of one host share a clock, so any other value would be noise.
+        Processes of one host share a clock, so any nonzero value would be noise.
         """
         return 0 if abs(self._offset_ns) <= self.error_ns else self._offset_ns

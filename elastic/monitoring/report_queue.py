@@ -5,7 +5,7 @@
 
 The reports in flight never exceed the system's socket buffers, so sending does not block even if the driver reads
 nothing. A report gets its number when it is first sent. The driver accepts number n only after n - 1, or if ``oldest``
-shows that an earlier driver has accepted that. Reports are therefore delivered in order, exactly once, even if
+shows that an earlier driver has accepted n - 1. Reports are therefore delivered in order, exactly once, even if
 messages are lost.
 """
 

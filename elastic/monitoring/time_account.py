@@ -22,7 +22,11 @@ from typing import get_args
 
 from elastic.protocol.messages import Part, Times
 
-REPEATED: tuple[Part, ...] = ("training", "committing", "data")  # has to be repeated after a loss
+REPEATED: tuple[Part, ...] = (
+    "training",
+    "committing",
+    "data",
+)  # activities that have to be repeated after a loss
 
 
 class TimeAccount:
@@ -69,7 +73,7 @@ class TimeAccount:
             self._spent["training"] = self._kept["training"] = 0.0
 
     def stepped_back(self) -> None:
-        """Return to the newest commit. Time spent since then is lost."""
+        """Record a rollback to the newest commit: the time since then is lost."""
         with self._lock:
             for part in REPEATED:
                 self._spent["lost"] += self._spent[part] - self._kept[part]

@@ -72,7 +72,7 @@ class TraceBuffer:
         self._close(row, span, at_ns)
 
     def end_all(self, at_ns: int) -> None:
-        """End all open spans, because their world is gone."""
+        """End all open spans, because their world has ended."""
         with self._spans:
             opened, self._open = self._open, {}
         for row, spans in opened.items():

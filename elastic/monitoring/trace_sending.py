@@ -29,7 +29,7 @@ class TraceSending:
     def __init__(self, buffer: TraceBuffer) -> None:
         self.timeline = 0  # number of the present one; 0: none
         self._buffer = buffer
-        self._over = False  # it has ended, and the remaining records have to be sent
+        self._over = False  # the timeline has ended, and the remaining records have to be sent
         self._under_way = 0  # messages
         self._clock = ClockOffset()  # offset from the last complete round
         self._round = ClockOffset()

@@ -6,16 +6,15 @@ handles no tensors.
 
 A name that is requested again gets a cache number. From then on a rank requests it with one bit, and the coordinator
 only intersects bit masks: for 1,024 names, one `and` of 128 bytes per rank. A number means "the same request as last
-time". A rank that wants something else under the same name sends a full request, and the other ranks' bits are expanded
-to the requests that they stand for. The number of a name changes only in a decision in which all its members took part,
+time". A rank with a different request under the same name sends it in full, and the other ranks' bits are expanded to
+the requests that they stand for. The number of a name changes only in a decision in which all its members took part,
 never while a rank might still be requesting the old one. When the numbers are used up, all are dropped at once and a
 new epoch starts; bits of the previous epoch are understood until every member has seen the new one.
 
 A rank whose only submitting thread has been blocked for a moment reports what it waits for. If all members of a
 collective wait, each for a different one, none of these can ever run, and every rank receives the list of calls.
 
-A rank that joined has no more data: the other ranks' reductions no longer wait for it. When all have joined, all are
-notified.
+A rank that joined has no more data, so reductions do not wait for it. When all ranks have joined, all are notified.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Coordinator:
         self._sets: dict[Members, MessageTable] = {}
         self._joined: list[int] = []  # ranks in the order of joining
         self._gone: dict[int, str] = {}  # ranks that left -> the reason
-        # The wait that each rank last reported; it may be over.
+        # The last reported wait of each rank; it may have ended.
         self._waits: dict[int, tuple[Members, Request]] = {}
         self._since: dict[tuple[Members, str], float] = {}  # when each name was first seen waiting
         self._warned: set[tuple[Members, str]] = set()
@@ -205,7 +204,7 @@ class Coordinator:
         return made
 
     def _what_is_left(self) -> list[ResponseList]:
-        """Settle collectives submitted before the submitter joined. Ranks that never submit them add zeros."""
+        """Settle collectives that a rank submitted before it joined. Ranks that never submit them add zeros."""
         made: list[ResponseList] = []
         for each in self._sets.values():
             for rank, offered in [*each.offered.items()]:
@@ -327,7 +326,7 @@ class Coordinator:
         self._waits_no_more(each, name)
 
     def _waits_no_more(self, each: MessageTable, name: str) -> None:
-        """Forget the stall of this name; if it is seen waiting again, that is a new wait."""
+        """Forget the stall of this name; a later wait counts as a new one."""
         self._since.pop((each.named_as, name), None)
         self._warned.discard((each.named_as, name))
 

@@ -43,7 +43,9 @@ from elastic.protocol.messages import Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, listen
 
-BLOCKED_S = 0.3  # a collective that takes longer may wait for ranks that are blocked in others
+BLOCKED_S = (
+    0.3  # a collective that takes longer may be waiting for ranks blocked in other collectives
+)
 LEAVE_S = 0.3  # seconds to send the leave message to rank 0
 _MOST_CYCLES = 5  # how many cycles to wait for a growing batch
 DRAIN_S = 0.2  # seconds for a woken thread to carry out the decisions that it received
@@ -94,7 +96,9 @@ class Engine:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._nudged = False
         self._left = False
-        self._midway = False  # work has been taken from one queue and not yet put into the next
+        self._midway = (
+            False  # a thread has taken work from one queue and not yet put it into the next
+        )
         self._thread: threading.Thread | None = None
 
     @property
@@ -154,7 +158,7 @@ class Engine:
         self._tell()
 
     def leave(self) -> None:
-        """Tell the other ranks not to wait for this one, at ``shutdown()`` or the end of the process."""
+        """Notify the other ranks not to wait for this one, at ``shutdown()`` or the end of the process."""
         if self._failure or self._left:
             return
         self._left = True
@@ -318,7 +322,7 @@ class Engine:
         self._limits = rules.limits
         line = ControllerClient(rules, place.rank, self.generation, secret, silence_s(self._env))
         self._line = line
-        if self._failure:  # aborted meanwhile
+        if self._failure:  # aborted in the meantime
             line.abort()
         return line
 
@@ -366,7 +370,7 @@ class Engine:
                     pending.settled(error=error)
                 if isinstance(error, CollectiveFailed) or not isinstance(error, Exception):
                     raise
-                # The other ranks have started it and wait for this one.
+                # The other ranks have started the collective and wait for this one.
                 raise CollectiveFailed(
                     f"{asked[0].name if asked else 'a collective'}: {error}"
                 ) from error
@@ -377,7 +381,7 @@ class Engine:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _give_up(self, reason: str) -> None:
-        """Fail, and report the broken world: called in the engine's own threads, where no caller would do so."""
+        """Fail and report the broken world. Called in the engine's own threads, which have no caller to do so."""
         self.fail(reason)
         if not self._resting:
             self._broken(reason)

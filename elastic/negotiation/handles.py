@@ -1,4 +1,4 @@
-"""Handles: the integers that stand for collectives in flight, from submission to `synchronize`."""
+"""Handles: integers that identify collectives in flight, from submission to `synchronize`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class HandleEntry:
         self.runtime = rt
         self.generation = rt.generation
         self.pending = pending
-        self.pick = pick  # makes the result that the user sees
-        # the same on all ranks: without the number that only this process assigned
+        self.pick = pick  # creates the result for the user
+        # equal on all ranks: excludes the number assigned by this process
         self.shown = shown
 
     def stale(self, rt: Context) -> bool:
@@ -44,7 +44,7 @@ class Handles:
         self._claimed: dict[int, HandleEntry] = {}
         self._names: dict[tuple[Members, str], int] = {}
         self._lost: set[int] = set()  # handles of earlier worlds
-        self._world: tuple[Context, int] | None = None  # whose handles these are
+        self._world: tuple[Context, int] | None = None  # the world of these handles
 
     def claim(self, rt: Context, pending: Pending, pick: Callable[[Any], Any] | None) -> int:
         """Return a handle for a collective that is about to be submitted.
@@ -83,7 +83,7 @@ class Handles:
                 self._unname(handle, claimed)
 
     def _unname(self, handle: int, claimed: HandleEntry) -> None:
-        # Use the name that was claimed: the engine may have assigned another one since.
+        # Use the claimed name: the engine may have assigned another one.
         full = claimed.pending.members, claimed.shown
         if self._names.get(full) == handle:
             del self._names[full]

@@ -52,7 +52,7 @@ def silence_s(env: Environment) -> float:
 class LocalController:
     """Rank 0's end: requests are decided immediately, in the thread that makes or receives them.
 
-    ``died(why)`` is called in the server's thread if that fails.
+    ``died(why)`` is called in the server's thread when the server fails.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class LocalController:
         self._offered(0, offer)
 
     def publish(self, decision: ResponseList) -> None:
-        """Send a decision to all its members; a rank that is gone is skipped. The caller holds ``_deciding``."""
+        """Send a decision to all its members, except ranks that have left. The caller holds ``_deciding``."""
         body = _encoder.encode(decision)
         members = decision.members or range(self._size)
         for rank in members:
@@ -177,7 +177,7 @@ class LocalController:
             return []
         decisions = [each for each in received if isinstance(each, ResponseList)]
         if None in received:
-            # Decisions that are being sent to the other ranks right now are meant for this rank too.
+            # Decisions that are being sent to the other ranks must be returned here too.
             with self._deciding:
                 rest = self._waiting()
             self.own.put(None)  # wakes the next caller too

@@ -15,7 +15,7 @@ from elastic.negotiation.messages import ALLREDUCE, Members, Request, Response
 class MessageTable:
     """The pending collectives of one set of ranks."""
 
-    members: Members  # spelled out
+    members: Members  # in full
     named_as: Members  # members as in messages: empty for the whole world
     offered: dict[int, int]  # bits of the numbers that each rank has offered
     waiting: dict[str, dict[int, Request]] = field(default_factory=dict)  # by name, by rank
@@ -28,7 +28,7 @@ class MessageTable:
     epoch: int = 0
     before: list[Response] = field(default_factory=list)  # the entries of the previous epoch
     unaware: set[int] = field(default_factory=set)  # ranks that have not seen this epoch yet
-    lacking: int = -1  # the rank that lacked something the last time; checked first
+    lacking: int = -1  # the rank that was last found missing; checked first
 
     def name_of(self, number: int) -> str:
         return self.entries[number].request.name

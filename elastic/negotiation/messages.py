@@ -70,12 +70,12 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     it sends to each member (alltoall).
     """
 
-    request: Request  # request of the first member that asked
+    request: Request  # request of the first member
     rows: tuple[tuple[int, ...], ...] = ()
     payloads: tuple[str, ...] = ()
     number: int = -1  # cache number from now on; -1: none
     error: str = ""
-    refused: bool = False  # not a user error: a rank is gone
+    refused: bool = False  # not a user error: a rank has left
     calls: Calls = ()  # the ranks' calls, if the error is that they differ
     missing: tuple[int, ...] = ()  # ranks that are gone or never submitted it, if refused
 

@@ -132,7 +132,7 @@ class Pending:
         self.into = into
         self.lasting = bool(name) and bool(tensors)
         self.key: Hashable = None
-        self.decided = False  # it runs, or has failed
+        self.decided = False  # whether it has started or failed
         self.noted = False  # for a join: recorded by the coordinator
         self.error: BaseException | None = None
         self._engine: Driver | None = None
@@ -140,7 +140,7 @@ class Pending:
         self._part: tuple[int, int] | None = None  # its slice of the batch's results
         self._value: Any = None
         self._ready: Any = None
-        if device.type == "cuda":  # another thread may start it, on a different stream
+        if device.type == "cuda":  # another thread may start the collective, on a different stream
             self._ready = torch.cuda.Event()
             self._ready.record()
 
@@ -214,7 +214,7 @@ class Pending:
             self._batch.wait()
 
     def offer(self) -> None:
-        """Send it now. Not needed if the submitter is about to wait for it, which sends it too."""
+        """Send the request now. Not needed if the submitter is about to wait, which also sends it."""
         if self._engine is not None:
             self._engine.offer()
 

@@ -2,7 +2,7 @@
 
 Every worker keeps its own table, and all tables must be equal. All ranks request a change together: each sends a
 `TableProposal` with its request and the relevant contents of its table. The result is a function of the list of
-wishes alone, so all ranks reach the same result or all raise.
+requests alone, so all ranks reach the same result or all raise.
 
 Tables may differ for a while, because a world can break when only some ranks have made a change. After the rollback to
 a commit those ranks request it again. So adding a set that was registered in an earlier generation is not an error; all
@@ -62,7 +62,7 @@ def present(ranks: Ranks, size: int) -> Ranks:
 
 @dataclass(eq=False)
 class SetEntry:
-    """One set. Holders of the object see it registered (``number`` is not 0), renumbered and removed."""
+    """One set. The object is updated when the set is registered (``number`` is not 0), renumbered or removed."""
 
     ranks: Ranks
     number: int = 0  # 0: not registered
@@ -202,10 +202,11 @@ class ProcessSetTable:
         return msgspec.json.encode(_Table(sets, self._next_number, self.largest)).decode()
 
     def adopt(self, text: str) -> list[str]:
-        """Make this table equal to another worker's `text`. Return one sentence for each thing that users should know.
+        """Make this table equal to another worker's `text`. Return one sentence for each change that users should know
+        about.
 
-        A new worker's set that the world lacks may come from the same statement of the script, run with another world
-        size: it then becomes the world's set of that number.
+        A set of a new worker that the world lacks may result from the same statement of the script, run with another
+        world size. It then becomes the world's set of that number.
         """
         world = msgspec.json.decode(text, type=_Table)
         own = {entry.ranks: entry for entry in self.entries()}
@@ -239,7 +240,7 @@ class ProcessSetTable:
 
 
 def _common(wishes: Sequence[TableProposal], index: int) -> int:
-    """Return the number that a set has on some ranks and that is free on all others, or 0."""
+    """Return the number of the set on some ranks that is unused on all others, or 0."""
     known = {wish.numbers[index] for wish in wishes} - {0}
     if len(known) != 1:
         return 0
@@ -249,7 +250,7 @@ def _common(wishes: Sequence[TableProposal], index: int) -> int:
 
 
 def _same(wishes: Sequence[TableProposal]) -> None:
-    """Raise Invalid, naming which rank asked for what, unless all ask for the same."""
+    """Raise Invalid, with the request of each rank, unless all requests are equal."""
     asked: dict[str, list[int]] = {}
     for rank, wish in enumerate(wishes):
         sets = ", ".join(str(list(ranks)) for ranks in wish.sets)

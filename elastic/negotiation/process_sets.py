@@ -31,7 +31,7 @@ from elastic.negotiation.process_set_table import (
 )
 from elastic.protocol.messages import COPY
 
-_PACKET_BYTES = 1024  # a table that fits takes a single broadcast
+_PACKET_BYTES = 1024  # a table of up to this size takes a single broadcast
 _HEAD_BYTES = 8
 
 _table = ProcessSetTable()
@@ -83,7 +83,7 @@ class ProcessSet:
         return context.current().place.rank in self._entry.ranks
 
     def __reduce__(self) -> Any:
-        # Copied with a state, or sent to another worker, it resolves to the set that is registered there.
+        # A set that is copied with a state, or sent to another worker, resolves to the set registered there.
         return _found, (self._entry.ranks,)
 
     def __repr__(self) -> str:
@@ -118,7 +118,7 @@ class GlobalProcessSet(ProcessSet):
         return True
 
     def __reduce__(self) -> str:
-        return "global_process_set"  # copied or pickled, it stays the one object
+        return "global_process_set"  # copies and unpickled objects are this same object
 
     def __repr__(self) -> str:
         return "global_process_set"
@@ -304,7 +304,7 @@ def _add(rt: Context, sets: Sequence[ProcessSet]) -> None:
 
 def _agree(rt: Context, wish: TableProposal) -> list[TableProposal]:
     if rt.provisional:
-        return [wish]  # not negotiated until the new worker joins
+        return [wish]  # not negotiated before the new worker joins
     # All changes share one name, so that ranks with different requests are compared.
     texts = submission.agree("process sets", "change", wish.text())
     return [TableProposal.parse(text) for text in texts]

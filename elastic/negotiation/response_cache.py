@@ -16,14 +16,14 @@ from elastic.negotiation.messages import Members, Request, RequestList, Response
 class PendingRequest(Protocol):
     """A collective that this rank has submitted. Keys are equal if and only if requests are."""
 
-    key: Hashable  # stored until it has a number
+    key: Hashable  # kept until the request has a number
 
     @property
     def name(self) -> str: ...
 
     @property
     def lasting(self) -> bool:
-        """Whether it may have a number."""
+        """Whether the request may get a number."""
 
     def make_key(self) -> Hashable: ...
 

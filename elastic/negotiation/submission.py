@@ -313,14 +313,15 @@ def synchronize(handle: int) -> Any:
         if rt.broken:
             found.pending.drain()
         if isinstance(found.pending.error, TensorMismatch):
-            # every rank receives it; it may be the reason that this world is over
+            # every rank receives this error, which may be why the world has ended
             raise found.pending.error
         with rt.guard(found.shown):
             found.pending.wait()
             result = found.pending.result()
             result = result if found.pick is None else found.pick(result)
     except BaseException as error:
-        # If interrupted from outside (Ctrl-C, a signal handler) it is still in flight and can be waited for again.
+        # After an interruption (Ctrl-C, a signal handler), the collective is still in flight and can be waited for
+        # again.
         if found.pending.over(error):
             _handles.release(handle)
         raise

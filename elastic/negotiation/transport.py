@@ -126,7 +126,7 @@ class ControllerClient:
     def receive(self, within_s: float | None = None) -> list[ResponseList]:
         """Block until a decision or a wake arrives, for at most ``within_s`` seconds; empty on a wake or timeout.
 
-        Raises CollectiveFailed when rank 0 is gone, or on `abort`.
+        Raises CollectiveFailed if rank 0 is lost, or on `abort`.
         """
         while True:
             try:
@@ -142,7 +142,8 @@ class ControllerClient:
             if not ready and short:
                 return []
             if not ready:
-                # Counted, not timed: after all processes were suspended together and resumed, no rank was silent.
+                # Timeouts are counted instead of measuring time, so that suspending all processes together does not
+                # count as silence.
                 self._in_vain += 1
                 if self._in_vain >= _LISTENS:
                     raise self._failure(f"no message for {self._silence_s:g} s")
@@ -161,7 +162,7 @@ class ControllerClient:
 
     def wake(self) -> None:
         """Wake the thread in `receive`. Thread-safe."""
-        with contextlib.suppress(OSError):  # full: the thread wakes anyway
+        with contextlib.suppress(OSError):  # the pipe is full, so the thread wakes up anyway
             self._waker.send(b"!")
 
     def _failure(self, error: object) -> CollectiveFailed:

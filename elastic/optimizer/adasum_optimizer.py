@@ -171,7 +171,7 @@ class AdasumDistributed(WrappedOptimizer):
 
 
 def prepare(wrapped: WrappedOptimizer, compression: Compressor, sparse_as_dense: bool) -> None:
-    """Set how the deltas of an `AdasumDistributed` are reduced."""
+    """Configure the reduction of the deltas of an `AdasumDistributed`."""
     assert isinstance(wrapped, AdasumDistributed)
     wrapped._compression = compression
     wrapped._sparse_as_dense = sparse_as_dense
@@ -181,7 +181,7 @@ class BackwardPasses:
     """Counter of the backward passes of a step, in worlds with more than one rank.
 
     Gradients accumulate in the parameters, so a step may follow fewer passes than ``backward_passes_per_step``. More
-    passes are an error of the script, which backward raises.
+    passes are an error in the script, raised by backward.
     """
 
     pending = False  # gradients are never in flight
@@ -216,7 +216,7 @@ class BackwardPasses:
         self._counts.clear()
 
     def finish(self) -> None:
-        """Does nothing: no gradient is in flight."""
+        """Do nothing: no gradient is in flight."""
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """Count a gradient that one backward pass has added to ``parameter.grad``."""
@@ -226,7 +226,7 @@ class BackwardPasses:
             return
         if world.place.size == 1:
             return
-        if self._generation != world.generation:  # an interrupted step starts over
+        if self._generation != world.generation:  # an interrupted step is restarted
             self.discard()
             self._generation = world.generation
         count = self._counts.get(id(parameter), 0) + 1

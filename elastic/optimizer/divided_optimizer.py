@@ -67,7 +67,9 @@ class DividedOptimizer(WrappedOptimizer):
 
     zero_order: tuple[int, ...]
     stepped: Sequence[torch.Tensor] = ()  # whole parameters, during a step only
-    _gather_memory: dict[tuple[Any, ...], torch.Tensor]  # keyed by the layout it was allocated for
+    _gather_memory: dict[
+        tuple[Any, ...], torch.Tensor
+    ]  # gather buffers, by the layout they were allocated for
 
     def divide(self, order: Sequence[int]) -> None:
         """Divide the parameters among the ranks of another world. The entries remain those of the previous shard."""

@@ -1,4 +1,4 @@
-"""Options of gradient tapes and optimizers of other frameworks. Only decides."""
+"""Options of gradient tapes and optimizers of other frameworks. Pure validation, without communication."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """`join`: this rank has no more data and contributes zeros to reductions until all ranks have joined. Acts.
 
-The engine answers collectives that are called by name. Gradients of a DistributedOptimizer are not negotiated step by
-step, so their groups are watched here: a joined rank contributes zeros to the first buffer of every plan, and once more
-when plans are agreed (see `gradients/plan_agreement.py`). A step of ranks with data needs no additional message,
-whether a rank has joined or not.
+The engine handles named collectives. Gradients of a DistributedOptimizer are not negotiated in every step, so this
+module handles them: a joined rank contributes zeros to the first buffer of every plan, and once more when plans are
+agreed (see `gradients/plan_agreement.py`). A step of ranks with data needs no additional message, whether a rank has
+joined or not.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from elastic.optimizer.gradients import (
 from elastic.optimizer.gradients.joined_rank import JoinedRank, Members
 from elastic.runtime import lifecycle
 
-# Polling intervals: shortly after an event, and later. Once a rank has joined, other ranks wait for it only in the
-# second and later buffers of a step.
+# Polling intervals, shortly after an event and later. The other ranks wait for a joined rank only in the second and
+# later buffers of a step.
 SOON_S = 0.0002
 LATER_S = 0.001
 FORMING_S = 0.05  # interval of checks whether the other ranks form a group
@@ -70,7 +70,7 @@ def join(device: int = -1) -> int:
     noted = False
     pause_s = SOON_S
     while True:
-        # The guard is left after each turn with an event, so that the driver sees this rank make progress.
+        # Leave the guard after each turn with an event, so that progress is reported to the driver.
         with rt.guard("join"):
             while not noted and not rt.broken:
                 # Other ranks can finish only with this rank's zeros, so register this join before contributing any.
@@ -138,7 +138,7 @@ class _SharedPlans:
     def _look(self, now: float, all_joined: bool) -> bool:
         """Join the agreement on the next plan, if the other ranks have reached it."""
         if all_joined and not self._known.channel_open:
-            return False  # no rank will take part in it, and rank 0, which forms groups, may have exited
+            return False  # no rank will take part in an agreement, and rank 0, which forms groups, may have exited
         types = [joined_rank.CPU.type]
         if not self._known.agreed and torch.cuda.is_available():
             types.append("cuda")  # the first plan is agreed on the device of its gradients

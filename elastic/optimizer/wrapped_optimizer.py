@@ -47,7 +47,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     _synchronized_for_scaler: bool
     _should_synchronize: bool
     _reducer: Reducer
-    # The optimizer as the user created it, in which a scheduler that was made from it looks for groups and steps.
+    # The user's original optimizer: a scheduler created from it reads groups and steps there.
     _unwrapped: weakref.ref[torch.optim.Optimizer]
 
     @property
@@ -173,7 +173,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state like the optimizer's own method, and reset the count of backward passes."""
         super().load_state_dict(state_dict)
-        if (unwrapped := self._unwrapped()) is not None:  # torch has replaced both
+        if (unwrapped := self._unwrapped()) is not None:  # load_state_dict() has replaced both
             unwrapped.param_groups, unwrapped.state = self.param_groups, self.state
         self._reset_passes()
 
@@ -243,7 +243,7 @@ def wrap(
 
 
 def reduce_with(wrapped: WrappedOptimizer, reducer: Reducer) -> None:
-    """Set the object that reduces its gradients, or its steps."""
+    """Set the object that reduces the optimizer's gradients or steps."""
     wrapped._reducer = reducer
 
 

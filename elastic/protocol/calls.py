@@ -1,4 +1,4 @@
-"""The calls of each rank of a group where they differ, and the sentence that describes them. Pure."""
+"""Differing calls of the ranks of a group, and the sentence that describes them. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-DISTINCT = 16  # how many are reported to the driver
+DISTINCT = 16  # maximum number of calls reported to the driver
 
 
 class Called(msgspec.Struct, frozen=True, array_like=True):

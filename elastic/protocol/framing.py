@@ -5,8 +5,8 @@
     16 bytes tag, once the connection is sealed
 
 The tag is an HMAC-SHA256, cut to 16 bytes, over the frame's number in its direction and the body. Each direction of
-each connection has its own key, derived from a secret and the nonces of both ends, so that only a holder of the secret
-can forge, change, repeat, drop, reflect or move a frame. Frames are not encrypted.
+each connection has its own key, derived from a secret and the nonces of both ends. Without the secret, a frame cannot
+be forged, changed, repeated, dropped, reflected or moved without detection. Frames are not encrypted.
 
 Control connections are sealed after a challenge. Between ranks (the store of a generation, the negotiation of named
 collectives) the caller sends its nonce, NONCE_BYTES, followed by sealed frames: the tag of the first one proves that it
@@ -39,7 +39,7 @@ def proof(secret: bytes, role: str, challenge: bytes, own: bytes, who: str) -> b
 
 
 def derived(secret: bytes, purpose: str, generation: int) -> bytes:
-    """Return a secret (32 bytes) for one use in one generation, so that frames of others are not accepted."""
+    """Return a secret (32 bytes) for one use in one generation. Frames sealed with another secret are rejected."""
     text = f"hvd-elastic {purpose}|{generation}"
     return hmac.digest(secret, text.encode(), hashlib.sha256)
 
@@ -82,7 +82,7 @@ class FramedConnection:
         self._decoder, self._limit = decoder, limit
 
     def frame(self, message: msgspec.Struct) -> bytes:
-        """Encode a message as a frame. Send frames in the order in which they are made.
+        """Encode a message as a frame. Send frames in the order of these calls.
 
         Raises ProtocolError if it exceeds FRAME_LIMIT.
         """
@@ -94,7 +94,8 @@ class FramedConnection:
         return b"".join((head, body, tag))
 
     def around(self, body: bytes) -> tuple[bytes, bytes]:
-        """Return what precedes and follows an encoded message in its frame. Send frames in the order of these calls."""
+        """Return the bytes before and after an encoded message in its frame. Send frames in the order of these
+        calls."""
         head = len(body).to_bytes(4, "big")
         if not self._key_out:
             return head, b""
@@ -149,7 +150,7 @@ class FramedConnection:
 
 
 class AcceptedConnection(FramedConnection):
-    """The called end of a connection on which the caller sends its nonce first.
+    """The accepting end of a connection on which the caller sends its nonce first.
 
     ``secret``: see `derived`. ``mine`` is this end's nonce if the caller knows it. The connection
     is dropped at a frame without the right seal, so ``limit`` bounds what an unauthenticated peer may send.

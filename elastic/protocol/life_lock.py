@@ -41,7 +41,7 @@ _held = False  # the lock is held by this process until it exits
 def hold(location: str) -> None:
     """Take the lock at ``location``, the value of the worker's variable.
 
-    Has an effect in the main thread only, because that lives as long as the process.
+    Has no effect outside the main thread, because only that thread lives as long as the process.
     """
     global _held
     if not location or _held or threading.current_thread() is not threading.main_thread():
@@ -49,7 +49,7 @@ def hold(location: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         file, _, offset = location.rpartition(":")
         if not os.readlink(file).startswith(f"/memfd:{_NAME}"):
-            return  # the agent is gone, and another process has its ID
+            return  # the agent has exited, and its process ID was reused
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
         memory = _mapped(fd)
         os.close(fd)
@@ -71,13 +71,13 @@ def _lock(address: int) -> bool:
     mutex, kind = ctypes.c_void_p(address), ctypes.create_string_buffer(64)
     word = ctypes.c_uint32.from_address(address)
     if word.value:
-        return False  # held by the worker, of which this process is a child
+        return False  # the worker, which is this process's parent, holds the lock
     locked = (
         _libc.pthread_mutexattr_init(kind) == 0
         and _libc.pthread_mutexattr_setpshared(kind, 1) == 0
         and _libc.pthread_mutexattr_setrobust(kind, 1) == 0
         and _libc.pthread_mutex_init(mutex, kind) == 0
-        and _libc.pthread_mutex_trylock(mutex) == 0  # a second process of one worker fails here
+        and _libc.pthread_mutex_trylock(mutex) == 0  # fails in a second process of the same worker
         and word.value == threading.get_native_id()  # layout of glibc
     )
     if locked:
@@ -135,7 +135,7 @@ class LifeLock:
             self._left = itertools.count(1)
 
     def end(self) -> None:
-        """Release waiters after the process has exited, whether it ever held the lock or not."""
+        """Release waiters after the process has exited, even if it never held the lock."""
         self._ended = True
         ctypes.c_uint32.from_address(self._address).value = _OWNER_DIED
         self._futex(_FUTEX_WAKE, 1)

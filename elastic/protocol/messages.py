@@ -20,7 +20,7 @@ FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large mess
 RESULT_LIMIT = FRAME_LIMIT - 4096  # bytes of a returned value
 RELAY_LIMIT = FRAME_LIMIT + 4096  # bytes; a message of FRAME_LIMIT and its sender
 HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
-# Small items in a list take far more memory than bytes on the wire, so a frame may hold no more than is ever sent.
+# Small list items take far more memory than bytes on the wire, so the number of items in a frame is limited.
 PHASES_LIMIT = 1000
 SAMPLES_LIMIT = 1_000_000
 TRACES_LIMIT = 100_000
@@ -147,7 +147,7 @@ class HeldCommitShards(Value):
     shards: int  # of the commit
     own: int | None  # shard of this worker; None: it has only copies
     copies: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()  # other shards
-    mirrored: bool = True  # it also has all copies that it has to keep
+    mirrored: bool = True  # whether it also has all copies that it must keep
 
 
 class ShardsHeld(Value):
@@ -162,7 +162,7 @@ class ShardsHeld(Value):
 
 
 class RowBytes(Value):
-    """Bytes of the rows of a new shard by where they came from.
+    """Bytes of the rows of a new shard, by source.
 
     ``memory``: this worker's own, including copies that it kept. ``host``: another worker of its host, even one that
     has exited. ``network``: a worker of another host. ``checkpoint``: storage.
@@ -186,7 +186,7 @@ class ShardsPlaced(Value):
     shard: int  # of this worker
     keeps: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()  # other shards it mirrors
     lasting: bool = False  # other workers of its host map its memory, which outlives it
-    # What the world went back to, as `HeldCommitShards.commit`; None: a checkpoint.
+    # The restored commit, as in `HeldCommitShards.commit`; None: a checkpoint.
     restored: Commit | None = None
     rows: RowBytes = RowBytes()  # of all its rows
     received: int = 0  # bytes of them that another worker sent
@@ -351,9 +351,9 @@ class Pace(Message):
 
     generation: int
     collectives: int  # completed
-    waited_s: Finite  # seconds of them in which the training thread was inside a collective
+    waited_s: Finite  # seconds of these that the training thread spent in collectives
     over_s: Finite  # seconds
-    commits: int = 0  # made in that time
+    commits: int = 0  # commits made in that time
     commit: Commit | None = None  # the newest that all members have agreed on
 
 
@@ -365,7 +365,7 @@ class TimeSpent(Message):
 
     generation: int
     times: Times
-    doing: Part  # now
+    doing: Part  # present activity
     commit: Commit | None = None  # the newest that all members have agreed on
     step: int | None = None  # the state's own step at the newest commit, if it has one
     steps: int | None = None  # steps of an optimizer since training began; None: no step seen
@@ -406,7 +406,7 @@ class Raised(Message):
     beginning: bool = False
     code: Annotated[int, Meta(ge=1, le=255)] = 1  # exit code of the job, if final
     calls: Calls = ()  # mismatched calls, which all ranks received
-    shards_lost: bool = False  # some shards of the state are held by no worker any more; final
+    shards_lost: bool = False  # some shards of the state were lost; final
 
 
 class Quit(Message):
@@ -446,8 +446,8 @@ class Reported(Message):
     rank: int
     size: int
     at: Finite  # seconds since 1970
-    metrics: Annotated[bytes, Meta(max_length=REPORT_LIMIT)]  # opaque to agents
-    dropped: int = 0  # reports dropped since the one before, for lack of room
+    metrics: Annotated[bytes, Meta(max_length=REPORT_LIMIT)]  # agents do not decode it
+    dropped: int = 0  # reports dropped since the previous one, because the queue was full
 
 
 Trace = tuple[str, str, str, int, int]  # kind, row, name, nanoseconds, duration: see trace_buffer
@@ -465,7 +465,7 @@ class Traced(Message):
     timeline: int
     offset_ns: int
     records: Annotated[list[Trace], Meta(max_length=TRACES_LIMIT)]
-    dropped: int = 0  # records dropped since the last message, for lack of room
+    dropped: int = 0  # records dropped since the last message, because the buffer was full
 
 
 class TracedAll(Message):
@@ -522,7 +522,7 @@ class ShareWritten(Message):
 
 
 class ShareDropped(Message):
-    """This rank cannot write its part, which cancels the checkpoint. ``timing``: only the time was wrong."""
+    """This rank cannot write its part, which cancels the checkpoint. ``timing``: the request only arrived too late."""
 
     generation: int
     number: int
@@ -531,12 +531,12 @@ class ShareDropped(Message):
 
 
 class CheckpointWritten(Message):
-    """The whole checkpoint is in the storage and was read back. ``commit``: its content."""
+    """The complete checkpoint is in storage and was read back. ``commit``: its content."""
 
     generation: int
     number: int
     commit: Commit
-    place: str  # its folder
+    place: str  # folder of the commit
     size: int  # bytes
     took_s: Finite
     step: int | None = None  # the state's own step, if it has one
@@ -608,7 +608,7 @@ class Proceed(Message):
 class Leave(Message):
     """The receiver is no longer part of the job: exit with code 0.
 
-    ``fenced``: the driver had given the worker up, so its work since then is discarded, as its exit code shows.
+    ``fenced``: the driver has fenced the worker, so its later work is discarded; the exit code shows this.
     """
 
     reason: str
@@ -641,7 +641,7 @@ class Rejected(Message):
 
 
 class StandBy(Message):
-    """The world is at its maximum size: the receiver waits, without a limit, for a free place."""
+    """The world has its maximum size: the receiver waits, without a timeout, for a free place."""
 
 
 class Finish(Message):
@@ -671,7 +671,7 @@ class ReportsTaken(Message):
 
 
 class Tracing(Message):
-    """Start recording for this timeline, or, if ``on`` is False, stop and send what is left."""
+    """Start recording for this timeline or, if ``on`` is False, stop and send the remaining records."""
 
     timeline: int
     on: bool
@@ -679,7 +679,7 @@ class Tracing(Message):
 
 
 class HostsListed(Message):
-    """The host list has changed. For scripts that listen; changes of the world are announced by Prepare."""
+    """The list of hosts has changed. For listeners of the script; changes of the world are announced by Prepare."""
 
 
 class TracesTaken(Message):

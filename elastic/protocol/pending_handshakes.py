@@ -1,7 +1,7 @@
 """Unauthenticated connections of a listener: how many are kept, and for how long. Pure.
 
-Any number may connect; the oldest is dropped for the newest. A legitimate peer authenticates quickly, and the oldest
-has had the most time.
+Any number may connect; at the limit, the oldest connection is dropped in favor of the newest, because a legitimate peer
+authenticates quickly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PendingHandshakes(Generic[Caller]):
         return caller in self._since
 
     def add(self, caller: Caller, now: float) -> Caller | None:
-        """Add a connection. Return the one to close in exchange, which is no longer kept."""
+        """Add a connection. Return the connection to close in exchange, if any."""
         oldest = next(iter(self._since)) if len(self._since) >= self._limit else None
         if oldest is not None:
             del self._since[oldest]
@@ -45,7 +45,7 @@ class PendingHandshakes(Generic[Caller]):
         return oldest
 
     def remove(self, caller: Caller) -> None:
-        """Remove a connection that has authenticated or is gone."""
+        """Remove a connection that has authenticated or was closed."""
         self._since.pop(caller, None)
 
     def all(self) -> list[Caller]:

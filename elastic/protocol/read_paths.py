@@ -15,7 +15,7 @@ DIR = "ELASTIC_CHECKPOINT_DIR"  # same as in `checkpoints.options`
 MOST = 5000  # paths
 _OPENS = frozenset({"open", "sqlite3.connect"})
 _LISTS = frozenset({"os.listdir", "os.scandir"})
-# The other end may read any file.
+# The process at the other end may read any file.
 _LEAVES = frozenset(
     {
         *("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork", "os.forkpty"),
@@ -49,7 +49,7 @@ class ReadPaths:
         if event in _EVENTS and not self.unseen and os.getpid() == self._process:
             try:
                 self._note(event, arguments)
-            except Exception as error:  # must not make the script's call fail
+            except Exception as error:  # an error here must not make the script's call fail
                 self.unseen.add(f"{event}: {type(error).__name__}")
 
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:

@@ -37,7 +37,7 @@ class TraceFile:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            # Written under another name first, so that the path holds valid JSON from the start.
+            # Written under a temporary name first, so that the path contains valid JSON from the start.
             target = os.path.realpath(path)
             beginning = f"{target}.{os.getpid()}.new"
             if os.path.exists(target) and not os.path.isfile(target):
@@ -59,7 +59,7 @@ class TraceFile:
             raise Invalid(
                 f"the timeline {path!r} can't be written: {why}; pass the path of a file in a writable folder"
             ) from None
-        self._end = len(OPENING)  # where the next event goes
+        self._end = len(OPENING)  # offset of the next event
         self._empty = True
         self.size = self._end + len(CLOSING)  # bytes
 
@@ -73,7 +73,7 @@ class TraceFile:
             self._put(text + CLOSING, self._end)
         except OSError:
             with contextlib.suppress(OSError):
-                os.pwrite(self._fd, CLOSING, self._end)  # its blocks are already allocated
+                os.pwrite(self._fd, CLOSING, self._end)  # these blocks are already allocated
                 os.ftruncate(self._fd, self.size)
             raise
         self._end += len(text)
@@ -88,5 +88,5 @@ class TraceFile:
 
     def _put(self, text: bytes, at: int) -> None:
         written = os.pwrite(self._fd, text, at)
-        if written != len(text):  # a full disk raises only at the next write
+        if written != len(text):  # an error of a full disk is raised at the next write
             raise OSError(errno.ENOSPC, f"no space after {written} of {len(text)} bytes")

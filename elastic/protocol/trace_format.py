@@ -18,7 +18,7 @@ from elastic.protocol.messages import Trace
 ROWS_LIMIT = 10_000  # per process: a script may name each of its collectives differently
 LOST = "dropped records"  # name of the row for dropped records
 OTHERS = "others"  # name of the row for everything beyond ROWS_LIMIT
-NAME_LIMIT = 200  # characters of a row's or an event's name
+NAME_LIMIT = 200  # maximum characters of a row's or an event's name
 FIRST_ROW = 1_000_001
 KINDS = frozenset("XBEi")
 

@@ -142,7 +142,7 @@ def start_timeout_s(options: RayOptions) -> float:
 
 
 def _standbys(options: RayOptions) -> int:
-    return int(options.get("standbys") or 0)  # may be the text of a number, as for any flag
+    return int(options.get("standbys") or 0)  # may be a number or its text, as for any flag
 
 
 def check_options(options: RayOptions, *, elastic: bool = True) -> None:

@@ -27,8 +27,8 @@ class CallClient:
     def values(self, word: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
         """Return the values by rank. Raises a worker's exception, `RaisedOnWorker`, or JobFailed if a worker is lost.
 
-        If one rank has failed, the others may be waiting for it in a collective. They are released, so that the error
-        is raised soon and the next call finds all of them.
+        If one rank fails, the others may be waiting for it in a collective. They are released, so that the error is
+        raised promptly and all of them are available for the next call.
         """
         refs = self._begin(word, ranks)
         answers: dict[Any, bytes] = {}

@@ -1,7 +1,7 @@
 """Requests to persistent workers, and their answers: pickled at one end, opened only at the other.
 
-A worker answers every request, in order. `REGROUP` takes effect immediately, even during a call. The worker gives up
-its world, so that collectives that other ranks never join raise an error, and then forms a new world with the others.
+A worker answers every request, in order. `REGROUP` takes effect immediately, even during a call. The worker abandons
+its world, so collectives that other ranks never join raise an error, and then forms a new world with the other ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CallFailure:
         if self.error is not None:
             try:
                 error = pickle.loads(self.error)
-            except Exception:  # its class may exist only on the worker
+            except Exception:  # the class of the exception may exist only on the worker
                 error = None
         trace = self.traceback.rstrip()
         if not isinstance(error, Exception):
@@ -94,7 +94,7 @@ def failed(error: BaseException, rank: int) -> bytes:
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     try:
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-    except Exception:  # its __str__ is broken
+    except Exception:  # the exception's __str__ raised
         summary = type(error).__name__
     secondary = isinstance(error, CollectiveFailed | JobFailed | PeerLost)
     return _FAILURE + pickle.dumps(
@@ -139,5 +139,5 @@ def failure_in(answer: bytes) -> CallFailure | None:
 
 
 def cause(failures: Iterable[CallFailure]) -> CallFailure:
-    """Return the failure that explains the others of one call."""
+    """Return the failure that caused the other failures of the same call."""
     return min(failures, key=lambda failure: (failure.secondary, failure.rank))

@@ -68,7 +68,7 @@ class DriverSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """Outcome of a job. ``invalid``: it was not started, and the reason tells what to change."""
+    """Outcome of a job. ``invalid``: the job was not started, and the reason says what to change."""
 
     code: int
     reason: str
@@ -119,7 +119,8 @@ class DriverActor:
         return await self._in_loop(self._ready(count, within_s))
 
     async def call(self, rank: int, blob: bytes) -> bytes:
-        """Make a call on a persistent worker. Return its answer, or why it is lost. See `elastic.ray.call_results`."""
+        """Make a call on a persistent worker. Return the worker's answer, or the reason why it was lost. See
+        `elastic.ray.call_results`."""
         assert self._starter is not None, "persistent workers have been started"
         return await self._in_loop(self._call(rank, blob))
 
@@ -179,7 +180,7 @@ class DriverActor:
         spec = self._job_spec
         count = spec.wanted.least if spec.wanted.elastic else spec.wanted.np
         if self._again:
-            count = 0  # the previous driver's remaining workers keep their places
+            count = 0  # workers of the previous driver keep their placement groups
         try:
             await self._discovery.place(count, spec.wanted.placement_timeout)
         except Invalid as error:
@@ -309,7 +310,7 @@ class DriverActor:
         self._news.close()
 
     def _leave_later(self) -> None:
-        """End a detached driver after a while even if its outcome was never requested."""
+        """End a detached driver after `KEPT_S` seconds even if its outcome was never requested."""
         with contextlib.suppress(Exception):
             self._apart(self._outcome()).result()
         threading.Event().wait(KEPT_S)

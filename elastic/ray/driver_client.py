@@ -76,7 +76,7 @@ class DriverClient:
         self._on_report = on_report
         self._complained = False
         self._source, self._next = "", 0
-        self._telling: Any = None  # pending request for news
+        self._telling: Any = None  # pending request for output and reports
 
     @classmethod
     def made(
@@ -123,7 +123,7 @@ class DriverClient:
             of_actor["scheduling_strategy"] = "DEFAULT"
         else:
             here = ray.get_runtime_context().get_node_id()
-            # Not soft: on another node, the actor would not end with this process.
+            # A hard constraint: on another node, the actor would not end with this process.
             of_actor["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         made: Any = ray.remote(DriverActor)
         actor = made.options(**of_actor).remote(spec)
@@ -252,7 +252,7 @@ class DriverClient:
 
 
 def stop(job: str) -> bool:
-    """End a detached job, or clean up after one whose driver is gone for good."""
+    """End a detached job, or clean up after one whose driver was permanently lost."""
     actor = find_actor(job)
     if actor is not None:
         follower = DriverClient(actor, on_output=lambda stream, data: None)

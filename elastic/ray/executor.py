@@ -320,7 +320,7 @@ class Executor:
         follower = self._made(*self._prepared(), detached=name, call=call)
         try:
             ended = follower.ended()
-        except KeyboardInterrupt:  # which has ended the job
+        except KeyboardInterrupt:  # ended by the driver
             follower.close()
             raise
         follower.close()
@@ -344,7 +344,7 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     """Pickle a call. Raises Invalid."""
     try:
         call: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
-    except Exception as error:  # whatever the user's objects raise
+    except Exception as error:  # pickling the user's objects can raise any exception
         what = "".join(str(error).splitlines()[:1]) or type(error).__name__
         raise Invalid(
             f"the function can't be pickled for the workers: {what}; create what can't be pickled inside the"

@@ -1,6 +1,6 @@
 """Output and reports of a driver for its followers, in order, dropping the oldest beyond a limit.
 
-They come from several threads; followers fetch them in the event loop, each from its own position.
+Several threads add items; followers fetch them in the event loop, each from its own position.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class JobUpdate(NamedTuple):
 class UpdateBatch(NamedTuple):
     """A batch of items. Pass ``next`` and ``source`` to the next request. ``lost``: number of dropped bytes."""
 
-    source: str  # another one after a restart of the driver, whose items start again
+    source: str  # changes when the driver restarts, after which positions restart at 0
     next: int  # position in bytes since the start
     items: list[JobUpdate]
     lost: int

@@ -1,8 +1,8 @@
 """Decide which world a persistent worker joins next, if calls fail on some ranks. Pure; see `served_world`.
 
-The request to regroup reaches the ranks at different times. Meanwhile a function that calls ``init()`` may meet ranks
-that have already received it. So ranks exchange the number of the request they act on. The world belongs to the largest
-one, and the calls of ranks with a smaller one are cancelled.
+The request to regroup reaches the ranks at different times. Until then, a function that calls ``init()`` may rendezvous
+with ranks that have already received the request. Ranks therefore exchange the number of the request that they act on.
+The world belongs to the largest number, and calls on ranks with a smaller number are cancelled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Regroupings:
     def tell(self) -> bool:
         """Count a request. Return whether the present world is over.
 
-        It is not over if it was formed for this request. While ranks meet, `met` decides later.
+        It is not over if it was formed for this request. During a rendezvous, `met` decides later.
         """
         self._requests += 1
         return self._requests > self._met and not self._meeting
@@ -35,11 +35,11 @@ class Regroupings:
         return self._met < self.number
 
     def meet(self) -> None:
-        """Record, in ``init()``, that the ranks are about to meet."""
+        """Record, in ``init()``, that a rendezvous is about to begin."""
         self._meeting = True
 
     def met(self, largest: int) -> None:
-        """Record the largest number among the ranks that have met."""
+        """Record the largest number among the ranks of the rendezvous."""
         self._meeting, self._met = False, largest
 
     @property

@@ -74,7 +74,7 @@ class Calls:
                 if word == REGROUP:
                     self._call_off()
                 self._words.put(word)
-        # The answer has no receiver, and nothing else would release this worker from a collective.
+        # Nothing receives the answer, and nothing else would release this worker from a collective.
         self._call_off()
         self._words.put(END)
 
@@ -107,7 +107,7 @@ class Serving:
                 self._world.settle()
         except BaseException as error:
             answer = failed(error, self._world.rank)
-            del error  # frees its frames and their objects
+            del error  # frees the frames of the traceback and their objects
             gc.collect()
         return answer
 
@@ -117,7 +117,7 @@ class Serving:
         kind, parts = pickle.loads(word)
         if kind == MAKE:
             cls, args, kwargs = parts
-            self._made = []  # free the previous one first
+            self._made = []  # free the previous instance first
             self._made = [cls(*args, **kwargs)]
             return None
         if kind == RUN:
@@ -139,7 +139,9 @@ def serve(connection: socket.socket, world: CallWorld, hello: dict[str, Any]) ->
     while (word := calls.take()) != END:
         answer = serving.answer(word)
         del word
-        with contextlib.suppress(OSError):  # the caller is gone, as the next request will show
+        with contextlib.suppress(
+            OSError
+        ):  # the caller has exited, which the next request will detect
             calls.answer(answer)
 
 

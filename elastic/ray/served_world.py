@@ -1,8 +1,8 @@
 """A persistent worker's world: formed before the first call, it survives calls that fail on some ranks.
 
 In any other static job a broken collective ends the job, because a partly executed program cannot be undone. Here the
-program is a sequence of calls, and a failed one is reported to its caller. So a broken world is given up without
-notifying the driver, and the ranks meet again before the next call: see `call_results.REGROUP`.
+program is a sequence of calls, and a failed one is reported to its caller. A broken world is therefore abandoned
+without notifying the driver, and the ranks rendezvous again before the next call: see `call_results.REGROUP`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from elastic.runtime.worker_runtime import WorkerRuntime
 
 
 class ServedSession(Session):
-    """``given_up``: why collectives are not possible until the next world; empty if they are."""
+    """A session whose world can be abandoned. ``given_up``: reason why collectives are not possible until the next
+    world; empty if they are."""
 
     given_up = ""
 
@@ -74,7 +75,7 @@ class ServedRuntime(WorkerRuntime):
         return self.place.rank
 
     def settle(self) -> None:
-        """Wait, up to a limit, until the driver has received the reports of a call, whose value follows."""
+        """Wait, up to a limit, until the driver has received the reports of a call, before its value is sent."""
         if self.reporting is not None:
             self.reporting.settle()
 
@@ -93,7 +94,7 @@ class ServedRuntime(WorkerRuntime):
         lifecycle.init()
 
     def first_world(self) -> None:
-        """Enter a world in ``init()``. Called in a cancelled call, it may meet ranks that are already regrouping."""
+        """Enter a world in ``init()``. In a cancelled call, the other ranks may already be regrouping."""
         regroupings = self._regroupings
         if not regroupings.ahead:
             if self._served.recovery.phase is Phase.TRAINING:

@@ -16,7 +16,7 @@ from elastic.rendezvous.launcher_env import LauncherEnv, started
 from elastic.rendezvous.nccl_settings import CONNECT_TIMEOUT_S
 
 WAIT_TIMEOUT_S = 1260.0  # twice the default of --elastic-timeout, plus a minute
-START_TIMEOUT_S = 600.0  # rank 0 may prepare the data first
+START_TIMEOUT_S = 600.0  # long, because rank 0 may prepare the data first
 # Without a driver, stuck ranks are not detected, and a checkpoint may take long. The same as torch's default.
 COLLECTIVE_TIMEOUT_S = 1800.0
 # GPUs have a shorter limit: launched collectives complete in seconds, and nothing else detects a GPU that hangs.
@@ -34,8 +34,8 @@ TENSORS = "tensors"  # a value of ELASTIC_DIGESTS
 class Environment:
     """Settings of one worker.
 
-    ``driver`` is None outside ``elasticrun``. Then ``started`` describes the other launcher; if that is None too, the
-    process is a world of one. Names that end in ``_s`` are in seconds.
+    ``driver`` is None outside ``elasticrun``. Then ``started`` describes the other launcher; if ``started`` is None
+    too, the process is a world of one. Names that end in ``_s`` are in seconds.
     """
 
     driver: Address | None
@@ -170,7 +170,7 @@ def record_nothing(environ: MutableMapping[str, str] | None = None) -> None:
     makes its first group.
     """
     env = os.environ if environ is None else environ
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # the older name
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # the old name of the variable
         env.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 

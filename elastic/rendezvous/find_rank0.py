@@ -1,7 +1,7 @@
-"""Let the ranks of a world without a driver find each other: rank 0 serves a store and publishes its address.
+"""Rendezvous of a world without a driver: rank 0 serves a store and publishes its address.
 
-How it is published depends on the launcher; see `launcher_env`. Then all ranks exchange their host and local rank
-through that store, which gives them their places and the address of the first world's own store.
+The launcher determines how the address is published; see `launcher_env`. All ranks then exchange their hosts and local
+ranks through that store, and obtain their places and the address of the first world's own store.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FoundRank0(NamedTuple):
 
 
 class _Publisher(Protocol):
-    """Where rank 0 publishes its endpoint, and the other ranks read it."""
+    """Medium through which rank 0 publishes its endpoint to the other ranks."""
 
     def publish(self, endpoint: Rank0Endpoint) -> None: ...
 
@@ -142,7 +142,7 @@ def arrive(
 
 
 def _greet(store: Store, started: LauncherEnv, deadline: float) -> None:
-    """Wait for all ranks. A rank that gets here serves the store or has reached the right one."""
+    """Wait for all ranks. At this point, this rank serves the store or is connected to the right one."""
     left_s = max(deadline - time.monotonic(), 0.001)
     try:
         store.exchange("greetings", started.rank, started.size, b"", left_s)
@@ -256,7 +256,8 @@ def private_folder() -> Path:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise Invalid(
-            f"{path}, where the ranks of this host meet, is not a folder of this user with mode 0700: remove it, or"
+            f"{path}, through which the ranks of this host connect, is not a folder of this user "
+            "with mode 0700: remove it, or"
             " set TMPDIR to a folder of your own for all ranks"
         )
     return path

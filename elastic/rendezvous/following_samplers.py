@@ -1,7 +1,7 @@
 """Keep torch's ``DistributedSampler`` at the replicas and rank of the present world, by wrapping its methods.
 
 A sampler follows the world if it was made with the size and rank of the world at that moment, explicitly or by default.
-One made with other numbers is the script's own choice, as is one that the script has changed since, or whose class
+A sampler is left unchanged if it was created with other numbers, if the script has changed its numbers, or if its class
 computes ``num_samples`` and ``total_size`` differently from torch.
 """
 
@@ -74,7 +74,7 @@ def bring(sampler: Any) -> None:
 
 
 def follows(sampler: Any) -> bool:
-    """Return whether a sampler has the numbers of the present world, or gets them at its next use."""
+    """Return whether a sampler has the numbers of the present world, or will be updated at its next use."""
     made_for = getattr(sampler, MADE_FOR, None)
     if made_for is None or not _theirs or _numbers(sampler) != made_for:
         return False

@@ -2,8 +2,8 @@
 
 Rank 0 serves it on a socket that it bound before it reported ready, on the interface of the data plane only. Every rank
 sends (key, rank, size, blob); when all have, each receives all blobs. Frames are sealed (`elastic.protocol.framing`)
-and carry the generation, which keeps out strangers and ranks of other generations. torch's TCPStore is unsuitable: it
-cannot be aborted while it connects, accepts writes from anyone, and needs 2 round trips per rank.
+and carry the generation, which excludes unauthenticated peers and ranks of other generations. torch's TCPStore is
+unsuitable: it cannot be aborted while it connects, accepts writes from anyone, and needs 2 round trips per rank.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ class Store:
         """Return every rank's blob, by rank, once all ``size`` ranks have called this with this key.
 
         ``timeout_s`` limits the wait for the other ranks (default: the store's timeout). ``call`` lets another thread
-        abort this exchange. Raises CollectiveFailed when the store's rank is gone, after ``timeout_s``, or on `abort`.
+        abort this exchange. Raises CollectiveFailed if the rank of the store is lost, after ``timeout_s``, or on
+        `abort`.
         """
         awaited = f"{f'the {size} ranks of group ' if size > 0 else ''}{key!r} of generation {self.generation}"
         began = time.monotonic()
@@ -229,7 +230,7 @@ class Call:
         return self._aborted.is_set()
 
     def connect(self, address: Address, deadline: float) -> None:
-        """Connect, retrying while refused: without a driver nothing tells when the store's rank has started."""
+        """Connect, retrying while refused: without a driver, it is unknown when the rank of the store has started."""
         while not self._aborted.is_set():
             sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
             with self._lock:
@@ -328,7 +329,7 @@ class _Server:
             return
         group = self._groups.setdefault((request.key, request.size), {})
         before = group.get(request.rank)
-        if before is not None:  # its rank gave up and reconnected
+        if before is not None:  # the rank timed out and reconnected
             self.rpc.drop(before)
             group = self._groups.setdefault((request.key, request.size), {})
         group[request.rank] = caller
@@ -342,7 +343,9 @@ class _Server:
         blobs, failed = [], ""
         try:
             blobs = self.provided[request.key]()
-        except Exception as error:  # this thread serves all other ranks too
+        except (
+            Exception
+        ) as error:  # an error must not end this thread, which serves all other ranks too
             log.exception("the store does not support %r", request.key)
             failed = f"{request.key!r} is not available: {type(error).__name__}: {error}"
         self._answer([caller], request, blobs, failed)
@@ -364,9 +367,11 @@ class _Server:
         error: str = "",
     ) -> None:
         reply = _Reply(self._generation, request.key, blobs, error)
-        body = msgspec.msgpack.encode(reply)  # once: it is large if there are many ranks
+        body = msgspec.msgpack.encode(
+            reply
+        )  # encoded once, because it is large if there are many ranks
         for caller in callers:
-            self.rpc.send(caller, body)  # it disconnects when it has read this
+            self.rpc.send(caller, body)  # the rank disconnects after reading this
 
     def _lost(self, caller: SealedCaller) -> None:
         request: _Request = caller.identity

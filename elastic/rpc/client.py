@@ -51,7 +51,9 @@ class ControlClient:
         self.socket = sock
         self._tls: TlsEndpoint | None = None
         if tls is not None:
-            from elastic.protocol.tls import TlsEndpoint  # most jobs need neither this nor ssl
+            from elastic.protocol.tls import (
+                TlsEndpoint,
+            )  # imported lazily: most jobs do not use TLS
 
             self._tls = TlsEndpoint(tls, server=False)
         self._wire = FramedConnection(decoder)
@@ -80,7 +82,7 @@ class ControlClient:
             caller.accepted(self.next(deadline), self._wire)
         except (OSError, ProtocolError):
             with contextlib.suppress(OSError):
-                self._flush()  # the alert gives the reason
+                self._flush()  # the TLS alert contains the reason
             self.socket.close()
             raise
 

@@ -4,8 +4,8 @@
     closed, invalid data, a refused message, unread frames: dropped; ``lost``, once
 
 A caller sends its nonce, followed by sealed frames (`elastic.protocol.framing`). Until its first message is accepted it
-is unauthenticated: what it may send is limited, and `elastic.protocol.pending_handshakes` limits how many such callers
-there are, and for how long. Sending never blocks: frames that a caller does not read are queued and delay no other.
+is unauthenticated: the size of its messages is limited, and `elastic.protocol.pending_handshakes` limits the number of
+such callers and their time. Sending never blocks: frames that a caller does not read are queued and delay no other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elastic.protocol.pending_handshakes import PendingHandshakes, count_limit
 
 UNSENT_LIMIT = 256 << 20  # bytes queued for a caller; beyond that it is dropped
 DEAF_S = 0.1  # how long accepting pauses when descriptors run out
-FLUSH_S = 1.0  # at the end, how long callers that read nothing are waited for
+FLUSH_S = 1.0  # at the end, how long to wait for callers that read nothing
 END_S = 5.0  # longest time at the end for callers to read what is queued
 _SHARED_BYTES = 1 << 14  # a body of this size is queued without a copy
 _PARTS = 64  # sent at once
@@ -67,7 +67,7 @@ class _Unsent:
                 self._parts.append(bytearray(part))
 
     def send(self, sock: socket.socket) -> None:
-        """Send what the socket takes without waiting. If the connection is gone, which a read reports: drop all."""
+        """Send without blocking. If the connection is closed, which a read reports, discard everything."""
         parts = [*itertools.islice(self._parts, _PARTS)]
         try:
             sent = sock.sendmsg(parts, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -95,7 +95,7 @@ class SealedServer:
         decoder: decoder of first messages, of at most ``first_limit`` bytes, which arrive within ``first_s`` seconds.
         secret: see `elastic.protocol.framing.derived`.
         received: called for each message; raises ProtocolError to drop the caller.
-        lost: called when an authenticated caller is gone, unless the server is closed.
+        lost: called when an authenticated caller has disconnected, unless the server is closed.
         nonce: this end's nonce, if callers know it.
         extra: number of callers that may connect at once.
         tick: called with the time after each turn, at least every ``idle_s`` seconds.
@@ -152,7 +152,7 @@ class SealedServer:
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     def send(self, caller: SealedCaller, body: bytes) -> None:
-        """Send an encoded message, without blocking; dropped if the caller is gone. Thread-safe."""
+        """Send an encoded message without blocking; discarded if the caller has disconnected. Thread-safe."""
         with self._sending:
             if caller.socket not in self._callers:
                 return
@@ -160,7 +160,9 @@ class SealedServer:
             waits = caller in self._unsent
             self._unsent.setdefault(caller, _Unsent()).add(head, body, tag)
             if waits or self._send_queued(caller):
-                with contextlib.suppress(OSError):  # full: the thread wakes anyway
+                with contextlib.suppress(
+                    OSError
+                ):  # the pipe is full, so the thread wakes up anyway
                     self._waker.send(b"!")
 
     def beat(self) -> None:
@@ -185,7 +187,7 @@ class SealedServer:
                 events = selectors.EVENT_READ
                 if left > UNSENT_LIMIT:
                     with contextlib.suppress(OSError):
-                        caller.socket.shutdown(socket.SHUT_RDWR)  # the next read drops it
+                        caller.socket.shutdown(socket.SHUT_RDWR)  # the next read drops the caller
                 elif left:
                     events |= selectors.EVENT_WRITE
                 self._selector.modify(caller.socket, events)
@@ -238,7 +240,7 @@ class SealedServer:
             writable |= key.fileobj is self._woken or bool(events & selectors.EVENT_WRITE)
             if events & selectors.EVENT_READ and key.fileobj in self._callers:
                 self._read(self._callers[key.fileobj])
-        if writable:  # once, since it tries all callers
+        if writable:  # once per turn, because it tries all callers
             self._send_more()
         now = time.monotonic()
         for caller in self.pending.late(now):
@@ -284,7 +286,7 @@ class SealedServer:
             self.drop(caller)
 
     def drop(self, caller: SealedCaller) -> None:
-        """Close a connection now; nothing happens if it is gone. Call this in the server's thread."""
+        """Close a connection now; no effect if it is already closed. Call this in the server's thread."""
         with self._sending:
             if self._callers.pop(caller.socket, None) is None:
                 return

@@ -92,8 +92,8 @@ def shutdown() -> None:
 def long_phase(name: str) -> Iterator[None]:
     """Mark work during which the other workers wait for this one, such as an evaluation or a checkpoint on one rank.
 
-    In this context the worker is not treated as stuck, however long it takes. The log reports the worker and the phase
-    from time to time. A process that is stopped or unreachable is still killed, and if the world breaks meanwhile, the
+    In this context the worker is not treated as stuck, however long it takes. The log periodically reports the worker
+    and the phase. A process that is stopped or unreachable is still killed, and if the world breaks meanwhile, the
     other workers wait for ``--elastic-timeout`` at most. Costs a message at both ends; may be nested; has no effect
     outside the training thread or without a driver.
     """
@@ -108,7 +108,7 @@ def long_phase(name: str) -> Iterator[None]:
 
 
 def is_initialized() -> bool:
-    """Return whether this process (a forked child: its worker) has called ``init()`` and not ``shutdown()`` since."""
+    """Return whether this process, or the worker that it was forked from, is between ``init()`` and ``shutdown()``."""
     return lifecycle.position() is not None
 
 

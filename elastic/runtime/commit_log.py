@@ -1,7 +1,7 @@
 """The sequence of a commit: permission, number, pending change of the world, and rollback.
 
-The state holds the values. This module tracks which commit they are and whether other workers can continue from it. In
-an uninterrupted step, `State.commit` calls `may_commit`, saves, and calls `committed` and `check`.
+The state holds the values. This module tracks the commit that they belong to and whether other workers can continue
+from it. In an uninterrupted step, `State.commit` calls `may_commit`, saves, and calls `committed` and `check`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CommitLog:
     # ---- commit() ------------------------------------------------------------------------------------------------
 
     def may_commit(self) -> None:
-        """Raise an error of this world again if user code has caught it, since its step was interrupted."""
+        """Raise the error of this world again if user code has caught it, because its step was interrupted."""
         self._session.raise_if_ended()
 
     def committed(self) -> None:
@@ -189,7 +189,7 @@ class CommitLog:
         self._session.phases.restored(now)
 
     def keep_own(self, state: CommittedState) -> bool:
-        """Save the state as it is, because user code requests a new world.
+        """Save the present state, because user code requests a new world.
 
         Nothing is saved if the world has broken, since a step may be incomplete.
 

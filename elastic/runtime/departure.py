@@ -54,7 +54,7 @@ class Departure:
         self.ignore_children()
         session = self._session
         if session.env.elastic or session.alone:
-            return False  # a loss is not a CollectiveFailed there
+            return False  # in these jobs, a loss is not a CollectiveFailed
         if self.waits:
             self._wait_until(lambda: session.recovers)
         return session.recovers
@@ -62,11 +62,11 @@ class Departure:
     def ignore_children(self) -> None:
         """Disable handlers of SIGCHLD until `watch_children`, since user code has ended.
 
-        torch's handler raises once for each exited loader worker, wherever the training thread is.
+        torch's handler raises once for each exited loader worker, at any point of the training thread.
         """
         try:
             self._ignore_children()
-        except Exception:  # raised by the handler, for another child
+        except Exception:  # raised by the handler for another child process
             self._ignore_children()
 
     def watch_children(self) -> None:
@@ -78,7 +78,7 @@ class Departure:
 
     def _ignore_children(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # handlers run only in the main thread
+            return  # signal handlers run only in the main thread
         if callable(handler := signal.getsignal(signal.SIGCHLD)):
             self._before = handler
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

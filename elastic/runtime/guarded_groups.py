@@ -171,13 +171,13 @@ class GuardedGroups:
                 return
             session.told(
                 generation
-            )  # not yet recorded if the driver's message arrived before the error
+            )  # the failure is not recorded yet if the driver's message arrived before the error
             raise PeerLost(why) from error
 
     def _report_calls(
         self, error: CollectiveFailed, group: Differing, inside: str
     ) -> tuple[Called, ...]:
-        """Add each rank's call and its line to the error; the first of the ranks also prints it to stderr."""
+        """Add each rank's call and its line to the error; the first of these ranks also prints it to stderr."""
         session = self._session
         line = user_line.of_thread(get_ident())
         mine = Called(session.recovery.place.rank, inside, line)

@@ -93,7 +93,7 @@ class LinkThread:
         signal.signal(signal.SIGTERM, self._sigterm)
 
     def _sigterm(self, *_: Any) -> None:
-        # Only a flag and a byte, since the handler may run while this thread holds any lock.
+        # The handler only sets a flag and writes a byte, because it may run while this thread holds any lock.
         self._leave_asked = True
         self._session.poke()
 
@@ -161,7 +161,7 @@ class LinkThread:
             case messages.World():
                 if (
                     session.recovery.stands_by
-                ):  # not reported as waiting, since it may have been a standby for hours
+                ):  # its wait is not reported, because it may have been a standby for hours
                     session.phases.mark("ready", time.monotonic())
                 session.phases.mark("world", time.monotonic())
                 if session.account.part == "idle":

@@ -78,7 +78,9 @@ class Groups:
         self._forming_each: dict[GroupKey, threading.Lock] = {}
         self._made: dict[GroupKey, Collectives] = {}
         self._connecting: set[ConnectingGroup] = set()
-        self._unmade: list[DeviceCollectives] = []  # did not connect; peers may use their memory
+        self._unmade: list[
+            DeviceCollectives
+        ] = []  # groups that did not connect; peers may use their memory
         self._buried: list[DeviceCollectives] = []  # groups of the previous world
         self._unconnected: list[
             DeviceCollectives
@@ -152,10 +154,10 @@ class Groups:
         try:
             group = self.form(key, generation, place)
         except CollectiveFailed:
-            return  # a caller that needs it tries again and receives the error
+            return  # a caller that needs the group retries and receives the error
         with self._forming:
             retired = self._made is not made
-        if retired and made.pop(key, None) is not None:  # created too late for `retire` to see it
+        if retired and made.pop(key, None) is not None:  # created after `retire` was called
             group.abort()
             group.close()
 
@@ -200,7 +202,7 @@ class Groups:
             return False
         try:
             return _meeting(key, place) in store.awaited(_ASK_S)
-        except CollectiveFailed:  # reported by the code that detects the break
+        except CollectiveFailed:  # the code that detects the break reports it
             return False
 
     def want(self, key: GroupKey, generation: int, place: Place) -> None:
@@ -213,7 +215,7 @@ class Groups:
             self._store.announce(_meeting(key, place), place.rank)
 
     def form_when_wanted(self, key: GroupKey, generation: int, place: Place) -> None:
-        """Take part in creating this group, in a thread, once another rank wants it. Does not wait."""
+        """Take part in creating this group, in a thread, once another rank requests it. Does not wait."""
         store = self._store
 
         def listen() -> None:
@@ -297,7 +299,7 @@ class Groups:
 
     def _cut_with(self, generation: int, abortable: Abortable) -> None:
         self._cuttable.append((generation, abortable))
-        if self._over():  # aborted before it was registered
+        if self._over():  # aborted before the group was registered
             abortable.abort()
 
     def cut(self, generation: int) -> None:
@@ -348,7 +350,7 @@ class Groups:
     # ---- the end ---------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Free the GPU memory of old communicators before this worker reports ready for another world.
+        """Free the GPU memory of old communicators before this worker reports ready for the next world.
 
         A GPU can hold the communicators of two worlds, so those of the world before the last must be freed.
 
@@ -417,7 +419,7 @@ class Groups:
             self._unmade += on_gpus.values()
             for key, group in made.items():
                 if key not in on_gpus:
-                    # If the interpreter freed it, it would close its sockets or wait for work in flight.
+                    # Kept alive: on destruction, it would close its sockets or wait for work in flight.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         until = time.monotonic() + CLOSE_S
         for each in self._unmade:
@@ -435,7 +437,7 @@ class Groups:
         Return whether no thread of this package is in torch code, after at most twice the timeout.
         """
         engine = self._engine
-        # In this order, since the engine's work may start a thread.
+        # The engine is stopped first, because its work may start a thread.
         return (engine is None or engine.rest(timeout_s)) and threads.finish(timeout_s)
 
     def close_in_forked_child(self) -> None:

@@ -1,8 +1,8 @@
 """Position of this worker's training thread, and when to report it to the driver. Pure: times are passed in.
 
 The training thread records each collective by two attributes and two clock reads. The link thread checks once a second,
-and when a wait that it has seen is a second old. It reports only what lasts: a wait of a second, repeatedly, the end of
-such a wait, and marked long phases. A step without waits costs no message.
+and when a known wait has lasted a second. It reports only long waits (a second or more, repeatedly), their ends, and
+marked long phases. A step without long waits sends no message.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from elastic.protocol import messages
 
 WAIT_S = 1.0  # seconds in one collective until the driver is notified
-REPEAT_S = 5.0  # seconds between two reports of the same wait, since a worker that falls silent may be stuck in it
+REPEAT_S = 5.0  # seconds between two reports of the same wait
 LOOK_S = WAIT_S  # maximum seconds between two checks, so that no wait is detected late
 PACE_S = 30.0  # seconds between two reports of the total wait
 ON_GPU = "a collective that the GPU waits for"
@@ -52,7 +52,8 @@ class ProgressCounter:
         self.inside = name
 
     def leave(self, now: float) -> bool:
-        """Record that the collective has ended. Return whether the wait was reported, so that the driver must know."""
+        """Record that the collective has ended. Return whether the wait was reported, so that its end must be reported
+        too."""
         self._depth -= 1
         if self._depth:
             return False
@@ -62,7 +63,7 @@ class ProgressCounter:
         return self._said is not None
 
     def begin_training(self) -> None:
-        """Reset the count once all states are equal, so that it does not depend on a rank's part in the copying."""
+        """Reset the count once all states are equal, so that the collectives of the state copy are not counted."""
         self.entered = 0
 
     def awaited(self) -> dict[int, str]:

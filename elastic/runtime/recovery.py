@@ -15,13 +15,13 @@ Safepoints are numbered from the start of each world. A planned change is agreed
 all workers for their number c, and each holds its training thread at safepoint c + 1. The driver answers with the
 largest c + 1, workers behind it continue up to that safepoint, and all stop at the same place.
 
-A connection may be lost and replaced. Messages sent in between are lost. On the new connection, this machine reports
-its phase and repeats its unanswered messages, and the driver repeats the messages that still apply. Either side may
-therefore receive a message twice or late. Every message is checked by its generation and number, and a message without
-new information changes nothing.
+A connection may be lost and replaced. Messages sent during the interruption are lost. On the new connection, this
+machine reports its phase and repeats its unanswered messages, and the driver repeats the messages that still apply.
+Either side may therefore receive a message twice or late. Every message is checked by its generation and number, and a
+message without new information changes nothing.
 
 A commit takes the number of its safepoint, rather than a count of commits: equal numbers in one generation denote the
-same place in the same training, whatever messages a worker missed.
+same place in the training, even if a worker missed messages.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Phase(enum.Enum):
     BROKEN = "broken"  # the world is over; the training thread has not yet requested a new one
     RETURNED = "returned"
     FINISHED = "finished"
-    OVER = "over"  # no further world for this process
+    OVER = "over"  # final: no further world for this process
 
 
 class Verdict(enum.Enum):
@@ -85,8 +85,10 @@ class Recovery:
     step_input: bytes = b""  # step input of the world that was training when this worker joined
     world: messages.World | None = None
     running: bool = False  # inside elastic.run
-    again: bool = False  # inside a second training, after which no world follows, or which is over because it broke
-    stands_by: bool = False  # has no place in the world and waits for one
+    again: bool = (
+        False  # inside a second training, which no world follows, or after such a training broke
+    )
+    stands_by: bool = False  # waits for a free place in the world
     reason: str = ""  # why the world broke, or why it is over
     newest: Commit | None = None
     sealed: Commit | None = None  # of a sharded state: see `elastic.protocol.messages.ShardsHeld`
@@ -95,10 +97,12 @@ class Recovery:
     _calls: tuple[Called, ...] = ()  # differing calls of its ranks that broke the world
     _readies: int = 0
     _ready: messages.Ready | None = None  # the last one
-    _own_failure: bool = False  # the world broke here first, and the driver was notified
+    _own_failure: bool = False  # whether the world broke here first and the driver was notified
     _resumed: messages.Resumed | None = None  # report of this generation
     ending: ErrorExcuse = field(default_factory=ErrorExcuse)
-    _last_word: messages.Raised | messages.Quit | None = None  # why user code ends the process
+    _last_word: messages.Raised | messages.Quit | None = (
+        None  # reason why user code ends the process
+    )
     _checks: int = 0
     _stopped: bool = False  # the agreed safepoint was reached; the next commit belongs to it
     _change: int = 0
@@ -119,7 +123,7 @@ class Recovery:
             case messages.Welcome():
                 self._welcomed = True
                 self.step_input = message.step_input
-                if self.phase in (Phase.OUTSIDE, Phase.WAITING):  # ignore a late one
+                if self.phase in (Phase.OUTSIDE, Phase.WAITING):  # ignore a late message
                     self.place, self.newcomer = message.place, message.newcomer
                 if message.newcomer and self.phase is Phase.WAITING and not self.running:
                     self.phase = Phase.OUTSIDE  # the world of init() continued without this worker
@@ -156,7 +160,7 @@ class Recovery:
             case messages.Leave() | messages.Rejected() | messages.End():
                 return self._end(message, message.reason)
             case _:
-                pass  # a message of a later version that is optional
+                pass  # an optional message of a later version
         return []
 
     def _prepare(self, change: int) -> list[Action]:
@@ -259,7 +263,7 @@ class Recovery:
         self.running = False
 
     def train_again(self) -> None:
-        """Begin a second training. If it breaks it is over, and nothing is committed afterwards."""
+        """Begin a second training. It ends if its world breaks, and nothing is committed."""
         self.again = True
 
     def trained_again(self) -> None:
@@ -330,7 +334,7 @@ class Recovery:
         return self.newest
 
     def committed_alone(self) -> None:
-        """Number a commit that no other worker holds, since user code left the world with its state as it is.
+        """Number a commit that no other worker holds, because user code left the world with its own state.
 
         It is newer than all agreed commits. If several exist, the lowest rank's commit is used, and all workers
         receive a copy.

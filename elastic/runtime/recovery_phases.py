@@ -49,7 +49,7 @@ class Phases:
         if self._resumed_generation == generation:
             return None
         if self._marks.get("synced", 0.0) < self._marks.get("world", 0.0):
-            return None  # a collective of the state copy, not of user code
+            return None  # a collective of the state copy is not one of user code
         self._resumed_generation = generation
         self.mark("stepped", now)
         self._ms["waited"] = self._between("ready", "world")

@@ -34,7 +34,7 @@ from elastic.runtime.recovery_phases import Phases
 
 WAIT_SAID_S = 30.0  # seconds between two log lines of a long wait
 ASLEEP_S = (
-    3.0  # seconds since the link thread's last wake-up, due every second: the process was stopped
+    3.0  # seconds without a wake-up of the link thread, after which the process counts as stopped
 )
 ENDED = (Phase.BROKEN, Phase.OVER)
 
@@ -52,7 +52,7 @@ class Pulse:
         self._awake_at = now
 
     def slept_s(self, now: float) -> float:
-        """Return how long the process was stopped, if that ended only just now, else 0."""
+        """Return how long the process was stopped, if it has just resumed, else 0."""
         return self._slept_s if now - self._woke_at < ASLEEP_S else 0.0
 
 
@@ -73,7 +73,7 @@ class Session:
         self.phases = Phases()
         self.account = TimeAccount(time.monotonic())
         self.pulse = Pulse()
-        self.lost_driver = False  # only this worker can report why it ends
+        self.lost_driver = False  # whether only this worker can report why it ends
         self._link = link
         self._when_lost: Callable[[], None] = lambda: None
         self._told_in = 0  # generation whose end was raised in user code
@@ -194,12 +194,13 @@ class Session:
         self.update(decide)
 
     def why(self, error: CollectiveFailed) -> str:
-        """Return the reason of the failure; an aborted collective does not know why it was aborted."""
+        """Return the reason of the failure, which an aborted collective does not contain."""
         reason = self.recovery.reason
         return reason if error.aborted and reason else str(error)
 
     def told(self, generation: int) -> None:
-        """Record that user code receives the end of this generation. Reports the worker as stranded, once, if it is."""
+        """Record that the end of this generation is raised in user code. If the worker is stranded, report this
+        once."""
         self._told_in = generation
         self.update(Recovery.strand)
 
@@ -238,7 +239,7 @@ class Session:
     # ---- the end of this worker's part ---------------------------------------------------------------------------
 
     def raise_over(self) -> None:
-        """Raise the error that ends this process's part in the job.
+        """Raise the error with which this process leaves the job.
 
         Raises:
             LeaveRequested: under elastic.run.
@@ -249,7 +250,9 @@ class Session:
         message, reason = self.recovery.over, self.recovery.reason
         if isinstance(message, messages.Leave) and not message.fenced:
             if not self.recovery.running:
-                raise SystemExit(0)  # outside elastic.run, no code of this package would catch it
+                raise SystemExit(
+                    0
+                )  # outside elastic.run, no code of this package would catch LeaveRequested
             raise LeaveRequested(reason)
         if isinstance(message, messages.Rejected):
             raise StateMismatch(reason)
@@ -267,7 +270,7 @@ class Session:
 
     @property
     def unheard(self) -> bool:
-        """Whether only this worker can report why it ends: the driver is gone or has given it up long ago."""
+        """Whether only this worker can report why it ends, because the driver was lost or has fenced it."""
         over = self.recovery.over
         return self.lost_driver or (isinstance(over, messages.Leave) and over.fenced)
 

@@ -129,8 +129,8 @@ class Training:
     def quits(self, code: object) -> bool:
         """Report to the driver that this process is about to exit for ``SystemExit(code)``.
 
-        An interpreter with torch takes seconds to exit, and its sockets stay open until then; with the report, other
-        workers do not wait for that.
+        An interpreter with torch takes seconds to exit, and its sockets stay open until then; thanks to the report, the
+        other workers do not wait for this.
 
         Returns:
             False if the code is an error message, as in ``sys.exit("no data")``, which counts as an exception.
@@ -148,7 +148,7 @@ class Training:
             self._session.update(lambda recovery: recovery.quit(1, ""))
 
     def gave_up(self, reason: str) -> None:
-        """Give up this world because user code raised HorovodInternalError. All workers regroup."""
+        """Leave this world because user code raised HorovodInternalError. All workers regroup."""
         self._session.mark_broken(self._session.recovery.generation, reason)
 
     def interrupted(self, *, planned: bool = False) -> None:

@@ -46,7 +46,7 @@ class WorkerRuntime:
         self.env = env
         self.elastic = env.elastic
         self.alone = link is None  # no driver: a world of one, or a static world without recovery
-        self.activity = 0  # incremented by everything that may change tensors
+        self.activity = 0  # incremented by every operation that may change tensors
         self._link = link
         progress = ProgressCounter()
         self.session = session = Session(env, link) if session is None else session
@@ -64,7 +64,7 @@ class WorkerRuntime:
         self._groups = GuardedGroups(session, progress)
         self.account = session.account
         self.kept_variables = KeptVariables()
-        self.first_not_finite: Any = None  # see Context
+        self.first_not_finite: Any = None  # see `elastic.context.Context`
 
     # ---- place of this worker ------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class DriverWorlds:
             self._session.send(self._step_input)
 
     def _wait(self, layout: str, shards: messages.ShardsHeld | None = None) -> messages.World:
-        """Report ready, wait for a world and take the place in it. Raises the error that ends the wait otherwise."""
+        """Report ready, wait for a world and enter it. Raises the error that ends the wait otherwise."""
         session = self._session
         session.groups.make_room()
         store = session.groups.listen()

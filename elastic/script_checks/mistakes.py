@@ -1,7 +1,7 @@
 """Decide which mistakes a training script makes, from observations of its steps. Pure.
 
-None of these mistakes raises an error while nothing fails, but each makes the training wrong after a failure, or from
-the start. docs/script-checks.md describes each kind.
+These mistakes raise no error as long as no worker fails, but make the training wrong after a failure, or from the
+start. docs/script-checks.md describes each kind.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RestartingLoop:
 
 @dataclass(frozen=True)
 class UsedPart:
-    """Something that the training uses: its class, and whether the state, or a member of the state, holds it."""
+    """An object that the training uses: its class, and whether it is in the state or in a member of the state."""
 
     name: str
     in_state: bool
@@ -70,7 +70,7 @@ class Trained:
     example: str = ""  # the name of an uncovered parameter, or its shape
     # Elements of the smallest parameter with several elements and a dense gradient; 0: unknown.
     smallest: int = 0
-    member: str = ""  # how to pass it to a state; torch's way by default
+    member: str = ""  # code that passes the object to a state; by default for torch
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _reductions(seen: ScriptObservation) -> Iterable[Mistake]:
     if seen.collectives < 2 or seen.largest_moved == 0:
         yield _mistake(Kind.NEVER_REDUCED, **facts)
         return
-    # However gradients are packed, the tensor that contains the smallest parameter's is at least as large.
+    # A tensor that contains the gradient of the smallest parameter is at least as large as that, packed or not.
     known = [each.smallest for each in seen.optimizers if each.smallest]
     if known and seen.largest_moved is not None and seen.largest_moved < min(known):
         yield _mistake(Kind.ONLY_LOSS_REDUCED, **facts, largest=seen.largest_moved)

@@ -251,7 +251,7 @@ class ScriptObserver:
             sampler = getattr(by, "sampler", by)
             stream = isinstance(dataset, torch_data.IterableDataset)
             if id(dataset) in inside and hasattr(dataset, "state_dict"):
-                continue  # it has its own position
+                continue  # the data set has its own position
             if isinstance(sampler, ElasticSampler):
                 yield UsedLoader("DataLoader", id(sampler) in inside, True, _name(sampler))
             elif any(_is_ours(each) for each in (dataset, by, sampler)):
@@ -354,7 +354,7 @@ def _held(value: Any) -> Iterator[Any]:
         yield as_written(value)
         return
     if isinstance(value, torch_data.DataLoader):
-        return  # it cannot be in a state
+        return  # an object without attributes cannot be in a state
     for each in list(getattr(value, "__dict__", {}).values()):
         for inner in each if isinstance(each, list | tuple) else [each]:
             if hasattr(inner, "state_dict") or hasattr(inner, "__dict__"):
@@ -382,13 +382,13 @@ def _is_ours(value: object) -> bool:
 
 
 def _kept(sampler: object) -> list[str]:
-    """Return attributes such as ``rank=1``, whose names and values match a place in a world."""
+    """Return attributes such as ``rank=1`` whose names and values match a rank or a size of the world."""
     values = getattr(sampler, "__dict__", {})
     return [f"{n}={values[n]}" for n in PLACES if isinstance(values.get(n), int)]
 
 
 def _follows(sampler: object) -> bool:
-    """Return whether it is one of torch's samplers, or follows the world like torch's DistributedSampler."""
+    """Return whether the sampler is one of torch's, or follows the world like torch's DistributedSampler."""
     own = type(sampler).__module__.startswith("torch.utils.data")
     return own or following_samplers.follows(sampler)
 

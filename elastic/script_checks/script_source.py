@@ -19,7 +19,7 @@ from elastic.script_checks.restarting_loops import Definition
 
 
 def commits(function: Callable[..., Any]) -> list[CommitCall]:
-    """Return the calls in the training function, or else in all loaded modules outside installed packages.
+    """Return the calls in the training function or, if it has none, in all loaded modules outside installed packages.
 
     A file that cannot be read, or has changed since, may contain calls, so it counts as SOME_STEPS.
     """

@@ -28,7 +28,7 @@ class StepSource(Protocol):
         """Yield the optimizers that have stepped."""
 
     def loaders(self, state: State) -> Iterator[UsedLoader]:
-        """Yield the data sets of the steps' batches, as far as they can be judged."""
+        """Yield the data sets of the steps' batches, if they are known."""
 
 
 makers: list[Callable[[], StepSource]] = []

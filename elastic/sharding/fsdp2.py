@@ -106,9 +106,7 @@ def abandon(model: nn.Module) -> None:
     """Discard the gathered parameters and gradients that an interrupted forward or backward pass has left."""
     for state in sharded_states(model):
         for group in state._fsdp_param_groups:
-            group._all_gather_result = (
-                None  # the result of a failed collective: waiting for it raises
-            )
+            group._all_gather_result = None  # waiting for the result of a failed collective raises
             for param in group.fsdp_params:
                 param.unsharded_accumulated_grad = None
                 if hasattr(param, "_unsharded_param"):
@@ -119,7 +117,7 @@ def abandon(model: nn.Module) -> None:
 
 
 def reshard(groups: Iterable[Any]) -> None:
-    """Register the sharded parameters again in those of the groups that a forward pass has left gathered."""
+    """Register the sharded parameters again in groups that a forward pass has left gathered."""
     for group in groups:
         if not group.is_sharded:
             group.reshard()
@@ -290,6 +288,6 @@ def by_rows(tensor: Any) -> bool:
     return (
         len(replicated) < 2
         and all(each.is_replicate() for each in replicated)
-        and type(sharded) is Shard  # a strided one is a subclass
+        and type(sharded) is Shard  # a strided shard is a subclass
         and sharded.dim == 0
     )

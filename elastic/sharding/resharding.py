@@ -92,7 +92,7 @@ def _bytes_in_common(
 def _assign(
     has: Sequence[Sequence[int]], hosts: Sequence[str], shards: int, distinct: int
 ) -> list[int]:
-    """Assign each rank a shard that it already holds to a large part, in descending order of bytes held.
+    """Assign each rank a shard of which it already holds many bytes, in descending order of these bytes.
 
     The first ``distinct`` ranks of a shard are on different hosts if possible.
     """

@@ -1,8 +1,8 @@
 """Choice of the commit that all ranks restore: the newest one whose shards are all held by some rank. Pure.
 
-The shards of a commit may be held by different ranks, as owners or as copies. A commit that was sealed on one rank is
-mirrored on all ranks. A commit that is not mirrored everywhere was never sealed. It may be complete but with fewer
-copies than requested, so it is chosen only if no mirrored commit is complete.
+Different ranks may hold the shards of a commit, as owners or as copies. A commit that was sealed on any rank is
+mirrored on all ranks; a commit that is not mirrored everywhere was never sealed. The latter can be complete, but with
+fewer copies than requested, so it is chosen only if no mirrored commit is complete.
 
 The initial state (generation 0) may differ between the replicas of a shard. Each of its shards therefore has a single
 holder, which sends it to the other ranks.

@@ -58,7 +58,7 @@ def as_placed(
     """Return the report of a rank on its part in a new world, with the source of its rows.
 
     Args:
-        part: the report without that.
+        part: the report without the source of the rows.
         whole: the restored commit.
         moves: of all ranks.
         layout: of the commit.

@@ -89,7 +89,7 @@ def any_fully_sharded() -> bool:
 
     if not there():
         return False
-    gc.collect()  # a module that the script has dropped may still be in a reference cycle
+    gc.collect()  # a dropped module may still exist in a reference cycle
     return there()
 
 

@@ -120,7 +120,7 @@ class HandledState(_OfThisProcess, ObjectState):
         super().__setattr__(name, value)
 
     def _handle(self, name: str, value: Any) -> None:
-        """Assign another value to a name; it may need a different handler than the previous one."""
+        """Assign another value to a name; it may need a different handler than the previous value."""
         present = self._handlers.get(name)
         if isinstance(present, _SHARDED) or unsupported_sharding.of_value(value) is not None:
             raise unsupported_sharding.refuse_late(name)
@@ -145,7 +145,7 @@ class HandledState(_OfThisProcess, ObjectState):
         self._introduce()
 
     def _check_shards(self) -> None:
-        """Check that everything that depends on shards is in the same state as they are.
+        """Check that everything that depends on shards is in the same state as the shards.
 
         Raises:
             Invalid: something is missing from the state.
@@ -266,7 +266,7 @@ class HandledState(_OfThisProcess, ObjectState):
         """Check that no optimizer outside the state steps the parameters of a sharded one.
 
         Raises:
-            NotElastic: one has.
+            NotElastic: another optimizer has stepped them.
         """
         in_state = set(map(id, self._referred()))
         for part in (*self._of_kind(ShardedOptimizerHandler), *self._of_kind(ZeroOptimizerHandler)):
@@ -284,7 +284,7 @@ class HandledState(_OfThisProcess, ObjectState):
                     shards.watch(value)
 
     def _introduce(self) -> None:
-        """Tell each loader which parameters its batches train."""
+        """Pass to each loader the parameters that its batches train."""
         stepped = bool(self._of_kind(OptimizerStateHandler))
         for loader in self._of_kind(LoaderStateHandler):
             loader.attach(self._trained_parameters, stepped=stepped)
@@ -293,7 +293,7 @@ class HandledState(_OfThisProcess, ObjectState):
         return bool(self._of_kind(DiLoCoStateHandler))
 
     def _refuse_own_values(self) -> None:
-        """Raise Invalid if a value is this worker's own by a DiLoCo of the state, and would be sent by itself too."""
+        """Raise Invalid for a value that belongs to a DiLoCo of the state, and would also be sent separately."""
         for handler in self._of_kind(DiLoCoStateHandler):
             value = handler.value
             held = (value.model, value.inner_optimizer, value.outer_optimizer)
@@ -355,7 +355,7 @@ class HandledState(_OfThisProcess, ObjectState):
             Invalid: a value can't be copied.
             DeviceLost: the accelerator failed.
         """
-        # Start with what is likely to fail: the last commit is then still complete.
+        # Save values that are likely to fail first, while the last commit is still complete.
         handled = {name: each.value for name, each in self._handlers.items()}
         shard_checks.check_schedules(handled)
         shard_checks.check_optimizers(handled)

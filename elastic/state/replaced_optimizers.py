@@ -1,6 +1,7 @@
-"""Detection of optimizers that step the parameters of a sharded optimizer in a state, in its place. Acts.
+"""Detection of optimizers that have replaced a sharded optimizer of a state and step its parameters.
 
-A script may make another optimizer after the state. Commits would then have entries of one that no longer trains.
+A script may create another optimizer after the state. Commits would then contain the entries of an optimizer that does
+not train.
 """
 
 from __future__ import annotations

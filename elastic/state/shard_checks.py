@@ -55,7 +55,7 @@ def check_optimizers(values: Mapping[str, Any]) -> None:
         if not isinstance(shards, Shards) or not shards.exact:
             continue
         if any(id(each) not in known for each in shards.optimizers):
-            gc.collect()  # an unreachable optimizer must not count
+            gc.collect()  # ignore unreachable optimizers
         for each in shards.optimizers:
             if id(each) not in known:
                 raise Invalid(

@@ -103,7 +103,7 @@ class State:
         return False
 
     def _keep_own_step(self, rt: WorkerRuntime) -> None:
-        """Save a step that a loss has not interrupted, then raise the loss."""
+        """Save a step that was not interrupted by the loss of a worker, then raise PeerLost."""
         self._save_whole()
         rt.commits.committed()
         rt.commits.check()
@@ -113,7 +113,7 @@ class State:
         failpoint("commit")
         with timeline.during("state", "commit"):
             if _is_ours(type(self).save):
-                self.save()  # itself marks the point from which the previous commit is incomplete
+                self.save()  # save() itself marks when the previous commit becomes incomplete
             else:
                 with self._saving():
                     self.save()
@@ -169,7 +169,7 @@ class State:
         return bool(self._reset_callbacks)
 
     def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None:
-        """Notify of changed hosts, from any thread; the next check reads it."""
+        """Record that hosts have changed, from any thread; the next check reads it."""
         self._host_messages.put((timestamp, update_res))
 
     def is_sharded(self) -> bool:
@@ -414,7 +414,7 @@ def hold(state: ObjectState) -> HeldCommit:
 
 
 def options_of(state: State) -> list[str]:
-    """Return the option lines that must agree on all workers of a world, but not with a checkpoint."""
+    """Return the lines of options that must be equal on all workers of a world, but may differ from a checkpoint."""
     return state._options()
 
 
@@ -445,7 +445,7 @@ def take_random(state: ObjectState, saved: dict[str, Any]) -> None:
 
 
 def broadcast_state(state: State) -> None:
-    """Send rank 0's state to the whole world. Raises PeerLost, StateMismatch."""
+    """Send rank 0's state to the whole world. Raises PeerLost and StateMismatch."""
     rt = lifecycle.active()
     if rt is None:
         return
@@ -483,7 +483,7 @@ def refuse_misspelled(
 
 
 def _resembles(name: str, option: str) -> bool:
-    """Return whether a name is an option's but for a typo. A short one must have the same letters."""
+    """Return whether a name looks like a misspelled option. A short name must have the same letters."""
     if sorted(name.rstrip("s")) == sorted(option.rstrip("s")):
         return True
     return len(option) > 5 and difflib.SequenceMatcher(None, name, option).ratio() >= CLOSE

@@ -1,8 +1,8 @@
 """Conversion between TensorFlow's and torch's tensors, eagerly and in a ``tf.function`` or graph.
 
-On the CPU inputs are views of TensorFlow's memory, and it takes over large results without a copy; small tensors are
-copied in eager mode. In a graph, threads of TensorFlow wait for other ranks only briefly: see `graphs.async_op`. On a
-GPU all tensors are copied through host memory.
+On the CPU, inputs are views of TensorFlow's memory, and large results are passed to TensorFlow without a copy; small
+tensors are copied in eager mode. In a graph, threads of TensorFlow wait for other ranks only briefly: see
+`graphs.async_op`. On a GPU all tensors are copied through host memory.
 
 XLA cannot call Python, so functions that use this module cannot be compiled with ``jit_compile=True``.
 """
@@ -33,7 +33,7 @@ Compute = Callable[[list[torch.Tensor]], "Sequence[torch.Tensor] | InFlight"]
 as_written: Any = tf.autograph.experimental.do_not_convert
 
 LARGE = 1 << 20  # bytes from which a view is cheaper than a copy
-KEPT = 64  # errors on their way through TensorFlow; each is taken once or never
+KEPT = 64  # errors passed through TensorFlow, each retrieved at most once
 
 _raised: OrderedDict[int, BaseException] = OrderedDict()
 _numbers = itertools.count(1)
@@ -159,7 +159,8 @@ def _given(result: torch.Tensor) -> tf.Tensor:
 
 @as_written
 def asked(answer: Callable[[], int], name: str, *, blocks: bool = False) -> tf.Tensor:
-    """Return an int32 computed each time it runs, because a graph outlives a world. ``blocks``: see `call`."""
+    """Return an int32 that is computed each time the graph runs, because a graph outlives a world. ``blocks``: see
+    `call`."""
 
     def compute(_: list[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.tensor(int(answer()), dtype=torch.int32, device="cpu")]
@@ -190,7 +191,7 @@ def original(error: tf.errors.OpError) -> BaseException | None:
 
 
 def _kept(error: BaseException) -> str:
-    """Return the text for TensorFlow's error, by which `original` finds this one."""
+    """Store the error, and return the text of TensorFlow's error by which `original` finds it."""
     return f"{type(error).__name__}: {error} {_keep(error)}"
 
 

@@ -3,7 +3,7 @@
 Among them are iterators over a ``tf.data.Dataset``. Destroying one waits for TensorFlow's threads, for up to seven
 seconds if the dataset tunes itself (``AUTOTUNE``; observed with TensorFlow 2.21). A separate thread therefore does that
 while the next world trains. The exit of the process waits for it: otherwise the interpreter would end the thread on its
-return from TensorFlow, along with what it holds, and TensorFlow would wait for that forever.
+return from TensorFlow, which would then wait forever for the objects that the thread holds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def frames_of(error: BaseException) -> None:
 
 
 def destroy(found: list[Any]) -> None:
-    """Destroy these objects in another thread. It empties the list; the caller must not keep other references."""
+    """Destroy these objects in another thread. Empties the list; the caller must not keep other references."""
     global _thread
     with _lock:
         if _thread is None:

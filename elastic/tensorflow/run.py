@@ -29,7 +29,7 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
         except Interrupted as error:
             rt = lifecycle.active()
             if rt is None or rt.alone:
-                raise  # no further world: the caller needs the traceback
+                raise  # no further world follows, so the caller needs the traceback
             leftover_variables.frames_of(error)
             interruption = error
         raise interruption

@@ -27,7 +27,7 @@ def broadcast_variables(
         inplace: ignored.
 
     Returns:
-        In a graph, the operation that does it; otherwise None.
+        In a graph, the operation that broadcasts; otherwise None.
 
     Raises:
         ValueError: on every rank, if shapes or dtypes differ between ranks; no variable has changed then.

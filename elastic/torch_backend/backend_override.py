@@ -87,7 +87,7 @@ def new_group(
             )
         return theirs(size, rank, ranks, backend, store, name, *rest, **options)
     options |= dict(zip(_MORE, rest, strict=False))
-    options["backend_options"] = options["device_id"] = None  # specific to Gloo or NCCL
+    options["backend_options"] = options["device_id"] = None  # options specific to Gloo or NCCL
     made = theirs(size, rank, ranks, NAME, store, name, **options)
     group, prefixed = made
     if prefixed is not None:
@@ -99,7 +99,7 @@ def new_group(
 def _of_this_world(size: int, rank: int, ranks: Any, store: Any) -> bool:
     """Return whether this is the process group of the world, or of some of its ranks.
 
-    A script may create another one through its own store, for example of this worker alone.
+    A script may create a process group through its own store, for example of this worker alone.
     """
     if ranks:
         return isinstance(distributed_c10d.GroupMember.WORLD, FollowingGroup)

@@ -153,7 +153,7 @@ def allgather(
 def allgather_into(
     group: Collectives, output: torch.Tensor, tensor: torch.Tensor
 ) -> CollectiveCall:
-    """Gather the ranks' tensors into ``output``, one after the other, whatever its shape."""
+    """Gather the ranks' tensors into ``output``, one after another, regardless of its shape."""
     begun = CollectiveCall()
     if tensor.numel() and isinstance(group, GathersAndScatters):
         place = _in_row(begun, output, read=False)
@@ -227,7 +227,7 @@ def _allreduce_sparse(
         )
     (found,) = sparse.total(group, [tensor.detach()], *reduction.scale(group.size))
     with torch.no_grad():
-        tensor.copy_(found)  # not into a view, which would have its own indices
+        tensor.copy_(found)  # a view would have its own indices
     return CollectiveCall()
 
 
@@ -364,7 +364,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             return torch.cat([_row(other) for other in tensors])
         at += each.nbytes
     whole = first.untyped_storage()
-    if whole.data_ptr() + whole.nbytes() < at:  # adjacent by accident
+    if whole.data_ptr() + whole.nbytes() < at:  # the tensors are adjacent by coincidence
         return torch.cat([_row(other) for other in tensors])
     return first.as_strided((total,), (1,))
 

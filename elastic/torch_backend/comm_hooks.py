@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic.torch_backend import works
 from elastic.torch_backend.following_group import FollowingGroup
 
-_torch: Any = distributed  # its stubs lack the names used here
+_torch: Any = distributed  # torch's stubs lack the names used here
 _ddp: Any = DistributedDataParallel
 _builtin: Any = DistributedDataParallel._register_builtin_comm_hook
 _register: Any = DistributedDataParallel.register_comm_hook

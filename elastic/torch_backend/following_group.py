@@ -144,7 +144,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         return self.ranks is None or size == self._of
 
     def outlive(self) -> bool:
-        """Handle the end of the world before elastic.run.
+        """Handle the end of the world in which groups were created before elastic.run.
 
         Returns:
             Whether it was a group of some ranks of that world; such a group must not be called afterwards.
@@ -188,7 +188,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         if self._together is not None:
             self._together.append(work)
         elif begun.thens and opts is not None and opts.asyncOp:
-            work.get_future()  # so that the results are in place even if the work is dropped
+            work.get_future()  # puts the results in place even if the work is dropped
         return work
 
     def under_way(
@@ -257,7 +257,7 @@ def follow(rt: WorkerRuntime, *, first: bool) -> None:
         if not isinstance(group, FollowingGroup):
             continue
         if not first and group.outlive():
-            continue  # its calls raise an error that gives the reason
+            continue  # calls of this group raise an error with the reason
         if not group.fits(size):
             distributed.destroy_process_group(group)
             continue

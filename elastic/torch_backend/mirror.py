@@ -1,4 +1,4 @@
-"""Collectives of a worker that has not joined a world: they behave as if all ranks did exactly what this one does.
+"""Collectives of a worker that has not joined a world: they behave as if all ranks had the same values as this one.
 
 A worker builds its model, its DistributedDataParallel and its samplers before it joins, with the approximate rank and
 size that it will have. For this to succeed, the other ranks appear to have the same values. Nothing is sent, and

@@ -20,7 +20,7 @@ from elastic.collectives.shared_memory import arena
 from elastic.torch_backend.compile_exclusion import keep_out
 from elastic.torch_backend.following_group import FollowingGroup
 
-_torch: Any = distributed  # its stubs lack the names used here
+_torch: Any = distributed  # torch's stubs lack the names used here
 _TorchReducer: Any = _torch.Reducer
 _Mode: Any = TorchDispatchMode  # untyped
 _LEAST_BYTES = 4096  # smaller buckets are copied as fast as they are reduced in place

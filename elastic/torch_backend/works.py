@@ -64,7 +64,7 @@ class WorkOwner(Protocol):
         """Return the world's rank of a rank of this group."""
 
     def broke(self, error: CollectiveFailed, generation: int) -> None:
-        """Report that a collective of that world failed in a thread of this package. Never raises."""
+        """Report a failed collective of a world, from a thread of this package. Never raises."""
 
 
 class ElasticWork(_TorchWork):  # type: ignore[misc]
@@ -152,7 +152,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         except CollectiveFailed as error:
             self._owner.broke(error, self.generation)
         except TensorMismatch:
-            pass  # raised by wait()
+            pass  # wait() raises the error
         return True
 
     def is_success(self) -> bool:
@@ -298,7 +298,7 @@ class Futures:
         self._owner = owner
         self._pending: collections.deque[tuple[float, ElasticWork]] = collections.deque()
         self._changed = threading.Condition()
-        self._passes: set[int] = set()  # backward passes that will end with `_end_pass`
+        self._passes: set[int] = set()  # backward passes with a pending call of `_end_pass`
         self._ending = False
         self._thread: threading.Thread | None = None
 
@@ -312,7 +312,7 @@ class Futures:
         due = time.monotonic() + (_GRACE_S if grace else 0.0)
         with self._changed:
             if self._pending and self._pending[0][1].generation != work.generation:
-                self._pending.clear()  # passes of an earlier world, whose outcome no longer matters
+                self._pending.clear()  # passes of an earlier world, whose outcome is irrelevant
             self._pending.append((due, work))
             if self._thread is None:
                 self._thread = threads.begin("elastic-futures", self._serve)
@@ -348,7 +348,7 @@ class Futures:
             except CollectiveFailed as error:
                 self._owner.broke(error, work.generation)
             except TensorMismatch:
-                pass  # the future holds it
+                pass  # the future references the work
             except threads.ProcessExiting:
                 return
             del work

@@ -18,7 +18,7 @@ from elastic.collectives.groups.group_factory import listen
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
 
-_torch: Any = distributed  # its stubs lack the stores
+_torch: Any = distributed  # torch's stubs lack the stores
 _TorchStore: Any = _torch.Store
 _KEY = "torch.distributed store"
 

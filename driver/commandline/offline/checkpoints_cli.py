@@ -165,7 +165,7 @@ def _export(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise Invalid(f"{given} can't be exported: {error}") from error
     if left_out:
-        names = [f"{each.name}{' but its tensors' * each.but_tensors}" for each in left_out]
+        names = [f"{each.name}{' except its tensors' * each.but_tensors}" for each in left_out]
         why = "torch.load would not load them by default"
         print(f"left out, as {why}: {', '.join(names)}", file=sys.stderr)
     print(f"{out}: {found} of {storage.url}/{found.name}, {os.path.getsize(out) / 1e6:.1f} MB")

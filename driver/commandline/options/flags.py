@@ -61,7 +61,7 @@ examples:
   elasticrun -np 8 --min-np 4 --etcd etcd1:2379 --job bert --secret-file job.secret python train.py
       all hosts that run `elasticrun agent` for this job
   elasticrun -np 4 --min-np 2 --journal job.journal --resume python train.py
-      workers outlive this driver; rerun the same command to continue
+      workers keep training if this driver is lost; rerun the same command to continue
 
 commands on a running job (elasticrun COMMAND --help):
   jobs, status, scale, drain, remove, stacks, logs, stop
@@ -109,7 +109,8 @@ class WorkerFlags:
     elastic_timeout: float | None = flag(
         "--elastic-timeout",
         "S",
-        f"Longest wait for --min-np workers (default: {Settings.elastic_timeout_s:g}, or HOROVOD_ELASTIC_TIMEOUT).",
+        f"Timeout for --min-np workers to become ready (default: {Settings.elastic_timeout_s:g}, "
+        "or HOROVOD_ELASTIC_TIMEOUT).",
         seconds,
         variable="HOROVOD_ELASTIC_TIMEOUT",
         use=Use(functions=FUNCTIONS, setting="elastic_timeout_s"),
@@ -149,7 +150,7 @@ class WorkerFlags:
     host_attempts: int | None = flag(
         "--host-attempts",
         "N",
-        "Stop using a host after N of its slots were given up (default: never).",
+        "Stop using a host after giving up N of its slots (default: never).",
         whole(1),
         use=Use(setting="host_attempts"),
     )
@@ -187,8 +188,9 @@ class HostFlags:
     network_interfaces: list[str] | None = flag(
         "--network-interface --network-interfaces",
         "LIST",
-        "Interfaces, networks or addresses for worker traffic; each host uses the first it has:"
-        " eth1,10.0.0.0/8,fd00::/8 (default: the route to the other hosts; loopback on a single machine).",
+        "Interfaces, networks or addresses for worker traffic, in order of preference: "
+        "eth1,10.0.0.0/8,fd00::/8 (default: the route to the other hosts; loopback on a single "
+        "machine).",
         action=NameList,
         use=Use(functions=FUNCTIONS, keyword="network_interface", typed="str | None"),
     )
@@ -224,7 +226,8 @@ class TuningFlags:
     fusion_threshold_mb: float | None = flag(
         "--fusion-threshold-mb",
         "MB",
-        "Fuse small tensors into collectives of up to N MiB; 0: off (default: HOROVOD_FUSION_THRESHOLD, in bytes,"
+        "Fuse small tensors into collectives of up to this size; 0: off (default: "
+        "HOROVOD_FUSION_THRESHOLD, in bytes,"
         " or 128).",
         number,
         keys=("params.fusion_threshold_mb",),
@@ -273,21 +276,22 @@ class DetectionFlags:
     idle_timeout: float | None = flag(
         "--idle-timeout",
         "S",
-        "Kill an idle worker after others have waited S seconds for it; 0: never (default:"
+        "Kill an idle worker after its peers have waited S seconds; 0: never (default:"
         f" {Settings.idle_s:g}; in a job of fixed size, --busy-timeout).",
         number,
     )
     busy_warning: float | None = flag(
         "--busy-warning",
         "S",
-        "Log a busy worker after others have waited S seconds for it; 0: never (default:"
+        "Log a busy worker after its peers have waited S seconds; 0: never (default:"
         f" {Settings.busy_warning_s:g}).",
         number,
     )
     busy_timeout: float | None = flag(
         "--busy-timeout",
         "S",
-        f"Kill a busy worker after others have waited S seconds for it; 0: never (default: {Settings.busy_s:g}).",
+        "Kill a busy worker after its peers have waited S seconds; 0: never (default: "
+        f"{Settings.busy_s:g}).",
         number,
     )
     gpu_hang_timeout: float | None = flag(
@@ -300,8 +304,8 @@ class DetectionFlags:
     health_check: str | None = flag(
         "--health-check",
         "COMMAND",
-        "Check each slot by this command before its worker is admitted; auto: built-in check"
-        " (default: no check).",
+        "Command that tests a slot before its worker is admitted; auto: built-in test (default: "
+        "no check).",
         variable="ELASTIC_HEALTH_CHECK",
         keys=("health_check.command",),
         use=Use(functions=FUNCTIONS, setting="health_check"),
@@ -420,7 +424,7 @@ class OutputFlags:
     )
     strict: bool = switch(
         "--strict",
-        "Exit with 2 on script mistakes in the first steps, with 1 if scripts failed.",
+        "Exit with 2 on script mistakes in the first steps, with 1 on script failures.",
         variable="ELASTIC_STRICT",
         keys=("checks.strict=true",),
         use=Use(setting="strict", for_workers=True),
@@ -542,7 +546,7 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ),
     (
         "checkpoints",
-        "Checkpoints that outlive all workers and the driver. More: elasticrun docs checkpoints",
+        "Durable checkpoints, written to shared storage. More: elasticrun docs checkpoints",
         (CheckpointFlags,),
     ),
     (
@@ -552,7 +556,8 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ),
     (
         "driver failover",
-        "Workers outlive the driver, and another driver continues. More: elasticrun docs many-hosts",
+        "Keep workers running when the driver is lost, and resume with another driver. More: "
+        "elasticrun docs many-hosts",
         (FailoverFlags,),
     ),
     (
@@ -568,12 +573,12 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ),
     (
         "failure detection",
-        "Report hung and slow workers, then kill them. More: elasticrun docs detection",
+        "Detect, report and kill hung workers. More: elasticrun docs detection",
         (DetectionFlags,),
     ),
     (
         "torch.distributed, and torchrun's flags",
-        "Run scripts written for torchrun unedited. More: elasticrun docs pytorch",
+        "Run scripts written for torchrun without changes. More: elasticrun docs pytorch",
         (TorchrunFlags,),
     ),
     ("output", None, (OutputFlags,)),
@@ -655,13 +660,13 @@ def _add_without_meaning(add: Group) -> None:
 
     text = "File for autotuning trials."
     valued("--autotune-log-file", str, text, "autotune.log_file", "HOROVOD_AUTOTUNE_LOG")
-    text = "Number of first samples that autotuning discards."
+    text = "Number of initial autotuning samples to discard."
     valued("--autotune-warmup-samples", whole(0), text, "autotune.warmup_samples")
     text = "Number of steps per autotuning sample."
     valued("--autotune-steps-per-sample", whole(0), text, "autotune.steps_per_sample")
     text = "Largest number of autotuning samples."
     valued("--autotune-bayes-opt-max-samples", whole(0), text, "autotune.bayes_opt_max_samples")
-    text = "Noise that autotuning assumes."
+    text = "Noise level assumed by autotuning."
     valued("--autotune-gaussian-process-noise", number, text, "autotune.gaussian_process_noise")
     text, key = "Number of NCCL streams.", "library_options.num_nccl_streams"
     valued("--num-nccl-streams", whole(0), text, key, "HOROVOD_NUM_NCCL_STREAMS")
@@ -685,7 +690,7 @@ def _add_without_meaning(add: Group) -> None:
 def why_without_meaning(flag: str) -> str:
     """Return why a flag has no effect here, as a clause."""
     if flag.startswith("--autotune"):
-        return "there is no autotuning; set --fusion-threshold-mb and --cycle-time-ms instead"
+        return "autotuning is not supported; set --fusion-threshold-mb and --cycle-time-ms instead"
     return {
         "--hierarchical-allreduce": _BY_ITSELF,
         "--hierarchical-allgather": _BY_ITSELF,
@@ -695,9 +700,7 @@ def why_without_meaning(flag: str) -> str:
 
 
 _BY_ITSELF = (
-    "ranks of one host reduce in shared memory first, and then with other hosts, automatically;"
-    " on GPUs NCCL chooses the algorithm, and its variable NCCL_ALGO forces one"
+    "ranks of a host always reduce in shared memory first, then with other hosts; on GPUs, NCCL "
+    "chooses the algorithm (override with NCCL_ALGO)"
 )
-_NCCL_CHOOSES = (
-    "NCCL chooses the algorithm by the network it finds; its variable NCCL_ALGO forces one"
-)
+_NCCL_CHOOSES = "NCCL chooses the algorithm for the network (override with NCCL_ALGO)"

@@ -93,8 +93,8 @@ class FailoverFlags:
 
     resume: bool = switch(
         "--resume",
-        "Continue the job of --journal or --etcd, or start it. Commits are in the workers'"
-        " memory: if all workers are lost, training resumes from --checkpoint-dir, if given.",
+        "Continue the job of --journal or --etcd, or start it. If all workers were lost, training "
+        "resumes from --checkpoint-dir.",
     )
     standby: bool = switch(
         "--standby", "Wait until no driver leads the job in --etcd, then take over."
@@ -107,7 +107,7 @@ class FailoverFlags:
     driver_timeout: float | None = flag(
         "--driver-timeout",
         "S",
-        "How long workers keep training after losing the driver (default: 600 with --resume"
+        "How long workers keep training without a driver (default: 600 with --resume"
         " or --standby, else 30).",
         seconds,
     )
@@ -150,8 +150,8 @@ class CheckpointFlags:
     begin_from: str | None = flag(
         "--from",
         "DIR@COMMIT",
-        "Start from this commit; `elasticrun checkpoints DIR` lists them. New checkpoints go to"
-        " --checkpoint-dir.",
+        "Start from this commit (see `elasticrun checkpoints DIR`). New checkpoints are written "
+        "to --checkpoint-dir.",
         use=EVERYWHERE,
     )
     restarts: int | None = flag(
@@ -181,8 +181,8 @@ class PreemptionFlags:
     preload: str | None = flag(
         "--preload",
         "MODULES",
-        "Modules to preload in a spare process per host; auto: the script's first imports;"
-        " auto,2: two processes; off (default: ELASTIC_PRELOAD, or auto if the job is elastic).",
+        "Modules to preload in spare processes: NAMES, auto (the script's first imports), auto,2 "
+        "(two processes) or off (default: ELASTIC_PRELOAD, or auto if the job is elastic).",
         variable="ELASTIC_PRELOAD",
         keys=("preload.modules",),
         use=EVERYWHERE,

@@ -42,13 +42,13 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
     listed = any(source is not None for source in sources)
     if options.standby and etcd is None:
         raise Invalid(
-            "--standby needs --etcd HOST:PORT, through which drivers elect a leader; on one machine, --journal"
-            " FILE --resume lets another driver continue"
+            "--standby needs --etcd HOST:PORT, through which drivers elect a leader; on a single "
+            "machine, rerun the command with --journal FILE --resume instead"
         )
     if options.resume and options.journal is None and etcd is None:
         raise Invalid("--resume needs --journal FILE or --etcd, to find the job to continue")
     if etcd is not None and options.job_name is None:
-        raise Invalid("--etcd needs --job NAME, by which agents and drivers find each other")
+        raise Invalid("--etcd needs --job NAME, which agents and drivers use to find each other")
     name = options.job_name or f"job-{os.getpid()}"
     job_root(name)
     if options.driver_port is not None and options.driver_port > 65535:

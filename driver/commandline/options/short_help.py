@@ -21,7 +21,7 @@ workers
   --reset-limit N              failures to survive before the job ends (default: no limit)
 hosts
   -H, --hosts LIST             hosts and slots: gpu1:4,gpu2:4 (default: this machine)
-  --hostfile FILE              the same in a file, one host per line: gpu1 slots=4
+  --hostfile FILE              read hosts from a file, one per line: gpu1 slots=4
   --host-discovery-script CMD  program that prints the current hosts, run every second
   --etcd, --kubernetes, --network-interface, --ssh-port, --secret-file: elasticrun docs many-hosts
 checkpoints and driver failover
@@ -29,11 +29,11 @@ checkpoints and driver failover
   --checkpoint-every EVERY     60s, 10m, 500commits or manual (default: 60s)
   --from DIR@COMMIT, --fresh   start from this commit, or start a new job
   --journal FILE               record every event, for elasticrun explain and --resume
-  --resume                     continue the job of --journal; workers outlive the driver
+  --resume                     continue the job of --journal after losing its driver
 preemption and failure detection
   --preemption SOURCE          aws, gcp, azure, slurm, a command, off (default: auto)
-  --busy-timeout S             kill a busy worker that others wait for (default: 600)
-  --idle-timeout S             kill an idle worker that others wait for (default: 30)
+  --busy-timeout S             kill a busy worker after its peers waited S seconds (default: 600)
+  --idle-timeout S             kill an idle worker after its peers waited S seconds (default: 30)
 output
   --dashboard :PORT            serve a live page of the job
   --report FILE                write a page about the job when it ends
@@ -47,7 +47,7 @@ output
 
 on a running job: jobs, status, scale, drain, remove, stacks, logs, stop
 after a job: explain, replay, checkpoints      setup: doctor, docs, agent, secret, k8s
-Each command has its own --help: elasticrun status --help. Documentation: elasticrun docs"""
+Help for a command: elasticrun status --help. Documentation: elasticrun docs"""
 
 
 class ShortHelp(argparse.Action):

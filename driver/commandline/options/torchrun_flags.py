@@ -17,36 +17,37 @@ from elastic.errors import Invalid
 Options = TypeVar("Options", bound=Any)  # the class in `flags`, which includes these
 
 _ELSEWHERE = (
-    "elasticrun is started once, not on every host: leave it out, and list the hosts with -H host1:4,host2:4, or run"
+    "elasticrun is started once, not on every host: omit it, and list the hosts with -H "
+    "host1:4,host2:4, or run"
     " `elasticrun agent` on each of them and pass --etcd"
 )
-_OUTPUT = "leave it out, and pass --output-filename DIR for a file with each worker's output"
-_NOTHING = "leave it out; it has no equivalent here"
+_OUTPUT = "omit it, and pass --output-filename DIR to write each worker's output to a file"
+_NOTHING = "omit it; it has no equivalent here"
 # Rejected flags of torchrun: whether they have a value, and what to do instead.
 REFUSED: dict[str, tuple[bool, str]] = {
     "--node-rank --node_rank": (True, _ELSEWHERE),
-    "--local-addr --local_addr": (True, "leave it out, and pass --network-interface"),
+    "--local-addr --local_addr": (True, "omit it, and pass --network-interface"),
     "--rdzv-conf --rdzv_conf": (
         True,
-        "leave it out; --elastic-timeout and --start-timeout bound the waits",
+        "omit it; --elastic-timeout and --start-timeout bound the waits",
     ),
-    "--run-path --run_path": (False, "leave it out: it is `python -m runpy`"),
+    "--run-path --run_path": (False, "omit it: it is `python -m runpy`"),
     "-r --redirects": (True, _OUTPUT),
     "-t --tee": (True, _OUTPUT),
     "--log-dir --log_dir": (True, _OUTPUT),
     "--local-ranks-filter --local_ranks_filter": (True, _OUTPUT),
     "--logs-specs --logs_specs": (True, _OUTPUT),
-    "--logs_level --logs-level": (True, "leave it out, and pass --log-level"),
+    "--logs_level --logs-level": (True, "omit it, and pass --log-level"),
     "--duplicate-stdout-filters --duplicate_stdout_filters": (True, _OUTPUT),
     "--duplicate-stderr-filters --duplicate_stderr_filters": (True, _OUTPUT),
     "--event-log-handler --event_log_handler": (
         True,
-        "leave it out, and pass --journal or --metrics-port",
+        "omit it, and pass --journal or --metrics-port",
     ),
-    "--monitor-interval --monitor_interval": (True, "leave it out: exits are detected immediately"),
+    "--monitor-interval --monitor_interval": (True, "omit it: exits are detected immediately"),
     "--start-method --start_method": (True, _NOTHING),
     "--role": (True, _NOTHING),
-    "--numa-binding --numa_binding": (True, "leave it out, and start the script with numactl"),
+    "--numa-binding --numa_binding": (True, "omit it, and start the script with numactl"),
     "--signals-to-handle --signals_to_handle": (True, _NOTHING),
     "--shutdown-timeout --shutdown_timeout": (True, _NOTHING),
     "--virtual-local-rank --virtual_local_rank": (False, _NOTHING),
@@ -103,8 +104,8 @@ class TorchrunFlags:
     torch_backend: str | None = flag(
         "--torch-backend",
         "WHICH",
-        "elastic: use this backend for gloo, nccl or none in torch.distributed; off: torch's"
-        " own, which does not survive a lost worker (default: ELASTIC_TORCH_BACKEND, or"
+        "Backend of torch.distributed: elastic (replaces gloo and nccl) or off (torch's own, not "
+        "fault-tolerant) (default: ELASTIC_TORCH_BACKEND, or"
         " elastic).",
         _backend,
         variable="ELASTIC_TORCH_BACKEND",
@@ -222,7 +223,7 @@ def _found(options: Any, several: bool) -> dict[str, Any]:
         return {"etcd": _first(options.etcd, options.rdzv_endpoint)}
     if options.rdzv_backend not in (None, "c10d", "static"):
         raise Invalid(
-            f"--rdzv-backend {options.rdzv_backend} is not available; leave it out, or pass --etcd"
+            f"--rdzv-backend {options.rdzv_backend} is not available; omit it, or pass --etcd"
         )
     if several and options.hosts is None and options.hostfile is None:
         raise Invalid(f"--rdzv-endpoint does not specify the hosts; {_ELSEWHERE}")

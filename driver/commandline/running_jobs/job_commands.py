@@ -37,8 +37,9 @@ from elastic.driver.processes.console import shown
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
-JOB is a name, the process ID of a driver, or omitted if this user runs one job on this machine. Find a job by its
-journal with --journal, one that is led from another machine with --etcd, and a detached job of Ray with --ray."""
+JOB is a name or the process ID of a driver; omit it if you run a single job on this machine. To select a job by
+its journal, pass --journal; for a job whose driver is on another machine, --etcd; for a detached job on Ray,
+--ray."""
 
 WATCH_S = 0.5
 FOLLOW_S = 0.2
@@ -69,7 +70,7 @@ VERBS: dict[str, Verb] = {
     "scale": Verb("[JOB] N", "Set the number of workers of a running job to N.", (1, 1), ("wait",)),
     "drain": Verb(
         "[JOB] HOST",
-        "Move the workers off a host, if --min-np allows it, and start none there.",
+        "Move workers off a host, if --min-np allows it, and start no new ones there.",
         (1, 1),
         ("off",),
     ),
@@ -78,7 +79,7 @@ VERBS: dict[str, Verb] = {
     ),
     "stacks": Verb(
         "[JOB] [RANK]",
-        "Show Python stacks of one worker, or of the first eight, with the frames of the script first.",
+        "Show the Python stacks of one worker or of the first eight; script frames come first.",
         (0, 1),
         ("all_threads", "log", "json"),
     ),
@@ -90,7 +91,7 @@ VERBS: dict[str, Verb] = {
     ),
     "stop": Verb(
         "[JOB]",
-        ("Stop a running job, as with SIGTERM; a second call stops it immediately."),
+        ("Stop a running job gracefully, as with SIGTERM; repeat to stop it immediately."),
         (0, 0),
     ),
 }

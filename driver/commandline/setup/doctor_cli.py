@@ -32,8 +32,8 @@ MODULE = "elastic.driver.commandline.setup.host_facts"
 ANSWER_S = 120.0
 AT_ONCE = 32  # hosts
 DESCRIPTION = """\
-Check torch, the C++ library, GPUs and NCCL, computation, ports, network, shared memory, clocks and conflicting
-packages, on this host and on those of -H, over ssh. Exit with 1 if a check failed."""
+Check this host, and the hosts of -H over ssh: torch, the C++ library, GPUs, NCCL, arithmetic, ports, network,
+shared memory, clocks and conflicting packages. Exit with 1 if a check failed."""
 
 
 @dataclass

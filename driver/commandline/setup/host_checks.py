@@ -119,8 +119,8 @@ def _health(host: HostFacts) -> Check:
 
 def _ports(host: HostFacts) -> Check:
     if not host.port_trouble:
-        return Check("ports", Level.OK, "a free port of loopback can be listened on and reached")
-    do = "allow connections within this host in its firewall"
+        return Check("ports", Level.OK, "a loopback port can be opened and reached")
+    do = "allow loopback connections in the firewall of this host"
     return Check("ports", Level.FAIL, f"loopback: {host.port_trouble}", do)
 
 
@@ -135,7 +135,7 @@ def _interfaces(host: HostFacts, *, several: bool) -> Check:
 
 
 def _memory(host: HostFacts) -> Check:
-    do = "give /dev/shm more, as with docker run --shm-size=8g, if DataLoaders have num_workers"
+    do = "enlarge /dev/shm if DataLoaders use num_workers: docker run --shm-size=8g"
     if host.shm_bytes is None:
         return Check("shared memory", Level.WARN, "there is no /dev/shm", do)
     found = f"/dev/shm has {host.shm_bytes / 1e9:.1f} GB, {host.shm_free / 1e9:.1f} GB free"
@@ -151,17 +151,22 @@ def _clock(ahead_s: float | None) -> list[Check]:
     relation = "ahead of" if ahead_s > 0 else "behind"
     found = f"{abs(ahead_s):.1f} s {relation} this host's"
     return [
-        Check("clock", Level.WARN, found, "run an NTP client there; logs and timelines mislead")
+        Check(
+            "clock",
+            Level.WARN,
+            found,
+            "run an NTP client there; otherwise timestamps in logs and timelines are misleading",
+        )
     ]
 
 
 def _packages(host: HostFacts) -> Check:
     if not host.foreign and not host.others:
         return Check(
-            "packages", Level.OK, "no other package writes into the folders of hvd-elastic"
+            "packages", Level.OK, "no other package has files in the folders of hvd-elastic"
         )
     if not host.foreign:
-        return Check("packages", Level.WARN, host.others[0], "use an environment for each")
+        return Check("packages", Level.WARN, host.others[0], "use separate environments")
     more = len(host.foreign) - NAMED
     named = ", ".join(host.foreign[:NAMED]) + (f" and {more} more" if more > 0 else "")
     found = f"files of other packages: {named}"

@@ -29,7 +29,7 @@ class ApiErrorKind(enum.Enum):
     UNREACHABLE = "it is unreachable"
     UNAUTHORIZED = "it rejects this token"
     FORBIDDEN = "this service account is not authorized"
-    GONE = "it does not exist any more"
+    GONE = "it no longer exists"
     OTHER = "it returns an error"
 
 

@@ -23,7 +23,7 @@ ENDING: dict[str, tuple[str, float | None]] = {
     "karpenter.sh/disrupted": ("Karpenter removes it", None),
     "karpenter.sh/disruption": ("Karpenter removes it", None),
     "ToBeDeletedByClusterAutoscaler": ("the cluster autoscaler removes it", None),
-    "node.kubernetes.io/out-of-service": ("it is out of service", 0.0),
+    "node.kubernetes.io/out-of-service": ("it is marked out of service", 0.0),
     "node.cloudprovider.kubernetes.io/shutdown": ("it is shutting down", 0.0),
 }
 

@@ -75,8 +75,8 @@ def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = N
     if not found:
         if other := _other_owner(path):
             raise Invalid(
-                f"{whose} belongs to user {other}, and a job answers only the user that started it: run the"
-                f" command as {other}"
+                f"{whose} belongs to user {other}, and a job accepts commands only from the user "
+                f"that started it: run the command as {other}"
             )
         raise Invalid(f"no {which} runs here{hint}; {_others(jobs)}")
     if len(found) > 1:

@@ -26,7 +26,9 @@ def difference(own: str, expected: str) -> str:
         f"{name} {rest}".rstrip() + ": only in the world" for name, rest in only_expected.items()
     ]
     if not lines:
-        lines = ["the same lines in another order: build the model in the same order everywhere"]
+        lines = [
+            "the same entries in another order: build the model in the same order on every worker"
+        ]
     if len(lines) > SHOWN:
         lines[SHOWN:] = [f"... and {len(lines) - SHOWN} more"]
     return "\n".join(lines)

@@ -298,7 +298,7 @@ class PageModel(ViewReader):
             case events.ScaleRequested(_, workers):
                 self._job(most=workers)
             case events.DrainRequested(_, host, off):
-                note = "" if off else "no more workers are started there"
+                note = "" if off else "no new workers are started there"
                 self._grid.host(host, state="up" if off else "drained", note=note)
             case _:
                 pass

@@ -590,7 +590,8 @@ _ADVICE = {
         "Enlarge /dev/shm on {host} (in a container: --shm-size), or use fewer DataLoader workers."
     ),
     Advice.LOOK_AT_HOST: "Check whether {host} is up, whether its agent runs, and whether it reaches the driver.",
-    Advice.START_TIMEOUT: "Raise --start-timeout, or do less before hvd.init().",
+    Advice.START_TIMEOUT: "Raise --start-timeout, or move slow code from before hvd.init() to "
+    "after it.",
     Advice.BE_ELASTIC: (
         "To survive a lost worker, start the job with --min-np, with the training loop in a function under"
         " @elastic.run."
@@ -713,7 +714,7 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
         "This copy starts in the middle of the job: earlier events are missing."
     ),
     FindingKind.NOT_WRITTEN_ON: lambda f: (
-        "Its driver could not write it completely (for example, because the disk was full): the job continued after"
-        " the last event shown here."
+        "Its driver could not write it completely (for example, because the disk was full). The "
+        "job continued after the last event shown here."
     ),
 }

@@ -114,7 +114,7 @@ class WorkerCalls:
             while True:
                 answer = await _frame(reader)
                 if not caller.waiting:
-                    raise ValueError("it sent an answer without a request")
+                    raise ValueError("it sent a reply without a request")
                 waiting = caller.waiting.popleft()
                 if not waiting.done():
                     waiting.set_result(answer)

@@ -3,9 +3,8 @@
 The checksum of a file is the SHA-256 of the CRC-32s of its 4 MiB blocks. It detects damage and is computed at memory
 speed.
 
-On a local disk, files are written past the page cache in a single pass, which leaves the processor time and memory of a
-copy there to training. Without the C++ library, or on a file system without O_DIRECT, files are written through the
-cache.
+On a local disk, files are written in a single pass that bypasses the page cache, which saves the processor time and
+memory of a copy. Without the C++ library, or on a file system without O_DIRECT, files are written through the cache.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ AT_ONCE = 4 * BLOCK  # bytes written between two checks of whether the file is s
 SMALL = 1 << 14
 
 Bytes = bytes | bytearray | memoryview
-Alive = Callable[[], None]  # raises if the work is no longer wanted
+Alive = Callable[[], None]  # raises if the write has been cancelled
 
 
 class BlockSums:
@@ -82,8 +81,8 @@ class CheckedFile:
         self._stream = stream
         self._alive = alive
         self._sums = BlockSums()
-        self._small = bytearray()  # bytes that are not forwarded yet
-        self.count = 0  # number of bytes so far
+        self._small = bytearray()  # bytes not forwarded yet
+        self.count = 0  # number of bytes written so far
 
     def write(self, content: Bytes, crc: int = 0) -> int:
         """Write ``content``. Return the CRC-32 of the data with checksum ``crc`` followed by ``content``."""

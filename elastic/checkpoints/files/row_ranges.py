@@ -90,4 +90,4 @@ def check_ranges(tensors: Sequence[StoredTensor]) -> None:
                 )
             at = rows.end
         if at != found[0].shape[0]:
-            raise UnreadableCommit(f"it has {at} of the {found[0].shape[0]} rows of {name}")
+            raise UnreadableCommit(f"it contains {at} of the {found[0].shape[0]} rows of {name}")

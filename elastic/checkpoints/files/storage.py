@@ -298,8 +298,8 @@ def _refuse_misspelt(url: str) -> None:
     """
     if not url.strip():
         raise Invalid(
-            "the folder of the checkpoints is empty, possibly because a shell variable is not set; pass a folder or a"
-            " URL"
+            "the name of the checkpoint folder is empty, possibly because a shell variable is "
+            "unset; pass a folder or a URL"
         )
     protocol, colon, rest = url.partition(":")
     known = set(fsspec.available_protocols()) - {"file", "local"}  # valid without slashes

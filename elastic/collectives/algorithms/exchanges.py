@@ -63,7 +63,7 @@ def _allgather_one(group: Collectives, tensor: torch.Tensor, rows: list[int]) ->
     slices = list(torch.split(result, rows))
     if total == most * group.size:  # all ranks have equally many
         return [group.allgather(slices, tensor)], lambda: result
-    # Decided by the shape rather than by this rank's rows, since all ranks must decide alike, even those without rows.
+    # Decided by the shape rather than by this rank's rows, since all ranks, even those without rows, must decide alike.
     padded_bytes = most * group.size * math.prod(tensor.shape[1:]) * tensor.element_size()
     if most * group.size <= 2 * total or padded_bytes <= _PAD_BYTES:
         padded = tensor.new_zeros((most, *tensor.shape[1:]))

@@ -1,6 +1,6 @@
 """Sum of sparse gradients over the ranks of a group, by gathering all indices and values.
 
-Uses the group and the order of gradients that it is given; the caller ensures that all ranks agree on them.
+The caller ensures that all ranks pass the same group and the same order of gradients.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def header(
 
 
 def splits(sent: list[int], received: list[int]) -> torch.Tensor:
-    """Return the rows sent to each rank in an alltoall, followed by those received: int64 ``[2 * size]``."""
+    """Return the numbers of rows sent to each rank in an alltoall, then those received: int64 ``[2 * size]``."""
     return torch.tensor([*sent, *received], dtype=torch.int64, device="cpu")
 
 

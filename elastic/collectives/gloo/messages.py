@@ -99,7 +99,7 @@ class GlooMessages:
         return message
 
     def _follow(self, tag: int) -> None:
-        """Begin the bodies of receives from any rank in the background, since their senders wait for this."""
+        """Begin to receive the bodies of messages from any rank in the background, since their senders wait for it."""
         waiting = self._headless[tag]
         while True:
             waiting[0].meet()

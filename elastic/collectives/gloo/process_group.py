@@ -100,7 +100,7 @@ class GlooCollectives:
         self._mismatch: TensorMismatch | None = None  # the reason for `_failed`
         self._messages = GlooMessages(self)
         self._key = ""  # identifies the group on all of its ranks
-        self._built = threading.Event()  # set once built or given up
+        self._built = threading.Event()  # set once the group is built or its creation has failed
         self._swapping = Call()
         self._word = b""
         self._heard: Callable[[list[bytes]], None] = lambda words: None
@@ -126,7 +126,7 @@ class GlooCollectives:
         """Block until this rank is connected to every other.
 
         Args:
-            word: data published with this rank's address.
+            word: data to publish with this rank's address.
             heard: called in another thread with the data of all ranks, by rank, before anything is connected. If it
                 raises, nothing is connected.
 
@@ -144,16 +144,18 @@ class GlooCollectives:
     def _build(self, store: Store, purpose: str, bind_host: str) -> None:
         try:
             self._backend = self._make(store, purpose, bind_host)
-        except Exception as error:  # any error must reach the waiting thread
+        except Exception as error:  # every error must be raised in the waiting thread
             self._fail(_short(error))
         finally:
             self._built.set()
-        if self._failed is not None:  # aborted meanwhile, perhaps before there was a socket
+        if (
+            self._failed is not None
+        ):  # aborted during the connection attempt, possibly before any socket existed
             sockets.cut(self._own, self._peers, self._sockets)
 
     def _make(self, store: Store, purpose: str, bind_host: str) -> Any:
         """Create Gloo's group. A separate function, so that all temporaries are freed when it returns."""
-        gloo: Any = c10d.ProcessGroupGloo  # its stubs lack these options
+        gloo: Any = c10d.ProcessGroupGloo  # torch's stubs lack these options
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=bind_host, lazy_init=False)]
         options._threads = _THREADS
@@ -327,7 +329,7 @@ class GlooCollectives:
                         self._following = False
                         return
                     first = self._queue[0].first
-                # The slice is over, or the exchange has failed, which `_begin_next` detects.
+                # The time slice has ended, or the exchange has failed, which `_begin_next` detects.
                 with contextlib.suppress(RuntimeError):
                     first.wait(_SLICE)
                 threads.leave_if_ending()
@@ -431,9 +433,7 @@ class GlooCollectives:
         """See `Collectives.drain`."""
         now = time.monotonic()
         deadline, look_at = now + timeout_s, now + _QUIET_S
-        if self._beginning.acquire(
-            timeout=timeout_s
-        ):  # includes work that another thread has just begun
+        if self._beginning.acquire(timeout=timeout_s):  # includes work begun by another thread
             self._beginning.release()
         before: thread_activity.Runs | None = None
         while any(not work.is_completed() for work in list(self._under_way)):
@@ -487,7 +487,7 @@ class GlooCollectives:
         self._built.set()
 
     def look(self) -> None:
-        """Fail the group if a connection is gone, which Gloo may have detected without waking this rank."""
+        """Fail the group if a connection was closed, which Gloo may have detected without waking this rank."""
         if self._connections() < self.size - 1:
             self._fail("the connection to a peer was closed")
 
@@ -504,7 +504,7 @@ class GlooCollectives:
             return
         for peer in range(self.size):
             if peer != self.rank:
-                # It timed out, or that connection is already closed.
+                # The receive has timed out, or its connection is already closed.
                 with contextlib.suppress(RuntimeError):
                     backend.recv([nothing], peer, 0).wait(_AT_ONCE)
 
@@ -575,7 +575,7 @@ class _Left:
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(held))
 
 
-_left: list[_Left] = []  # freed when another group is closed after they have ended
+_left: list[_Left] = []  # groups to free when another group is closed
 
 
 class GlooWork:
@@ -599,7 +599,7 @@ class GlooWork:
         self.compare = compare
         self.second = second
         self.then = then
-        self.two = second is not None  # whether it has two exchanges
+        self.two = second is not None  # whether the work has two exchanges
         self.first: Any = None  # Gloo's work of the first exchange
         self.places: Places | None = None
         self.rest: Any = None  # Gloo's work of the second exchange
@@ -608,7 +608,7 @@ class GlooWork:
         self._concluding = threading.Lock()  # waiters return only once the result is in place
 
     def begun(self) -> bool:
-        """Return whether all its exchanges have begun."""
+        """Return whether all exchanges of the work have begun."""
         return (self.rest if self.two else self.first) is not None
 
     def done(self) -> bool:
@@ -636,12 +636,12 @@ class GlooWork:
         self._conclude()
 
     def _slice(self, timeout: timedelta) -> bool:
-        """Wait up to ``timeout`` for one of its exchanges. Return whether the work is complete."""
+        """Wait up to ``timeout`` for one exchange of the work. Return whether the work is complete."""
         awaited = self._group.awaited(self)
         if awaited is not None:
             try:
                 awaited.wait(timeout)
-            # The slice is over, or the exchange has failed, which is detected at the conclusion.
+            # The time slice has ended, or the exchange has failed, which `conclude` detects.
             except RuntimeError:
                 return False
             awaited = self._group.awaited(self)
@@ -654,7 +654,7 @@ class GlooWork:
                 if self.then is not None:
                     self.then()
                 self.over = True
-                # The caller may keep this object for long, and these hold tensors.
+                # The caller may keep this object; release the tensors.
                 self.payload = self.own = self.put = self.compare = self.second = self.then = None
 
 
@@ -676,7 +676,7 @@ class _Addresses(c10d.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         missing = [key for key in keys if key not in self._known]
         if missing:
-            raise RuntimeError(f"Gloo waits for {missing}, which no rank has published")
+            raise RuntimeError(f"Gloo is waiting for {missing}, which no rank has published")
 
 
 def _short(error: Exception) -> str:

@@ -23,7 +23,7 @@ def runs() -> Runs | None:
     counted = set()
     with contextlib.suppress(FileNotFoundError):
         for thread in os.listdir(_TASKS):
-            with contextlib.suppress(OSError):  # it may have ended meanwhile
+            with contextlib.suppress(OSError):  # the thread may have ended
                 status = _status(thread)
                 if status[b"Name"] != _NAME:
                     continue

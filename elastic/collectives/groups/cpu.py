@@ -1,9 +1,8 @@
 """A CPU group, from before its ranks know each other: connects them in a way that all support.
 
-First every rank publishes its host and the memory it can share; `backend_selection` decides.
-If memory is to be shared, each
-rank maps that of its neighbors and reports whether this succeeded; shared memory is used only if it did on all.
-Everything else uses Gloo.
+First every rank publishes its host and the memory it can share; `backend_selection` decides. If ranks can share memory,
+each rank maps the memory of its neighbors and reports whether this succeeded. Shared memory is used only if all ranks
+succeeded; otherwise Gloo is used.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ class CpuGroup:
             )
         except BaseException:
             self._drop(host)
-            host = None  # otherwise the exception would keep its memory
+            host = None  # otherwise the exception would keep the memory alive
             raise
         why = next((each.decode() for each in reasons if each), "")
         if why:
@@ -183,7 +182,7 @@ class CpuGroup:
             self._adopt(alone)
             return alone, ""
         found = native_library.load()
-        assert found is not None  # otherwise this rank would not have offered memory
+        assert found is not None  # guaranteed, since this rank has offered memory
         try:
             shared = SharedCollectives(
                 found,
@@ -211,11 +210,12 @@ class CpuGroup:
         return store.exchange(key, self._rank, self._size, blob, timeout_s, self._swapping)
 
     def _say(self, plan: BackendSelection) -> None:
-        """Log the reason on one rank, since it is the same on all."""
+        """Log the reason on one rank only, since all ranks have the same reason."""
         if plan.why and self._rank == 0 and plan.why not in _logged:
             _logged.add(plan.why)
             log.warning(
-                "ranks of one host do not share memory and exchange tensors over the network, which is slower: %s"
+                "ranks of one host can't share memory and exchange tensors over the network, "
+                "which is slower: %s"
                 " (ELASTIC_NATIVE=0 does the same without this warning)",
                 plan.why,
             )
@@ -225,7 +225,7 @@ class CpuGroup:
     def _adopt(self, part: _Part) -> None:
         """Register a part before it blocks."""
         self._parts.append(part)
-        if self._aborted:  # aborted before it was registered
+        if self._aborted:  # aborted before the part was registered
             part.abort()
 
     def _drop(self, part: _Part | None) -> None:

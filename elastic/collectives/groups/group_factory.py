@@ -28,7 +28,7 @@ def meeting(purpose: str, device_type: str, size: int) -> str:
 def prepare(native: bool) -> None:
     """Import modules and load libraries that CPU groups need.
 
-    Otherwise, the creation of the first group would do this while other ranks wait for this one.
+    Otherwise the first group would do this while other ranks wait.
     """
     from elastic.collectives.groups import cpu  # noqa: F401
     from elastic.collectives.shared_memory import native_library
@@ -159,7 +159,7 @@ def check_device(device_type: str) -> None:
     """Check that a device has a backend.
 
     Raises:
-        ValueError: it has none.
+        ValueError: no backend supports the device.
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(

@@ -1,8 +1,7 @@
 """Executor that runs multi-step collectives one after another in a thread.
 
-Work is executed in the order of submission, so that the steps of one collective never mix with those of the next, and
-all ranks take them in the same order. An idle thread ends shortly, so that the exit of the process does not wait for
-it.
+Work is executed in the order of submission, so the steps of two collectives are never interleaved, and all ranks
+execute them in the same order. An idle thread ends quickly, so it does not delay the exit of the process.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class OrderedExecutor:
         self._name = name
         self._wake = wake
         self._changed = threading.Condition()
-        # The first one is being executed.
+        # The first entry is being executed.
         self._queue: collections.deque[OrderedWork] = collections.deque()
         self._running = False
         self.failure: CollectiveFailed | None = None  # why execution has stopped
@@ -116,7 +115,7 @@ class OrderedWork:
         self.error: CollectiveFailed | None = None
 
     def conclude(self) -> None:
-        del self.run  # it holds tensors, and the caller may keep this object for long
+        del self.run  # release the tensors: the caller may keep this object
         self._over.set()
 
     def done(self) -> bool:

@@ -83,7 +83,7 @@ class HierarchicalCollectives:
         self._inter_node = inter_node
 
         def end_parts() -> None:
-            # Both, so that ranks that wait for this one in either are woken and abort their other group in turn.
+            # Abort both: ranks that wait in either group wake up and abort their other group in turn.
             host.abort()
             if inter_node is not None:
                 inter_node.abort()

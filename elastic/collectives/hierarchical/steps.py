@@ -78,8 +78,8 @@ class Steps:
             self._reduce_by_shares(flat, op, scale)
 
     def _reduce_small(self, flat: torch.Tensor, op: Op, scale: Scale) -> None:
-        """Reduce among hosts, then on every host: two short steps."""
-        adds = op in (Op.SUM, Op.PRODUCT)  # not scaled yet, so it may overflow
+        """Reduce a small tensor in two short steps: between hosts, then within every host."""
+        adds = op in (Op.SUM, Op.PRODUCT)  # not scaled yet, so a half-precision sum could overflow
         wide = flat.float() if adds and flat.dtype in _HALF else flat
         assert self._wire is not None
         self._wire.run(self._wire.group.allreduce, wide, op)
@@ -149,7 +149,7 @@ class Steps:
             host.finish(work)
 
     def _copies_of(self, pieces: Sequence[torch.Tensor], chunk_bytes: int) -> list[torch.Tensor]:
-        """Return a place in the arena for every chunk; a few places are used in turn."""
+        """Return a place in the arena for every chunk; a few places are used in rotation."""
         if self.copies is None:
             own = arena.mine()
             self.copies = None if own is None else own.tensor(_COPIES * chunk_bytes, torch.uint8)

@@ -1,7 +1,7 @@
 """First-fit allocator of whole pages in a range of bytes. Pure: does not access the memory.
 
-First fit keeps allocations near the front, so that few pages are ever touched. With a few dozen regions at a time
-(buckets, staging), lists are fast enough.
+First fit keeps allocations near the front, so that few pages are ever touched. Lists are fast enough, because only a
+few dozen regions (buckets, staging) exist at a time.
 """
 
 from __future__ import annotations

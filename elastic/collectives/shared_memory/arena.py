@@ -106,7 +106,7 @@ class Arena:
         if region is not None:
             with contextlib.suppress(OSError):  # a kernel before 5.14
                 memfd.populate(region.address, region.bytes)
-            self._dead.append(region.offset)  # its pages remain allocated
+            self._dead.append(region.offset)  # the pages remain allocated
 
     def quarantine(self, tensor: torch.Tensor) -> bool:
         """Never reuse the tensor's region, since a peer that could not be stopped may still write to it.
@@ -135,7 +135,7 @@ class Arena:
             return self._regions.lent
 
     def _free(self, offset: int, size: int) -> None:
-        if os.getpid() != self._pid:  # the parent still uses it
+        if os.getpid() != self._pid:  # the parent process still uses the descriptor
             return
         memfd.give_back(self.address + offset, size)
         self._dead.append(offset)
@@ -164,7 +164,7 @@ _watching_forks = False
 def mine() -> Arena | None:
     """Return this process's arena, created at the first call; None if it is unavailable, see `why_not`.
 
-    A forked child does not have its parent's.
+    A forked child does not share the arena of its parent.
     """
     if _mine is None and not _why_not:
         with _making:
@@ -174,7 +174,7 @@ def mine() -> Arena | None:
 
 def _make() -> None:
     global _mine, _why_not, _watching_forks
-    if _mine is not None or _why_not:  # another thread was faster
+    if _mine is not None or _why_not:  # another thread has already created it
         return
     if not environment.native():
         _why_not = OFF

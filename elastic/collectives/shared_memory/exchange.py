@@ -20,8 +20,9 @@ from elastic.collectives.shared_memory.process_group import Memory
 class MemoryOffer:
     """Memory that this rank offers to a group of ``size`` ranks that is being created.
 
-    Call `withdraw` once the other ranks have mapped it or will not. The constructor never raises: a rank that cannot
-    offer memory states this in its row. ``library`` is None if it is unavailable, for the reason ``missing``.
+    Call `withdraw` once the other ranks have mapped the memory or have decided not to. The constructor never raises: a
+    rank that cannot offer memory gives the reason in its row. ``library`` is None if the C++ library is unavailable,
+    for the reason ``missing``.
     """
 
     def __init__(self, size: int, native: bool, library: Library | None, missing: str) -> None:

@@ -1,8 +1,8 @@
 """Copies of host tensors into persistent buffers, for commits and large gradients.
 
-The C++ library, if available, copies all tensors in one call past the caches: a third faster than torch, and training's
-data remains in the caches. Tensors that cannot be copied byte by byte are copied by torch. With several threads, torch
-copies everything, since they have more memory bandwidth than a single thread.
+The C++ library, if available, copies all tensors in one call with stores that bypass the caches. This is a third faster
+than torch and keeps training data in the caches. torch copies tensors that cannot be copied byte by byte, and all
+tensors if it has several threads, which have more memory bandwidth than one.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ PAGE = mmap.PAGESIZE
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-# Linux constants, which Python defines only if its headers did.
+# Linux constants, which Python defines only if the headers of its build did.
 _MADV_REMOVE, _MADV_DONTDUMP, _MADV_POPULATE_WRITE = 9, 16, 23
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -68,7 +68,7 @@ def make_private(fd: int, address: int, size: int) -> None:
     try:
         _map(address, size, mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED, fd)
     except OSError:
-        # The child fails on a write, rather than changing its parent's gradients.
+        # A write by the child fails instead of changing the parent's gradients.
         _checked(_libc.mprotect(address, size, mmap.PROT_READ))
 
 

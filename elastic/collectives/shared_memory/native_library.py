@@ -103,7 +103,7 @@ def read(file: Path) -> tuple[Library | None, str]:
     try:
         content = file.read_bytes()
     except FileNotFoundError:
-        return None, f"the C++ library was not built, {file} does not exist; {_BUILD}"
+        return None, f"the C++ library was not built: {file} does not exist; {_BUILD}"
     except OSError as error:
         return None, f"the C++ library can't be read: {error}"
     if not _whole(content):
@@ -119,7 +119,7 @@ def read(file: Path) -> tuple[Library | None, str]:
             return library, ""
     except (OSError, AttributeError) as error:
         return None, f"the C++ library can't be loaded: {error}; {_BUILD}"
-    return None, f"{file} is of another version: it has ABI {found}, not {ABI}; {_BUILD}"
+    return None, f"{file} has another version: its ABI is {found}, expected {ABI}; {_BUILD}"
 
 
 def _whole(content: bytes) -> bool:

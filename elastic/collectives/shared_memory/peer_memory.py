@@ -64,7 +64,7 @@ class _Mapped:
             try:
                 _thread.start_new_thread(memfd.unmap, (self.address, self.bytes))
                 return
-            except RuntimeError:  # no thread is available
+            except RuntimeError:  # no thread could be started
                 pass
         memfd.unmap(self.address, self.bytes)
 
@@ -123,7 +123,7 @@ def open_peer(owner: Identity, offered: Shareable, keep: bool = False) -> Mappin
     Args:
         owner: the process.
         offered: its memory.
-        keep: keep it mapped without a use while the process lives.
+        keep: keep the memory mapped while the process lives, even if unused.
 
     Raises:
         PeerMemoryUnavailable: it cannot be mapped.
@@ -161,7 +161,7 @@ def _find(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
 
 
 def _settle() -> None:
-    # A thread that holds the lock does this after it has released it.
+    # The thread that holds the lock sweeps after it has released it.
     while _released and _lock.acquire(blocking=False):
         try:
             while _released:
@@ -181,7 +181,7 @@ def _drop_unused(mapped: _Mapped) -> None:
 
 def _map(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
     with contextlib.ExitStack() as undo:
-        # First, so that the process ID cannot be reused from here on without detection.
+        # Opened first, so that reuse of the process ID is detected from here on.
         pidfd = os.pidfd_open(owner.pid)
         undo.callback(os.close, pidfd)
         if _started(str(owner.pid)) != owner.started:

@@ -222,8 +222,8 @@ class SharedCollectives:
         self._raise_if_failed()
         with self._submitting:
             self._let_go()
-            # Held before it begins, since an exception of a signal handler could occur in between, and the ticket would
-            # remain unknown. See `_let_go`.
+            # Registered before the collective begins: if a signal handler raises in between, the ticket remains
+            # unknown. See `_let_go`.
             holding = self._held
             holding.append((0, held))
             ticket = call(self._native.handle, *arguments)
@@ -306,7 +306,7 @@ class SharedCollectives:
         """Return whether the group has failed and no rank can still write to this message's tensor."""
         if not self._native.elsewhere and self._library.elastic_status(self._native.handle) == 0:
             return False
-        # It may have arrived before the failure.
+        # The message may have arrived before the failure.
         return self.wait_for(message, 0.0) == _DONE or self.drain(0.0)
 
     def fail(self, why: str, rank: int | None = None) -> CollectiveFailed:
@@ -324,7 +324,7 @@ class SharedCollectives:
         """See `Collectives.drain`. If the result is False, the tensors in flight must not be used again."""
         drained = self._native.drain(timeout_s)
         if drained:
-            self._held = collections.deque()  # another thread may be using the old one
+            self._held = collections.deque()  # another thread may still use the old list
             self._messages = set()
         return drained
 
@@ -488,7 +488,7 @@ class _Native:
         if not self._closed and not self.elsewhere:
             self._closed = True
             self._library.elastic_close(self.handle)
-            # A rank in the middle of a chunk completes it soon.
+            # A rank that is processing a chunk completes it soon.
             if self.drain(_CLOSE_S) and self._library.elastic_detach(self.handle, _CLOSE_S):
                 self._let_go(True)
 

@@ -1,7 +1,7 @@
 """Flat tensors in the arena whose pages are reused after they are freed.
 
-For results passed to another framework without a copy, which holds them for an unknown time. New memory for each would
-cost more than the reduction, since the system zeroes its pages first, one by one.
+Used for results that are passed without a copy to another framework, which keeps them for an unknown time. Allocating
+new memory for each result would cost more than the reduction, since the kernel zeroes every new page.
 """
 
 from __future__ import annotations

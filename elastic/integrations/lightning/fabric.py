@@ -60,7 +60,7 @@ class ElasticFabricStrategy(DDPStrategy):
             each.rank = self.global_rank
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Return the object itself on a new worker that has not entered the world yet."""
+        """Broadcast an object; a new worker that has not entered the world keeps its own."""
         return obj if lifecycle.current().provisional else super().broadcast(obj, src)
 
     @classmethod

@@ -69,7 +69,7 @@ class ElasticEpochLoop(Stepped):
         super_start = super().on_run_start
         resuming, self.trainer.fit_loop._resuming_from_checkpoint = self.fit.is_resuming, True
         try:
-            super_start(data_fetcher)  # does not restart the iteration
+            super_start(data_fetcher)  # this does not restart the iteration
         finally:
             self.trainer.fit_loop._resuming_from_checkpoint = resuming
         if data_fetcher.length is not None:
@@ -248,7 +248,7 @@ class ElasticFitLoop(Trained):
             trainer.training = True
         torch.set_grad_enabled(True)
         module._current_fx_name = None
-        # It is divided among the present ranks when validation runs next.
+        # The validation data are divided among the present ranks at the next validation.
         self.epoch_loop.val_loop._combined_loader = None
         connector = trainer._logger_connector
         connector._first_loop_iter = None

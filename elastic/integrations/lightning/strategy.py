@@ -83,7 +83,8 @@ class ElasticStrategy(DDPStrategy):
             each.rank = self.global_rank
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Return the object itself on a new worker that has not entered the world yet; the state brings rank 0's."""
+        """Broadcast an object; a new worker that has not entered the world keeps its own until the state sends rank
+        0's."""
         return obj if lifecycle.current().provisional else super().broadcast(obj, src)
 
     def setup(self, trainer: Trainer) -> None:
@@ -103,7 +104,7 @@ class ElasticStrategy(DDPStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Leave a step in shards where it is: its batches are moved one by one."""
+        """Do not move a step of shards: its batches are moved one by one."""
         if isinstance(batch, StepShards):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)

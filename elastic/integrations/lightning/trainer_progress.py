@@ -32,11 +32,11 @@ def state_of(trainer: Trainer, loader: DataLoader) -> TorchState:
     for number, callback in enumerate(getattr(trainer, "callbacks", ())):
         for name, value in vars(callback).items():
             if isinstance(value, torch.nn.Module) and value is not trainer.lightning_module:
-                values[f"callback_{number}{name}"] = value  # an average of weights
+                values[f"callback_{number}{name}"] = value  # averaged weights
     values["progress"] = TrainerProgress(trainer)
     values["means"] = EpochMeans(trainer)
     shards = getattr(trainer.strategy, "shards", None)
-    if shards is not None:  # which then contain the random generators
+    if shards is not None:  # these states contain the random generators
         values["shards"] = shards
     return TorchState(model=trainer.strategy.model, rng=shards is None, **values)
 
@@ -77,7 +77,7 @@ class TrainerProgress(Carried):
             epochs.automatic_optimization,
             epochs.manual_optimization,
         ):
-            loop.on_iteration_done()  # nothing restarts: the loops continue at the same position
+            loop.on_iteration_done()  # the loops continue at the same position, so nothing is restarted
         fit.changed.load_state_dict(state["changed"])
         trainer.should_stop = state["should_stop"]
         for callback in trainer.callbacks:

@@ -82,7 +82,7 @@ def plan(
             del filled_bytes[kind]
     closed += filling.values()
     closed += grouped.values()
-    # A bucket is complete when its last member is, so the last members determine the launch order.
+    # The last member of a bucket determines when it is complete, and therefore the launch order.
     turn = {index: number for number, index in enumerate(order)}
     closed.sort(key=lambda members: max(turn[index] for index in members))
     return [_laid_out(items, members) for members in closed]

@@ -128,7 +128,7 @@ class FlatBucket:
         # Zeros, because the gaps between gradients are sent as well.
         self._wire = zeros(length, wire_dtype, device)
         self._wires = _views(self._wire, parameters, offsets)
-        # What is sent: complex numbers as pairs of real ones.
+        # The buffer to send: complex numbers are viewed as pairs of real ones.
         self._sent = (
             torch.view_as_real(self._wire).view(-1) if wire_dtype.is_complex else self._wire
         )
@@ -238,7 +238,7 @@ class FlatBucket:
 
     def finish(self) -> int | None:
         assert self._work is not None, "waiting for a bucket that was never launched"
-        # Host work comes first: a GPU is idle from the end of the last reduction to the next launch.
+        # Work on the host is done first, because the GPU is idle from the end of the last reduction to the next launch.
         changed, self._changed = self._changed, None
         for position, gradient, version in self._watched:
             if _changed(self.parameters[position], gradient, version):
@@ -337,7 +337,7 @@ class CompressedGradient:
         # With .data, an in-place reduction of an uncompressed gradient does not count as a change by the script.
         self._wire = wire.contiguous().data
         if watch:
-            # Not earlier, since a compression with error feedback may modify the gradient.
+            # Not compressed earlier, because a compression with error feedback may modify the gradient.
             self._watched = (0, parameter.grad, parameter.grad._version)
         self._work = _reduce(group, self._wire, op, self.scales)
 

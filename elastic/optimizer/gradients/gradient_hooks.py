@@ -70,20 +70,20 @@ class _Pass:
     def ended(self) -> None:
         waiters = sorted(self.waiters, key=lambda waiter: waiter.number)
         inner = torch._C._current_autograd_node() is not None
-        # All waiters start their work before any of them waits, since other ranks may wait in another order.
+        # All waiters start their work before any of them blocks, since other ranks may wait in another order.
         for waiter in waiters:
             waiter.backward_ended(inner)
         for waiter in waiters:
             waiter.wait_after_backward()
 
 
-# By the engine's ID of the pass. Only the engine references them; it drops passes that fail.
+# Passes by the engine's ID. Only the engine references them, and it drops passes that fail.
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 _lock = threading.Lock()  # each device has its own backward thread
 
 
 def notify_end(waiter: BackwardEndListener) -> None:
-    """Register the waiter for the end of the present backward pass, once. For use in hooks."""
+    """Register the waiter for the end of the present backward pass. Idempotent; call it in hooks."""
     number = torch._C._current_graph_task_id()
     with _lock:
         current = _passes.get(number)

@@ -23,7 +23,7 @@ from elastic.optimizer.gradients.gradient_options import Options
 class OptimizerArguments:
     """Arguments of `elastic.optimizer.distributed_optimizer.DistributedOptimizer`.
 
-    ``passes`` may have been changed since, on all ranks.
+    ``passes`` can be changed later, on all ranks.
     """
 
     options: Options
@@ -60,7 +60,7 @@ def outside_state(handled: Collection[object]) -> str:
     """Return the lines of this process's optimizers that are not in ``handled``, in an order equal on all processes."""
     if not _outside(handled):
         return ""
-    gc.collect()  # an unreachable optimizer must not count just because the garbage collector has not run
+    gc.collect()  # an unreachable optimizer that was not collected yet must not count
     texts = sorted(each.gradient_layout("") for each in _outside(handled))
     alone = len(texts) == 1
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Options of the gradient reduction of an optimizer, and values derived from them. Only decides."""
+"""Options of the gradient reduction of an optimizer, and values derived from them. Does not communicate."""
 
 from __future__ import annotations
 

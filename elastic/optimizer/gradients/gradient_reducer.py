@@ -106,12 +106,12 @@ class GradientReducer:
 
         self._hooks = GradientHooks(self)
 
-        # The plan.
+        # Fields of the plan.
         self._signature: list[tuple[Any, ...]] | None = None
         self._own: tuple[
             int, ...
         ] = ()  # 1 for each parameter that requires a gradient on this rank
-        self._told: tuple[int, ...] = ()  # the same, as known to the other ranks
+        self._told: tuple[int, ...] = ()  # the same, as agreed with the other ranks
         self._changing = False  # whether the two differ
         self._next: GradientPlan | None = None  # plan that replaces the agreed one in this step
         self._plan = GradientPlan(self._options, [])
@@ -119,7 +119,7 @@ class GradientReducer:
         self._number: plan_agreement.AgreedPlan | None = None  # its number in that generation
         self._version = -1  # version of the plan with that number
 
-        # The present step.
+        # Fields of the present step.
         self._generation: int | None = None
         self._progress = StepProgress()
         self._size = 1  # number of ranks that it averages over
@@ -301,7 +301,7 @@ class GradientReducer:
         """
         world, slots = lifecycle.current(), self._plan.slots
         if self._generation != world.generation or world.broken:
-            return  # finish() reports the reason if needed
+            return  # finish() raises if the reason is an error
         # Parameters trained only on other ranks receive no gradient here.
         complete = self._progress.complete == len(slots) or self._progress.complete == sum(
             slot.parameter.requires_grad for slot in slots
@@ -325,7 +325,7 @@ class GradientReducer:
                     self._agree_again(world)
             self._launch_rest(world)
             if not complete:
-                end_counts(self._plan.slots)  # too late for another gradient in this step
+                end_counts(self._plan.slots)  # further gradients do not belong to this step
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def wait_after_backward(self) -> None:
@@ -398,7 +398,7 @@ class GradientReducer:
             plan = GradientPlan(self._options, named, lifecycle.current().env.fusion_bytes)
             plan.begin_step(self._passes)
             if self._agreed == generation and self._size > 1:
-                self._next = plan  # the other ranks are notified through their present plan
+                self._next = plan  # the flag of the present plan notifies the other ranks
             else:
                 self._plan = plan
                 self._agreed = None
@@ -421,7 +421,7 @@ class GradientReducer:
     def _launch_full(self) -> None:
         world, built = lifecycle.current(), self._plan.buckets
         if world.broken:
-            return  # finish() reports it
+            return  # finish() raises the error
         try:
             while self._launched < len(built) and not built[self._launched].missing:
                 self._launch_next(world)
@@ -456,7 +456,7 @@ class GradientReducer:
             self._launch_next(world)
 
     def _wait(self, world: Context) -> Slot | None:
-        """Wait for all buckets. Return a slot whose gradient the script has changed meanwhile, or None."""
+        """Wait for all buckets. Return a slot whose gradient the script has changed during the reduction, or None."""
         plan = self._plan
         changed: tuple[GradientBucket, int] | None = None
         malloc_tuning.of_process().filled()
@@ -485,7 +485,9 @@ class GradientReducer:
         self._known_pass = -1
         self._progress.clear()
         self._ready.clear()
-        if self._next is not None:  # abandoned: the next step begins with the changed parameters
+        if (
+            self._next is not None
+        ):  # the step was abandoned: the next one begins with the changed parameters
             self._next = self._signature = None
 
     # ---- the plan --------------------------------------------------------------------------------------------------
@@ -613,7 +615,7 @@ class GradientReducer:
     def _agree_again(self, world: Context) -> None:
         """Agree on a new plan after the parameters have changed.
 
-        This rank takes its last step of the old plan with zeros.
+        This rank contributes zeros to the last step of the old plan.
 
         Raises:
             StateMismatch: ranks have different parameters.
@@ -649,7 +651,7 @@ class GradientReducer:
         self._agreed, self._ready = None, ready
         self._agree(world, ComparisonPoint.STEP)
         self._ready.clear()
-        # The passes that produce gradients stay the same in later steps.
+        # The number of backward passes stays the same in later steps.
         self._progress.usual, self._progress.ended = usual, ended
         for parameter in absent:
             if id(parameter) not in self._plan.slot_of:

@@ -12,7 +12,7 @@ from elastic.state.snapshots.pinned import PinnedCopy
 class HostStepFlag:
     """One element of a bucket.
 
-    On a GPU, it is copied while later buckets are awaited, which costs no additional wait.
+    On a GPU, the copy overlaps with the wait for later buckets.
     """
 
     def __init__(self, mark: torch.Tensor) -> None:

@@ -169,7 +169,7 @@ class JoinedRank:
         self, rt: Context, agreed: AgreedPlan, members: Members, mark: StepFlag = StepFlag.JOINED
     ) -> None:
         self.agreed = agreed
-        self.over = False  # no rank has data left
+        self.over = False  # no rank has any data left
         self.ended = False  # the other ranks have replaced the plan
         self._rt = rt
         self._members = members
@@ -186,7 +186,7 @@ class JoinedRank:
         return not self.over and not self.ended and self._work.done()
 
     def take(self) -> StepFlag:
-        """Take part in the next step to its end, and return its flag. Blocks.
+        """Take part in the next step until it is complete, and return its flag. Blocks.
 
         Raises:
             CollectiveFailed: a rank was lost.

@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic.rendezvous import environment
 
-LARGE_BYTES = 1 << 20  # glibc keeps freed blocks that are smaller
+LARGE_BYTES = 1 << 20  # threshold below which glibc keeps freed blocks
 # Maximum of glibc's dynamic threshold. A fixed threshold must not be lower.
 LEAST_THRESHOLD = 32 << 20
 MOST_THRESHOLD = 64 << 20  # larger blocks cause more fragmentation
@@ -67,7 +67,8 @@ class MallocTuning:
             self._kept = kept
 
     def filled(self) -> None:
-        """Return memory after the first buckets were filled: all gradients existed at once, which does not recur."""
+        """Return unused memory to the system after the first buckets were filled, because only then do all gradients
+        exist at once."""
         if self._threshold and not self._trimmed and self._malloc_trim is not None:
             self._trimmed = True
             self._malloc_trim(0)

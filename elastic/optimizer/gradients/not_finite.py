@@ -1,8 +1,8 @@
 """Digests of the parameters at the step whose reduced gradients first became infinite or NaN.
 
-One step later, the same gradients have corrupted all replicas alike. Before the optimizer steps, the parameters of a
-rank with faulty memory still differ from those of all other ranks. If the cause is a batch or a diverging model, the
-parameters are equal everywhere and no worker is blamed.
+One step later, these gradients have corrupted all replicas in the same way. Before the optimizer steps, the parameters
+of a rank with faulty memory still differ from those of all other ranks. If the cause is a batch or a diverging model,
+the parameters are equal everywhere and no worker is blamed.
 
 The observations of a rank belong to its state, like a commit: they outlast the world, and restoring an older commit
 discards them.
@@ -35,8 +35,8 @@ class FirstNotFinite:
         self._found: dict[str, int] = {}  # digests of parameters, by reducer
         self._committed: dict[str, int] = {}  # `_found` at the newest commit
         self._odd: set[str] = set()  # reducers whose last gradients were not finite
-        self._missed = False  # other ranks stepped without this one; then the first occurrence is known only for:
-        self._fine: set[str] = set()
+        self._missed = False  # other ranks have stepped without this one
+        self._fine: set[str] = set()  # reducers that have seen finite gradients since
 
     def look(
         self,
@@ -71,7 +71,7 @@ class FirstNotFinite:
     def missed(self) -> None:
         """Record that other ranks have stepped without this one.
 
-        An observation could now be of another step than theirs, so nothing is recorded until gradients are finite
+        This rank can no longer identify the first non-finite step, so nothing is recorded until gradients are finite
         again.
         """
         self._missed = True

@@ -123,7 +123,7 @@ class ComparisonPoint(enum.IntEnum):
     """Point of a step at which a rank compares its plan."""
 
     LAST_PASS = 0  # at the end of the last backward pass of a step
-    PASS = 1  # at the end of another backward pass, as far as this rank knows
+    PASS = 1  # at the end of a backward pass that, on this rank, is not the last
     STEP = 2  # in step() or synchronize()
 
 
@@ -162,7 +162,7 @@ class PlanProposal(NamedTuple):
         return self.digest, self.parameters, self.replaces, self.anew
 
 
-_NOTHING = -(1 << 62)  # less than any value of a field, and so is its negative greater
+_NOTHING = -(1 << 62)  # less than any value of a field; its negative is greater
 _FIELDS = len(PlanProposal._fields)
 VECTOR = 2 * _FIELDS + 1 + MAX_PLANS  # elements
 
@@ -174,7 +174,7 @@ def order_digest(order: Sequence[int]) -> int:
 
 
 def vector(proposal: PlanProposal | None, taken: Sequence[int]) -> list[int]:
-    """Return what a rank sends: the fields, their negatives, whether it has joined, and the numbers it uses.
+    """Return the vector that a rank sends: the fields, their negatives, whether it has joined, and the numbers in use.
 
     Args:
         proposal: None for a rank that has joined, which affects no field.
@@ -253,7 +253,7 @@ class Owner(Protocol):
 
 
 class AgreedPlan:
-    """Plan that has a number now, and its optimizer on this rank."""
+    """A numbered plan, and its optimizer on this rank."""
 
     def __init__(self, number: int, layout: StepPlan, owner: Owner | None) -> None:
         self.number = number
@@ -276,7 +276,7 @@ class Plans:
 
     def __init__(self) -> None:
         self.agreed: list[AgreedPlan] = []
-        self.channel_open = False  # whether all of the ranks have formed the group CHANNEL
+        self.channel_open = False  # whether all ranks have formed the group CHANNEL
 
     @property
     def channel(self) -> str:
@@ -284,7 +284,7 @@ class Plans:
         return CHANNEL if self.agreed else GRADIENTS
 
     def taken(self) -> list[int]:
-        """Return, for each number, 1 if it cannot be reused as far as this rank knows, else 0."""
+        """Return for each number 1 if this rank still uses it, else 0."""
         taken = [int(each.taken) for each in self.agreed[:MAX_PLANS]]
         return taken + [0] * (MAX_PLANS - len(taken))
 

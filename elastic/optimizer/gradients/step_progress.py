@@ -19,7 +19,7 @@ from typing import Protocol
 
 
 class StepPhase(enum.Enum):
-    """StepPhase of a step on this rank."""
+    """Phase of a step on this rank."""
 
     IDLE = enum.auto()  # no gradient has arrived, and no reduction is in flight
     RECEIVING = enum.auto()  # gradients arrive; full buckets of an agreed plan are launched
@@ -27,26 +27,26 @@ class StepPhase(enum.Enum):
     LATE = (
         enum.auto()
     )  # some rank has not recognized the last pass: nothing is launched before finish()
-    REDUCED = enum.auto()  # every gradient is reduced; only step() is missing
+    REDUCED = enum.auto()  # all gradients are reduced; step() was not called yet
 
 
 class PlanState(enum.Enum):
-    """What the other ranks know about this rank's plan."""
+    """Whether this rank's plan was compared with the other ranks' plans."""
 
     AGREED = enum.auto()  # compared in this generation: buckets can be launched
     UNCOMPARED = enum.auto()
     CHANGED = (
         enum.auto()
-    )  # this rank's parameters have changed; the others only know the plan before
+    )  # this rank's parameters have changed; the other ranks have the previous plan
 
 
 class PassEnd(enum.Enum):
     """What to do at the end of a backward pass."""
 
-    NOTHING = enum.auto()  # another pass follows, or finish() does it
+    NOTHING = enum.auto()  # another pass follows, or finish() reduces
     LAUNCH = enum.auto()  # it was the last pass: launch the remaining buckets
     COMPARE_LAST = enum.auto()  # compare plans; it was the last pass on this rank
-    COMPARE = enum.auto()  # compare plans, since ranks with all of their gradients wait for that
+    COMPARE = enum.auto()  # compare plans, because ranks that have all their gradients wait for it
     REPLACE_PLAN = enum.auto()  # it was the last pass: agree on the changed plan, then launch
 
 
@@ -84,7 +84,7 @@ class StepProgress:
         self.phase = StepPhase.RECEIVING
 
     def count(self, slot: CountedSlot, passes: int) -> bool:
-        """Count one gradient of a slot that misses some. Return whether it has all ``passes`` now."""
+        """Count one gradient of an incomplete slot. Return whether the slot now has all ``passes`` gradients."""
         self.partial += slot.passes_left == passes
         slot.passes_left -= 1
         if slot.passes_left:
@@ -100,7 +100,7 @@ class StepProgress:
 
         Args:
             plan: state of this rank's plan.
-            inner: whether the pass ran within another backward pass, which is the one that counts unless this pass
+            inner: whether the pass ran within another backward pass. Then the outer pass counts, unless this one
                 completes the step.
             complete: whether every parameter that is trained on this rank has all of its gradients.
             only_finish: whether ranks run the passes of several optimizers in different orders, so that no pass is
@@ -122,15 +122,16 @@ class StepProgress:
         return self._as_last(PassEnd.LAUNCH, last)
 
     def compared(self, last: bool) -> None:
-        """Take the result of a comparison at the end of a pass. ``last``: whether it is the last on all ranks."""
+        """Apply the result of a comparison at the end of a pass. ``last``: whether the pass is the last one on all
+        ranks."""
         self.phase = StepPhase.COMPLETING if last else StepPhase.LATE
 
     def reduced(self) -> None:
-        """Every gradient is reduced, before step()."""
+        """Record that all gradients are reduced, before step()."""
         self.phase = StepPhase.REDUCED
 
     def learn(self) -> None:
-        """Expect as many passes in later steps as this one had, if earlier ones did not have more."""
+        """Expect as many passes in later steps as in this one, or in an earlier one if it had more."""
         self.usual = max(self.usual, self.ended)
 
     def _as_last(self, end: PassEnd, last: bool) -> PassEnd:

@@ -70,7 +70,7 @@ class ShardBucket:
         self.stride = self.elements + ROOM
         self.places = zeros(depth * self.stride, self.dtype, self.device).view(depth, self.stride)
         self.flat = list(self.places)
-        # What is summed and sent: complex numbers as pairs of real ones.
+        # The buffers to sum and send: complex numbers are viewed as pairs of real ones.
         self.sent = self.places
         if self.dtype.is_complex:
             self.sent = torch.view_as_real(self.places).view(depth, -1)
@@ -122,7 +122,7 @@ class ShardBucket:
         self.missing = -1
 
     def drop(self) -> None:
-        """Discard the values that were to be merged."""
+        """Discard the values to be merged."""
         for held in self._held:
             held.clear()
 

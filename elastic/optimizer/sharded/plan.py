@@ -59,7 +59,7 @@ class ShardPlan:
         return True
 
     def keep_memory(self, waiting: int) -> None:
-        """Tune malloc for ``waiting`` gradients of each parameter that exist at once in every step."""
+        """Tune malloc for steps in which ``waiting`` gradients of each parameter exist at the same time."""
         memory = malloc_tuning.of_process()
         memory.keep(max(self._in_memory, default=0), max(1, waiting) * sum(self._in_memory))
 

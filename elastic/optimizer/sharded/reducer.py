@@ -79,7 +79,7 @@ class ShardReducer:
         self._shard: tree.Merge | None = None
         self._last = False
         self._held: tuple[tuple[int, ...], ...] | None = (
-            None  # the division that they have compared
+            None  # the division of shards that these ranks have compared
         )
         self._agreed: int | None = None  # the generation whose ranks have compared this plan
         self._in_memory = False  # whether these ranks can all access each other's buckets
@@ -178,7 +178,7 @@ class ShardReducer:
                 bucket.make(depth)
             bucket.step_begins()
         if self._step is None or self._step.held is not step.held:
-            if self._held is not step.held:  # buffers may have grown out of the shared memory
+            if self._held is not step.held:  # buffers may no longer fit into the shared memory
                 self._agreed, self._held = None, step.held
             self._program = tree.program(step.partials, self.shards.count)
             complete = tree.completes(step.merges)
@@ -189,7 +189,7 @@ class ShardReducer:
         self._ready.clear()
 
     def shard_begins(self, merge: tree.Merge, last: bool) -> None:
-        if not self.shards.exact:  # add each gradient to the previous sum
+        if not self.shards.exact:  # keep no gradients: each one is added to the previous sum
             before = int(self._shard is not None)
             merge = tree.Merge(merge.shard, before, before)
         complete = self._complete[merge.shard] if self.shards.exact else last
@@ -351,7 +351,9 @@ class ShardReducer:
                 target.zero_()
             return group.allreduce(target, Op.SUM, divisor=divisor)
         if len(step.held) == 1:
-            return group.barrier()  # the root is already complete; see `_divisor_of_root`
+            return (
+                group.barrier()
+            )  # in a world of one rank, the root is already complete; see `_divisor_of_root`
         if self._in_memory and isinstance(group, SumsTrees):
             return group.reduce_tree(bucket.sent, elements, self._program, divisor)
         counts = [len(nodes) for nodes in step.partials]

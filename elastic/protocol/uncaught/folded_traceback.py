@@ -44,7 +44,7 @@ def library_of(file: str) -> str:
 
 
 class FoldedStack(traceback.StackSummary):
-    """A stack whose text has one line for each run of folded frames."""
+    """A stack in which each run of folded frames is replaced by one line."""
 
     def format(self, **options: Any) -> list[str]:
         lines: list[str] = []

@@ -38,7 +38,7 @@ class Uncaught(msgspec.Struct, frozen=True, tag=True):
 
 
 class LostDriver(msgspec.Struct, frozen=True, tag=True):
-    """The worker ends without an exception because it lost its driver, which may have been replaced meanwhile."""
+    """The worker ends without an exception because it lost its driver."""
 
 
 class TrainingThread(msgspec.Struct, frozen=True, tag=True):
@@ -60,7 +60,7 @@ def of(error: BaseException) -> Uncaught:
 
 
 def because_of_a_peer(error: BaseException) -> bool:
-    """Return whether a collective failed for a reason that another worker knows better."""
+    """Return whether a collective failed because of another worker."""
     error = _of_a_framework(error)
     found = folded_traceback.chain(error)
     broken = [each for each in found if isinstance(each, (CollectiveFailed, Interrupted))]
@@ -93,7 +93,7 @@ def send(error: BaseException, environ: Mapping[str, str]) -> bool:
 
 
 def send_report(report: Uncaught | LostDriver, environ: Mapping[str, str]) -> bool:
-    """Send why this worker ends. Return whether the agent has received it."""
+    """Send the reason why this worker ends. Return whether the agent has received it."""
     fd = opened(environ)
     if fd is None:
         return False
@@ -116,7 +116,7 @@ def _written(fd: int, data: memoryview) -> bool:
 
 
 def opened(environ: Mapping[str, str]) -> int | None:
-    """Open the pipe for writing. Return None if there is no pipe, or the agent is gone."""
+    """Open the pipe for writing. Return None if there is no pipe, or if the agent has exited."""
     path, _, inode = environ.get(DIAGNOSTICS, "").rpartition(":")
     if not path:
         return None
@@ -124,7 +124,7 @@ def opened(environ: Mapping[str, str]) -> int | None:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except OSError:
         return None
-    if str(os.fstat(fd).st_ino) != inode:  # another process that reuses the agent's ID
+    if str(os.fstat(fd).st_ino) != inode:  # another process has reused the agent's process ID
         os.close(fd)
         return None
     return fd

@@ -1,4 +1,4 @@
-"""Exchange of the calls of each rank of a group, if they differ; see `calls`."""
+"""Exchange of the differing calls of the ranks of a group; see `calls`."""
 
 from __future__ import annotations
 

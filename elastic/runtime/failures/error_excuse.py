@@ -12,9 +12,9 @@ from dataclasses import dataclass
 class ErrorExcuse:
     """Signs that this worker or its job is about to end."""
 
-    leaving: str = ""  # reason of its request to leave
+    leaving: str = ""  # reason of the worker's request to leave
     checkpoint_wanted: bool = False  # the driver has requested a last checkpoint
-    excused: bool = False  # an error has been excused since
+    excused: bool = False  # an error was already excused
 
     @property
     def near(self) -> bool:

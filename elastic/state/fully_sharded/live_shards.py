@@ -94,7 +94,7 @@ class Sharded(Protocol):
         """Set this rank's rows, by name, once they are received."""
 
     def abandon_pass(self) -> None:
-        """Discard the remains of an interrupted forward or backward pass."""
+        """Discard the leftovers of an interrupted forward or backward pass."""
 
 
 class FullyShardedHandler(ModelStateHandler):
@@ -144,7 +144,7 @@ class FullyShardedHandler(ModelStateHandler):
         return structure, {n: t for n, t in tensors.items() if not fsdp2.is_sharded(t)}
 
     def seems_unchanged(self) -> bool:
-        return False  # the replicated values are few, so comparing them saves nothing
+        return False  # there are few replicated values, so change detection is not worthwhile
 
     def layout(self) -> list[str]:
         return [f"{self.name} is sharded by rows", *super().layout()]
@@ -276,7 +276,7 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
             )
 
     def forget_specs(self) -> None:
-        """Describe the entries again at the next commit, even if they are the same objects."""
+        """Force a new description of the entries at the next commit, even if they are the same objects."""
         self._specs, self._seen = {}, []
 
     def parameters(self) -> Iterator[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Memory of a bank that outlives its process while another process on the host maps it. Acts.
 
 The memory is part of the arena, which the other ranks of the host map. A header states which commit is complete in it.
-The other ranks can therefore check the contents after the process was killed, at whatever point that was.
+The other ranks can therefore check the contents no matter when the process was killed.
 """
 
 from __future__ import annotations

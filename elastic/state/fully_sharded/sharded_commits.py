@@ -57,7 +57,7 @@ from elastic.state.fully_sharded.transfer import Transfer
 from elastic.state.handlers.held_commit import HeldCommit, HeldRows
 from elastic.state.snapshots.snapshot import Snapshot
 
-# Bytes of one exchange. No backend counts beyond 2**31, and the rows of an exchange are in memory twice meanwhile.
+# Bytes of one exchange. No backend supports counts beyond 2**31, and the rows of an exchange are in memory twice.
 PIECE = 256 << 20
 CPU = torch.device("cpu")
 
@@ -454,7 +454,7 @@ class ShardedCommits:
         Raises:
             PeerLost: a rank was lost.
         """
-        # FSDP2 chooses what to gather when from its record of earlier passes, which joining ranks do not have.
+        # FSDP2 derives its prefetching from a record of earlier passes, which joining ranks do not have.
         self.abandon_pass()
         self._stop_mirroring()
         with rt.guard("choice of the commit"):
@@ -568,7 +568,7 @@ class ShardedCommits:
         world = self._world
         writes = (
             world is None or world.senders[world.shard] == world.rank
-        )  # only one of several replicas
+        )  # written by only one of several replicas
         for tensor, (name, (spec, rows)) in zip(
             bank.layout.tensors, bank.own_rows().items(), strict=True
         ):

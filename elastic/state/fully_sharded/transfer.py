@@ -15,7 +15,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 class Transfer:
     """Exchange of uint8 tensors between all ranks, given by the rank they are sent to or received from. Collective.
 
-    It begins when this is created. The tensors in ``sent`` are not modified, and must not be until it has ended.
+    The transfer begins on construction. The tensors in ``sent`` must not be modified until it has ended.
     """
 
     def __init__(

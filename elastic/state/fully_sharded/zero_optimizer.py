@@ -1,7 +1,7 @@
 """Handlers of optimizers whose entries are divided among the ranks (ZeRO-1). Acts.
 
-Options are the same on all ranks. An entry of a ZeroRedundancyOptimizer is committed and sent whole, as the only shard
-with rows. Of a DistributedOptimizer with ``zero=1``, each rank has some elements of every entry.
+Options are the same on all ranks. Each entry of a ZeroRedundancyOptimizer belongs to one rank and is committed and sent
+as a whole. With a DistributedOptimizer with ``zero=1``, each rank has some elements of every entry.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
         optimizer = self.value
         partition = zero.partition_of(optimizer)
         if partition == self._partition:
-            partition = self._partition  # this object has cached the owners
+            partition = self._partition  # the optimizer has cached the owners of the parameters
         self._partition = partition
         if not zero.steps_shard(optimizer, partition, *self.position):
             raise Invalid(

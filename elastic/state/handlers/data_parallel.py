@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic.errors import NotReduced
 from elastic.state.handlers.model_state import ModelStateHandler
 
-_torch: Any = distributed  # its stubs lack what DDP itself calls
+_torch: Any = distributed  # torch's stubs lack methods that DDP itself calls
 # The parameters that the reducer of each model was built with.
 _reduced: weakref.WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]] = (
     weakref.WeakKeyDictionary()

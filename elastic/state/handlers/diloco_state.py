@@ -1,9 +1,9 @@
-"""Handler of `elastic.DiLoCo`: what is the job's is sent to other workers, what is this worker's own is only committed.
+"""Handler of `elastic.DiLoCo`: values of the job are sent to other workers, values of this worker are only committed.
 
-The job's: outer parameters, entries of the outer optimizer, position, number of merges. A worker's own: the model, the
-inner optimizer. A worker without inner steps of its own takes the outer parameters as its inner ones, rank 0's buffers
-and options of the inner optimizer, and begins with no entries of that: they would be as large as the model or larger,
-and fit another worker's path.
+Values of the job: outer parameters, entries of the outer optimizer, position, number of merges. Values of a worker: the
+model, the inner optimizer. A joining worker starts with the outer parameters as its inner ones, with rank 0's buffers
+and options of the inner optimizer, and without entries of the inner optimizer, which would be at least as large as the
+model and belong to another worker's parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUTER, ENTRY, OTHER = "outer.", "entry.", "model."
 
 
 class DiLoCoStateHandler(Part):
-    """Handler of a `DiLoCo` or `LocalSGD`. Checkpoints have the job's part, with rank 0's buffers."""
+    """Handler of a `DiLoCo` or `LocalSGD`. Checkpoints contain the values of the job, and rank 0's buffers."""
 
     value: DiLoCo
 
@@ -77,7 +77,7 @@ class DiLoCoStateHandler(Part):
             if name.startswith(ENTRY):
                 where[name] = placed[name[len(ENTRY) :]]
             elif name.startswith(OTHER) and value.own_steps and not restoring:
-                where[name] = Destination.NOWHERE  # this worker's own
+                where[name] = Destination.NOWHERE  # values of this worker
             elif name in live and specs[name].fits(live[name]):
                 where[name] = live[name]
             else:
@@ -95,7 +95,7 @@ class DiLoCoStateHandler(Part):
         if restoring and own is not None:
             value.take_own_state(own)
         elif value.own_steps:
-            # Fragments that the sender has merged and this worker has not, as their collective broke here.
+            # Fragments that the sender has merged and this worker has not, because their collective failed here.
             for fragment, part in enumerate(value.parts):
                 if value.merged[fragment] != before[fragment]:
                     value.mix_in(part)

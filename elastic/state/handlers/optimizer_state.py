@@ -231,7 +231,9 @@ class OptimizerStateHandler(Part):
                     and isinstance(value, torch.Tensor)
                     and present.shape == value.shape
                 ):
-                    present.copy_(value)  # in place: a captured or compiled step reads this tensor
+                    present.copy_(
+                        value
+                    )  # written in place, because a captured or compiled step reads this tensor
                 else:
                     group[key] = value
 

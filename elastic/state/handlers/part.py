@@ -238,7 +238,7 @@ class ScalerPart(DictPart):
     ) -> None:
         super().place(structure, fresh, own, restoring=restoring)
         if self.value.is_enabled():
-            # The interrupted step may have called unscale_() or step(), which reject a second call.
+            # The interrupted step may have called unscale_() or step(), which can't be called twice.
             self.value._per_optimizer_states.clear()
 
 

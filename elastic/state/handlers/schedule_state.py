@@ -15,7 +15,7 @@ import torch
 from elastic.errors import StateMismatch
 from elastic.state.handlers.part import DictPart
 
-Factors = dict[str, list[float | None]]  # values at STEPS by function; None if it raises
+Factors = dict[str, list[float | None]]  # values of each function at STEPS; None if it raises
 
 # Close enough to detect any decay that lasts a tenth of all steps, up to 8 million steps.
 STEPS = sorted({0, *(round(2 ** (eighth / 8)) for eighth in range(184))})
@@ -82,7 +82,7 @@ def _functions(schedule: Any, within: str = "") -> Iterator[tuple[str, Callable[
 def _value(call: Callable[[int], Any], step: int) -> float | None:
     try:
         return float(call(step))
-    except Exception:  # for example, an index beyond the end of the script's list
+    except Exception:  # for example, an index beyond the end of a list of the script
         return None
 
 

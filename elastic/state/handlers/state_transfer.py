@@ -216,7 +216,7 @@ def _roads(
     where: dict[Key, torch.Tensor | Destination],
     group_on: GroupOn | None,
 ) -> list[Road]:
-    """Return the groups to send the tensors over, which all ranks agree on. Collective.
+    """Agree with all ranks on the groups over which the tensors are sent, and return them. Collective.
 
     Raises:
         CollectiveFailed: a rank was lost.
@@ -252,7 +252,7 @@ def _gpu(where: dict[Key, torch.Tensor | Destination]) -> torch.device | None:
     device = devices.pop()
     try:
         own_gpu.meet(device)
-    except Invalid:  # this rank's collectives were on another GPU
+    except Invalid:  # this rank's collectives have used another GPU
         return None
     return device
 

@@ -45,7 +45,7 @@ def watch_optimizers() -> None:
         register_optimizer_step_pre_hook,
     )
 
-    # Also before the step: one that raises midway may have changed tensors.
+    # Recorded before the step too, because a step that raises midway may have changed tensors.
     register_optimizer_step_pre_hook(notice)
     register_optimizer_step_post_hook(notice)
     _watching_optimizers = True

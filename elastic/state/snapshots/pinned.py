@@ -40,13 +40,13 @@ class _Pages(mmap.mmap):
 
     device: torch.device | None = None
     address = 0
-    owner = 0  # process
+    owner = 0  # process ID of the owner
 
     def __del__(self) -> None:
         if self.device is None or self.owner != os.getpid() or sys.is_finalizing():
             return
         transit = PinnedCopy()
-        for device, stream in _side.items():  # restores have already been waited for
+        for device, stream in _side.items():  # restores have already completed
             with torch.cuda.stream(stream):
                 transit.follow(device, len(self))
         try:

@@ -1,10 +1,10 @@
 """Copies of a changing set of named tensors, at memory bandwidth, into buffers that are allocated once.
 
 Either all tensors are copied, or none if nothing has changed. Tensors count as unchanged only if each has the same
-storage and ``_version``, `change_detection` has recorded nothing since, and the contents are equal. Small tensors, in
-which a forward pass leaves traces, are compared completely, large ones by a sample. A single bank of buffers suffices,
-also for CUDA tensors, because copies in flight are waited for. If a commit is interrupted by an exception, this worker
-has no valid commit. It reports this and receives the newest commit from another rank.
+storage and ``_version``, `change_detection` has recorded nothing since, and the contents are equal. Small tensors, such
+as running statistics, are compared completely, large ones by a sample. A single bank of buffers suffices, also for CUDA
+tensors, because copies in flight are waited for. If a commit is interrupted by an exception, this worker has no valid
+commit. It reports this and receives the newest commit from another rank.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class SnapshotBuffers:
     def take(
         self, look: TensorSignature, extra: Any, stage: pinned.DeviceStaging, *, trust: bool
     ) -> None:
-        # Read before anything is copied, so that changes recorded meanwhile count for the next commit.
+        # Read before anything is copied, so that later changes count for the next commit.
         moment = change_detection.moment()
         self.extra = extra
         if trust and moment == self._moment and self._unchanged(look):
@@ -204,7 +204,7 @@ class SnapshotBuffers:
         self._buffers = [copy.buffer for copy in copies.values()]
         self._on_gpu = look.on_gpu()
         self._host = HostCopy([], []) if self._on_gpu else HostCopy(look.tensors, self._buffers)
-        self._pointers = []  # new copies have no storages yet
+        self._pointers = []  # new copies have no recorded storages yet
 
     def _refer(self, look: TensorSignature) -> None:
         """Record the copied storages, which are nearly always the same as in the previous commit."""

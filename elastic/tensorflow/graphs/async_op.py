@@ -172,7 +172,7 @@ class AsyncCall:
         self._done = (ctypes.c_char * _FUNCTION_BYTES).from_buffer_copy(
             (ctypes.c_char * _FUNCTION_BYTES).from_address(done)
         )
-        _at.from_address(done + _MANAGER).value = None  # moved from
+        _at.from_address(done + _MANAGER).value = None  # marks the source as moved from
 
     def inputs(self) -> list[torch.Tensor]:
         """Return views of TensorFlow's memory, which is kept until the last of them is freed. Raises
@@ -307,7 +307,7 @@ class _TensorFlowLibrary:
         return token.value
 
     def _computed(self, token: int, context: int, done: int) -> None:
-        # An exception here would only be printed, and the operation would never complete.
+        # Caught because an exception here would only be printed, and the operation would never complete.
         call = AsyncCall(self, context, done)
         try:
             self.lent.collect()

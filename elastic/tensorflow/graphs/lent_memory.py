@@ -2,8 +2,7 @@
 
 TensorFlow sets a flag, in any thread, when it has released a tensor.
 
-TensorFlow may do so after Python has exited. Therefore the deallocator is in the C++ library, and only the tensors are
-ever freed.
+This can happen after Python has exited, so the deallocator is in the C++ library, and only the tensors are ever freed.
 """
 
 from __future__ import annotations
@@ -35,7 +34,10 @@ class LentMemory:
         self._flags = _Flags()
         self._free = list(range(_FLAGS))
         self._lent: dict[int, torch.Tensor] = {}
-        for kept in (self._flags, self._lent):  # the interpreter would free them at its exit
+        for kept in (
+            self._flags,
+            self._lent,
+        ):  # never freed, because the interpreter would free them at its exit
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def lend(self, tensor: torch.Tensor) -> int | None:

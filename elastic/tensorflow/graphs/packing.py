@@ -1,4 +1,4 @@
-"""Packs small tensors of a graph into one, because each costs some 20 us on its way to Python and back."""
+"""Packing of small tensors of a graph into one, because passing a tensor to Python and back costs some 20 us."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-SMALL = 16384  # bytes: above this, copying costs more than the way to Python
-FEW = 4  # tensors: up to this many, packing gains nothing
+SMALL = 16384  # bytes; larger tensors cost more to copy than to pass to Python
+FEW = 4  # number of tensors up to which packing has no benefit
 
 Unpack = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
 

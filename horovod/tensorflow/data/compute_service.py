@@ -81,7 +81,7 @@ class TfDataServiceConfig:
             made = {**config, "key": bytes.fromhex(config["key"])}
             return msgspec.convert(made, TfDataServiceConfig)
         except KeyError as error:
-            raise Invalid(f"not a config of a tf.data service: it lacks {error}") from None
+            raise Invalid(f"not a config of a tf.data service: {error} is missing") from None
         except (msgspec.ValidationError, TypeError, ValueError) as error:
             raise Invalid(f"not a config of a tf.data service: {error}") from None
 

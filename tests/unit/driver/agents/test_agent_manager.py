@@ -235,7 +235,7 @@ async def test_host_has_one_agent_at_a_time(driver, patch):
     first = await Agent(driver, "here", incarnation=5).register()
     await driver.next()
     earlier = Agent(driver, "here", incarnation=4)
-    assert await earlier.next() == Reject("another agent serves this host")
+    assert await earlier.next() == Reject("another agent already serves this host")
     await earlier.die()
     later = Agent(driver, "here", incarnation=6)
     assert (await later.next())[0] == "closed", "it has to wait"

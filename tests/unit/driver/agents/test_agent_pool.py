@@ -191,7 +191,7 @@ def test_host_has_one_agent_at_a_time():
     talk = Talk()
     talk.here(FIRST)
     earlier, later = AgentId("here", 4), AgentId("here", 6)
-    refused = sent_to(earlier, Reject("another agent serves this host"))
+    refused = sent_to(earlier, Reject("another agent already serves this host"))
     assert talk.hear(AgentConnected(earlier)) == [refused]
     assert talk.hear(AgentConnected(later)) == [DisconnectAgent(later)], "it has to wait"
     assert talk.hear(AgentMessageReceived(later, registered())) == [], "it was not attached"

@@ -289,7 +289,10 @@ def test_waiting_for_room_is_logged():
     bench = WatchedDiscovery(FakeRay(aaaa=1), ClusterRequest(2, ONE))
     bench.place(2, 60, *[bench.ray.tick] * 9, lambda: bench.ray.add("bbbb", 1))
     assert bench.log == [
-        ("info", "waiting for room on the Ray cluster: 1 of 2 workers of CPU 1 each are placed")
+        (
+            "info",
+            "waiting for resources on the Ray cluster: 1 of 2 workers of CPU 1 each are placed",
+        )
     ]
 
 

@@ -128,7 +128,7 @@ def test_a_library_of_another_version_is_refused(copy, monkeypatch):
     monkeypatch.setattr(native_library, "ABI", native_library.ABI + 1)
     found, why = native_library.read(copy)
     assert found is None
-    assert f"ABI {native_library.ABI - 1}, not {native_library.ABI}" in why
+    assert f"ABI is {native_library.ABI - 1}, expected {native_library.ABI}" in why
     recorded("messages", why)
 
 
