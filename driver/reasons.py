@@ -2,8 +2,8 @@
 
     because(ReasonKind.FROZEN, how="stopped by a signal")      as str(): it is frozen (stopped by a signal)
 
-Code compares kinds. The texts in SENTENCES are read by people, in logs, errors and messages to workers, and may be
-reworded at any time. The names of kinds and facts may not change: journals contain them.
+Code compares kinds only. The texts in SENTENCES are for people, in logs, errors and messages to workers, and may be
+reworded at any time. The names of kinds and facts must not change, because journals contain them.
 """
 
 from __future__ import annotations
@@ -194,9 +194,9 @@ def brief(reason: Reason | None) -> str:
 
 
 def in_one_line(reason: Reason) -> str:
-    """Return the first line of a reason and the most informative line of the worker's output; "" for a one-line reason.
-
-    That line is the worker's exception, or its last line if it wrote none or exited by itself after catching one.
+    """Return the first line of a reason and the most informative line of the worker's output, which is "" for a
+    one-line reason. This is the line of the worker's exception, or the last line if the worker raised none or exited by
+    itself after catching one.
     """
     lines = str(reason).rstrip().splitlines()
     if len(lines) < 2:
@@ -207,7 +207,7 @@ def in_one_line(reason: Reason) -> str:
         without = msgspec.structs.replace(reason, facts={**reason.facts, "wrote": ""})
         lines[0] = str(without).splitlines()[0]
     if reason.kind is ReasonKind.SCRIPT_RAISED:
-        return lines[0].rstrip(":")  # its summary is there already
+        return lines[0].rstrip(":")  # the summary is already there
     if not reason.facts.get("caught"):
         last = exception_line(str(wrote or trace or "")) or shortened(last)
     return f"{lines[0].rstrip(':')}: {last}"
@@ -261,9 +261,8 @@ _words = _Words()
 
 
 def _parts(reason: Reason) -> Sequence[str]:
-    """Return the beginning of a reason's sentence, and the rest.
-
-    Facts that do not fit, as in an edited journal, are printed as they are.
+    """Return the beginning of a reason's sentence, and the rest. Facts that do not fit, for example from an edited
+    journal, are printed unchanged.
     """
     sentence = SENTENCES[reason.kind]
     try:
@@ -276,7 +275,7 @@ def _parts(reason: Reason) -> Sequence[str]:
 
 
 def _several(facts: Mapping[str, Any]) -> str:
-    """Sentence of several causes. Workers that ended in the same way are named in one clause."""
+    """Sentence for several causes. Workers that ended in the same way are named in one clause."""
     clauses: dict[str, Any] = {}
     for cause in facts["causes"]:
         same = str(cause)
@@ -297,7 +296,7 @@ def _next_world(facts: Mapping[str, Any]) -> str:
 
 
 def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
-    """Sentence of a hang that is no worker's fault. ``before``: worlds that hung since the last new commit."""
+    """Sentence for a hang without a culprit. ``before``: number of worlds that hung since the last new commit."""
 
     def sentence(facts: Mapping[str, Any]) -> str:
         before = facts["before"]
@@ -309,7 +308,7 @@ def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _ended(facts: Mapping[str, Any]) -> str:
-    """Sentence of a worker's exit that ends the job."""
+    """Sentence for a worker's exit that ends the job."""
     text = _words.vformat("{who} ended with {exit}{killed_for:because}", (), facts)
     early = " too early" if facts.get("early") else ""
     outside = f" while others were outside elastic.run. {ADVICE}" if facts.get("outside") else ""
@@ -317,7 +316,8 @@ def _ended(facts: Mapping[str, Any]) -> str:
 
 
 def _layouts_differ(facts: Mapping[str, Any]) -> str:
-    """``first``: a worker that was rejected for the same state before, or None if shards were lost with ``worker``."""
+    """Sentence for a state that differs. ``first``: a worker that was rejected earlier for the same state, or None if
+    shards were lost with ``worker``."""
     again = ", as did that of {first} before" if facts["first"] else ", and its shards are lost"
     said = "the state of {worker} differs from that of {rank_0}" + again
     build = "build the same model, optimizer and state on every rank"
@@ -325,9 +325,9 @@ def _layouts_differ(facts: Mapping[str, Any]) -> str:
 
 
 def _all_returned(facts: Mapping[str, Any]) -> str:
-    """Sentence of a successful end.
+    """Sentence for a successful end.
 
-    ``failed``: reasons why fewer workers returned than started, if scripts are to blame. ``strict``: see `Ending`.
+    ``failed``: why fewer workers returned than started, if scripts are to blame. ``strict``: see `Ending`.
     """
     if not facts.get("failed"):
         return f"all {counted(facts['members'], 'member')} of generation {facts['generation']} returned"
@@ -337,7 +337,7 @@ def _all_returned(facts: Mapping[str, Any]) -> str:
 
 
 def _scaled(facts: Mapping[str, Any]) -> str:
-    """Sentence of a changed number of workers. ``before`` is None if only the slots limited it."""
+    """Sentence for a new number of workers. ``before``: the previous number; None if only the slots limited it."""
     wanted, before, slots = facts["workers"], facts["before"], facts["slots"]
     was = "one per slot" if before is None else str(before)
     text = f"scaled from {was} to {counted(wanted, 'worker')}"
@@ -358,7 +358,8 @@ def _scaled(facts: Mapping[str, Any]) -> str:
 
 
 def _unhealthy(facts: Mapping[str, Any]) -> str:
-    """Sentence of a failed health check. ``outcome``: of `HealthOutcome`; ``code``: exit code, if it has one."""
+    """Sentence for a failed health check. ``outcome``: value of `HealthOutcome`; ``code``: exit code, if there is
+    one."""
     how = {"timed_out": "timed out", "wrong_result": "computed a wrong result"}
     text = how.get(str(facts["outcome"]), "failed")
     if facts["outcome"] == "failed" and facts["code"] is not None:
@@ -377,7 +378,8 @@ def _only_slots(slots: int) -> str:
 
 
 def _too_few_slots(facts: Mapping[str, Any]) -> str:
-    """``usable``: slots that have a worker or may get one. ``given_up``: the first slots that may not, as text."""
+    """Sentence for too few slots. ``usable``: number of slots that have a worker or may get one. ``given_up``: the
+    first slots that have been given up, as text."""
     more = f" and {facts['more']} more" if facts["more"] else ""
     begin = "{needed:+worker} needed, but {slots}: gave up {given_up}{more} after {attempts:+attempt} without progress"
     facts = {**facts, "slots": _only_slots(facts["usable"]), "more": more}
@@ -385,7 +387,7 @@ def _too_few_slots(facts: Mapping[str, Any]) -> str:
 
 
 def _first_world(facts: Mapping[str, Any]) -> str:
-    """Sentence of the first world. ``wanted``: the value of -np if fewer workers are ready."""
+    """Sentence for the first world. ``wanted``: the value of -np if fewer workers are ready."""
     members, wanted = facts["members"], facts.get("wanted")
     if wanted is None:
         return f"first world: {counted(members, 'worker')} ready"
@@ -408,7 +410,7 @@ def _drains(facts: Mapping[str, Any]) -> str:
 
 
 def _machine_leaves(facts: Mapping[str, Any]) -> str:
-    """Sentence of an end because the driver's own machine is reclaimed, and all workers with it."""
+    """Sentence for the end of a job whose driver's machine is reclaimed, and all workers with it."""
     text = f"this machine will be reclaimed ({facts['notice']})"
     if facts["newest"]:
         return f"{text}; commit {commit_id(facts['newest'])} is durable: rerun the same command to resume from it"
@@ -418,7 +420,7 @@ def _machine_leaves(facts: Mapping[str, Any]) -> str:
 
 
 def _stopped(facts: Mapping[str, Any]) -> str:
-    """Sentence of an end requested by an operator or a batch system."""
+    """Sentence for an end requested by an operator or a batch system."""
     text = f"{facts['why']}"
     if not facts["made"]:
         text += f"; no last checkpoint was written within {facts['within_s']:g} s"

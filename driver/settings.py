@@ -8,9 +8,9 @@ import msgspec
 
 from elastic.errors import Invalid
 
-UNBOUNDED = 2**31 - 1  # workers_max if only the slots limit the size
+UNBOUNDED = 2**31 - 1  # value of workers_max if only the slots limit the size
 
-# What sets a field; other fields have no flag.
+# The flag that sets each field; the other fields have no flag.
 FLAGS = {
     "np": "-np",
     "workers_min": "--min-np",
@@ -58,23 +58,25 @@ class Settings:
     workers_min: int
     workers_max: int
     elastic: bool
-    standbys: int = 0  # workers beyond workers_max, which wait for a place
+    standbys: int = 0  # number of standbys: workers beyond workers_max that wait for a place
     start_timeout_s: float = 120.0  # time from a worker's start to its init()
     elastic_timeout_s: float = 600.0  # waiting for enough workers, or for survivors to gather
-    reset_limit: int | None = None  # failures survived; planned changes do not count
+    reset_limit: int | None = None  # maximum number of failures; planned changes do not count
     cooldown_min_s: float = 1.0  # time before a failed slot is used again; doubles ...
     cooldown_max_s: float = 60.0  # ... up to this time
-    # Stop using a slot after this many consecutive incarnations that exited before training.
+    # A slot is given up after this many consecutive incarnations that exited before training.
     slot_attempts: int = 5
-    host_attempts: int | None = None  # slots given up before their whole host is; None: unlimited
-    settle_s: float = 0.3  # how long one ready newcomer waits for others that are starting
+    # A host is given up when this many of its slots are given up; None: never.
+    host_attempts: int | None = None
+    settle_s: float = 0.3  # how long a ready newcomer waits for others that are starting
     prepare_s: float = 5.0  # time for all members to answer a planned change
     leave_s: float = 30.0  # time from the request to leave until the exit
     disconnect_s: float = 2.0  # time from a lost connection to the fence, if no exit is seen
     reconnect_s: float = 15.0  # time for all workers to reconnect to a restarted driver
     # Consecutive failures of a world, without a lost worker or a new commit, before the job ends.
     stranded_failures: int = 3
-    lease_s: float = 2.0  # liveness timeout: a worker not seen able to run for this long is frozen
+    # Liveness timeout: a worker that was not observed able to run for this long is frozen.
+    lease_s: float = 2.0
     # A host that others wait for and that does not answer for this long is lost; 0: disabled.
     silence_s: float = 0.0
     idle_s: float = (

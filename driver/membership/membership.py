@@ -105,15 +105,16 @@ class Membership:
 
     @property
     def stragglers(self) -> frozenset[Worker]:
-        """The workers that slow down the others although all make progress."""
+        """Workers that slow down the others although all make progress."""
         return self.stuck.stragglers
 
     def place_of(self, worker: Worker) -> Place | None:
-        """Return the worker's place in the last published world; None if it has none."""
+        """Return the worker's place in the last published world, or None if it is not a member."""
         return self.worlds.world.places.get(worker)
 
     def next_deadline(self) -> float | None:
-        """Return when to send TimePassed if no other event occurs before. Always later than the last event."""
+        """Return the time at which to send TimePassed if no other event occurs earlier. It is always later than the
+        last event."""
         return None if self.over else min(self._deadlines(), default=None)
 
     def _deadlines(self) -> Iterator[float]:
@@ -127,7 +128,7 @@ class Membership:
     # ---- one event -------------------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event, now: float) -> list[events.Action]:
-        """Return the actions for an event, in order.
+        """Return the actions that an event causes, in order.
 
         Raises:
             IllegalEvent: the event is impossible in the current state.
@@ -211,7 +212,8 @@ class Membership:
             case events.WorkerConnected() | events.WorkerReady() if event.worker in self.roster:
                 self.worlds.staff.release(self.roster[event.worker], because(ReasonKind.JOB_ENDED))
             case events.WorkerReconnected() if self._has_finished(event.worker):
-                self.reconnections.reconnected(event)  # code after its training still runs
+                # Its script still runs code after the training.
+                self.reconnections.reconnected(event)
             case events.WorkerReconnected():
                 self.worlds.actions.add(events.LetGo(event.worker, because(ReasonKind.JOB_ENDED)))
             case events.HostReported():

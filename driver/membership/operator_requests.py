@@ -4,7 +4,7 @@ No progress is lost: workers leave at a check that all members have agreed on. E
 effect, or with the reason for refusing it.
 
     scale    set the size of the largest world; surplus members leave, highest ranks first
-    drain    start no workers on the host; its workers leave if enough others stay, as after a preemption notice
+    drain    no workers start on the host; its workers leave if enough others stay, as after a preemption notice
     remove   the worker leaves, and its slot stays empty unless there are too few workers, as after SIGTERM
 """
 
@@ -22,11 +22,12 @@ from elastic.driver.membership.worlds.part import Part
 from elastic.driver.reasons import Fact, Reason, ReasonKind, because
 from elastic.driver.settings import UNBOUNDED
 
-NAMED = 4  # drained hosts named in an answer
+NAMED = 4  # maximum number of drained hosts named in an answer
 
 
 class OperatorRequests(Part):
-    """Handles operator requests. Stateless: the requested size is stored in the staff, drained hosts in the slots."""
+    """Handles operator requests. Stateless: the worker pool stores the requested size, and the slots store the drained
+    hosts."""
 
     def handle(self, event: Event) -> bool:
         """Handle a request; return whether the event was one."""
@@ -55,7 +56,7 @@ class OperatorRequests(Part):
         self.staff.asked = workers
         for record in self.roster.in_plans():
             if record.leaving is not None and record.leaving.kind is ReasonKind.SCALED_DOWN:
-                record.leaving = None  # some of those that have not left yet may stay
+                record.leaving = None  # some of the workers that have not left yet may stay
         leave = self._thin_out(workers)
         slots = self.staff.slots.open(self.actions.now)
         had = None if before == UNBOUNDED else before
@@ -76,7 +77,8 @@ class OperatorRequests(Part):
         return len(surplus)
 
     def _surplus(self, workers: int) -> list[WorkerRecord]:
-        """Return the surplus workers: the last ranks of the members, and the most recently started of the others."""
+        """Return the surplus workers: the members with the highest ranks, and the most recently started of the other
+        workers."""
         staying = [record for record in self.roster.in_plans() if record.leaving is None]
         places = self.worlds.world.places
         members = [record for record in staying if record.worker in places]
@@ -112,7 +114,7 @@ class OperatorRequests(Part):
             leaving = record.leaving
             if record.in_plans and leaving is not None and leaving.kind is ReasonKind.DRAINED:
                 record.leaving, record.noticed = None, False
-        self._thin_out(self.staff.workers_max)  # it may have been reduced meanwhile
+        self._thin_out(self.staff.workers_max)  # the size may have been reduced meanwhile
         return True, because(ReasonKind.DRAINS_NO_MORE, host=host)
 
     def _no_host(self, host: str) -> Reason | None:

@@ -1,7 +1,7 @@
 """Decisions about machines that will be reclaimed. Deterministic.
 
     announced --> its workers leave at the next check if enough others stay; no worker is started there
-              --> HURRY_S before the end they leave regardless of how few stay
+              --> HURRY_S before the end they leave, even if too few stay
     withdrawn --> workers that have not left yet stay
 
 If all members run on such machines, no worker could continue: they keep training, and a checkpoint is requested at
@@ -34,7 +34,8 @@ LAST_CHECKPOINT_S = 20.0  # seconds before the end
 APART_S = 1.0
 # Seconds before the end at which the job ends, with or without a checkpoint, if the driver's machine is reclaimed.
 LAST_S = 3.0
-# Time after the end until a host may be used again: then it is another machine, or it was a false alarm.
+# Time from the announced end until the host may be used again: by then it is another machine, or the notice was a false
+# alarm.
 GONE_S = 60.0
 UNKNOWN_S = 600.0  # assumed time until the end if the notice does not state it
 STOPPED = 143  # exit code, as after SIGTERM; a batch system may requeue the job
@@ -64,12 +65,14 @@ class Notices(Part):
         self._ask_at: list[float] = []
         self._all_go = False
         self._last_asked = False
-        self._asked_in: int | None = None  # generation that was asked; None once answered
-        self._earlier = False  # the next answer belongs to the request before the last one
-        self._last_by: float | None = None  # the end for which the last one is scheduled
+        # Generation that received the request; None once it has answered.
+        self._asked_in: int | None = None
+        self._earlier = False  # the next answer belongs to the previous request
+        # Announced end for which the last checkpoint is scheduled.
+        self._last_by: float | None = None
         self._newest: Commit | None = None  # newest durable commit
         self._end_at: float | None = None
-        self._looked_at: tuple[int, int, int] | None = None  # state at the last check
+        self._looked_at: tuple[int, int, int] | None = None  # state at the previous check
 
     def handle(self, event: Event) -> bool:
         """Handle a notice about a machine; return whether it was one."""
@@ -104,7 +107,7 @@ class Notices(Part):
             self._earlier = False
             return
         if self._asked_in is not None and event.commit.generation < self._asked_in:
-            return  # of an earlier world, whose end it outlived; a restored one is reported as well
+            return  # written by an earlier world; a restored checkpoint is reported as well
         self._asked_in = None
         if self._last_asked and self._end_at is not None:
             self._end()
@@ -130,7 +133,7 @@ class Notices(Part):
         if alone:
             self._end_at = departure.before(LAST_S, now)
         if alone or not self.settings.elastic:
-            return  # no other worker could continue, so it trains until then
+            return  # no other worker could continue, so it trains until the end
         self.staff.slots.close(host, (now + UNKNOWN_S if by is None else by) + GONE_S)
         hurry_at = departure.before(HURRY_S, now)
         if hurry_at is not None:
@@ -156,7 +159,7 @@ class Notices(Part):
             leaving = record.leaving
             drained = (
                 leaving is not None and leaving.kind is ReasonKind.DRAINED
-            )  # also by an operator
+            )  # an operator may also have asked it to leave
             if record.in_plans and not drained and (record.noticed or leaving == why):
                 record.leaving, record.noticed = None, False
 
@@ -172,7 +175,7 @@ class Notices(Part):
     # ---- all machines ----------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Check after every event whether all machines will be reclaimed."""
+        """Check whether all machines will be reclaimed. Called after every event."""
         # Checking all members after every event would take too long if nothing has changed.
         basis = (self.worlds.generation, self.roster.shifts, self.staff.slots.version)
         if basis != self._looked_at:
@@ -199,7 +202,8 @@ class Notices(Part):
             self._ask_at, self._last_asked, self._asked_in = [], False, None
             self._earlier = False
         elif self._asked_in not in (None, self.worlds.generation):
-            self._ask_at.insert(0, self.actions.now)  # the generation that was asked is over
+            # The generation that received the request is over.
+            self._ask_at.insert(0, self.actions.now)
             self._asked_in, self._earlier = None, False
         self._all_go = self.worlds.all_go = all_leave
 
@@ -215,7 +219,7 @@ class Notices(Part):
         self._schedule(last)
 
     def _schedule(self, last: float | None) -> None:
-        """Schedule the last checkpoint before the end at ``last``; None if the end is unknown.
+        """Schedule the last checkpoint before the end at time ``last``, which is None if the end is unknown.
 
         An earlier end reschedules it.
         """

@@ -2,8 +2,8 @@
 
 A connection that breaks loses the messages in flight in both directions. The worker reconnects, reports its state and
 repeats unanswered messages (see `recovery`). This module is the driver's side: it repeats the decisions that currently
-hold for that worker. A repeated message is harmless to a worker that received it before: it carries its generation or
-its change, or ends something that is over anyway.
+apply to that worker. A worker that already received a message ignores the repetition: the message carries a generation
+or the number of a change, or ends an operation that is already over.
 
 The same applies after a driver failover: the new driver reads the journal and assumes that none of the last decisions
 was carried out. The agents report which processes run, the workers reconnect, and current decisions are repeated.
@@ -43,7 +43,7 @@ class Reconnects(Part):
     def reconnected(self, event: WorkerReconnected) -> None:
         record = self.roster.get(event.worker)
         if record is None:
-            # Reported dead, but still alive: no other worker trains with it.
+            # It was reported dead but is still alive: no other worker trains with it.
             self.actions.add(LetGo(event.worker, because(ReasonKind.GONE_ON_WITHOUT), True))
             return
         if event.generation > self.worlds.generation:
@@ -94,7 +94,7 @@ class Reconnects(Part):
             case Phase.STOPPING if at_work:
                 self.actions.add(StopMembersAt(generation, change.number, change.check, [worker]))
             case Phase.TRAINING | Phase.ENDING:
-                # It may be held at a change that was called off while it was disconnected.
+                # It may be waiting at a change that was called off while it was disconnected.
                 self.actions.add(
                     CallOffChange(
                         generation, change.number, [worker], because(ReasonKind.RECONNECTED)
@@ -104,7 +104,7 @@ class Reconnects(Part):
     # ---- a whole host, or all hosts --------------------------------------------------------------------------------
 
     def not_there(self, event: HostReported) -> Iterator[WorkerExited]:
-        """Yield an exit for each worker that should run on the host but does not.
+        """Yield an exit event for each worker that should run on the host but does not.
 
         Workers that run there although they should not are killed, again if necessary.
         """

@@ -114,7 +114,7 @@ OBJECTS: tuple[type, ...] = (  # created empty and then filled; compared by iden
         UnresponsiveHosts,
     ),
 )
-CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # the same
+CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # also compared by identity
 ENUMS: tuple[type[enum.Enum], ...] = (
     Phase,
     WorkerStage,
@@ -131,7 +131,7 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (  # created from their parts, as ar
     *Action.__subclasses__(),
 )
 METHODS = {(Roster, "_file")}  # bound methods stored in fields
-# Reset with each event; the caller has the contents.
+# Reset with each event; the caller already has the contents.
 PASSING: dict[tuple[type, str], type] = {(ActionList, "decided"): list}
 
 _NAMED: dict[str, type] = {
@@ -145,7 +145,7 @@ Part = str | int | float | bool | list[Any] | None
 
 
 class SnapshotError(ElasticError, TypeError):
-    """The state contains an object of an unknown type. This is a bug, but it does not end the job."""
+    """The state contains an object of an unknown type. This is a bug in this program, but it does not end the job."""
 
 
 class _Snapshot(msgspec.Struct):
@@ -165,10 +165,10 @@ def take_snapshot(membership: Membership) -> bytes:
 
 
 def restore_snapshot(data: bytes, settings: Settings) -> Membership:
-    """Restore a Membership that answers every event as the original would.
+    """Restore a Membership that handles every event as the original would.
 
     Raises:
-        Invalid: the data are no snapshot, or were written by another version of this program.
+        Invalid: the data are not a snapshot, or were written by another version of this program.
     """
     try:
         with _nothing_collected():
@@ -186,7 +186,8 @@ def restore_snapshot(data: bytes, settings: Settings) -> Membership:
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Disable garbage collection, which would take six times as long as the rest: half a million lists, no garbage."""
+    """Disable garbage collection, which would take six times as long as the snapshot itself: it would examine half a
+    million lists that are all in use."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -200,14 +201,14 @@ def _nothing_collected() -> Iterator[None]:
 
 
 class _Taking:
-    """One walk over all objects.
+    """One traversal of all objects.
 
     Objects that can be filled later are queued, so that the depth of the graph is irrelevant.
     """
 
     def __init__(self, membership: Membership) -> None:
         self._settings = membership.settings
-        self._places: dict[int, list[int]] = {}  # by identity
+        self._places: dict[int, list[int]] = {}  # position in the table, by identity
         self._values: dict[Value, list[int]] = {}  # equal values are interchangeable
         self._methods: dict[tuple[int, str], list[int]] = {}
         self._kinds: dict[tuple[str, ...], int] = {}
@@ -289,7 +290,7 @@ class _Taking:
             raise SnapshotError("a snapshot can't contain two Settings objects")
         return self._add(value, [self._number(Settings.__name__)])
 
-    # Mutable objects may have any position, and may form cycles.
+    # Mutable objects may be at any position and may form cycles.
 
     def _later(self, value: Any) -> list[int]:
         row: list[Any] = []

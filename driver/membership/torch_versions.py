@@ -1,6 +1,7 @@
 """Detection of hosts with different versions of torch. Pure.
 
-Such hosts may train together, and usually can. The warning helps to explain different results, or errors on one host.
+Hosts with different versions may train together, which usually works. The warning helps to explain different results,
+or errors on one host only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ class Versions:
         self._first: dict[str, str] = {}
 
     def heard(self, host: str, version: str) -> str:
-        """Return a warning about a host's version, once for each version after the first; otherwise ""."""
+        """Return a warning about a host's version, once for each version after the first; otherwise the empty
+        string."""
         if not version or version in self._first:
             return ""
         others = [f"{each} on {first}" for each, first in self._first.items()]

@@ -10,7 +10,8 @@ from elastic.driver import events
 from elastic.protocol import messages
 from elastic.protocol.messages import Worker
 
-# Each event has the worker, then the fields of the message. Layout, StepInput, Result and Reported are not events.
+# The fields of an event are the worker and the fields of the message. Layout, StepInput, Result and Reported are not
+# events.
 EVENTS: dict[type[messages.Message], type[events.Event]] = {
     messages.Reconnected: events.WorkerReconnected,
     messages.Ready: events.WorkerReady,

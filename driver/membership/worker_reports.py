@@ -1,4 +1,4 @@
-"""Decisions about workers' reports on themselves: connected, ready, resumed, leaving or returned. Deterministic.
+"""Decisions about the states that workers report: connected, ready, resumed, leaving or returned. Deterministic.
 
 Every event about a world carries its generation; each handler starts by dropping events of older ones. Failures are
 handled in `failures`, missing progress in `failure_detection`.
@@ -30,7 +30,7 @@ class WorkerReports(Part):
         self.frozen = frozen
 
     def handle(self, event: events.Event) -> bool:
-        """Handle a report of a worker about itself; return whether it was one. Raises IllegalEvent."""
+        """Handle a worker's report about itself; return whether the event was one. Raises IllegalEvent."""
         match event:
             case events.WorkerConnected():
                 self.connected(event)
@@ -68,13 +68,13 @@ class WorkerReports(Part):
         record = self.roster.get(event.worker)
         if record is None or record.stage is WorkerStage.DISMISSED:
             if record is not None and record.killed_for:
-                # It was given up because the kill did not reach it, and runs again.
+                # The driver gave it up because the kill did not reach it, and it runs again.
                 self.staff.part_again(record)
             return
         if event.worker in self.worlds.world.places and event.generation != self.worlds.generation:
             return  # it has not received the world that it belongs to yet
         if 0 < event.number < record.readies:
-            return  # belongs to an earlier wait
+            return  # the message belongs to an earlier wait
         record.readies = event.number
         record.stands_by = False  # repeated in case the message was lost
         self.frozen.speaks(record)
@@ -105,7 +105,8 @@ class WorkerReports(Part):
 
     def _newcomer_ready(self, record: WorkerRecord) -> None:
         if self.worlds.members and not record.running:
-            self.staff.welcome(record, self.worlds.members)  # too late for the world of init()
+            # It is too late for the world of init().
+            self.staff.welcome(record, self.worlds.members)
         elif (
             record.layout and self.worlds.world.layout and record.layout != self.worlds.world.layout
         ):
@@ -123,7 +124,7 @@ class WorkerReports(Part):
 
     def leaving(self, event: events.WorkerLeaving) -> None:
         record = self.roster.get(event.worker)
-        # its machine's notice determines when it leaves
+        # the preemption notice of its machine determines when it leaves
         if record is not None and not record.noticed:
             self.staff.leave(record, as_sentence(event.reason), self.worlds.world.places)
 
@@ -159,7 +160,8 @@ class WorkerReports(Part):
             self.staff.fence(record, damaged)
 
     def spoilt(self, event: events.ReplicasSpoilt) -> None:
-        """Replace all workers, and resume from the newest checkpoint: any state in their memory may be corrupted."""
+        """Replace all workers and resume from the newest checkpoint, since any state in their memory may be
+        corrupted."""
         here = [s for s in self.worlds.live() if s.stage in AT_STAKE]
         if event.generation != self.worlds.generation or not here:
             return
@@ -185,7 +187,7 @@ class WorkerReports(Part):
         if self.worlds.phase is Phase.STOPPING and any(
             s.stage is WorkerStage.READY for s in self.worlds.live()
         ):
-            # It returned while others stopped: only a new world can include all of them.
+            # It returned while other members stopped: only a new world can include all of them.
             returned = because(ReasonKind.RETURNED_MEANWHILE, worker=str(event.worker))
             self.worlds.break_up(returned, failure=False)
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 from elastic.driver.monitoring.stalls import STALL_S, Stalls
 
 MEASURED_S = 2.0  # minimum interval between two measurements
-HEARD_S = 11.0  # rank 0 reports the newest commit every 5 s: after twice as long there is none
+HEARD_S = 11.0  # twice the interval of 5 s at which rank 0 reports the newest commit
 
 
 class CommitRate:
@@ -24,7 +24,7 @@ class CommitRate:
     def committed(self, total: int, now: float) -> tuple[float, float] | None:
         """Record a newer commit, the ``total``-th.
 
-        Return the beginning of the measured interval and the rate if this completes a measurement. Time before the end
+        If this completes a measurement, return the beginning of the measured interval and the rate. Time before the end
         of a stall does not count.
         """
         self._newest_at = now
@@ -40,10 +40,10 @@ class CommitRate:
         return since, self._measured
 
     def value(self, now: float) -> float | None:
-        """Return the current rate; None if unknown.
+        """Return the current number of commits per second; None if unknown.
 
-        Ranks that wait for others do not commit: after the usual interval between two commits the rate decays, to 0
-        within STALL_S. It is also 0 if no newer commit was reported for two such intervals.
+        Ranks that wait for others make no commits: once the usual interval between two commits has passed, the rate
+        decays, to 0 within STALL_S. The rate is also 0 if no newer commit was reported for two usual intervals.
         """
         rate = self._measured
         if not rate:

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 
 QUIET_S = 1.0
-MOST_S = 5.0  # maximum delay after the first event, however many follow
+MOST_S = 5.0  # maximum delay after the first event, regardless of how many follow
 HELD_S = 20.0  # the same while more events are expected
 
 
 class DebounceTimer:
-    """Calls ``then`` in the event loop's thread, QUIET_S after the last `touch`, but not while ``held()``."""
+    """Calls ``then`` in the event loop's thread QUIET_S after the last `touch`, but not while ``held()`` is true."""
 
     def __init__(self, then: Callable[[], None], held: Callable[[], bool] = lambda: False) -> None:
         self._then = then

@@ -1,4 +1,5 @@
-"""Log lines about slots whose workers exited: the first immediately, and one summary of those that follow closely."""
+"""Log lines about slots whose workers exited: the first line is logged immediately, later ones are combined in a
+summary."""
 
 from __future__ import annotations
 
@@ -10,16 +11,17 @@ from elastic.driver.sinks import Log
 
 
 class ExitLines:
-    """Aggregates the exit lines of one job, while ``held()`` in one summary. Called in the event loop's thread."""
+    """Aggregates the exit lines of one job, in one summary while ``held()`` is true. Called in the event loop's
+    thread."""
 
     def __init__(self, log: Log, held: Callable[[], bool] = lambda: False) -> None:
         self._log = log
         self._more: list[Reason] | None = None  # None: no summary is pending
-        self._first: Reason | None = None  # not None iff the first line is deferred too
+        self._first: Reason | None = None  # None: the first line is not deferred
         self._timer = DebounceTimer(self.say, held)
 
     def shares(self, about: Reason | None, *, starting: bool = False) -> bool:
-        """Return whether a line is deferred. ``starting``: there was no world, so more exits may end the job."""
+        """Return whether a line is deferred. ``starting``: there was no world yet, so further exits may end the job."""
         if about is None or about.kind is not ReasonKind.SLOT_COOLS:
             return False
         self._timer.touch()
@@ -31,7 +33,7 @@ class ExitLines:
         return starting
 
     def job_failed(self) -> None:
-        """Log pending lines of a startup at debug, without cooldowns: no slot is used again."""
+        """Log pending lines of a startup at level debug, without cooldowns, since no slot is used again."""
         if self._first is None:
             return
         self._timer.cancel()

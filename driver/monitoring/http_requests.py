@@ -1,4 +1,4 @@
-"""Access control of the live page. Pure: maps the head of a request to an answer.
+"""Access control of the live page: maps the head of a request to an answer. Pure.
 
 A connection to the page's port is not trusted: it may come from a browser that another site directed here, a scanner,
 or another user of this machine. Requests are refused as follows:
@@ -9,8 +9,8 @@ or another user of this machine. Requests are refused as follows:
                                             itself contains no data and needs no token
     another method or path                  the page is read-only
 
-The page sends the token in a header. It takes it from the part of its link behind ``#``, which browsers do not
-transmit.
+The page reads the token from the fragment of its link, the part after ``#``, which browsers do not transmit, and sends
+it in a header.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RequestGuard:
             return PageRefusal("405 Method Not Allowed", "this page is read-only")
         match target:
             case "/":
-                return "page"  # accepted also after a link on another site
+                return "page"  # also accepted if the user followed a link on another site
             case "/events" if _foreign(headers):
                 return PageRefusal("403 Forbidden", "the request came from another site")
             case "/events":
@@ -82,7 +82,8 @@ class RequestGuard:
 def is_ours(host: str, names: Collection[str]) -> bool:
     """Return whether the Host of a request belongs to this machine.
 
-    An address cannot be redirected. A name can, so it must be one of ``names``.
+    Addresses are always accepted. A name could resolve to this machine by DNS rebinding, so it must be one of
+    ``names``.
     """
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     if name.lower() in names:

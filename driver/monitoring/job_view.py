@@ -1,15 +1,15 @@
-"""The state of a job as its events and decisions show it: workers, stages, ranks, world, commits, end. Pure.
+"""The state of a job, derived from its events and decisions: workers, stages, ranks, world, commits, end. Pure.
 
-`JobView` is the only place that derives these facts. It receives each decision once; page, metrics, time accounting,
-stalls, ``explain``, the report, the timeline and the log are readers that follow it:
+`JobView` is the only class that derives these facts. It receives each decision once. The page, the metrics, the time
+accounting, the stalls, ``explain``, the report, the timeline and the log are readers that follow it:
 
     view = JobView()
     page = PageModel(TimeSpent(view), name="bert", command=[], least=2, most=4)    # follows the view
     view.note(event, actions, now)
 
-A reader is called once the view contains the event, and again once it contains each action, so that it may compare
-what an action changed with what the event changed. The oracle of the invariants, ``chaos/invariants``, derives its own
-state on purpose.
+A reader is called when the view contains the event, and again for each action that the view contains, so it can
+distinguish the changes by the event from those by an action. The invariant checker, ``chaos/invariants``, derives its
+own state on purpose.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Stage(enum.Enum):
     CONNECTED = "connected"  # it has called init()
     READY = "ready"  # it waits for a world; a member waits for the next one
     STANDBY = "standby"
-    IN_WORLD = "training"  # it computes in the newest world, or announced its end in an earlier one
+    # It computes in the newest world, or announced its end in an earlier world.
+    IN_WORLD = "training"
     RETURNED = "returned"  # its function returned
-    LEAVING = "leaving"  # it was notified to leave; late reports change nothing
+    LEAVING = "leaving"  # it was asked to leave; late reports do not change this
     KILLED = "killed"  # its kill was ordered; final
 
     __hash__ = object.__hash__  # an enum's own hash is computed in Python
@@ -40,36 +41,36 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """The end that a worker announced itself: an exception of its script, or an exit with an error."""
+    """A failure that a worker announced itself: an exception of its script, or an exit with an error."""
 
     raised: bool
-    what: str  # summary of the exception; else the call that ended it, or empty: its state differs
+    what: str  # summary of the exception, otherwise the call that ended it; empty if its state differs
 
 
 @dataclass(eq=False, slots=True)
 class WorkerView:
-    """One process, from its start order to its exit."""
+    """One process, from the order to start it until its exit."""
 
     worker: Worker
     stage: Stage = Stage.STARTING
     pid: int = 0  # 0: unknown
-    connected_at: float | None = None  # time of its init(); None iff it was not seen
-    member: bool = False  # in `JobView.ranks`; IN_WORLD implies it until its end is announced
-    rank: int | None = None  # in the last world that it was in; None iff it was in none
-    recovering: bool = False  # its world broke, and no other was published; implies `member`
+    connected_at: float | None = None  # time of its init(); None if it was not observed
+    member: bool = False  # it is in `JobView.ranks`; true for IN_WORLD until its end is announced
+    rank: int | None = None  # rank in its last world; None if it was never in one
+    recovering: bool = False  # its world broke, and no other was published since; implies `member`
     running: bool = False  # it was in elastic.run at its last Ready
-    frozen: str | None = None  # why it cannot run, or empty if that is unknown; None: it can
-    why: Reason | None = None  # not None iff its stage is LEAVING or KILLED
-    dismissed: bool = False  # it was notified to leave, perhaps after its kill was ordered
+    frozen: str | None = None  # why it cannot run, empty if unknown; None: it can run
+    why: Reason | None = None  # None unless its stage is LEAVING or KILLED
+    dismissed: bool = False  # it was asked to leave, perhaps after its kill was ordered
     failure: Failure | None = None
-    code: int | None = None  # exit code; None: it runs, or was lost with its host
+    code: int | None = None  # exit code; None: it runs or was lost with its host
 
 
 class ViewReader:
-    """Base class of all that follow a view."""
+    """Base class of the readers of a view."""
 
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """Handle an event that the view contains. Of its ``actions`` the view contains none yet."""
+        """Handle an event that the view contains. The view does not contain its ``actions`` yet."""
 
     def decided(self, action: events.Action, now: float) -> None:
         """Handle an action that the view contains."""
@@ -82,21 +83,21 @@ class JobView:
     """State of one job. Times are seconds on the caller's clock, the same for all its calls."""
 
     def __init__(self) -> None:
-        # Processes that were ordered and are not known to have exited, in the order of their first mention.
+        # Ordered processes that are not known to have exited, in the order of their first mention.
         self.workers: dict[Worker, WorkerView] = {}
-        # Processes that the current decision's event has ended; `workers` does not contain them.
+        # Processes ended by the event of the current decision; `workers` does not contain them.
         self.exited: dict[Worker, WorkerView] = {}
-        # Processes that the last event or action may have changed; of exited ones, none.
+        # Running processes that the last event or action may have changed.
         self.touched: list[WorkerView] = []
-        self.started = 0  # processes that were ordered
-        # Members of the newest world in rank order, also those that have exited since, but not under a previous driver.
-        # Replaced, never modified.
+        self.started = 0  # number of processes that were ordered
+        # Members of the newest world in rank order, including those that have exited since, except under a previous
+        # driver. Replaced, never modified.
         self.ranks: Mapping[Worker, int] = {}
-        self.before: Mapping[Worker, int] = {}  # the same of the world before
-        self.generation = 0  # of the newest world; 0: there was none
-        self.world: events.PublishWorld | None = None  # not None iff the newest world is not over
+        self.before: Mapping[Worker, int] = {}  # the same for the previous world
+        self.generation = 0  # generation of the newest world; 0: there was none
+        self.world: events.PublishWorld | None = None  # None if the newest world is over
         self.broken = False  # the newest world broke
-        self.trains = False  # a member of the newest world was in elastic.run
+        self.trains = False  # a member of the newest world has entered elastic.run
         self.newest: Commit | None = None  # newest commit that any worker has reported
         self.newest_at = 0.0  # time of that report
         self.commits = 0  # number of commits in all generations
@@ -105,21 +106,21 @@ class JobView:
         )
         self.checkpoints = 0
         self.checkpoint_at: float | None = (
-            None  # time of the last checkpoint; None iff there was none
+            None  # time of the last checkpoint; None if there was none
         )
         # Slots whose last health check failed, with its result.
         self.unhealthy: dict[tuple[str, int], events.WorkerHealthChecked] = {}
-        # By slot: number of its health checks that failed, and the last of them.
+        # By slot: number of failed health checks, and the last failure.
         self.failed_checks: dict[tuple[str, int], tuple[int, events.WorkerHealthChecked]] = {}
         self.end: events.EndJob | None = None  # the first decision to end the job
-        # Incarnation of the last process that exited in each slot: what it reports later is ignored.
+        # Incarnation of the last process that exited in each slot; its later reports are ignored.
         self._last: dict[tuple[str, int], int] = {}
         self._of_events: list[Callable[[events.Event, Sequence[events.Action], float], None]] = []
         self._of_actions: list[Callable[[events.Action, float], None]] = []
         self._of_adoption: list[Callable[[float], None]] = []
 
     def follow(self, reader: ViewReader) -> None:
-        """Call ``reader`` for each later event and action, after the readers that follow already."""
+        """Call ``reader`` for each later event and action, after the existing readers."""
         kind = type(reader)
         if kind.happened is not ViewReader.happened:
             self._of_events.append(reader.happened)
@@ -148,7 +149,7 @@ class JobView:
     def adopt(
         self, workers: Mapping[Worker, tuple[int, int | None]], generation: int, now: float
     ) -> None:
-        """Begin in the middle of a job.
+        """Take over a job that is already running.
 
         Args:
             workers: pid, 0 if unknown, and rank, None outside the world, of each running process.
@@ -169,7 +170,7 @@ class JobView:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def get(self, worker: Worker) -> WorkerView | None:
-        """Return a process that runs, or that the current decision's event has ended."""
+        """Return a process that runs, or whose end is the event of the current decision."""
         return self.workers.get(worker) or self.exited.get(worker)
 
     # ---- private ---------------------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ class JobView:
             self.failed_checks[slot] = (self.failed_checks.get(slot, (0, event))[0] + 1, event)
 
     def _known(self, worker: Worker) -> WorkerView | None:
-        """Return a process that reports; None if it has exited. Its start may have preceded the first event."""
+        """Return the process that sent a report; None if it has exited. It may have started before the first event."""
         known = self.workers.get(worker)
         if known is None and worker.incarnation > self._last.get((worker.host, worker.slot), 0):
             known = self.workers[worker] = WorkerView(worker, Stage.CONNECTED)

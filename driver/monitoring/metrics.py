@@ -39,8 +39,9 @@ from elastic.protocol.report_values import Report
 
 VISITORS = 32  # concurrent scrapes
 VISIT_S = 5.0
-PHASES = 64  # limit of recovery phases, over all kinds
-RANKS, NAMES = 64, 64  # reported values: ranks below RANKS, and names of each
+PHASES = 64  # maximum number of recovery phases, over all kinds
+# Reported values are limited to ranks below RANKS and this many names of each.
+RANKS, NAMES = 64, 64
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of histograms
 # Kills that are fences, and the label under which they are counted.
 FENCES = {
@@ -93,7 +94,7 @@ class JobMetrics(ViewReader):
         self._judge = Stragglers(size=len(self.view.ranks))
 
     def report(self, report: Report) -> None:
-        """Store the numbers of the outermost dict; ranks outside the world or beyond RANKS are ignored."""
+        """Store the numbers in the outermost dict. Ranks outside the world and ranks from RANKS on are ignored."""
         if report.rank >= min(RANKS, len(self.view.ranks)):
             return
         values = self.reported.setdefault(report.rank, {})
@@ -341,8 +342,8 @@ def _counter(name: str, text: str, label: str, values: Iterable[tuple[str, float
 def bound_visitors(server: Any) -> None:
     """Limit the connections of a server that is open to untrusted clients.
 
-    At most VISITORS are served at a time, with VISIT_S for each read and write; further ones are closed immediately.
-    Errors of a connection are not logged.
+    At most VISITORS connections are served at a time, with VISIT_S for each read and write. Further connections are
+    closed immediately. Errors of a connection are not logged.
     """
     inside = threading.BoundedSemaphore(VISITORS)
     begin, process = server.process_request, server.process_request_thread
@@ -351,7 +352,7 @@ def bound_visitors(server: Any) -> None:
         timeout = VISIT_S  # seconds for each read and write
 
     def admit(request: Any, address: Any) -> None:
-        """Admit requests in the order of their arrival, since their threads may start in another order."""
+        """Admit requests in the order of arrival, since their threads may start in another order."""
         if not inside.acquire(blocking=False):
             server.shutdown_request(request)
             return
@@ -373,9 +374,9 @@ def bound_visitors(server: Any) -> None:
 
 
 def refuse_other_names(server: Any, own: str) -> None:
-    """Refuse requests to a server on loopback that use a foreign host name.
+    """Refuse requests to a server on loopback whose Host header is another machine's name.
 
-    Such a request comes from a browser directed by a site whose name now resolves to this address (DNS rebinding).
+    Such a request comes from a browser that has loaded a site whose name now resolves to this address (DNS rebinding).
     """
     names = {"localhost", own.lower(), socket.gethostname().lower()}
     app = server.get_app()
@@ -396,13 +397,13 @@ class MetricsServer(Collector):
     """Serves the metrics of one job.
 
     Args:
-        address: where it listens.
-        port: 0: a free one.
-        figures: what it serves.
-        changing: held by the driver's thread while it changes ``figures``, which a scrape's thread reads.
+        address: address to listen on.
+        port: port to listen on; 0: a free one.
+        figures: the metrics to serve.
+        changing: lock that the driver's thread holds while it changes ``figures``, which the threads of scrapes read.
 
     Raises:
-        Invalid: it cannot listen.
+        Invalid: the server cannot listen on the address.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Whether a failure is still unfolding, so that one summary of its log lines can follow it. Pure.
+"""Detection of a failure that is still in progress, so that its log lines can be combined in one summary. Pure.
 
-Under load, the exceptions and exits that one fault causes are seconds apart: an interpreter that has loaded torch takes
-that long to exit, and ranks are scheduled at different times.
+Under load, the exceptions and exits caused by one fault may be seconds apart: an interpreter that has loaded torch
+takes seconds to exit, and ranks are scheduled at different times.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ from elastic.protocol.messages import Worker
 
 
 def failure_lasts(view: JobView, ending: Collection[Worker]) -> bool:
-    """Return whether more exceptions and exits are expected. ``ending``: workers that have reported theirs."""
+    """Return whether more exceptions and exits are expected. ``ending``: workers that have reported an exception."""
     failed = view.end is not None and view.end.code != 0
     return failed or view.broken or not view.workers.keys().isdisjoint(ending)

@@ -1,9 +1,9 @@
 """OpenTelemetry traces of recoveries and changes of the world: one span each, with its phases as children.
 
-Enabled by `--opentelemetry`; the SDK is configured by its own variables: OTEL_EXPORTER_OTLP_ENDPOINT, _HEADERS and the
-like, OTEL_TRACES_EXPORTER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_*. Spans wait in
-a bounded queue, from which a thread of the SDK sends them: the driver never waits for a collector, and spans that
-cannot be sent are lost.
+Enabled by `--opentelemetry`. The SDK is configured by its own environment variables: OTEL_EXPORTER_OTLP_ENDPOINT,
+_HEADERS and the like, OTEL_TRACES_EXPORTER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER,
+OTEL_BSP_*. Spans wait in a bounded queue, from which a thread of the SDK sends them: the driver never waits for a
+collector, and spans that cannot be sent are lost.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ INSTALL = "pip install 'hvd-elastic[opentelemetry]'"
 def phases_of(report: ReportRecovery) -> list[tuple[str, float, float]]:
     """Return phase, begin and end, in milliseconds since the cause was noticed, all within the recovery.
 
-    A phase lasts as long as in its slowest member. Until the world is published (gathered), members abort their work
-    (raised), restore their commit (restored), and wait for the world (waited). Then they create their groups (formed)
-    while the state is copied (synced), and complete their first collective.
+    The duration of a phase is that of the slowest member. Until the world is published (gathered), members abort their
+    work (raised), restore their commit (restored), and wait for the world (waited). Then they create their groups
+    (formed) while the state is copied (synced), and complete their first collective.
     """
     total, phases = report.total_ms, report.phases_ms
     world = phases.get("gathered", 0.0)
@@ -53,7 +53,7 @@ def phases_of(report: ReportRecovery) -> list[tuple[str, float, float]]:
 class RecoveryTraces(ViewReader):
     """Traces of one job, on a clock of seconds since 1970.
 
-    ``processors``: destinations of spans, instead of those that the variables configure.
+    ``processors``: destinations of spans; default: those that the environment variables configure.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class RecoveryTraces(ViewReader):
 
 
 class ExportErrorHandler(logging.Handler):
-    """Logs the first warning of the SDK, as of an unreachable collector, to the driver's log."""
+    """Logs the SDK's first warning, for example about an unreachable collector, in the driver's log."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
@@ -135,7 +135,7 @@ class ExportErrorHandler(logging.Handler):
 
 
 def _processors(environ: Mapping[str, str]) -> list[SpanProcessor]:
-    """Return the processors that the variables configure, by default one that sends by OTLP."""
+    """Return the processors that the environment variables configure; by default, one that sends spans by OTLP."""
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     found: list[SpanProcessor] = []

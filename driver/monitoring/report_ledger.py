@@ -24,7 +24,8 @@ class ReportLedger:
     def heard(self, worker: Worker, report: Reported) -> bool:
         """Return whether a report is the next one of its worker.
 
-        An accepted one is repeated if the acknowledgement was lost. After a gap, all missing reports are sent again.
+        A worker repeats an accepted report if the acknowledgement was lost. After a gap, it sends all missing reports
+        again.
         """
         expected = max(self._taken.get(worker, 0) + 1, report.oldest)
         if report.number > expected:
@@ -40,7 +41,7 @@ class ReportLedger:
         return True
 
     def pressing(self, worker: Worker) -> bool:
-        """Return whether a worker must be acknowledged before it can send more."""
+        """Return whether a worker needs an acknowledgement before it can send more reports."""
         return self._unacknowledged.get(worker, 0) >= PRESSING_BYTES
 
     def answers(self) -> list[tuple[Worker, ReportsTaken]]:
@@ -54,7 +55,7 @@ class ReportLedger:
         return ReportsTaken(self._taken.get(worker, 0))
 
     def keep(self, workers: Container[Worker]) -> None:
-        """Discard the state of all other workers."""
+        """Discard the state of all workers except these."""
         for known in (self._taken, self._unacknowledged):
             for worker in [each for each in known if each not in workers]:
                 del known[worker]

@@ -1,7 +1,7 @@
 """Values that workers reported by `elastic.report`, for a page: numbers over time, and the latest texts. Pure.
 
-Of each name, the reports of the lowest rank are shown, since other ranks usually report the same. A series that
-exceeds POINTS is thinned to every second point, repeatedly.
+For each name, the reports of the lowest rank are shown, since the other ranks usually report the same values. When a
+series exceeds POINTS, every second point is dropped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ReportedSeries:
         self.series: dict[str, Series] = {}
         self.texts: dict[str, str] = {}
         self.steps = 0  # distinct steps, if the script reports its step
-        self.again = 0  # steps that were trained again after a commit
+        self.again = 0  # steps that were repeated after a return to a commit
         self._step: float | None = None
         self._highest = -math.inf
 
@@ -82,7 +82,7 @@ class ReportedSeries:
     def _stepped(self, step: float) -> None:
         """Count a reported step.
 
-        A step is reported just before its commit, so a repetition of the same step means that nothing was lost.
+        A step is reported just before its commit, so a repetition of the last step means that no work was lost.
         """
         before, self._step = self._step, step
         if step > self._highest:

@@ -50,12 +50,12 @@ class Reports:
         return True
 
     def by_rank(self, places: Mapping[Worker, Place]) -> dict[int, Report]:
-        """Return the last report of each of these workers by rank, if any."""
+        """Return the last report of each of these workers by rank, for workers that have reported."""
         ranks = {place.rank: worker for worker, place in places.items() if worker in self._last}
         return {rank: self._last[ranks[rank]] for rank in sorted(ranks)}
 
     def keep(self, workers: set[Worker]) -> None:
-        """Discard the state of all other workers, which are lost."""
+        """Discard the state of all workers except these; the others are lost."""
         self._ledger.keep(workers)
         for worker in self._last.keys() - workers:
             del self._last[worker]
@@ -105,7 +105,7 @@ class Reports:
         self._log_dropped()
 
     def _log_dropped(self, *, always: bool = False) -> None:
-        """Log dropped reports: the first immediately, later ones at intervals in one line."""
+        """Log dropped reports: the first immediately, later ones in one line at intervals."""
         dropped = self._ledger.dropped
         if not dropped:
             return

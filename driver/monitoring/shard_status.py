@@ -13,7 +13,7 @@ from elastic.driver.reasons import counted
 from elastic.protocol.messages import Commit
 
 Facts = Mapping[str, Any]
-# Of a lost shard's rows, by the fields of `RowBytes`.
+# The sources of a lost shard's rows, by the fields of `RowBytes`.
 _ORIGINS = {
     "memory": "a copy in its new worker's memory",
     "host": "memory of its host",
@@ -31,7 +31,7 @@ class ShardStatus:
             None  # in the newest world of which all members trained
         )
         self._sealed: Commit | None = None
-        self._step: int | None = None  # the state's own step at that commit
+        self._step: int | None = None  # the state's step at that commit
 
     def note(self, event: events.Event, actions: Sequence[events.Action]) -> bool:
         """Record an event and its actions. Return whether `facts` may have changed."""

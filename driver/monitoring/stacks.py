@@ -22,7 +22,7 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)'
 def training_stack(text: str) -> str:
     """Return the stack of the training thread as lines.
 
-    If no thread is marked as such, it is the main thread, which is the last one.
+    If no thread is marked as the training thread, return the main thread, which is the last one.
     """
     threads: list[list[str]] = []
     for line in text.splitlines():
@@ -41,7 +41,7 @@ def training_stack(text: str) -> str:
 
 
 def _script_first(frames: list[str]) -> list[str]:
-    """Return the script's frames, most recent first, and a line for the libraries that the first of them has called."""
+    """Return the script's frames, most recent first, and one line for the library frames above the first of them."""
     owners = []
     for frame in frames:
         found = _FRAME.match(frame)

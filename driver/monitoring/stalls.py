@@ -1,13 +1,13 @@
-"""Detection of training stalls: whether one exists, since when, and which ranks are waited for. Pure.
+"""Detection of training stalls: whether there is one, since when, and which ranks the others wait for. Pure.
 
     a member waits inside a collective, or where all are to stop
       --STALL_S, and a usual interval between collectives-->  stall: the members that do not wait are its culprits
       --ALL_WAIT_S, if every member waits-->                  stall without a culprit: the network, or different calls
     the collective completes, a culprit is killed or exits, the world breaks, the job ends  -->  over
 
-A stall begins when the first of the others began to wait, not when it was noticed. A member in a phase that the script
-marks as long is not a culprit. The page, ``status``, metrics, ``explain`` and the report read the same `Stalls`, which
-`TimeSpent` holds.
+A stall begins when the first member began to wait, not when the stall was detected. A member in a phase that the script
+marks as long is not a culprit. The page, ``status``, metrics, ``explain`` and the report use the same `Stalls` object,
+an attribute of `TimeSpent`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic.driver.monitoring.job_view import JobView, ViewReader
 from elastic.driver.reasons import counted
 from elastic.protocol.messages import COPY, Worker
 
-# Minimum wait of the others: about the time until the driver looks up the script line.
+# Minimum wait of the others, about the time until the driver looks up the script line.
 STALL_S = 5.0
 # As in failure_detection.stuck: a large collective may take long without a fault.
 ALL_WAIT_S = 30.0
@@ -34,7 +34,7 @@ INTERVALS = 9  # reports that determine the usual interval between collectives
 
 
 class StallEnd(enum.Enum):
-    """Kind of end of a stall."""
+    """How a stall ended."""
 
     RESUMED = "resumed"
     KILLED = "killed"  # the driver killed a culprit
@@ -50,12 +50,12 @@ class Culprit:
     worker: Worker
     rank: int
     line: str = ""
-    frozen: str = ""  # why it cannot run, as its agent reports; empty: it can
+    frozen: str = ""  # why it cannot run, according to its agent; empty: it can run
 
 
 @dataclass(frozen=True)
 class Stall:
-    """One stall. ``until``: its end; if ``end`` is None, the time of the query."""
+    """One stall. ``until``: the end of the stall, or the time of the query if ``end`` is None."""
 
     since: float
     until: float
@@ -63,7 +63,7 @@ class Stall:
     more: int = 0  # culprits that are not listed
     others: int = 0  # number of waiting members
     where: str = ""  # the collective in which the first of them waits
-    line: str = ""  # script line at which that one waits
+    line: str = ""  # script line at which that member waits
     end: StallEnd | None = None
 
     @property
@@ -92,7 +92,7 @@ class OpenWait:
     """The members that wait in one collective."""
 
     since: float
-    last: float  # time when the latest of them began to wait
+    last: float  # time when the last of them began to wait
     where: str
     line: str
     workers: set[Worker] = field(default_factory=set)
@@ -101,12 +101,12 @@ class OpenWait:
 class Stalls(ViewReader):
     """Stalls of one job.
 
-    The cost of an event does not depend on the number of members, except at the end of a world or wait.
+    The cost of an event does not depend on the number of members, except at the end of a world or of a wait.
     """
 
     def __init__(self, view: JobView) -> None:
         self.view = view
-        self._ranks: Mapping[Worker, int] = {}  # of the world whose members may wait
+        self._ranks: Mapping[Worker, int] = {}  # generation of the world whose members may wait
         self.past: deque[Stall] = deque(maxlen=KEPT)
         self.count = 0  # number of past stalls
         self._whole = False  # the world has several members and has not broken, as far as known
@@ -118,7 +118,7 @@ class Stalls(ViewReader):
         # Script lines of a member in the current wait, with counts, since it may have moved before the last report.
         self._lines: dict[Worker, Counter[str]] = {}
         self._intervals: deque[float] = deque(maxlen=INTERVALS)
-        # Past stalls, merged: begins, ends, and cumulative durations.
+        # Merged past stalls: beginnings, ends, and cumulative durations.
         self._begins: list[float] = []
         self._ends: list[float] = []
         self._sums: list[float] = []
@@ -148,14 +148,15 @@ class Stalls(ViewReader):
                     self._leave(worker, now)
                     if view.trains:
                         self._enter(worker, ("", -1), OpenWait(now, now, "", ""))
-                    self._late.pop(worker, None)  # a script that prepares itself is not a culprit
+                    # A script that is still preparing is not a culprit.
+                    self._late.pop(worker, None)
             case events.WorkerReturned(worker):
                 self._leave(worker, now)
                 self._late.pop(worker, None)
             case events.WorkerRaised(worker) | events.WorkerQuit(worker):
                 self._gone(worker, now, StallEnd.LOST)
             case events.DriverRestarted():
-                self._forget()  # workers report again how long they have waited
+                self._forget()  # workers repeatedly report how long they have waited
             case _:
                 pass
 
@@ -195,7 +196,7 @@ class Stalls(ViewReader):
 
     def _paced(self, event: events.WorkerPaced, now: float) -> None:
         since = now - event.over_s
-        # In collectives that do not involve the waiting members, such as those of another process set.
+        # These collectives do not involve the waiting members; they may belong to another process set.
         self._progressed_at[event.worker] = max(since, self._progressed_at.get(event.worker, since))
         if (not self._ends or self._ends[-1] <= since) and self.current(now) is None:
             self._intervals.append(event.over_s / event.collectives)
@@ -215,9 +216,8 @@ class Stalls(ViewReader):
         )
 
     def awaited(self, now: float) -> Stall | None:
-        """Return the current wait as a stall, however short it is.
-
-        None if no member waits, or if more than half of the members are waited for.
+        """Return the current wait as a stall, regardless of its length. None if no member waits, or if the culprits are
+        more than half of the members.
         """
         if not self._waits or 2 * len(self._late) > len(self._ranks):
             return None
@@ -240,7 +240,7 @@ class Stalls(ViewReader):
         return found
 
     def undecided_since(self, now: float) -> float:
-        """Return the time before which all stalls are known."""
+        """Return the time up to which all stalls are known."""
         if self.current(now) is not None:
             return now
         return min([now, *(wait.since for wait in self._waits.values())])
@@ -274,7 +274,7 @@ class Stalls(ViewReader):
     def _leave(self, worker: Worker, now: float) -> None:
         key = self._waits_in.get(worker)
         if key is not None:
-            self._complete(key, now)  # the others leave it too, and report this next
+            self._complete(key, now)  # the others leave the collective too, and will report this
 
     def _complete(self, key: tuple[str, int], now: float) -> None:
         wait = self._waits.get(key)
@@ -307,7 +307,7 @@ class Stalls(ViewReader):
         self._whole = False
 
     def _gone(self, worker: Worker, now: float, end: StallEnd) -> None:
-        """Handle a process that exited or is about to: waits for it are over, whatever happens to the others."""
+        """Handle a process that exited or is about to exit: waits for it are over."""
         if worker not in self._ranks:
             return
         if worker in self._late or (end is StallEnd.KILLED and not self._late):
@@ -364,7 +364,7 @@ class Stalls(ViewReader):
     def _record(self, stall: Stall) -> None:
         last = self.past[-1] if self.past else None
         if last is not None and stall.since < last.until and last.culprits == stall.culprits:
-            # The same ranks also held up another process set.
+            # The same ranks also hold up another process set.
             self.past[-1] = replace(stall, since=min(last.since, stall.since))
         else:
             self.past.append(stall)

@@ -17,7 +17,7 @@ class StepRate:
         self._steps = 0
         self._batch: int | None = None
         self._reported_at = 0.0
-        # Totals between reports of the same worker.
+        # Sums of the differences between reports of the same worker.
         self._made = 0
         self._over_s = 0.0
 
@@ -40,7 +40,8 @@ class StepRate:
             self._rate.committed(steps, now)
 
     def steps(self, now: float) -> float | None:
-        """Return steps per second; None if unknown. Decays to 0 while none are made, as `CommitRate.value` does."""
+        """Return steps per second; None if unknown. While no steps are made, the rate decays to 0 as in
+        `CommitRate.value`."""
         return self._rate.value(now)
 
     def mean(self) -> float | None:

@@ -1,8 +1,8 @@
-"""Time that the others wait for the member that waits least, from reports on collectives. Pure.
+"""The time that members wait for the one that waits least, from their reports on collectives. Pure.
 
 Workers regularly report how many collectives they completed and the time spent inside them. The last worker to enter a
-collective waits least in it, so the difference of two means is the time that one waited for the other. A report is a
-mean over 5 to 30 s: a histogram distinguishes a rank that is always late from one that was late once.
+collective waits least in it, so the difference between two workers' means is the time that one waited for the other. A
+report is a mean over 5 to 30 s. A histogram distinguishes a rank that is always late from one that was late once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WAITS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10
 
 @dataclass
 class Histogram:
-    """Number of values not larger than each of ``bounds``, in seconds, and of larger ones."""
+    """Number of values up to each of ``bounds``, in seconds, and the number of larger values."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Histogram:
 
 
 class StragglerWaits:
-    """Waits of one job. The cost of a report is constant, except for reports of the worker that is waited for."""
+    """Waits of one job. The cost of a report is constant, except for reports of the worker that waits least."""
 
     def __init__(self) -> None:
         self.by_worker: dict[Worker, Histogram] = {}

@@ -1,7 +1,7 @@
 """TensorBoard scalars of workers' reports, recoveries and world sizes.
 
-They are written by tensorboardX's writer in a thread: the driver never waits for the disk, and scalars that cannot be
-written in time are lost.
+tensorboardX writes them in a thread of its own: the driver never waits for the disk, and scalars that cannot be written
+in time are lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INSTALL = "pip install 'hvd-elastic[tensorboard]'"
 MOST = 10_000  # scalars that may wait to be written
 FLUSH_S = 2.0
 CLOSE_S = 3.0  # seconds for writing the remaining scalars at the end of a job
-JOB = "job"  # folder of the driver's own measurements, next to one for each reporting rank
+JOB = "job"  # folder of the driver's own measurements; each reporting rank has another folder
 
 
 class Scalar(NamedTuple):
@@ -49,7 +49,7 @@ class ScalarsOfReports:
         self._counts: dict[int, int] = {}  # reports, by rank
 
     def of(self, report: Report) -> list[Scalar]:
-        """Return the numbers of a report, those in nested dicts as ``outer/inner``.
+        """Return the numbers of a report. Numbers in nested dicts are named ``outer/inner``.
 
         Their step is the value reported as ``step``, otherwise the number of the rank's report.
         """

@@ -1,17 +1,17 @@
 """Accounting of the time of a job and its workers, from the events and decisions in the journal. Pure.
 
-A worker reports how it spent its time since ``init()``. The rest is added here: from its start to ``init()`` it is
-joining, and from its last report to its exit it continues its last activity. A worker that died cannot report what it
-lost: it lost as much as the first survivor of its world or, if all died, its training since the newest checkpoint. The
-parts of a worker therefore sum to the time from its start to its exit.
+A worker reports how it spent its time since ``init()``. This module adds the rest: from its start to ``init()`` a
+worker is joining, and from its last report to its exit it continues its last activity. A worker that died cannot report
+how much training it lost: this is the same time as that of the first survivor of its world or, if all workers died, its
+training time since the newest checkpoint. The parts of a worker therefore sum to the time from its start to its exit.
 
 A worker that trains alternates between the parts of a step. The time since its last report is therefore not attributed
 entirely to its activity at that moment, such as a commit of a millisecond.
 It is divided in the proportions between two reports of
 this worker, or of another one.
 
-Time during which the world stalled (`stalls`) is counted as stalled instead of as training, waiting for data or lost,
-for workers and for the job.
+Time in which the world stalled (see `stalls`) is counted as stalled instead of as training, waiting for data or lost,
+both for workers and for the job.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Spent:
     def counts(self, report: Times, seconds: float) -> None:
         """Attribute ``seconds`` of stall since the last report to the parts of a new report.
 
-        They are taken first from lost time, since no commits are made in a stall, and then from the largest parts.
+        The seconds are taken first from lost time, since no commits are made in a stall, and then from the largest
+        parts.
         """
         if not seconds and not self.stalled:
             return
@@ -100,9 +101,8 @@ class Spent:
             self.stalled[most[1]] = self.stalled.get(most[1], 0.0) + seconds
 
     def measured(self, report: Times, doing: Part) -> Mapping[str, float] | None:
-        """Return the parts of its steps since its last report.
-
-        None if it did not train for all of that time, or the time is too short.
+        """Return the parts of the worker's steps since its last report. None if it was not training all the time, or if
+        the time is too short.
         """
         if self.said_at is None or self.doing not in IN_STEPS or doing not in IN_STEPS:
             return None
@@ -119,7 +119,7 @@ class Spent:
         Args:
             now: on the driver's clock.
             stalled_s: stalled seconds since its last report.
-            steps: `measured` of another worker, used if it has not reported enough itself.
+            steps: `measured` of another worker, used if this worker has not reported enough itself.
         """
         parts = msgspec.structs.asdict(self.said)
         end = now if self.ended is None else self.ended
@@ -128,7 +128,7 @@ class Spent:
         known_to = end if known_to is None else known_to
         parts["joining"] += max(0.0, known_to - self.began - sum(parts.values()))
         since = max(0.0, end - known_to)
-        if doing in IN_STEPS:  # during a stall it was in one part all the time
+        if doing in IN_STEPS:  # during a stall, it stayed in one part
             held = min(since, stalled_s + self.stalled_last)
             parts[doing] += held
             rest = "training" if doing == "committing" else doing  # a commit takes only a moment
@@ -150,9 +150,8 @@ class Spent:
 
 
 def _less(parts: dict[str, float], stalled: Mapping[str, float]) -> dict[str, float]:
-    """Move the stalled seconds from their parts to one of their own.
-
-    If a part is too small, others supply the rest.
+    """Move the stalled seconds from their parts to a separate part. If a part is too small, the rest is taken from
+    other parts.
     """
     found, rest = 0.0, 0.0
     for part, seconds in stalled.items():
@@ -169,7 +168,7 @@ def _less(parts: dict[str, float], stalled: Mapping[str, float]) -> dict[str, fl
 
 
 class TimeSpent(ViewReader):
-    """Time of one job, as far as this driver has observed it."""
+    """Time of one job, from this driver's observations."""
 
     def __init__(self, view: JobView) -> None:
         self.view = view
@@ -184,8 +183,8 @@ class TimeSpent(ViewReader):
         self._stretch: Stretch = "starting"
         self._since: float | None = None
         self._trained = False  # any worker was in elastic.run
-        self._steps: Mapping[str, float] | None = None  # of the last worker that reported them
-        self._died: list[Spent] = []  # dead workers whose loss is not known yet
+        self._steps: Mapping[str, float] | None = None  # from the last worker that reported them
+        self._died: list[Spent] = []  # dead workers whose lost time is not known yet
         view.follow(self)
 
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
@@ -201,12 +200,12 @@ class TimeSpent(ViewReader):
                 if worker in self.view.ranks and self._stretch == "training":
                     self._stop(now, first=running and not self.view.trains)
             case events.DriverRestarted():
-                self._stretch = "training"  # the previous driver's stretch is unknown
+                self._stretch = "training"  # the stretch under the previous driver is unknown
             case _:
                 pass
 
     def go_on(self, now: float) -> None:
-        """Advance the time without an event. After the end of everything, time does not count."""
+        """Advance the time without an event. Time after the end of the job and all its workers does not count."""
         if self._since is not None and not self.over:
             self.now = max(self.now, now)
 
@@ -358,9 +357,8 @@ class TimeSpent(ViewReader):
         return _sum([self.older, *(times for _, times in self.workers())])
 
     def goodput(self) -> float | None:
-        """Return the share of all workers' time that was training.
-
-        None if no worker was in ``elastic.run``, since workers report their activity only there.
+        """Return the share of all workers' time that was spent training. None if no worker was in ``elastic.run``,
+        since workers report their activity only there.
         """
         total = self.total()
         worked = sum(msgspec.structs.astuple(total))

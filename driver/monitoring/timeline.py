@@ -1,7 +1,7 @@
 """Timeline of a job: ranks of workers, the driver's events and actions, and the workers' own records.
 
-Converts records to text. Pure: times are nanoseconds on the driver's monotonic clock, passed as arguments; results are
-events as JSON, to be written in this order. The driver is a process of the viewer with these rows:
+Converts records to text. Pure: times are passed as arguments, in nanoseconds on the driver's monotonic clock, and the
+results are events as JSON, to be written in this order. The viewer shows the driver as a process with these rows:
 
     generations   a span for each world, from its publication to its end
     recoveries    a span for each start, recovery and planned change, from its cause to the first collective of all
@@ -9,7 +9,7 @@ events as JSON, to be written in this order. The driver is a process of the view
     changes       planned changes, from the request to the new world or the cancellation
     warnings      warnings and errors of the log
 
-Each worker is a process named by its last rank, with a row ``world`` for its ranks, and the rows that it recorded. A
+Each worker is a process named after its last rank, with a row ``world`` for its ranks, and the rows that it recorded. A
 new incarnation is another process.
 """
 
@@ -31,7 +31,7 @@ MEMBERS_SHOWN = 64
 class Timeline:
     """Timeline of one job, over one or several files.
 
-    It runs in a thread of its own, so the facts of the view at the time of a call are arguments.
+    It runs in a separate thread, so the state of the view at the time of a call is passed as arguments.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Timeline:
     def traced(
         self, worker: Worker, message: messages.Traced, ranks: Mapping[Worker, int]
     ) -> list[str]:
-        """Return the lines for records of a worker. ``ranks``: in the newest world."""
+        """Return the lines for a worker's records. ``ranks``: ranks in the newest world."""
         key = str(worker)
         lines = self._named(worker, ranks.get(worker))
         lines += self._format.records(key, message.records, message.offset_ns)
@@ -78,7 +78,7 @@ class Timeline:
         now_ns: int,
         ranks: Mapping[Worker, int],
     ) -> list[str]:
-        """Return the lines for an event and its actions. ``ranks``: in the newest world before the actions."""
+        """Return the lines for an event and its actions. ``ranks``: ranks in the newest world before the actions."""
         self._now_ns = now_ns
         lines = self._happened(event)
         for action in actions:
@@ -192,7 +192,8 @@ class Timeline:
     # ---- rows
 
     def _named(self, worker: Worker, rank: int | None) -> list[str]:
-        """Return the lines that name a worker's process. A worker that left the world keeps its name in it."""
+        """Return the lines that name a worker's process. A worker that left a world keeps the name that it had
+        there."""
         key = str(worker)
         if self._format.knows(key):
             return []

@@ -89,7 +89,7 @@ class Tracing(ViewReader):
     # ---- workers
 
     def heard(self, worker: Worker, message: Any) -> bool:
-        """Handle a message; return whether it was about a timeline only."""
+        """Handle a message; return whether it concerned only a timeline."""
         match message:
             case messages.ClockAsked(asked_ns):
                 heard_ns = time.monotonic_ns()
@@ -155,7 +155,8 @@ class Tracing(ViewReader):
                 if not os.path.isabs(wanted.path):
                     raise Invalid(f"the path {wanted.path!r} is relative: pass an absolute one")
                 if os.path.isfile(wanted.path) and not is_free(wanted.path):
-                    # The user that starts the job may replace any of their files, but a worker on another host may not.
+                    # The user that starts the job may overwrite any of their files, but a worker on another host must
+                    # not.
                     raise Invalid(
                         f"{wanted.path!r} is a file on the driver's host that is not a timeline: remove it, or pass"
                         " another path"
@@ -193,7 +194,7 @@ class Tracing(ViewReader):
     def _end(self) -> None:
         """Close the file once all records have arrived."""
         if not self._path:
-            return  # the file is being closed already
+            return  # the file is already being closed
         self._path = ""
         if self._writer is not None:
             self._writer.end(self._ended)
@@ -259,7 +260,7 @@ class _Writer:
     def put(
         self, lines: Callable[[], list[str]], *, taken: tuple[Worker, int, int] | None = None
     ) -> None:
-        """Queue lines. ``lines`` is called in the thread; ``taken``: worker to notify when they are written."""
+        """Queue lines. ``lines`` is called in the thread; ``taken``: worker to notify when the lines are written."""
         self._jobs.put(_Job(lines, taken))
 
     def end(self, done: Callable[[], None] | None) -> None:

@@ -14,8 +14,8 @@ def world_line(world: PublishWorld, *, before: str, wanted: int, slots: int) -> 
 
     Args:
         world: the new world.
-        before: the previous log line; a cause at its end is not repeated.
-        wanted: workers of -np.
+        before: the previous log line; a cause at its end is not repeated in the new line.
+        wanted: number of workers of -np.
         slots: number of listed slots.
     """
     size, reason = len(world.members), world.reason
@@ -34,9 +34,8 @@ def recovery_line(
 ) -> str:
     """Return for example ``recovered in 83 ms with 3 workers, generation 5; no committed step lost``.
 
-    ``held``: whether a member held a commit. A commit that all members of the previous world made is held by each
-    survivor. ``committed``: whether any commit was made in this job; without one, members hold the state with which
-    training began.
+    ``held``: whether a member held a commit; every survivor holds a commit that all members of the previous world made.
+    ``committed``: whether any commit was made in this job; without one, members hold the initial state.
     """
     verb = _VERBS.get(report.kind, report.kind)
     size = counted(report.size, "worker")

@@ -1,7 +1,7 @@
-"""Check whether the networks that several hosts use are compatible. Pure.
+"""Check whether the networks of several hosts are compatible. Pure.
 
-Different networks are no problem by themselves, since there may be routers between them. They are reported if all
-hosts share another network, as are addresses that obviously cannot reach each other.
+Different networks are not a problem by themselves, since there may be routers between them. They are reported only if
+all hosts share another network. Addresses that obviously cannot reach each other are always reported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from elastic.driver.network.choose_address import FLAG, is_loopback
 
-SHOWN = 6  # hosts listed in a sentence
+SHOWN = 6  # maximum number of hosts listed in a sentence
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -30,7 +30,7 @@ class AddressCheck:
         self._callers: dict[_Address, Counter[str]] = {}
         # Hosts that use loopback, and those of them that connect from another machine.
         self._inside = self._afar = 0
-        self._having: Counter[_Network] = Counter()  # number of hosts that have the network
+        self._having: Counter[_Network] = Counter()  # number of hosts in each network
         self._held: dict[_Network, Counter[_Address]] = {}
 
     def note(self, host: str, bind: str, addresses: Sequence[str], calls_from: str = "") -> str:
@@ -40,9 +40,9 @@ class AddressCheck:
 
         Args:
             host: its name.
-            bind: numeric address that it uses.
+            bind: numeric address that its workers use.
             addresses: all addresses that it has, as in ``10.0.0.5/24``.
-            calls_from: address under which the driver sees it.
+            calls_from: address from which it connects to the driver.
 
         Invalid addresses are ignored.
         """
@@ -76,7 +76,7 @@ class AddressCheck:
             self._held.setdefault(network, Counter()).update(dict.fromkeys(held, by))
 
     def _trouble(self, newest: _CheckedHost) -> str:
-        """Return the kind of problem that the newest host causes; "" if none."""
+        """Return the kind of problem that the newest host causes; the empty string if there is none."""
         if len(self._hosts) < 2:
             return ""
         if self._versions[4] and self._versions[6]:
@@ -123,7 +123,7 @@ class AddressCheck:
             network
             for network in newest.has
             if self._having[network] == len(self._hosts)
-            # The same address on several hosts is a bridge inside each of them.
+            # An address that several hosts have belongs to a bridge inside each of them.
             and max(self._held[network].values()) == 1
         ]
         return min(common, key=lambda network: (network.version, str(network)), default=None)

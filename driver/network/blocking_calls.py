@@ -1,7 +1,7 @@
 """Waits with a deadline, and blocking calls outside the event loop. Decides nothing.
 
-Threads of calls are daemons: a call that hangs must not block the exit of the process, as the loop's own threads
-would.
+The threads of calls are daemon threads: a call that hangs must not block the exit of the process, as it would in the
+loop's own threads.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 async def to_thread(function: Callable[..., T], *args: Any, within_s: float | None) -> T:
-    """Run a function in a thread. Return its value, or raise its exception.
+    """Run a function in a thread. Return its result, or raise its exception.
 
-    Raises asyncio.TimeoutError after ``within_s``; the function then continues unobserved.
+    Raises asyncio.TimeoutError after ``within_s``; the function then continues, and its result is ignored.
     """
     future = begun(lambda: function(*args), "outside the loop")
     await within(over(future), within_s)
@@ -27,13 +27,13 @@ async def to_thread(function: Callable[..., T], *args: Any, within_s: float | No
 
 
 async def within(awaited: Awaitable[T], limit_s: float | None) -> T:
-    """Await with a time limit. Return the value of ``awaited``, or raise its exception.
+    """Await with a time limit. Return the result of ``awaited``, or raise its exception.
 
     Raises asyncio.TimeoutError after ``limit_s``, once ``awaited`` has been cancelled and has ended.
 
-    Before Python 3.12, `asyncio.wait_for` loses a cancellation if the result arrives in the same turn of the loop, so
-    that the canceller waits forever. Here, a result that arrives at the deadline is returned. A result that arrives
-    with a cancellation is dropped: resources to be closed must have another owner by then.
+    Before Python 3.12, `asyncio.wait_for` loses a cancellation if the result arrives in the same iteration of the loop,
+    and the canceller then waits forever. This function returns a result that arrives at the deadline. A result that
+    arrives together with a cancellation is dropped, so resources that must be closed need another owner.
     """
     future = asyncio.ensure_future(awaited)
     try:
@@ -62,14 +62,14 @@ def _noticed(future: asyncio.Future[Any]) -> None:
 
 
 class SequentialCalls:
-    """Runs blocking calls one at a time: a call that exceeds its limit continues, and later ones wait for it."""
+    """Runs blocking calls one at a time. A call that exceeds its limit continues, and later calls wait for it."""
 
     def __init__(self, name: str) -> None:
         self._name = name  # name of the threads
         self._last: Future[Any] | None = None
 
     async def __call__(self, call: Callable[[], T], within_s: float) -> T:
-        """Run a call. Return its value, or raise its exception or asyncio.TimeoutError."""
+        """Run a call. Return its result, or raise its exception or asyncio.TimeoutError."""
         return await within(self._in_turn(call), within_s)
 
     async def _in_turn(self, call: Callable[[], T]) -> T:

@@ -1,8 +1,8 @@
 """Selection of the address that a host uses. Pure.
 
-``wanted`` is the value of --network-interface: names of interfaces, networks such as 10.0.0.0/8 or fd00::/8,
-addresses. The first one that a host has is used there. Two kinds of addresses are never selected: those of interfaces
-that are down, and link-local IPv6 addresses, which need an interface number that differs between machines.
+``wanted`` is the value of --network-interface: names of interfaces, networks such as 10.0.0.0/8 or fd00::/8, addresses.
+Each host uses the first one that it has. Two kinds of addresses are never selected: addresses of interfaces that are
+down, and link-local IPv6 addresses, which need an interface number that differs between machines.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import msgspec
 from elastic.errors import Invalid
 
 FLAG = "--network-interface"
-SHOWN = 6  # addresses listed in a sentence
+SHOWN = 6  # maximum number of addresses listed in a sentence
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _NAME = re.compile(r"[^\s/%]{1,15}")  # the limits of Linux
-# Interfaces of containers and virtual machines: inside one machine, although their addresses look like any others.
+# Interfaces of containers and virtual machines, which connect only processes of one machine.
 _INNER = ("docker", "br-", "virbr", "veth", "cni", "cbr", "flannel", "cali", "lxc", "lxd", "podman")
 
 
@@ -62,10 +62,10 @@ def choose_bind(
     Args:
         wanted: value of --network-interface.
         own: addresses of this machine.
-        local: this host's address of its connection to the driver. It is the default, and selects the family if a
-            wanted interface has both.
-        several: other machines are known to take part, so that loopback is excluded even if the driver is reached
-            through a tunnel. Otherwise, a driver reached over loopback has all its hosts on one machine.
+        local: this host's address in its connection to the driver. It is the default, and determines the address family
+            if a wanted interface has both.
+        several: other machines are known to take part, so loopback is excluded, even if the driver is reached through a
+            tunnel. Otherwise, if the driver is reached over loopback, all hosts are on one machine.
 
     Raises Invalid.
     """
@@ -102,7 +102,7 @@ def wanted_address(
 
 
 def name_of(address: str, own: Sequence[InterfaceAddress]) -> str | None:
-    """Return the interface that has this address; for 127.0.0.2, the one that has its network."""
+    """Return the interface with this address; for an address such as 127.0.0.2, the interface with its network."""
     for each in own:
         if each.address == address:
             return each.name
@@ -116,14 +116,14 @@ def worker_variables(
 ) -> dict[str, str]:
     """Return variables that make NCCL, torch's own Gloo and Horovod's scripts use the interface of this address.
 
-    Variables in ``environ`` were set by the user, and are not replaced.
+    Variables in ``environ`` were set by the user and are not replaced.
     """
     name = name_of(bind, own)
     if name is None:
         return {}
     variables = {"GLOO_SOCKET_IFNAME": name, "HOROVOD_GLOO_IFACE": name}
     if "NCCL_SOCKET_IFNAME" not in environ:
-        # without the sign, eth1 would also match eth10
+        # without the equals sign, eth1 would also match eth10
         variables["NCCL_SOCKET_IFNAME"] = f"={name}"
         if ":" in bind:  # NCCL uses IPv4 on an interface with both families
             variables["NCCL_SOCKET_FAMILY"] = "AF_INET6"

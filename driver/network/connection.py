@@ -1,4 +1,4 @@
-"""One end of a control connection in an event loop: TLS, frames, keepalives, backlog. Decides nothing."""
+"""One end of a control connection in an event loop: TLS, frames, keepalives, send buffer. Decides nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAIN_LIMIT = 16 * 1024 * 1024  # bytes
 
 _TLS_HELLO = b"\x16\x03"  # first bytes of a TLS connection
 
-# Errors of a connection that was not closed by its peer. The kernel reports an unreachable host if routers do.
+# Errors of a connection that was not closed by its peer. The kernel reports an unreachable host if a router does.
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 Who = TypeVar("Who", bound=Hashable)
@@ -51,12 +51,12 @@ class Owner(Protocol[Who]):
     def lost(
         self, connection: Connection[Who], peer: Who | None, trouble: str, error: Exception | None
     ) -> None:
-        """Handle the end: ``trouble`` is why this end has closed the connection, ``error`` that of the transport."""
+        """Handle the end of a connection. ``trouble``: why this end closed it; ``error``: error of the transport."""
         ...
 
 
 class Connection(asyncio.Protocol, Generic[Who]):
-    """One connection, from accept or connect to close. ``calls``: this end has opened it."""
+    """One connection, from accept or connect to close. ``calls``: this end opened the connection."""
 
     def __init__(
         self, owner: Owner[Who], loop: asyncio.AbstractEventLoop, *, calls: bool = False
@@ -86,7 +86,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
 
     @property
     def backlog(self) -> int:
-        """Number of bytes that wait to be sent."""
+        """Number of bytes that are waiting to be sent."""
         return 0 if self._over else self._transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
                 if self.over():
                     return
         except ProtocolError as error:
-            self._flush()  # TLS may have an alert with the reason
+            self._flush()  # TLS may have sent an alert with the reason
             self.end(str(error))
 
     def _authenticate(self, message: Any) -> None:
@@ -209,13 +209,14 @@ def is_silence(error: Exception | None) -> bool:
 def _expect_signs_of_life(sock: socket.socket, lease_s: float) -> None:
     """End the connection with a timeout if nothing is acknowledged for ``lease_s``.
 
-    Each host's kernel acknowledges a small packet every second, whatever its processes do.
+    Each host's kernel acknowledges a small packet every second, independently of its processes.
     """
     options = {
         socket.TCP_KEEPIDLE: KEEPALIVE_S,
         socket.TCP_KEEPINTVL: KEEPALIVE_S,
         socket.TCP_KEEPCNT: max(1, round(lease_s / KEEPALIVE_S) - 1),
-        # Also for data in flight, which have no keepalives but retransmissions at growing intervals.
+        # This also limits data in flight, for which the kernel sends no keepalives but retransmits at growing
+        # intervals.
         socket.TCP_USER_TIMEOUT: round(lease_s * 1000),
     }
     for option, value in options.items():

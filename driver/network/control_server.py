@@ -5,8 +5,8 @@
               --TurnedAway-->  closed: the caller knows the secret, but does not belong here
     closed, broken, or an invalid message: ``gone``, once
 
-Each host's kernel acknowledges a small packet every second, whatever its processes do. If nothing is acknowledged for
-``lease_s``, the connection ends with a timeout, and ``gone`` is called with ``silent``.
+Each host's kernel acknowledges a small packet every second, independently of its processes. If nothing is acknowledged
+for ``lease_s``, the connection ends with a timeout, and ``gone`` is called with ``silent``.
 
 The callers are workers or agents: `Callers` describes their identification. The caller proves ``proof(secret, role,
 challenge.nonce, answer.nonce, name)``, the control_server ``proof(secret, "driver", answer.nonce, challenge.nonce,
@@ -76,9 +76,9 @@ class Callers(Generic[Who]):
     decoder: msgspec.msgpack.Decoder[Any]  # decoder of their messages
     answer: type[Any]  # their answer to the challenge; has ``nonce``, ``proof`` and ``version``
     who: Callable[[Any], Who]  # identity in an answer
-    # A new connection replaces an open one, whose other end may have lost it unnoticed.
+    # A new connection replaces an open one, which the caller may have lost although this end has not noticed.
     replaces: bool = False
-    # A refused caller that knows the secret receives the reason, a TurnedAway.
+    # A refused caller that knows the secret receives a TurnedAway message with the reason.
     told_why: bool = False
 
 
@@ -92,10 +92,10 @@ class ControlServer(Generic[Who]):
 
     Args:
         secret: the job's secret; messages of callers that cannot prove knowledge of it are ignored.
-        log: takes a level and a text.
+        log: called with a level and a text.
         callers: kind of callers.
         lease_s: liveness timeout.
-        tls: context; without it, nothing is encrypted, but nothing can be forged either.
+        tls: TLS context; without it, messages are authenticated but not encrypted.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ControlServer(Generic[Who]):
             port: 0 lets the system choose.
             heard: called with each message of a caller.
             gone: called once when a caller's connection ends, with whether it was silent.
-            expected: returns whether a caller may connect.
+            expected: called with a caller; returns whether it may connect.
             accepted: called with each authenticated caller.
 
         All are called in the event loop's thread. Raises OSError.
@@ -166,7 +166,7 @@ class ControlServer(Generic[Who]):
         self._server = await loop.create_server(
             lambda: Connection(self, loop), sock=listening, backlog=ACCEPTED_AT_ONCE
         )
-        # asyncio has one number for this and for the connections accepted at once
+        # asyncio uses one number for this and for the connections accepted at once
         listening.listen(WAITING_LIMIT)
         return self.bind(interface, port)
 
@@ -184,7 +184,7 @@ class ControlServer(Generic[Who]):
             self.send(peer, message)
 
     def broadcast(self, peers: Iterable[Who], message: msgspec.Struct) -> None:
-        """Send the same message to all of these that are connected; encoded once."""
+        """Send a message, which is encoded only once, to all of these callers that are connected."""
         body = encoded(message)
         for peer in peers:
             connection = self._connections.get(peer)
@@ -200,7 +200,7 @@ class ControlServer(Generic[Who]):
         return "" if connection is None else connection.peer.rpartition(":")[0].strip("[]")
 
     def drain(self, peer: Who) -> None:
-        """Read a connection's pending data now, since a process may have sent messages just before its exit."""
+        """Read a connection's pending data now. A process may have sent messages just before its exit."""
         connection = self._connections.get(peer)
         if connection is not None:
             connection.drain()
@@ -224,7 +224,7 @@ class ControlServer(Generic[Who]):
             while connection.backlog and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(0.002)
             connection.end()
-        await asyncio.sleep(0)  # transports close their sockets in the loop's next turn
+        await asyncio.sleep(0)  # transports close their sockets in the loop's next iteration
 
     # ---- called by connections
 
@@ -253,7 +253,7 @@ class ControlServer(Generic[Who]):
             raise self._turned_away(
                 connection, answer, f"{peer} is not {_a(callers.role)} of this job"
             )
-        self.drain(peer)  # an earlier connection may have ended unnoticed
+        self.drain(peer)  # this end may not have noticed the loss of an earlier connection
         before = self._connections.get(peer)
         if before is not None:
             if not callers.replaces:

@@ -1,6 +1,6 @@
 """Credentials for etcd and for TLS connections. Pure.
 
-They are values of the command line and of an agent's bootstrap. Secrets are not in their repr.
+They come from the command line or from an agent's bootstrap. Their repr does not contain secrets.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ import msgspec
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """Paths of PEM files: our certificate and key, and the trusted CA.
+    """Paths of PEM files: this side's certificate and key, and the trusted CA. Both sides of a connection present
+    certificates.
 
-    Both sides of a connection present certificates.
-
-    For etcd, which may authenticate by user and password, ``cert`` and ``key`` may be empty.
+    For etcd, which can also authenticate by user and password, ``cert`` and ``key`` may be empty.
     """
 
     cert: str
@@ -24,7 +23,7 @@ class TlsFiles(msgspec.Struct, frozen=True):
 class EtcdAccess(msgspec.Struct, frozen=True):
     """Endpoints and credentials of etcd. ``tls`` None: unencrypted."""
 
-    endpoints: list[str]  # host:port of any members of the cluster, tried in turn
+    endpoints: list[str]  # host:port of one or more members of the cluster, tried in turn
     tls: TlsFiles | None = None
     user: str = ""
     password: str = ""

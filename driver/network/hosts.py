@@ -1,7 +1,7 @@
 """Parsing of host lists, and recognition of names of this machine. Starts nothing; name lookups have a deadline.
 
 A host is written ``name``, ``name:slots`` or ``name slots=N``; an IPv6 address is in brackets, ``[::1]:4``. The name
-is the host's identity and kept as written: ``localhost`` and ``127.0.0.2`` are two hosts, although both are this
+identifies the host and is used as written: ``localhost`` and ``127.0.0.2`` are two hosts, although both are this
 machine. A name listed twice is an error, since adding up the slots could silently overload a host.
 """
 
@@ -16,7 +16,7 @@ from concurrent import futures
 from elastic.driver.network.blocking_calls import begun
 from elastic.errors import Invalid
 
-SLOTS_LIMIT = 4096  # a higher number on one host is a typing error, or a port
+SLOTS_LIMIT = 4096  # a higher number of slots is a typing error, or a port number
 RESOLVE_S = 5.0
 _FILE_LIMIT = 1 << 20
 
@@ -44,7 +44,7 @@ def parse_host(text: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
 
 
 def parse_line(line: str, *, default_slots: int = 1, slots_min: int = 1) -> tuple[str, int] | None:
-    """Parse a line of a hostfile or of a script's output; None for blank lines and comments. Raises Invalid."""
+    """Parse a line of a hostfile or of a script's output. Return None for blank lines and comments. Raises Invalid."""
     text = line.partition("#")[0].strip()
     if not text:
         return None
@@ -115,7 +115,8 @@ class _Unresolved(Exception):
 
 
 class ThisHost:
-    """Recognizes names of this machine: loopback in any form, its addresses, its name, and names that resolve to them.
+    """Recognizes names of this machine: loopback addresses in any form, its other addresses, its name, and names that
+    resolve to these.
 
     Addresses and the plain host name need no lookup. Other names are resolved once, within ``resolve_s`` seconds. The
     three functions are parameters so that tests need no network.
@@ -142,7 +143,7 @@ class ThisHost:
             try:
                 self._known[host] = self._judge(host)
             except _Unresolved as error:
-                return str(error)  # a name server may recover: try again next time
+                return str(error)  # the name server may recover, so try again next time
         return self._known[host]
 
     def _judge(self, host: str) -> str | None:
@@ -170,7 +171,7 @@ class ThisHost:
 
 
 def literal_address(host: str) -> str | None:
-    """Return the address that ``host`` represents, normalized; None for a name.
+    """Return the normalized address if ``host`` is an address; None for a name.
 
     For example ``127.1`` and ``0x7f.1`` -> ``127.0.0.1``.
     """
@@ -226,7 +227,7 @@ def _resolve(name: str) -> list[str]:
 
 
 def _has_address(address: str) -> bool:
-    """Return whether this machine has an address: only its own addresses can be bound."""
+    """Return whether this machine has an address, which it can then bind."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

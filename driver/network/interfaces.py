@@ -21,13 +21,14 @@ from elastic.driver.network.resolver import LOOKUP_S, Found, resolved
 from elastic.errors import Invalid
 
 ASKED = 4  # hosts tried until a route is found
-_OUTWARD = ("192.0.2.1", "2001:db8::1")  # reserved addresses: only the route is looked up
+# Reserved for documentation: only the route to them is looked up.
+_OUTWARD = ("192.0.2.1", "2001:db8::1")
 _PORT = 9
 
 
 def own_addresses() -> list[InterfaceAddress]:
-    """Return every IPv4 and IPv6 address of this machine, including loopback, in the order of its interfaces."""
-    import psutil  # slow, and only needed by some jobs
+    """Return all IPv4 and IPv6 addresses of this machine, including loopback, in the order of its interfaces."""
+    import psutil  # slow to import, and only needed by some jobs
 
     stats = psutil.net_if_stats()
     found = []
@@ -42,7 +43,7 @@ def own_addresses() -> list[InterfaceAddress]:
 
 
 def alone_address(wanted: Sequence[str], own: Sequence[InterfaceAddress] | None = None) -> str:
-    """Return the address for driver and workers of a job on this machine only. Raises Invalid."""
+    """Return the address for the driver and the workers of a job that runs on this machine only. Raises Invalid."""
     if not wanted:
         return "127.0.0.1"
     return wanted_address(wanted, own_addresses() if own is None else own)
@@ -75,15 +76,14 @@ async def listen_address(
 ) -> str:
     """Return the address on which the driver of a job listens.
 
-    By default it is the address from which the first of ``towards`` is reached that is another machine. If no name can
-    be resolved here (some are known to ssh only), it is the address with a route to other networks. Without any name,
-    only this machine is served, unless the job ``grows``: then the address with a route to other networks is used, if
-    there is one.
+    The default is the local address of the route to the first of ``towards`` that is another machine. If this machine
+    cannot resolve any of the names, which may be aliases known only to ssh, the default is the address with a route to
+    other networks. If there are no names, the driver listens on loopback, unless the job ``grows``: then it uses the
+    address with a route to other networks, if there is one.
 
     Args:
         wanted: value of --network-interface.
-        towards: names or numeric addresses of the machines that will connect, or of etcd, the most important ones
-            first.
+        towards: names or numeric addresses of the machines that will connect, or of etcd, in order of importance.
         grows: hosts may be added later.
         own: addresses of this machine; default: read from the system.
         resolve: resolves a name.
@@ -116,9 +116,9 @@ async def _towards(
     resolve: Callable[[str, int, float], Awaitable[Found]],
     route: Callable[[str], str | None],
 ) -> tuple[str | None, list[str]]:
-    """Return the local address of the route to the first name, and failures.
+    """Return the local address of the route to the first name that has one, and the failures.
 
-    The first that is another machine is preferred to those that are this one.
+    Names of other machines are preferred to names of this machine.
     """
     fallback: str | None = None
     reasons: list[str] = []
@@ -140,7 +140,7 @@ async def _towards(
 
 
 def _prefix_length(address: str, netmask: str | None) -> int:
-    if not netmask:  # for example, of a point-to-point link
+    if not netmask:  # for example an address of a point-to-point link
         return ipaddress.ip_address(address).max_prefixlen
     return int(ipaddress.ip_address(netmask)).bit_count()
 

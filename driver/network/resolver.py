@@ -18,13 +18,13 @@ from elastic.errors import Invalid
 LOOKUP_S = 5.0
 Found = list[tuple[int, str]]  # address family and numeric address, in order of preference
 
-# A hanging name server then blocks one thread, not many.
+# A name server that hangs then blocks only one thread.
 _under_way: dict[tuple[str, int], Future[Found]] = {}
 _starting = threading.Lock()
 
 
 async def numeric(text: str) -> list[tuple[str, int]]:
-    """Return all addresses of ``host:port``, looked up now. Raises OSError with a clause that names it."""
+    """Look up ``host:port`` now and return all its addresses. Raises OSError with a clause that names the host."""
     try:
         host, port = parse_address(text)
     except Invalid as error:  # for example, the value in etcd is invalid
@@ -37,7 +37,7 @@ async def resolved(
 ) -> Found:
     """Return all addresses of a name or numeric address, each once.
 
-    Raises OSError with a clause that names it: ``driver.lab could not be resolved: Name or service not known``.
+    Raises OSError with a clause that names the host: ``driver.lab could not be resolved: Name or service not known``.
     """
     with _starting:
         under_way = _under_way.get((name, port))
@@ -59,7 +59,7 @@ def _looked_up(name: str, port: int, ask: Callable[..., list[Any]]) -> Found:
         reason = getattr(error, "strerror", None) or str(error)
         raise OSError(f"{name} could not be resolved: {reason}") from None
     finally:
-        # Before the result is published: later requests need a new lookup.
+        # Done before the result is published, so that later requests start a new lookup.
         with _starting:
             _under_way.pop((name, port), None)
 

@@ -1,7 +1,7 @@
-"""The secret of a job: 32 random bytes, in a private file or in a variable. Decides nothing.
+"""The secret of a job: 32 random bytes in a private file or in an environment variable. Decides nothing.
 
-A process that knows it can act as the driver, an agent or a worker of the job. Errors therefore state where it is,
-never its value.
+A process that knows the secret can act as the driver, an agent or a worker of the job. Error messages therefore contain
+the location of the secret, never its value.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def make_secret_file(path: str) -> None:
         raise Invalid(f"{path} can't be created: {_why(error)}; pass another path") from None
     try:
         with os.fdopen(fd, "w") as made:
-            os.fchmod(fd, 0o600)  # a default ACL may have allowed more
+            os.fchmod(fd, 0o600)  # a default ACL may have granted more permissions
             made.write(secrets.token_hex(SECRET_BYTES) + "\n")
     except OSError as error:
         os.unlink(path)
@@ -55,17 +55,18 @@ def make_secret_file(path: str) -> None:
 
 
 def derived(secret: bytes, purpose: str) -> bytes:
-    """Return a key for one purpose, which reveals neither the secret nor keys for other purposes.
+    """Return a key for one purpose. It reveals neither the secret nor the keys for other purposes.
 
-    Workers have a key of their own: it is in their environment, which scripts often print and upload, and it does not
-    allow giving orders to agents.
+    Workers have a separate key, since it is in their environment, which scripts often print and upload. This key does
+    not authorize orders to agents.
     """
     return hmac.digest(secret, b"hvd-elastic key|" + purpose.encode(), hashlib.sha256)
 
 
 def _read(path: str, source: str) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
+        # Opening a pipe must not block.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
             about = os.fstat(fd)
             if not stat.S_ISREG(about.st_mode):
@@ -88,7 +89,8 @@ def _read(path: str, source: str) -> bytes:
 
 
 def _of_a_pod(about: os.stat_result) -> bool:
-    """Return whether a file is a Secret mounted by Kubernetes for a pod without root: root's, readable by one group."""
+    """Return whether a file is a Secret that Kubernetes mounted for a pod without root: owned by root, and readable by
+    one group."""
     return about.st_uid == 0 and about.st_mode & 0o777 == 0o440
 
 

@@ -1,7 +1,7 @@
 """Amazon EC2: spot instance interruption notices, two minutes in advance.
 
-Instance metadata service v2, docs.aws.amazon.com/AWSEC2/latest/UserGuide: "Spot Instance interruption notices" and
-"EC2 instance rebalance recommendations". A recommendation is logged, but is no notice.
+Instance metadata service v2, docs.aws.amazon.com/AWSEC2/latest/UserGuide: "Spot Instance interruption notices" and "EC2
+instance rebalance recommendations". A recommendation is only logged.
 """
 
 from __future__ import annotations

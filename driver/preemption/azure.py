@@ -1,7 +1,7 @@
 """Microsoft Azure: Scheduled Events, at least 30 seconds in advance, acknowledged once the machine is not needed.
 
 learn.microsoft.com/azure/virtual-machines/linux/scheduled-events. Freezes are ignored, since they do not end the
-machine. Events are delivered to all machines of a scale set: those of other machines are ignored.
+machine. All machines of a scale set receive the events of all; events of other machines are ignored.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Azure:
         return event["EventType"] in ENDING and self._own_name in event["Resources"]
 
     def _ends(self, event: Any, answer: Answer) -> PreemptionNotice:
-        """Return the notice of an event. Without ``NotBefore`` the event has already started."""
+        """Return the notice for an event. An event without ``NotBefore`` has already started."""
         text, moment = ENDING[event["EventType"]], event.get("NotBefore")
         at = email.utils.parsedate_to_datetime(moment).timestamp() if moment else 0.0
         return PreemptionNotice(text, answer.ends_at(at))

@@ -1,7 +1,8 @@
-"""User-defined command, for all other sources of preemption notices.
+"""User-defined command as a source of preemption notices.
 
-It is run by ``sh -c`` periodically. Exit code 0: the machine will end, and the output is the number of seconds until
-then, if known, and a text. Exit code 1: no notice. Other exit codes are errors. ELASTIC_HOST is the name of the host.
+The command is run periodically by ``sh -c``. Exit code 0: the machine will end, and the output is the number of seconds
+until then, if known, and a text. Exit code 1: there is no notice. Other exit codes are errors. ELASTIC_HOST contains
+the name of the host.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from elastic.driver.preemption.source import PreemptionNotice, SourceError
 from elastic.driver.processes import orphan_reaper
 
 ANSWER_S = 10.0
-MOST_S = 1e6  # upper limit of the seconds, which may also be infinite
+MOST_S = 1e6  # upper limit of the printed seconds, which may also be infinite
 
 
 class Command:
@@ -82,5 +83,5 @@ class Command:
             return PreemptionNotice(text, None)
         at = time.time() + within_s
         if known is not None and known.at is not None and known.at <= at + 1.0:
-            at = known.at  # keep the same time as before
+            at = known.at  # keep the previous time
         return PreemptionNotice(text, at)

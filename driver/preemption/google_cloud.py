@@ -1,7 +1,7 @@
 """Google Compute Engine: preemption, 30 seconds in advance, and maintenance that ends the machine.
 
-cloud.google.com/compute/docs: "Query metadata server for maintenance event notices", "Spot VMs". The server holds a
-request until something has changed. Live migration is ignored, since it does not end the machine.
+cloud.google.com/compute/docs: "Query metadata server for maintenance event notices", "Spot VMs". The server answers a
+request once the value has changed. Live migration is ignored, since it does not end the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ HOST_VARIABLE = "GCE_METADATA_HOST"  # name used by Google's own libraries
 HEADERS = {"Metadata-Flavor": "Google"}
 WAIT_S = 20  # how long the server waits for a change
 PREEMPTED_S = 30.0  # seconds from the notice to the end
-MAINTENANCE_S = 60.0  # the same; an hour with a GPU, but the server does not say so
+# The same for maintenance; with a GPU it is an hour, but the server does not report this.
+MAINTENANCE_S = 60.0
 
 
 class GoogleCloud:
@@ -38,7 +39,7 @@ class GoogleCloud:
         return answer.status == 200 and answer.headers.get("metadata-flavor") == "Google"
 
     def look(self) -> PreemptionNotice | None:
-        """Return the notice: immediately in the first call, then after a change or WAIT_S."""
+        """Return the notice: the first call returns immediately, later calls after a change or after WAIT_S."""
         query = "recursive=true"
         if self._etag:
             query += f"&wait_for_change=true&timeout_sec={WAIT_S}&last_etag={quote(self._etag)}"
@@ -76,7 +77,7 @@ class GoogleCloud:
         return None
 
     def _since(self, text: str, within_s: float) -> PreemptionNotice:
-        """Return a notice. If it was known before, its end stays the same."""
+        """Return a notice. If it was already known, it keeps its time."""
         if self._known is not None and self._known.text == text:
             return self._known
         return PreemptionNotice(text, time.time() + within_s)

@@ -1,4 +1,4 @@
-"""Client of a cloud's metadata server, which every machine reaches at a link-local address. Never uses a proxy."""
+"""Client of a cloud's metadata server, which has a link-local address on every machine. Never uses a proxy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of the server. ``skew_s`` is how far the server's clock is ahead of this machine's."""
+    """Answer of the server. ``skew_s``: seconds by which the server's clock is ahead of this machine's."""
 
     status: int
     headers: Mapping[str, str]  # names in lower case
@@ -72,7 +72,7 @@ class MetadataServer:
         body: bytes | None = None,
         within_s: float = ANSWER_S,
     ) -> Answer:
-        """Send one request on its own connection.
+        """Send one request on a new connection.
 
         Raises:
             SourceError: there was no complete answer within the time limit.
@@ -90,14 +90,15 @@ class MetadataServer:
             named = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, named, b"".join(pieces), _skew_s(named))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            # ValueError: part of an earlier answer is invalid in a request.
+            # ValueError: the request contains part of an earlier answer, which may be invalid there.
             raise SourceError(str(error) or type(error).__name__) from error
         finally:
             connection.close()
 
 
 def _skew_s(headers: Mapping[str, str]) -> float:
-    """Return the skew from the Date header, which has whole seconds; less than two of them are ignored."""
+    """Return the skew according to the Date header. A skew of less than two seconds is ignored, since the header has
+    whole seconds."""
     try:
         skew = email.utils.parsedate_to_datetime(headers["date"]).timestamp() - time.time()
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""Slurm: the end of the allocation, and the signal of `sbatch --signal`.
+"""Slurm as a source of preemption notices: the end of the allocation, and the signal of `sbatch --signal`.
 
 slurm.schedmd.com/sbatch.html: SLURM_JOB_END_TIME is in seconds since 1970; Slurm 22.05 does not set it yet.
 --signal=B:USR1@120 sends SIGUSR1 to the batch script, which must `exec elasticrun` to pass it on. Only `squeue` knows
@@ -17,7 +17,7 @@ from elastic.driver.preemption.source import PreemptionNotice
 JOB, END = VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_END_TIME")
 LEAD_S = 120.0  # time of the notice before the end
 SIGNALLED_S = 60.0  # seconds from the signal to the end, if the end is not known otherwise
-# Interval of queries to the controller, which serves a whole cluster. Doubled while it knows of no end.
+# Interval of queries to the controller, which serves a whole cluster. Doubled while the job has no end.
 ASK_S, ASK_AT_MOST_S = 30.0, 900.0
 ANSWER_S = 10.0
 
@@ -40,7 +40,8 @@ class Slurm:
     def look(self) -> PreemptionNotice | None:
         """Return the notice.
 
-        The controller is queried while the end is unknown, and again once it is near, since it may have been extended.
+        The controller is queried while the end is unknown, and again once the end is near, since the time limit may
+        have been extended.
         """
         now = time.time()
         if now >= self._ask_at and self._near(now):
@@ -48,7 +49,7 @@ class Slurm:
             self._pause_s = ASK_S if self._end_at else min(2 * self._pause_s, ASK_AT_MOST_S)
             self._ask_at = now + self._pause_s
             if self._end_at is not None and not self._near(now):
-                self._signalled = None  # the end was extended
+                self._signalled = None  # the time limit was extended
         if self._end_at is not None and self._near(now):
             return PreemptionNotice(f"Slurm will end job {self._job}", self._end_at)
         return self._signalled
@@ -83,7 +84,7 @@ class Slurm:
                 timeout=ANSWER_S,
                 check=False,
             )
-            # The first task of an array has the array's ID, and all tasks are listed.
+            # The first task of an array has the ID of the array, for which squeue lists all tasks.
             lines = done.stdout.splitlines() if done.returncode == 0 else []
             ends = [
                 end for line in lines for job, _, end in [line.partition(" ")] if job == self._job

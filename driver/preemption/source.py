@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class SourceError(Exception):
-    """A source did not answer, or not as documented. It is queried again."""
+    """A source did not answer, or its answer is not as documented. It will be queried again."""
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,13 @@ class PreemptionNotice:
 
 
 class NoticeSource(Protocol):
-    """Source of preemption notices. It is called from one thread; each call has its own time limit."""
+    """Source of preemption notices. All its methods are called in one thread, and limit their own time."""
 
     name: str
     pause_s: float  # interval between queries
 
     def here(self) -> bool:
-        """Return whether this machine has this source. Takes at most about a second, and never raises."""
+        """Return whether the source exists on this machine. Takes at most about a second and never raises."""
 
     def look(self) -> PreemptionNotice | None:
         """Return the current notice, or None.
@@ -42,4 +42,4 @@ class NoticeSource(Protocol):
         """
 
     def hint(self) -> str:
-        """Return information for the operator, once; empty if there is none."""
+        """Return information for the operator, each time only once; empty if there is none."""

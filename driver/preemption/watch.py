@@ -1,6 +1,6 @@
 """Watches the sources of preemption notices for this machine, each in its own thread. Makes no decisions.
 
-`auto` detects once which sources exist, and logs nothing if there are none.
+`auto` detects once which sources exist. If there are none, nothing is logged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMED: dict[str, Callable[[Mapping[str, str]], NoticeSource]] = {
 }
 FAILS = 5  # number of consecutive failures before one is logged
 LONGEST_PAUSE_S = 30.0  # upper limit of the pause after a failure
-SAME_S = 2.0  # two times this close are the same
+SAME_S = 2.0  # two times that differ by less are considered equal
 
 
 def check(wanted: str) -> None:
@@ -88,7 +88,7 @@ class Watch:
 
     @property
     def notice(self) -> Notice | None:
-        """The current notice, with the remaining time. Of several, the one that ends first."""
+        """The current notice, with the remaining time. If there are several, the one whose end is first."""
         if not self._standing:
             return None
         now = time.time()
@@ -173,7 +173,7 @@ class Watch:
         if ends is None:
             del self._standing[name]
             if not self._standing:
-                # the acknowledgement was of the notice that has been withdrawn
+                # the acknowledgement belonged to the withdrawn notice
                 self._released.clear()
         else:
             self._standing[name] = ends

@@ -1,8 +1,8 @@
 """Output to the driver's stdout and stderr that never blocks its event loop. Decides nothing.
 
-A paused terminal, a pager or a full disk may block a write for any time, so one thread per stream writes from a
-bounded queue. When the queue is full, training continues and the oldest lines are dropped, since the newest ones state
-why a job ends; a line states how much was dropped. A closed pipe ends the output, never the job.
+A paused terminal, a pager or a full disk may block a write for any time, so one thread per stream writes from a bounded
+queue. When the queue is full, training continues and the oldest lines are dropped, since the newest lines explain why a
+job ends. A line states how much was dropped. A closed pipe ends the output, never the job.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class WriterThread:
             return self._changed.wait_for(lambda: not self._queue and not self._writing, timeout_s)
 
     def close(self, timeout_s: float | None) -> bool:
-        """Wait like ``wait``, and write nothing afterwards."""
+        """Wait as ``wait`` does, and write nothing afterwards."""
         try:
             complete = self.wait(timeout_s)
         finally:  # Ctrl-C ends the wait
@@ -83,7 +83,7 @@ class WriterThread:
         return complete
 
     def waits_for(self) -> str:
-        """Return a line that states how much is not written yet."""
+        """Return a line that states how much has not been written yet."""
         with self._changed:
             left = f"more than {self._queued} bytes of output are pending: {self._name} is slow"
         return f"elastic | the job has ended, but {left}; Ctrl-C ends the wait without them\n"
@@ -106,7 +106,7 @@ class WriterThread:
                     self._failed(f"cannot write to {self._name}: {error}; this output is lost")
 
     def _take(self) -> tuple[Write, bytes]:
-        """Return the next data for one destination, joined; or a notice about data that were dropped before them."""
+        """Return the next data for one destination, joined, or a notice about data that were dropped before them."""
         if self._dropped and self._queue:
             notice = (
                 f"elastic | {self._dropped} bytes of output were dropped: {self._name} is slow\n"
@@ -115,7 +115,7 @@ class WriterThread:
             return self._queue[0][0], notice.encode()
         write, data = self._queue.popleft()
         pieces, size = [data], len(data)
-        # Bound methods are equal when their object and function are.
+        # Bound methods are equal if their objects and functions are equal.
         while self._queue and self._queue[0][0] == write and size < BATCH_LIMIT:
             pieces.append(self._queue.popleft()[1])
             size += len(pieces[-1])
@@ -124,12 +124,12 @@ class WriterThread:
 
 
 def write_to(stream: TextIO | None) -> Write:
-    """Return a function that writes to a stream such as sys.stdout: to its descriptor if it has one.
+    """Return a function that writes to a stream such as sys.stdout, through its descriptor if it has one. With None,
+    everything is dropped.
 
-    None drops everything.
-
-    sys.stdout is None if a daemon or a batch system closed it before Python started. A thread blocked in a Python
-    stream's lock would make the interpreter fail at exit; one blocked in the system call does not.
+    sys.stdout is None if a daemon or a batch system closed it before Python started. A thread that is blocked in the
+    lock of a Python stream would make the interpreter fail at exit; a thread that is blocked in the system call does
+    not.
     """
     if stream is None:
         return lambda data: None
@@ -155,7 +155,8 @@ def write_to(stream: TextIO | None) -> Write:
 
 
 def write_both(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Write, Write]:
-    """Return ``write_to`` of each stream; the same function if both have the same destination, as with ``2>&1``."""
+    """Return ``write_to`` of each stream, or the same function twice if both have the same destination, as with
+    ``2>&1``."""
     out = write_to(stdout)
     try:
         one = os.path.sameopenfile(stdout.fileno(), stderr.fileno())  # type: ignore[union-attr]
@@ -167,13 +168,13 @@ def write_both(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Write, Wri
 def replace_closed_streams() -> None:
     """Open /dev/null for each standard stream that was closed before Python started, as in some batch systems.
 
-    Otherwise the next file or socket would get the descriptor 2, and the output meant for stderr.
+    Otherwise the next file or socket would get descriptor 2 and receive the output for stderr.
     """
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
             os.set_inheritable(fd, True)
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
@@ -202,7 +203,7 @@ class Console:
 
     Call it with a level and a text of one or more lines.
 
-    ``heard`` is called with all lines that are shown.
+    ``heard`` is called with every line that is shown.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Protocol
 from elastic.driver.events import WorkerExited
 from elastic.protocol.messages import Worker
 
-# Time for the messages of a worker that exited with code 0 to arrive, possibly a large result.
+# Time for the messages of a worker that exited with code 0 to arrive; one may be a large result.
 PARTING_S = 2.0
 
 
@@ -22,7 +22,7 @@ class Connections(Protocol):
 
 
 class ExitBarrier:
-    """Reports each exit passed to `gone` once, after all messages of the worker."""
+    """Reports each exit passed to `gone` once, after all messages of the worker have arrived."""
 
     def __init__(self, connections: Connections, exited: Callable[[WorkerExited], None]) -> None:
         self._connections = connections

@@ -1,6 +1,6 @@
 """Health check of a slot, run beside the start of its worker. Decides nothing.
 
-The check has a session of its own, which is killed at its time limit, and when its worker ends before it.
+The check runs in a session of its own, which is killed at the time limit, or when its worker ends first.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from elastic.protocol.messages import Worker
 
 COMMAND, TIMEOUT = "ELASTIC_HEALTH_CHECK", "ELASTIC_HEALTH_CHECK_TIMEOUT"
 AUTO = "auto"
-# Runs the module like python -m, but does not import from the working directory.
+# Runs the module as python -m does, but does not import from the working directory.
 RUN_AUTO = (
     "import sys; sys.path[:] = filter(None, sys.path);"
     " import runpy; runpy.run_module('elastic.health.check', None, '__main__', True)"
 )
-KEPT_BYTES = 4096  # bytes kept of the end of its output
-LINE = 200  # characters kept of its last line
-# The worker's own: its secret, its life lock, and the pipe for its exceptions.
+KEPT_BYTES = 4096  # number of bytes kept from the end of its output
+LINE = 200  # number of characters kept from its last line
+# Variables of the worker only: its secret, its life lock, and the pipe for its exceptions.
 WITHHELD = frozenset(
     {"ELASTIC_SECRET", "ELASTIC_TLS_KEY", "ELASTIC_LIFE_LOCK", "ELASTIC_DIAGNOSTICS"}
 )
@@ -37,7 +37,8 @@ Spawn = Callable[[Sequence[str], Mapping[str, str], "str | None"], "subprocess.P
 
 
 def command_of(check: str, worker_command: Sequence[str]) -> list[str]:
-    """Return the program of a check. The built-in one is run by the worker's Python, if its command names it."""
+    """Return the command of a check. The built-in check is run by the worker's Python, if the worker's command names
+    one."""
     if check != AUTO:
         return ["sh", "-c", check]
     program = worker_command[0] if worker_command else ""
@@ -46,18 +47,19 @@ def command_of(check: str, worker_command: Sequence[str]) -> list[str]:
 
 
 def without_check(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a worker, which may start a job of its own, without the check of this job."""
+    """Return the environment of a worker without the check of this job, since the worker may start a job of its own."""
     return {name: value for name, value in env.items() if name not in (COMMAND, TIMEOUT)}
 
 
 def environment_of(worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a check: that of its worker without secrets, with the host and the slot."""
+    """Return the environment of a check: that of its worker without secrets, and with the host and the slot."""
     kept = {name: value for name, value in env.items() if name not in WITHHELD}
     return {**kept, "ELASTIC_HOST": worker.host, "ELASTIC_SLOT": str(worker.slot)}
 
 
 class HealthCheckRun:
-    """One check. ``done`` is called once with its result, unless it is cancelled before; ``reaped`` with its pid."""
+    """One check. ``done`` is called once with its result, unless it is cancelled first. ``reaped`` is called with its
+    pid."""
 
     def __init__(
         self,
@@ -106,11 +108,11 @@ class HealthCheckRun:
 
     @property
     def running(self) -> bool:
-        """Return whether its process was not reaped yet."""
+        """Return whether its process has not been reaped yet."""
         return self._popen is not None
 
     def cancel(self) -> None:
-        """End it without a result."""
+        """End the check without a result."""
         self._done = None
         self._kill()
 
@@ -136,7 +138,8 @@ class HealthCheckRun:
         return bool(data)
 
     def _late(self, limit_s: float) -> None:
-        """Report at once: a process that hangs in the kernel may outlive SIGKILL."""
+        """Report the timeout immediately, since a process that hangs in the kernel may survive SIGKILL for some
+        time."""
         self._end(HealthOutcome.TIMED_OUT, None, self._last_line() or f"no result in {limit_s:g} s")
         self._kill()
 
@@ -153,7 +156,7 @@ class HealthCheckRun:
             os.close(self._pidfd)
             self._pidfd = None
         for stream in (popen.stdout, popen.stderr):
-            for _ in range(16):  # limited, since another process may continue to write
+            for _ in range(16):  # limited, since another process may keep writing
                 if not self._read(stream):
                     break
             if stream is not None and not stream.closed:

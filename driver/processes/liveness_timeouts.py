@@ -1,15 +1,15 @@
-"""Liveness timeouts: which keys were not renewed in time. Pure: the caller passes the time and its observations.
+"""Liveness timeouts: detects keys that were not renewed in time. Pure: the caller passes the time and its observations.
 
     leases.grant(key, now)             start: from now on it must be renewed
-    leases.renew(key, now)             it was seen able to run; True: it had expired, and runs again
+    leases.renew(key, now)             it was observed able to run; True: it had expired and runs again
     leases.expired(now)                check: keys that expired since the last check, each once
     leases.drop(key)                   it exited or was fenced
 
-A key is a worker, including its incarnation, or a host. A renewal without a grant, or after a drop, has no effect: a
-fenced worker cannot return by being observed again, only by a new grant.
+A key is a worker, including its incarnation, or a host. A renewal without a grant or after a drop has no effect: only a
+new grant, not another observation, brings a fenced worker back.
 
-The observer may itself be paused (a suspended laptop, a stopped process, a blocked loop) and miss renewals, for which
-no key can be blamed: after more than PAUSE_S between two checks, all timeouts restart.
+The observer itself may be paused (a suspended laptop, a stopped process, a blocked event loop) and miss renewals.
+Therefore all timeouts restart after more than PAUSE_S between two checks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class LivenessTimeouts(Generic[Key]):
-    """Liveness timeouts of the same length, one for each key. Times are seconds on the caller's clock."""
+    """Liveness timeouts of equal length, one for each key. Times are seconds on the caller's clock."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -83,6 +83,6 @@ class LivenessTimeouts(Generic[Key]):
 
     def _put(self, key: Key, now: float) -> None:
         if not self._renewed:
-            self._looked_at = now  # no check was necessary before
+            self._looked_at = now  # no check was needed before
         self._renewed[key] = now
         self._renewed.move_to_end(key)

@@ -1,9 +1,9 @@
-"""Process that outlives the driver briefly, to kill the driver's remaining processes. Decides nothing else.
+"""A process that briefly outlives the driver to kill the driver's remaining processes. Decides nothing else.
 
 It is started by the agent in its own session. Standard input is a pipe from the agent with lines ``+pgid`` and
-``-pgid``. When the pipe is closed or the driver's process exits, every listed session is killed by SIGKILL, and the
-reaper exits. PDEATHSIG does not cover these: the children of workers after ``kill -9`` of the driver. It imports
-only a few standard modules, so that it starts within some ten milliseconds and stays small.
+``-pgid``. When the pipe is closed or the driver's process exits, the reaper kills every listed session with SIGKILL and
+exits. After ``kill -9`` of the driver, PDEATHSIG ends the workers but not their children. The reaper imports only a few
+standard modules, so that it starts within tens of milliseconds and uses little memory.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def heed(groups: set[int], text: bytes) -> bytes:
 
 
 def read_to_end(driver: int, heard: Callable[[bytes], None]) -> None:
-    """Pass on data from standard input until it is closed, or the driver's process exits."""
+    """Pass on data from standard input until it is closed or the driver's process exits."""
     os.set_blocking(0, False)
     poll = select.poll()
     poll.register(0, select.POLLIN)

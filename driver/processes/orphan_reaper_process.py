@@ -19,13 +19,13 @@ from elastic.driver.sinks import Log
 
 
 class OrphanReaper:
-    """Starts an orphan reaper when needed, sends it process groups, and replaces it when it dies.
+    """Starts an orphan reaper when needed, sends it the process groups, and replaces it when it dies.
 
     ``groups`` returns all groups, for a new reaper.
     """
 
-    QUICK_S = 1.0  # seconds; a reaper that dies sooner after its start is useless ...
-    ATTEMPTS = 3  # ... and given up after this many in a row
+    QUICK_S = 1.0  # seconds; a reaper that dies sooner after its start counts as a failure ...
+    ATTEMPTS = 3  # ... and no more are started after this many consecutive failures
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, groups: Callable[[], list[int]], log: Log
@@ -43,10 +43,10 @@ class OrphanReaper:
         return self._popen.pid if self._popen else None
 
     def ensure(self) -> None:
-        """Start a reaper, unless one runs or it was given up."""
+        """Start a reaper, unless one is running or too many have died."""
         if self._popen is not None or self._quick_deaths >= self.ATTEMPTS:
             return
-        # Standard error is closed too: a reaper must not hold the terminal or a pipe of the driver's starter.
+        # Standard error is closed too: a reaper must not keep the terminal or a pipe of the driver's parent open.
         command = [sys.executable, "-I", "-S", str(Path(orphan_reaper.__file__)), str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
@@ -71,21 +71,23 @@ class OrphanReaper:
             self.tell("".join(f"+{group}\n" for group in groups))
 
     def tell(self, line: str) -> None:
-        """Send one or more lines. A reaper that does not read them is replaced by one that receives everything."""
+        """Send one or more lines. If the reaper does not read them, it is replaced, and the new reaper receives all
+        groups."""
         if self._popen is None:
             return
         assert self._popen.stdin is not None
         data = line.encode()
         try:
             complete = os.write(self._popen.stdin.fileno(), data) == len(data)
-        except OSError:  # dead or stopped
+        except OSError:  # the reaper is dead or stopped
             complete = False
         if not complete:
             self._popen.kill()
             self._on_exit()
 
     def announce(self, pid: int) -> None:
-        """Announce a child from within it, between fork and exec, so that it never runs unknown to the reaper."""
+        """Announce a child from within the child, between fork and exec, so that the reaper always knows it before it
+        runs."""
         if self._popen is None or self._popen.stdin is None:
             return
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # subprocess restored the default action

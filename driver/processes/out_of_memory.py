@@ -1,6 +1,6 @@
 """Detection of kills by the kernel's out-of-memory killer, and the memory limit. Decides nothing.
 
-Exit statuses do not show it: such a worker has a SIGKILL like any other. Each memory cgroup counts these kills
+The exit status does not show the cause: it is SIGKILL, as for any other kill. Each memory cgroup counts these kills
 (`oom_kill` in `memory.events`, or in `memory.oom_control` before cgroup v2), and /proc/vmstat those of the machine.
 Workers are in the cgroup of their agent, unless they were moved.
 """
@@ -16,13 +16,13 @@ USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_i
 
 
 def parse_counts(text: str) -> dict[str, int]:
-    """Parse lines of a name and a number, with an optional unit as in /proc/meminfo. Other lines are skipped."""
+    """Parse lines with a name and a number, and an optional unit as in /proc/meminfo. Other lines are skipped."""
     fields = (line.split() for line in text.splitlines())
     return {each[0]: int(each[1]) for each in fields if len(each) in (2, 3) and each[1].isdigit()}
 
 
 def memory_groups(text: str) -> tuple[str | None, str | None]:
-    """Return the memory cgroups in /proc/self/cgroup, of version 2 and version 1; None if missing."""
+    """Return the memory cgroups of version 2 and version 1 in /proc/self/cgroup; None for a missing one."""
     paths: dict[str, str] = {}
     for line in text.splitlines():
         number, _, rest = line.partition(":")
@@ -49,7 +49,7 @@ class OutOfMemory:
     def __post_init__(self) -> None:
         second, first = memory_groups(_read(self.root / "proc/self/cgroup"))
         mounted = self.root / "sys/fs/cgroup"
-        # In a container, the path may be the host's, while its own group is mounted.
+        # In a container, the path may be that on the host, although only the container's own group is mounted.
         places: list[tuple[Path, str, str]] = []
         for path in (first, "/") if first is not None else ():
             folder = mounted / "memory" / path.lstrip("/")
@@ -65,7 +65,8 @@ class OutOfMemory:
         self._kills = self._read_kills()
 
     def look(self) -> str:
-        """Return a text if the kernel killed a process for lack of memory since the last call; otherwise ""."""
+        """Return a text if the kernel killed a process for lack of memory since the last call; otherwise the empty
+        string."""
         before, self._kills = self._kills, self._read_kills()
         if self._kills <= before:
             return ""
@@ -73,7 +74,7 @@ class OutOfMemory:
         return "out of memory" + ("" if limit is None else f", the limit is {limit / 1e9:.1f} GB")
 
     def limit_bytes(self) -> int | None:
-        """Return the limit of all processes of this group together. None: the machine's memory."""
+        """Return the common limit of all processes in this group. None: the machine's memory."""
         text = "" if self._limit is None else _read(self._limit).strip()
         limited = text.isdigit() and int(text) < UNLIMITED_BYTES
         return int(text) if limited else None
@@ -81,7 +82,7 @@ class OutOfMemory:
     def available_bytes(self) -> int:
         """Return the memory that this group can still allocate: the machine's MemAvailable, or less with a limit.
 
-        File caches count as available. Returns 0 if the kernel reports neither.
+        File caches count as available. Returns 0 if the kernel reports neither value.
         """
         machine = _counts(self.root / "proc/meminfo", unit=1024).get("MemAvailable:", 0)
         limit = self.limit_bytes()

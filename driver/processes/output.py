@@ -1,8 +1,8 @@
 """Output of workers: passed on line by line with a rank prefix. Decides nothing.
 
-The prefix of a line is the current rank of its worker, ``[2] ``, or ``[host:slot] `` before it has one. Bytes are
-passed on unchanged, whatever their encoding. A carriage return also ends a line, so that progress bars work. With a
-folder, the same bytes are also written without a prefix to ``rank.<r>/stdout`` and ``rank.<r>/stderr`` in it.
+The prefix of a line is the worker's current rank, ``[2] ``, or ``[host:slot] `` while it has none. Bytes are passed on
+unchanged, whatever their encoding. A carriage return also ends a line, so that progress bars work. If a folder is
+given, the same bytes are also written without a prefix to its files ``rank.<r>/stdout`` and ``rank.<r>/stderr``.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Place, Worker
 from elastic.protocol.uncaught.sending import Uncaught
 
-Heard = Callable[[Worker, str, Stream, Sequence[bytes]], None]  # worker, its name, stream, lines
+# Called with the worker, its name, the stream and the lines.
+Heard = Callable[[Worker, str, Stream, Sequence[bytes]], None]
 
 LINE_LIMIT = 64 * 1024  # bytes; a longer line is split
 STACKS_S = 0.2  # seconds for all lines of a worker's stacks to arrive
-REMIND_S = 5.0  # seconds at the end after which a line states that output is not read
+# Seconds at the end of a job after which a line states that output is not being read.
+REMIND_S = 5.0
 
 # A carriage return at the end may be the first half of "\r\n": wait for the next byte.
 _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 
 
 class Output:
-    """The sink of all workers' output.
+    """The destination of all workers' output.
 
     Args:
         place_of: returns a worker's current place, if any.
-        stdout: writes to the driver's stdout.
-        stderr: writes to the driver's stderr.
+        stdout: function that writes to the driver's stdout.
+        stderr: function that writes to the driver's stderr.
         failed: called once when a stream cannot be written.
         verbose: show exceptions with all frames.
         unsaid: called when ``tracebacks.rest()`` has new lines.
-        asked: whether an operator requested a worker's stacks.
+        asked: returns whether an operator requested a worker's stacks.
         timestamps: prefix lines with the time.
         folder: for output files; None: no files.
         clock: returns the time as text.
@@ -68,8 +70,8 @@ class Output:
         self._on_lines = heard
         self._write: dict[Stream, Write] = {"stdout": stdout, "stderr": stderr}
         out = WriterThread("stdout", failed)
-        # A single queue if both have the same destination: then the reason of an exit follows the output. Errors of
-        # stderr cannot be reported anywhere.
+        # Both share one queue if they have the same destination, so that the reason for an exit follows the output.
+        # Errors of stderr cannot be reported anywhere.
         err = out if stdout == stderr else WriterThread("stderr", lambda text: None)
         self._writers: dict[Stream, WriterThread] = {"stdout": out, "stderr": err}
         self._files = WriterThread(f"files under {folder}", failed)
@@ -83,12 +85,12 @@ class Output:
         self.tracebacks = TracebackLedger(verbose=verbose)
         self._verbose = verbose
         self._asked = asked
-        self._stacks: dict[Worker, list[str]] = {}  # stacks being received
-        self.sent: set[Worker] = set()  # workers whose exception arrived
+        self._stacks: dict[Worker, list[str]] = {}  # stacks that are being received
+        self.sent: set[Worker] = set()  # workers whose exception has arrived
         self._appends: dict[Path, Write] = {}
 
     def say(self, data: bytes) -> None:
-        """Write a line of the driver to stderr, between those of the workers."""
+        """Write a line of the driver to stderr, between the lines of workers."""
         self._writers["stderr"].put(self._write["stderr"], data)
 
     def write_separately(self, write: Write, data: bytes) -> None:
@@ -143,10 +145,10 @@ class Output:
         self._diagnostics.drop(worker)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Write pending data until the last byte is written or the reader is gone, as ``cat`` does.
+        """Wait until all pending data are written or the reader has closed the stream, as ``cat`` does.
 
-        ``timeout_s``: limit for each stream. Without one there is no deadline, because nothing is blocked: a pager may
-        be read tomorrow. Ctrl-C ends the wait (KeyboardInterrupt).
+        ``timeout_s``: limit for each stream. By default there is no limit, since no other process waits, and the user
+        may read a pager much later. Ctrl-C ends the wait (KeyboardInterrupt).
         """
         for worker, stream in list(self._partial):
             self.finish(worker, stream)
@@ -166,7 +168,7 @@ class Output:
     def _uncaught(self, worker: Worker, uncaught: Uncaught) -> None:
         """Show an exception once for all workers that have the same one.
 
-        Each worker's file contains its own, with all frames.
+        Each worker's file contains the worker's own exception with all frames.
         """
         self.sent.add(worker)
         text = self.tracebacks.add(self._name(worker), uncaught)
@@ -186,7 +188,7 @@ class Output:
         self._stacks[worker].append(line.decode(errors="replace"))
 
     def _show_stacks(self, worker: Worker) -> None:
-        """Show the stacks, unless an operator requested them and receives them as the answer."""
+        """Show the stacks, unless an operator requested them and receives them as an answer."""
         text = "".join(f"{line}\n" for line in self._stacks.pop(worker, []))
         if text and not self._asked(worker):
             self._show(worker, "stderr", _pieces(text if self._verbose else training_stack(text)))
@@ -219,7 +221,7 @@ def _pieces(text: str) -> list[bytes]:
 def _prefixed(prefix: bytes, piece: bytes) -> bytes:
     """Return a line with its prefix.
 
-    A split line gets a line end, so that the next worker's line starts on its own.
+    A split line gets a line end, so that the output of another worker starts on a new line.
     """
     if piece == b"\r":
         return piece  # a progress bar that starts with a carriage return
@@ -229,7 +231,7 @@ def _prefixed(prefix: bytes, piece: bytes) -> bytes:
 def _append_to(path: Path) -> Write:
     """Return a function that opens the file for each write.
 
-    Thousands of ranks would exceed the limit of open files, and logs may be moved away.
+    Keeping the files of thousands of ranks open would exceed the limit of open files, and log files may be moved.
     """
 
     def append(data: bytes) -> None:

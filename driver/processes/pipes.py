@@ -1,4 +1,4 @@
-"""Reading end of a worker's output stream: passes bytes to the sink as they arrive. Decides nothing."""
+"""The reading end of a worker's output stream. It passes bytes to the sink as they arrive. Decides nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from elastic.driver.sinks import Sink, Stream
 from elastic.protocol.messages import Worker
 
 CHUNK = 64 * 1024
-DRAIN_LIMIT = 1024 * 1024  # bytes read from a dead worker's pipe before its exit is reported
-PROMPT_S = 0.1  # seconds after which a line without an end is a prompt
+# Maximum number of bytes read from a dead worker's pipe before its exit is reported.
+DRAIN_LIMIT = 1024 * 1024
+PROMPT_S = 0.1  # seconds after which an incomplete line is considered a prompt
 
 
 class Pipe:
     """One stream of one worker. ``closed`` is called once at its end.
 
-    ``prompts``: the worker has standard input, so a line without an end is passed on too if nothing follows it.
+    ``prompts``: the worker has standard input and may print a prompt, so an incomplete line is also passed on if
+    nothing follows it.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Pipe:
         loop.add_reader(fd, self._read)
 
     def _read(self) -> bool:
-        """Pass on one chunk. Returns False if there is none now, or the stream has ended."""
+        """Pass on one chunk. Returns False if there is none at present, or if the stream has ended."""
         if not self._open:
             return False
         for pipe in self.later_than:
@@ -70,7 +72,7 @@ class Pipe:
             self._prompt = None
 
     def drain(self) -> None:
-        """Pass on available data without waiting, up to a limit."""
+        """Pass on the available data without waiting, up to a limit."""
         for _ in range(DRAIN_LIMIT // CHUNK):
             if not self._read():
                 return

@@ -1,14 +1,15 @@
-"""Python process that imports the modules a worker needs, then waits for the worker's command.
+"""A Python process that imports the modules that a worker needs and then waits for the worker's command.
 
     python -c "... main()" FOLDER TOLD WHAT MODULES SCRIPT ROOM
 
-FOLDER: the first entry of sys.path, which is the folder of the script or, with -m, the worker's working folder. TOLD:
-a pipe. One byte means that WHAT, an open file, holds the command, the part of it to run, the environment and the
-folder, as JSON; end of file means that the process is not needed. MODULES: names separated by commas; `auto` stands
-for what SCRIPT, or the module NAME of "-m NAME", imports before any other statement. ROOM: padding, so that the
-worker's command line fits in place of this one.
+FOLDER: the first entry of sys.path, which is the folder of the script or, with -m, the worker's working folder. TOLD: a
+pipe. One byte means that WHAT, an open file, holds the command, the part of it to run, the environment and the folder,
+as JSON; end of file means that the process is not needed. MODULES: names separated by commas; `auto` stands for the
+modules that SCRIPT, or the module NAME of "-m NAME", imports before any other statement. ROOM: padding, so that the
+worker's command line fits in the place of this one.
 
-The worker finds a process like one that was started for it: its own arguments, environment, folder and ``__main__``.
+To the worker's script, the process looks like one that was started for it, with its own arguments, environment, folder
+and ``__main__``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ OOM_FIRST = "1000"  # the out-of-memory killer selects this process first
 
 
 def leading_imports(source: str, own: Collection[str] = ()) -> tuple[list[str], bool]:
-    """Return the modules that a source imports before any other statement, and whether it contains only imports.
+    """Return the modules that a source file imports before any other statement, and whether the file contains only
+    imports.
 
     Statements before an import may affect it, so the search stops at the first statement that is not an import, and at
     the first import of a module of the script's own package or folder (``own``). Raises SyntaxError.
@@ -71,7 +73,7 @@ def leading_imports(source: str, own: Collection[str] = ()) -> tuple[list[str], 
 def sources(script: str) -> list[Path]:
     """Return the files that ``python SCRIPT`` or ``python -m NAME`` (``-m NAME``) executes, in order.
 
-    With -m, these include the ``__init__.py`` of each package before the module. Imports none of them.
+    With -m, these include the ``__init__.py`` of each package before the module. The files are not imported.
     """
     if not script.startswith(MODULE):
         return [Path(script)]
@@ -87,7 +89,7 @@ def sources(script: str) -> list[Path]:
 
 
 def script_imports(script: str, folder: str) -> list[str]:
-    """Return what the sources of a script import before any other statement.
+    """Return the modules that the source files of a script import before any other statement.
 
     Raises OSError, SyntaxError, ValueError.
     """
@@ -103,10 +105,10 @@ def script_imports(script: str, folder: str) -> list[str]:
 
 
 def prepare(modules: str, script: str, folder: str) -> None:
-    """Import the modules that exist; the worker reports the others itself.
+    """Import the modules that exist. The worker's script reports the others itself.
 
     With ``auto`` alone, torch and this package are imported only if the script imports torch before any other
-    statement: otherwise it may set variables that torch reads at its import.
+    statement. Otherwise the script may first set variables that torch reads when it is imported.
     """
     wanted = modules.split(",")
     names = [name for name in wanted if name != AUTO]
@@ -129,7 +131,7 @@ def _import(names: Iterable[str]) -> None:
 def offer_to_oom_killer() -> str | None:
     """Make this process the first victim of the out-of-memory killer.
 
-    Returns the score adjustment to restore, or None if the kernel has none.
+    Returns the score adjustment to restore later, or None if the kernel does not support it.
     """
     try:
         with open(OOM_SCORE, "r+") as file:
@@ -148,7 +150,7 @@ def become(
     if oom_score is not None:
         with contextlib.suppress(OSError):
             Path(OOM_SCORE).write_text(oom_score)
-    coerced = os.environ.get("LC_CTYPE")  # possibly set by the interpreter: PEP 538
+    coerced = os.environ.get("LC_CTYPE")  # the interpreter may have set it: PEP 538
     os.environ.clear()
     os.environ.update(environ)
     if coerced is not None:
@@ -162,8 +164,8 @@ def become(
 def _show(words: Sequence[str], environ: Mapping[str, str]) -> None:
     """Write both into /proc/PID/cmdline and /proc/PID/environ, for `ps` and for tools that look for a rank.
 
-    libc's variables are stored elsewhere: os.environ.clear() removed the originals, and setenv() allocated the new
-    ones.
+    This does not affect libc's variables, which are stored elsewhere: os.environ.clear() removed the originals, and
+    setenv() allocated new ones.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end, variables_begin, variables_end = map(int, fields[45:49])
@@ -185,7 +187,7 @@ def _strings(words: Iterable[str]) -> bytes:
 
 
 def run(words: Sequence[str]) -> None:
-    """Run like ``python SCRIPT ...`` or ``python -m MODULE ...``; ``words`` start with SCRIPT or -m."""
+    """Run a program as ``python SCRIPT ...`` or ``python -m MODULE ...`` does. ``words`` starts with SCRIPT or -m."""
     if words[0] == "-m":
         sys.argv = [words[1], *words[2:]]
         sys.path[0] = os.getcwd()
@@ -204,7 +206,7 @@ def run(words: Sequence[str]) -> None:
     except Exception as error:
         trace = error.__traceback__
         assert trace is not None
-        error.__traceback__ = trace.tb_next  # omit the frame of this file
+        error.__traceback__ = trace.tb_next  # omit this file's frame
         sys.excepthook(type(error), error, trace.tb_next)
         sys.exit(1)
 

@@ -1,8 +1,8 @@
-"""Preloaded processes, which have already imported the modules that the next workers need.
+"""Preloaded processes, which have already imported the modules needed by the next workers.
 
-A process is started some time after the workers, with their interpreter and environment, if the host has enough
-memory. It becomes a worker when it receives a command; until then it has one pipe and no thread of ours. Nothing is
-forked. See `prepared_process`.
+A process is started some time after the workers, with the same interpreter and environment, if the host has enough
+memory. It becomes a worker when it receives a command. Until then it only waits at a pipe, without threads of this
+package. Workers are not forked from it. See `prepared_process`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PREPARED = "ELASTIC_PREPARED"  # variable in the environment of a process that i
 PADDING = "ELASTIC_PREPARED_ROOM"
 AUTO, OFF = "auto", "off"
 MOST = 64  # maximum number of processes
-# A process with torch imported uses 0.3 GB (measured with torch 2.13 CPU); a host with less than this available needs
-# its memory for training.
+# A process that has imported torch uses 0.3 GB (measured with the CPU build of torch 2.13). A host with less available
+# memory than this needs it for training.
 AVAILABLE_BYTES_MIN = 2 << 30
-QUIET_S = 3.0  # seconds after the last start: starting workers need the processors themselves
+QUIET_S = 3.0  # seconds after the last start, since starting workers need the processors themselves
 # Bytes for the worker's command line and its additional variables.
 ROOM = "." * 4096
-# Variables that identify a worker: read by init() and scripts, but not by imports.
+# Variables that identify a worker. They are read by init() and by scripts, but not by imports.
 OWN = ("HOROVOD_", "ELASTIC_", "TORCHELASTIC_")
 PLACES = {
     f"{prefix}{name}"
@@ -66,7 +66,7 @@ def plain(command: Sequence[str]) -> Plain | None:
 
 
 def shared(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that imports may have read."""
+    """Return the environment variables that imports may have read."""
     return {
         name: text
         for name, text in environ.items()
@@ -79,7 +79,7 @@ class _Kept:
     """A waiting process, and the workers that it can become."""
 
     process: subprocess.Popen[bytes]
-    told: int  # our end of its pipe
+    told: int  # this end of its pipe
     what: int  # a file in memory
     plain: Plain
     environ: dict[str, str]
@@ -113,9 +113,9 @@ class PreparedProcesses:
     Args:
         modules: see `read` and `prepared_process`; empty: none.
         spawn: starts a process in the same way as a worker.
-        gone: called with the pid of a process that was not needed and exited.
+        gone: called with the pid when a process exits that was not needed.
         available: returns the available memory of the host or container, in bytes.
-        log: takes a level and a text.
+        log: called with a level and a text.
     """
 
     def __init__(
@@ -140,7 +140,8 @@ class PreparedProcesses:
     def take(
         self, command: Sequence[str], environ: Mapping[str, str], folder: str | None
     ) -> subprocess.Popen[bytes] | None:
-        """Return the process that becomes this worker; None if it has to be started. A replacement is scheduled."""
+        """Return the process that becomes this worker, and schedule a replacement. None if the worker has to be
+        started."""
         if not self.modules:
             return None
         wanted = plain(command)

@@ -1,7 +1,7 @@
 """State and resource counters of processes from /proc. Decides nothing.
 
-A process that is not reaped keeps its pid, so these are the values of that process and no other. The ``parse_``
-functions are pure; the functions below them read one or a few small files, without waiting.
+A process keeps its pid until it is reaped, so the values cannot be those of another process. The ``parse_`` functions
+are pure; the functions below them read one or a few small files, without waiting.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def is_frozen(text: bytes) -> bool:
 
 
 def stat_of(pid: int) -> Stat:
-    """Return the Stat of a process; its state is GONE if there is no such process."""
+    """Return the Stat of a process, with the state GONE if there is no such process."""
     try:
         return parse_stat(_read(f"/proc/{pid}/stat"))
     except (OSError, ValueError):
@@ -147,10 +147,10 @@ def end_of(pid: int) -> int | None:
 def uses_devices(pid: int) -> bool:
     """Return whether a process has a device such as a GPU open, which may work for it until closed.
 
-    True if unknown.
+    Also True if this cannot be determined.
 
-    Its threads release their descriptors one by one, the main thread early: the first thread that still has them
-    counts.
+    The threads release their descriptors one by one, the main thread early, so the first thread that still has
+    descriptors is examined.
     """
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -162,7 +162,7 @@ def uses_devices(pid: int) -> bool:
                 )
     except OSError:
         return True
-    return True  # all are being closed
+    return True  # all descriptors are being closed
 
 
 def _open_in(folder: str) -> list[str]:
@@ -180,7 +180,7 @@ def traced(pid: int) -> bool:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Return whether a process handles this signal, which would end it otherwise."""
+    """Return whether a process handles this signal, which would otherwise end it."""
     return bool(_status(pid)[1] >> (number - 1) & 1)
 
 
@@ -194,13 +194,13 @@ def frozen(pid: int) -> bool:
 
 
 def cannot_run(pid: int, last: Stat | None) -> tuple[str, Stat]:
-    """Return why a process cannot run now, "" if it can, and its current Stat.
+    """Return why a process cannot run now (the empty string if it can), and its current Stat.
 
     ``last``: the Stat of the previous check.
     """
     stat = stat_of(pid)
     if stat.state == STOPPED:
-        # A debugger stops the process that it inspects, which is not an error.
+        # A debugger stops the process that it inspects, which does not count as frozen.
         return ("" if traced(pid) else "stopped by a signal such as SIGSTOP"), stat
     moved = last is None or stat.ticks != last.ticks
     if stat.state in "SD" and not moved and frozen(pid):

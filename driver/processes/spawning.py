@@ -62,7 +62,7 @@ def spawn(
 
 
 def why_not_started(program: str, error: Exception) -> str:
-    """Return one sentence with the cause and what to do about it."""
+    """Return one sentence with the cause and the remedy."""
     match getattr(error, "errno", None):
         case errno.ENOENT | errno.ENOTDIR:
             if os.path.exists(program):

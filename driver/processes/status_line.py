@@ -1,7 +1,7 @@
 """Status line at the bottom of a terminal, below scrolling output. Decides nothing.
 
-It is drawn after output that ends a line, and erased before the next output: an incomplete line, such as a progress
-bar that begins with a carriage return, is left unchanged. Only for terminals, not for files or pipes.
+It is drawn after output that ends a line, and erased before the next output. An incomplete line, such as a progress bar
+that begins with a carriage return, is left unchanged. There is no status line in files or pipes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ WIDTH = 80  # default if the terminal does not report its width
 
 
 class StatusLine:
-    """Status line of one terminal, which ``write`` writes to and which is ``columns()`` wide. Thread-safe."""
+    """Status line of one terminal. ``write`` writes to the terminal, and ``columns()`` returns its width.
+    Thread-safe."""
 
     def __init__(self, write: Write, columns: Callable[[], int]) -> None:
         self._write = write
@@ -48,7 +49,8 @@ class StatusLine:
                 self._drawn = bool(self._line)
 
     def _fitted(self, text: str) -> bytes:
-        """Return the text in one row. The last column stays free, since the terminal would otherwise wrap."""
+        """Return the text, truncated to one row. The last column stays free, since the terminal would otherwise
+        wrap."""
         plain = "".join(c if c.isprintable() else " " for c in text)
         return f"{DIM}{set_cell_size(plain, max(1, self._columns() - 1)).rstrip()}{PLAIN}".encode()
 

@@ -1,4 +1,4 @@
-"""The end of workers' stderr and the exceptions that ended them; decides which tracebacks are shown. Pure."""
+"""The end of each worker's stderr and the exception that ended it; decides which tracebacks are shown. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from elastic.protocol.uncaught.sending import LostDriver, TrainingThread, Uncaug
 TAIL_LIMIT = 20 * 1024  # bytes
 LINE_LIMIT = 1024 * 1024  # bytes of an exception, as JSON
 THREADS = (b"Thread", b"Current thread")  # beginning of a thread's stack
-KNOWN_LIMIT = 256  # exceptions of one job that are not shown again
-NAMED = 16  # ranges of ranks in a line
+KNOWN_LIMIT = 256  # maximum number of exceptions of one job that are not shown again
+NAMED = 16  # maximum number of rank ranges in a line
 
 
 class DiagnosticLines:
@@ -27,7 +27,8 @@ class DiagnosticLines:
         self._training: dict[Worker, bytes] = {}  # training thread as named in the worker's stacks
 
     def add(self, worker: Worker, data: bytes) -> list[Uncaught | LostDriver | bytes]:
-        """Return complete reports, and lines of stacks without line ends. The training thread is marked."""
+        """Return complete reports, and the lines of stacks without line ends, in which the training thread is
+        marked."""
         rest = self._partial.setdefault(worker, bytearray())
         rest += data
         *lines, left = bytes(rest).split(b"\n")
@@ -67,7 +68,7 @@ def _decoded(line: bytes) -> Uncaught | LostDriver | TrainingThread | bytes:
 
 
 class StderrTails:
-    """The end of each worker's stderr, with exceptions that it has not printed itself."""
+    """The end of each worker's stderr, including an exception that the worker has not printed itself."""
 
     def __init__(self) -> None:
         self._tails: dict[Worker, bytearray] = {}
@@ -108,14 +109,14 @@ def _cause_of(report: Uncaught | LostDriver) -> ExitCause:
 
 
 class TracebackLedger:
-    """Shows each exception once, and counts the other workers with the same exception or only a lost peer.
+    """Shows each exception once, and counts the other workers that raised the same exception or only lost a peer.
 
     ``verbose``: show every frame, and exceptions about lost peers.
     """
 
     def __init__(self, *, verbose: bool = False) -> None:
         self.shown = 0  # number of tracebacks shown
-        self.stopped = False  # an operator stopped the job, so that all lose their peers
+        self.stopped = False  # an operator stopped the job, so all workers lose their peers
         self._verbose = verbose
         self._known: dict[str, str] = {}  # summary by digest; oldest first
         self._more: dict[str, list[str]] = {}  # names of workers to report, by digest
@@ -140,8 +141,9 @@ class TracebackLedger:
     def rest(self) -> list[str]:
         """Return the pending lines, once.
 
-        There is one line for each exception shown before that other workers had too. The first one also counts the
-        workers that lost a peer; without such an exception, they have a line of their own.
+        There is one line for each exception that was already shown and that other workers also raised. The first of
+        these lines also counts the workers that only lost a peer. If there is no such line, the workers that lost a
+        peer have a line of their own.
         """
         lost = self._lost_peers()
         lines = []

@@ -3,16 +3,16 @@
 Decides nothing: it carries out orders and reports events.
 
 A worker's exit is detected by its pidfd, not by the end of its output, since its children may hold the pipes longer.
-In order: read the exit status without reaping, kill the rest of its process group, read its pipes, report the exit.
-Shortly afterwards its whole session is killed and only then it is reaped, so that no other process can get its pid
-until then.
+The steps are, in order: read the exit status without reaping, kill the rest of its process group, read its pipes,
+report the exit. Shortly afterwards the whole session is killed. Only then is the worker reaped, so that no other
+process can get its pid before.
 
-The kernel frees the memory of a process before it reports its exit: this takes tens of milliseconds for what a
-framework imports, and seconds for a large model. The exit of a worker that was ended by a signal or an error is
-reported before that, as soon as none of its threads can run any more (see `life_lock`), unless it has a device open.
+The kernel frees the memory of a process before it reports the exit. This takes tens of milliseconds for an imported
+framework, and seconds for a large model. The exit of a worker that was ended by a signal or an error is reported before
+that, as soon as none of its threads can run any more (see `life_lock`), unless it has a device open.
 
-Four times a second, the state of all processes is checked: one that was not able to run for its whole liveness timeout
-is reported as frozen, and as thawed once it runs again. Resource counters are only read on request.
+The state of all processes is checked four times a second. A process that was not able to run during its whole liveness
+timeout is reported as frozen, and as thawed once it runs again. Resource counters are only read on request.
 
 Each worker is a session of its own and dies with the thread that started it (PDEATHSIG); the orphan reaper kills its
 children if the driver is killed. Everything here runs in the event loop's thread.
@@ -69,7 +69,7 @@ class ProcessSupervisor:
         exited: called once for each started worker.
         noticed: called with other events: WorkerFrozen, WorkerThawed, WorkerProbed, WorkerHealthChecked.
         sink: receives the workers' output.
-        log: takes a level and a text.
+        log: called with a level and a text.
         lease_s: liveness timeout.
     """
 
@@ -127,8 +127,8 @@ class ProcessSupervisor:
         ``folder``: working folder; default: that of this process. ``stdin``: descriptor of its standard input;
         default: empty. A worker with standard input never uses a preloaded process.
 
-        The start waits until the previous process of its slot is gone, with its ports, locks and memory; for DEATH_S
-        at most.
+        The start waits until the previous process of the slot has exited and has released its ports, locks and memory,
+        but at most DEATH_S.
         """
         assert worker not in self.alive(), f"{worker} is already running"
         if any(_one_slot(worker, each.worker) for each in self._dying):
@@ -170,7 +170,7 @@ class ProcessSupervisor:
             os.close(written)
             self._loop.call_soon(self._exited, WorkerExited(worker, code, reason))
             return
-        # Repeated in case the reaper was replaced meanwhile.
+        # Sent again in case the reaper was replaced meanwhile.
         self._reaper.tell(f"+{process.pid}\n")
         self._processes[worker] = process
         self._check_health(worker, command, given, folder)
@@ -185,7 +185,7 @@ class ProcessSupervisor:
         for stream, fd in fds.items():
             prompts = answered and stream != "diagnostics"
             pipe = Pipe(self._loop, fd, worker, stream, self._sink, prompts=prompts)
-            if stream == "diagnostics":  # show an exception after the output that precedes it
+            if stream == "diagnostics":  # show the exception after the output that precedes it
                 pipe.later_than = [*process.pipes]
             pipe.closed = lambda pipe: self._on_pipe_end(process, pipe)
             self._pipes.add(pipe)
@@ -200,7 +200,7 @@ class ProcessSupervisor:
     def _check_health(
         self, worker: Worker, command: Sequence[str], env: Mapping[str, str], folder: str | None
     ) -> None:
-        """Begin the health check that goes with a start, if the job has one. Its result is an event."""
+        """Begin the health check that accompanies a start, if the job has one. The result is reported as an event."""
         if not env.get(health_check_run.COMMAND):
             return
         self._checks = {each: check for each, check in self._checks.items() if check.running}
@@ -310,14 +310,15 @@ class ProcessSupervisor:
         self._reaper.tell(f"-{pid}\n")
 
     def _announce(self, pid: int) -> None:
-        """Announce a child from within it. If its exec fails, the parent learns its pid only from this memory."""
+        """Announce a child from within the child. If its exec fails, the parent can read the pid only from the shared
+        memory."""
         self._born[:] = pid.to_bytes(len(self._born), "little")
         self._reaper.announce(pid)
 
     # ---- states ----------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Renew the liveness timeout of each worker that is able to run, and report the others."""
+        """Renew the liveness timeout of each worker that is able to run, and report expired timeouts."""
         self._next_look = None
         now = self._loop.time()
         for worker, process in self._processes.items():
@@ -327,7 +328,7 @@ class ProcessSupervisor:
                 self._noticed(WorkerThawed(worker))
         expired = self._leases.expired(now)
         for worker, process in self._processes.items():
-            # Repeated while it lasts: a delayed message of its own may have made it look awake.
+            # Reported repeatedly, since a delayed message of the worker may have made it look awake.
             said_at = process.frozen_said_at
             again = said_at is not None and now - said_at >= self._leases.lease_s
             if worker in expired or (again and process.hindrance):
@@ -412,7 +413,8 @@ class ProcessSupervisor:
         why = ""
         if code == -signal.SIGKILL and process.overdue is None and (why := self._memory.look()):
             reason = f"{describe_exit(code)}: {why}"
-        orphan_reaper.kill_group(process.pid)  # its DataLoader workers would keep its sockets open
+        # Otherwise its DataLoader workers would keep its sockets open.
+        orphan_reaper.kill_group(process.pid)
         for pipe in list(process.pipes):
             pipe.drain()
         os.close(process.written)
@@ -435,7 +437,7 @@ class ProcessSupervisor:
             self._sink.drop(process.worker)
 
     def _reap(self) -> None:
-        """Kill the sessions of dead processes, then reap these, which frees their pids."""
+        """Kill the sessions of dead processes, then reap the processes, which frees their pids."""
         self._sweep = None
         dead, self._unreaped = self._unreaped, set()
         orphan_reaper.kill_sessions({process.pid for process in dead})
@@ -479,7 +481,8 @@ class _Process:
         written: int,
     ) -> None:
         self.worker = worker
-        self.written = written  # its end of the diagnostics pipe, open until its exit is reported
+        # The worker's end of the diagnostics pipe, open until its exit is reported.
+        self.written = written
         self.popen = popen
         self.life_lock = life_lock
         self.pid = popen.pid
@@ -488,7 +491,7 @@ class _Process:
         self.reported = False  # its exit was reported
         self.overdue: asyncio.TimerHandle | None = None
         self.stat: proc_stats.Stat | None = None  # state at the last check
-        self.hindrance = ""  # why it could not run then
+        self.hindrance = ""  # why it could not run at that check
         self.frozen_said_at: float | None = None
 
     def status(self) -> tuple[int, str]:

@@ -1,7 +1,7 @@
-"""Resource usage of each worker of this host with its whole session: processors, memory, GPUs.
+"""Resource usage of each worker of this host, including its whole session: processors, memory, GPUs.
 
 `Rates` is pure. `Gpus` queries NVML if nvidia-ml-py (extra ``gpu-usage``) and the driver are installed. In a container
-with its own pid namespace, NVML reports other pids, and the use of GPUs is unknown.
+with its own pid namespace, NVML reports different pids, so the use of GPUs is unknown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic.driver.processes.proc_stats import ProcSample
 from elastic.driver.sinks import Usage
 
 USAGE_S = 5.0  # interval between two measurements
-Gpu = tuple[float | None, int]  # share of time in which the busiest one works; bytes on all
+Gpu = tuple[float | None, int]  # share of time in which the busiest GPU works; bytes on all GPUs
 
 
 class Rates:
@@ -53,7 +53,7 @@ class Gpus:
         self._tried = False
 
     def used_by(self, pids: Collection[int]) -> dict[int, Gpu]:
-        """Return the use of GPUs by session leader. Processes without GPU are missing."""
+        """Return the use of GPUs by session leader. Processes that use no GPU are omitted."""
         if not self._tried:
             self._tried = True
             self._nvml = _started(self._nvml)
@@ -97,12 +97,13 @@ def _started(nvml: Any) -> Any:
 
 
 class UsageMeter:
-    """Usage of the workers of one host. Called by one thread at a time, as it may wait for a GPU's driver."""
+    """Usage of the workers of one host. Must be called by one thread at a time. A call may wait for the driver of a
+    GPU."""
 
     def __init__(self) -> None:
         self._rates = Rates()
         self._gpus = Gpus()
 
     def look(self, pids: Collection[int], now: float) -> dict[int, Usage]:
-        """Return the usage of each of these processes that runs. Raises OSError."""
+        """Return the usage of those of these processes that run. Raises OSError."""
         return self._rates.between(proc_stats.samples_of(pids), self._gpus.used_by(pids), now)

@@ -1,6 +1,6 @@
 """Interface between RayStarter and Ray: creates, finds, calls and kills named actors. Acts, decides nothing.
 
-All methods except `ask` may block while Ray's head does not answer: call them in a thread.
+All methods except `ask` may block while Ray's head does not answer, so call them in a thread.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-# an actor waits for log lines and for answers of its workers, all at the same time
+# an actor waits for log lines and for answers of its workers at the same time
 MAX_CALLS = 10_000
 
 
@@ -20,7 +20,7 @@ class Actors(Protocol):
     """Operations on actors. Handles are opaque; Ray's errors are passed on."""
 
     def make(self, name: str, node: str, *, detached: bool) -> Any:
-        """Create an AgentActor on this node only. Returns before it runs. Raises Taken."""
+        """Create an AgentActor on this node and no other. Returns before the actor runs. Raises Taken."""
 
     def find(self, name: str) -> Any:
         """Return the live actor of that name; None if there is none."""
@@ -32,7 +32,7 @@ class Actors(Protocol):
         """Call a method; the result is a future of its return value."""
 
     def kill(self, actor: Any) -> None:
-        """Kill an actor immediately, whether it runs, is dead, or has not started."""
+        """Kill an actor immediately, even if it has not started or is already dead."""
 
 
 class RayActors:

@@ -1,4 +1,4 @@
-"""Interface to a Ray cluster, which tests can replace, and the resources that a job requests from it."""
+"""Interface to a Ray cluster, which tests can replace, and the resources that a job requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RayUnavailable(Exception):
-    """Ray did not answer, or with an error. The text is the reason."""
+    """Ray did not answer, or answered with an error. The text is the reason."""
 
 
 class Group(NamedTuple):
@@ -98,7 +98,7 @@ class ClusterRequest:
 
 
 def prefix_of(job: str) -> str:
-    """Return the prefix of the names of a job's claims; only a number follows."""
+    """Return the prefix of the names of a job's claims. The rest of a name is a number."""
     return f"hvd-elastic:{job}:"
 
 
@@ -111,6 +111,6 @@ def numbered(groups: Iterable[Group], prefix: str) -> list[tuple[int, Group]]:
 
 
 def present(cluster: Cluster, prefix: str) -> list[tuple[int, Group]]:
-    """Return the claims that were not removed, with their numbers."""
+    """Return the claims that have not been removed, with their numbers."""
     found = numbered(cluster.claims(prefix), prefix)
     return [(number, group) for number, group in found if group.state != "REMOVED"]

@@ -1,9 +1,9 @@
 """Discovery of hosts as the nodes of a Ray cluster on which the job holds claims. No policy.
 
-Claims are placement groups: see `elastic.driver.ray.placement_groups`. A check queries the claims, then draining
-nodes, then nodes: in this order, a node that dies in between is never considered alive. A check without an answer
-changes nothing; it is logged once, and once more when Ray answers again. Calls to Ray may block for long while its
-head is away, so they run in a thread, one at a time, with a deadline.
+Claims are placement groups: see `elastic.driver.ray.placement_groups`. A check queries the claims, then draining nodes,
+then nodes: with this order, a node that dies in between is never considered alive. A check without an answer changes
+nothing; it is logged once, and once more when Ray answers again. Calls to Ray may block for long while its head is
+away, so they run in a thread, one at a time, with a deadline.
 
 Lifetime of placement groups in Ray 2.60, as tested on a cluster: with lifetime ``None`` they end with the Ray job of
 their creator, whatever happens to the actor that created them; those created by a *detached* actor end with its
@@ -63,7 +63,8 @@ def host_of(address: str, node_id: str) -> str:
 class RayDiscovery:
     """Yields ``{host: slots}`` of the placed claims, and maintains the requested number of claims.
 
-    ``job`` names the claims, by which they are found again, so no two jobs of a namespace may share it.
+    The names of claims, by which a later driver finds them, contain ``job``. It must therefore be unique in the
+    namespace.
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class RayDiscovery:
         return list(self._gpus.get(host, ()))
 
     def follow(self, need: Callable[[], ResourceDemand]) -> None:
-        """Use the driver's need at each check as the number of claims, instead of ``wanted.most``."""
+        """At each check, use the number of slots that the driver needs as the number of claims, instead of
+        ``wanted.most``."""
         self._need = need
 
     def addresses(self) -> list[str]:
@@ -210,7 +212,7 @@ class RayDiscovery:
             raise RayUnavailable(f"no response within {within_s:g} s") from None
 
     def _ask(self) -> _Look:
-        """Query Ray. Runs in a thread, so it must not change this object."""
+        """Query Ray. This runs in a thread, so it must not change this object."""
         begun = time.thread_time()
         if self._given is None:
             groups = self._cluster.claims(self._prefix)
@@ -315,7 +317,8 @@ class RayDiscovery:
     # ---- actions ---------------------------------------------------------------------------------------------------
 
     async def _act(self, action: Callable[[], None]) -> None:
-        """Create or remove claims. Actions that were not, or may not have been, carried out are decided again."""
+        """Create or remove claims. If an action was not carried out, or possibly not, the next check decides it
+        again."""
         if self._closing or not (self._decided.make or self._decided.remove):
             return
         try:

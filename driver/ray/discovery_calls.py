@@ -1,7 +1,7 @@
 """Ray calls of the discovery. Imported only if Ray is used; all calls may block.
 
-Ray has no public name for the list of draining nodes. The private one used here exists in 2.30, the oldest supported
-release, and in 2.60; if it is missing, no node is known to drain.
+Ray has no public function for the list of draining nodes. The private one used here exists in 2.30, the oldest
+supported release, and in 2.60. If it is missing, draining nodes are not recognized.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class RayCalls:
     def _is_ours(self, group: Group) -> bool:
         """Return whether a group belongs to this namespace.
 
-        Ray's table has the groups of all namespaces without naming these.
+        Ray's table contains the groups of all namespaces, but not the names of the namespaces.
         """
         if group.id not in self._ours and group.state != "REMOVED":
             with _answering():
                 try:
                     named = ray.util.get_placement_group(group.name)
-                except ValueError:  # this namespace has none of this name
+                except ValueError:  # this namespace has no group of this name
                     named = None
             self._ours[group.id] = named is not None and named.id.hex() == group.id
         return self._ours.get(group.id, False)
@@ -98,7 +98,7 @@ class RayCalls:
 def held_of(group: PlacementGroup) -> dict[int, dict[str, float]]:
     """Return the resources of each bundle that this task or actor of the group holds.
 
-    Ray has a public name only for the total of all bundles.
+    Ray has a public function only for the total of all bundles.
     """
     own: Any = ray._private.worker.global_worker
     return held(own.core_worker.resource_ids(), group.id.hex())
@@ -114,7 +114,7 @@ def remove_claims(job: str) -> int:
 
 
 def _visible() -> list[str]:
-    """Return the GPU ids of a bundle. Runs in the bundle, and briefly uses all its GPUs."""
+    """Return the GPU ids of a bundle. This function runs in the bundle and briefly reserves all its GPUs."""
     return list(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
 

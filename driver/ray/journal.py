@@ -1,21 +1,23 @@
 """Journal of a job in Ray's key-value store, and the state from which another driver resumes. Decides nothing.
 
-    journal/<job>/writers/000002                            the id of the driver that has the second turn
+    journal/<job>/writers/000002                            the ID of the driver that has the second turn
     journal/<job>/records/000002-000001-<id>/000000017      {"piece":1,"of":1}, followed by the lines of one record
 
 A record is a batch of entries, a snapshot preceded by the header, or a take-over. A large record is split into pieces
 with numbers of their own, and is valid once the last one exists. A driver writes chapters: each snapshot begins one
 (000001 is the driver's second), and the earlier ones are then removed. The first record of a driver that resumes a job
-states after which record of which chapter. Actions are omitted: a digest shows whether they are the same.
+states which record of which chapter it continues. Actions are omitted; a digest shows whether recomputed actions
+are the same.
 
 The store has no transactions, so a deposed driver is made harmless when reading, not when writing:
 
 - A turn is taken by creating a key that must not exist yet, so that each driver has its own turn, in order, and no two
-  drivers ever write the same key. Only then the new driver reads the store.
+drivers ever write the same key. The new driver reads the store only after that.
 - After writing a record, a driver checks whether the turn is still its own and the next is not taken. If so, the next
-  driver has read the record or will read it, and it may be acted upon. If not, LeadershipLost is raised.
-- Valid records are found from the end: from the last turn with a record back to a beginning. A record that was written
-  too late is harmless, and nothing before a beginning is needed, so any driver may remove both.
+driver has read the record or will read it, and the decisions in it may be carried out. If not, LeadershipLost is
+raised.
+- Valid records are found backwards, from the last turn with a record to the beginning of a chapter. Records that were
+written too late are harmless, and records before the beginning are not needed, so any driver may remove both.
 
 The store is as durable as the head of the cluster: without Redis, it is lost with that process.
 """
@@ -53,9 +55,9 @@ FORGET_S = 10.0
 
 
 class RayArchive:
-    """The journal of one job. ``lost`` is set when another driver writes it, or the store has lost it.
+    """The journal of one job. ``lost`` is set when another driver writes the journal, or when the store has lost it.
 
-    The turn is taken when the store is read: from then on, the previous driver cannot act.
+    The turn is taken when the store is read. From then on, the previous driver cannot act.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class RayArchive:
         self.lost = asyncio.Event()
 
     async def past(self) -> RecoveredJob | None:
-        """Read the job to resume; waits for Ray.
+        """Return the job to resume. Waits for Ray.
 
         Raises Invalid, and LeadershipLost if another driver has taken a turn meanwhile.
         """
@@ -82,7 +84,7 @@ class RayArchive:
         # otherwise the next driver may have removed records during the read
         await self._turn.check()
         self._chapters, self._place = sorted(chapters), None
-        # Without a turn, it was written too late by a driver of an earlier job.
+        # A record whose turn is missing was written too late by a driver of an earlier job.
         known = {name: pieces for name, pieces in chapters.items() if writer_of(name) in writers}
         try:
             found, self._place = counting(known)
@@ -115,8 +117,8 @@ class RayArchive:
     async def forget(self, within_s: float = FORGET_S) -> None:
         """Remove the journal of a job whose outcome is no longer needed.
 
-        Only its driver may be writing it; raises LeadershipLost if another driver does. Keys that cannot be removed in
-        time remain.
+        Must be called by the driver that writes the journal; raises LeadershipLost if another driver writes it. Keys
+        that cannot be removed in time remain.
         """
         try:
             await within(self._forget(), within_s)
@@ -133,13 +135,13 @@ class RayArchive:
     async def _forget(self) -> None:
         if self._turn is not None:
             await self._turn.check()
-        # Remove the turns that validate records first: half of a journal would look like a different one.
+        # Remove the turns, which validate records, first: otherwise half of a journal would look like a different one.
         await self._kv.remove(f"{self._root}writers/")
         await self._kv.remove(f"{self._root}records/")
         self._turn = None
 
     async def _take(self) -> WriterTerm:
-        """Take the next turn, even if others compete for it."""
+        """Take the next turn, even if other drivers compete for it."""
         own = uuid.uuid4().hex[:12]
         while True:
             number = max((number for number, _ in await self._writers()), default=0) + 1
@@ -189,7 +191,8 @@ class WriterTerm:
         self._log = log
 
     async def take(self) -> bool:
-        """Return whether the turn is ours, since the answer to an earlier attempt may have been lost."""
+        """Return whether this driver has the turn. An earlier attempt may have succeeded although its answer was
+        lost."""
         if await self._kv.create(self._key, self._own.encode()):
             return True
         return (await self._kv.get([self._key])).get(self._key) == self._own.encode()
@@ -213,8 +216,8 @@ class WriterTerm:
         return chapter_name(self.number, number, self._own)
 
     async def put(self, place: Place, data: bytes) -> None:
-        """Write a piece. May be repeated; `check` tells whether it is valid. Raises LeadershipLost if known to be
-        deposed.
+        """Write a piece. May be repeated; `check` shows whether the piece is valid. Raises LeadershipLost if this
+        driver is known to be deposed.
         """
         if self._lost.is_set():
             await self.check()
@@ -258,7 +261,7 @@ class RayJournal(RecordJournal[SegmentedRecord]):
         return encoded(self._header)
 
     async def _put(self, record: SegmentedRecord) -> None:
-        """Write a record piece by piece. A piece without an answer is written again, in the same place."""
+        """Write a record piece by piece. A piece that is not acknowledged is written again under the same key."""
         if not record.begun and record.begins and self._place.end:
             self._obsolete.append(self._place.chapter)
             self._chapter += 1

@@ -1,8 +1,8 @@
 """Access to Ray's key-value store with retries. Never imports ray: `kv_calls` makes the calls. Decides nothing.
 
-While Ray's head (its GCS) is away, each call waits without a limit; this is logged once, and once more when it
-returns. Ray limits the wait: it ends the processes of a cluster whose head stays away, after 60 s by default
-(``gcs_rpc_server_reconnect_timeout_s``).
+While Ray's head (its GCS) is unavailable, each call waits without a limit. This is logged once, and again when the head
+returns. Ray itself limits the wait: it ends the processes of a cluster whose head does not return, after 60 s by
+default (``gcs_rpc_server_reconnect_timeout_s``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic.driver.discovery.interface import Log
 from elastic.driver.network.blocking_calls import SequentialCalls
 from elastic.driver.ray.cluster import RayUnavailable
 
-ANSWER_S = 5.0  # limit for a call that should have timed out by itself before
+ANSWER_S = 5.0  # limit for a call that should have timed out by itself
 GRACE_S = 3.0  # silence after which it is logged
 PAUSE_S = 0.5  # maximum interval between two attempts
 
@@ -44,7 +44,7 @@ class KVStore(Protocol):
 
 
 class RetryingKV:
-    """Repeats each operation until it is answered, one after the other, outside the event loop."""
+    """Repeats each operation until Ray answers. Operations run one after the other, outside the event loop."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class RetryingKV:
     async def create(self, key: str, value: bytes) -> bool:
         """Write a value if the key does not exist.
 
-        False may also mean that an earlier attempt wrote it, and its answer was lost.
+        False can also mean that an earlier attempt wrote the value but its answer was lost.
         """
         return await self._ask(lambda: self._kv.create(key, value))
 

@@ -1,23 +1,24 @@
 """Decisions about claims: which nodes of a Ray cluster have slots, and which claims to create and remove. Pure.
 
-A claim is one placement group with one bundle: resources for one worker. The job keeps as many as it can use at most;
-pending ones cause an autoscaler to add nodes.
+A claim is one placement group with one bundle: resources for one worker. The job holds as many claims as it can use
+workers. Pending claims cause an autoscaler to add nodes.
 
     state of a claim in Ray                slot?  action
-    waiting for resources or its GPU ids   no     wait
+    waiting for resources or its GPU IDs   no     wait
     placed, on a live node                 yes
-    placed, on a draining node             no     removed, and created again at once: it will be placed elsewhere
-    placed, on a dead node                 no     kept: Ray places it elsewhere by itself
+    placed, on a draining node             no     removed and created again at once, to be placed elsewhere
+    placed, on a dead node                 no     kept; Ray places it elsewhere
     gone, though not removed here          no     created again
-    with other resources                   no     removed: an earlier job of this name has left it
-    one more than wanted                   no     removed, the youngest pending one first; kept if it has a worker
+    with other resources                   no     removed; it belonged to an earlier job of this name
+    more than wanted                       no     removed, pending ones first, then the youngest; kept with a worker
 
-The wanted number follows the driver's need, since an operator may scale the job. Claims on a host that an operator
-drains are additional, so that others are requested in their place, and no other workload is placed there.
+The wanted number is the number of slots that the driver needs, since an operator may scale the job. Claims on a host
+that an operator drains are kept in addition: replacements are requested elsewhere, and no other workload is placed on
+the host.
 
-A node that has drained never has slots again. A claim is removed repeatedly until Ray confirms it, wherever it may
-have been placed meanwhile. It may be removed before its workers have left: they are not part of it, and nothing else
-is placed on a draining node.
+A node that has drained never has slots again. The removal of a claim is repeated until Ray confirms it, even if the
+claim was placed elsewhere meanwhile. A claim may be removed before its workers have left, because they do not run in
+it, and nothing else is placed on a draining node.
 """
 
 from __future__ import annotations
@@ -51,20 +52,19 @@ class Condition(Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim, as reported by Ray. Numbers are used once; a greater one is younger."""
+    """A claim, as reported by Ray. Numbers are never reused; a claim with a larger number is younger."""
 
     number: int
     stage: ClaimStage
     node: str = ""  # if placed
-    ready: bool = True  # everything is known that a worker needs to start there
+    ready: bool = True  # all data that a worker needs to start there are known
     fits: bool = True  # it has the resources that this job requests
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of a check.
-
-    ``seats``: claims of each node in the order of its slots; nodes in order of preference.
+    """The result of a check. ``seats``: claims of each node in the order of the slots, with nodes in order of
+    preference.
     """
 
     seats: dict[str, list[int]] = field(default_factory=dict)
@@ -78,7 +78,8 @@ class Decision:
 
 
 class SlotTable:
-    """Assignment of claims to slots: existing ones keep their slot, new ones follow, the oldest first."""
+    """Assignment of claims to slots: existing claims keep their slots, and new claims get the following slots, oldest
+    first."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -95,7 +96,7 @@ class SlotTable:
     def settle(self, placed: Mapping[int, str]) -> dict[str, list[int]]:
         """Assign slots.
 
-        ``placed``: the node of each usable claim. If there are too many, claims with a slot have priority.
+        ``placed``: node of each usable claim. If there are too many claims, those that have a slot take precedence.
         """
         kept = {
             node: [number for number in numbers if placed.get(number) == node]
@@ -110,7 +111,8 @@ class SlotTable:
 
 
 class PlacementGroupPool:
-    """The claims of one job. ``ours`` False: they are bundles of a given group, never created or removed here."""
+    """The claims of one job. ``ours`` False: the claims are bundles of a given group and are never created or removed
+    here."""
 
     def __init__(self, most: int, *, ours: bool = True) -> None:
         self._most = most
@@ -119,14 +121,14 @@ class PlacementGroupPool:
         self._given_up: set[int] = set()
         self._drained: set[str] = set()
         self._next = 0
-        self._some = False  # there was a claim at the last check
-        self._used: Mapping[str, int] | None = None  # None: all may be in use
+        self._some = False  # there was a claim at the previous check
+        self._used: Mapping[str, int] | None = None  # None: all slots may be in use
         self._last = Decision()
 
     def want(self, most: int, used: Mapping[str, int], emptied: Collection[str]) -> None:
         """Set the wanted number of slots, besides those on ``emptied`` nodes.
 
-        ``used``: slots of each node up to the last with a worker, which are kept in any case.
+        ``used``: number of slots of each node up to the last one with a worker; these are always kept.
         """
         seats = self._seats.all
         self._most = most + sum(len(seats.get(node, ())) for node in emptied)
@@ -141,7 +143,7 @@ class PlacementGroupPool:
             found: every claim that Ray knows, including removed ones.
             nodes: every node that Ray knows.
 
-        An answer without any node, or without any of the earlier claims, is invalid and changes nothing.
+        An answer without nodes, or without any of the earlier claims, is considered invalid and changes nothing.
         """
         if not nodes or (self._some and not found):
             self._last = Decision(seats=self._last.seats)
@@ -190,7 +192,8 @@ class PlacementGroupPool:
         return kept[:most]
 
     def _in_use(self, claim: Claim) -> bool:
-        """Return whether a claim has a worker, or precedes one on its node, which would otherwise get another slot."""
+        """Return whether a claim has a worker, or has a lower slot than a claim with a worker, which would otherwise
+        move to another slot."""
         if self._used is None:
             return True
         seats = self._seats.all.get(claim.node, ())
@@ -207,7 +210,7 @@ class PlacementGroupPool:
         return claim.ready and claim.fits and self._lives(claim, nodes)
 
     def unready(self, found: Iterable[Claim], nodes: Mapping[str, Condition]) -> bool:
-        """Return whether a slot is missing only because its GPU ids are not known yet."""
+        """Return whether a slot is missing only because the IDs of its GPUs are not known yet."""
         return any(
             not claim.ready
             and claim.fits
@@ -260,7 +263,7 @@ def suitable(
 def held(
     resource_ids: Mapping[str, Iterable[tuple[int, float]]], group: str
 ) -> dict[int, dict[str, float]]:
-    """Return a process's resources in each bundle of its group, from Ray's resource names: CPU_group_1_<id>."""
+    """Return a process's resources in each bundle of its group, from Ray's resource names such as CPU_group_1_<id>."""
     found: dict[int, dict[str, float]] = {}
     for name, parts in resource_ids.items():
         matched = re.fullmatch(rf"(.+)_group_([0-9]+)_{group}", name)
@@ -270,7 +273,7 @@ def held(
 
 
 def part(ids: Sequence[str], slot: int, slots: int) -> Sequence[str]:
-    """Return the GPUs of a bundle for one of its slots; several slots may share one."""
+    """Return the GPUs of a bundle for one of its slots. Several slots may share a GPU."""
     if len(ids) >= slots:
         each = len(ids) // slots
         return ids[slot * each : (slot + 1) * each]
@@ -305,7 +308,7 @@ def shortage(
 ) -> str:
     """Return why a job cannot start, and what to do.
 
-    ``free``: what the nodes together have left besides placed claims.
+    ``free``: unused resources of all nodes together, besides placed claims.
     """
     one = at_least == 1
     each = show(resources)

@@ -1,4 +1,4 @@
-"""Messages about why Ray could not start an agent on a node, from Ray's error. Pure."""
+"""Messages that explain, from Ray's error, why Ray could not start an agent on a node. Pure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Starter of agents on the nodes of a Ray cluster, each held by an actor there (see `agent_actor`).
+"""Starter of agents on the nodes of a Ray cluster. Each agent belongs to an actor on its node (see `agent_actor`).
 
-Ray may take long: for an actor on a node whose death it has not noticed, or for any call while its head is away.
-Nothing here waits for Ray in the event loop, and every wait has a limit. The bootstrap with the job's secret is sent
-in a call to the actor, never in its constructor, whose arguments Ray stores.
+Ray may take long, for example to call an actor on a node whose death it has not noticed, or to answer any call while
+its head is unavailable. Nothing here waits for Ray in the event loop, and every wait has a limit. The bootstrap with
+the job's secret is sent in a call to the actor, never in its constructor, whose arguments Ray stores.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ AT_ONCE = 32
 CLOSE_S = 12.0  # seconds for an agent to kill its workers and exit
 ASK_S = 10.0  # seconds for an immediate answer
 KILL_S = 3.0
-AGAIN_S = 0.05  # seconds until a name that was taken is tried again
-UNAVAILABLE_S = 1.0  # seconds until an unreachable actor is asked again
+AGAIN_S = 0.05  # seconds until another attempt with a name that was taken
+UNAVAILABLE_S = 1.0  # seconds until an unreachable actor is called again
 
 
 def name_of(job: str, host: str) -> str:
-    """Return the name of the actor that holds the agent of this host."""
+    """Return the name of the actor that runs the agent of this host."""
     return f"{NAME}:{job}:{host}"
 
 
 class _Held:
-    """An actor of this driver, or of the previous one."""
+    """An actor of this driver or of the previous driver."""
 
     def __init__(self, host: str, *, outlives: bool) -> None:
         self.host = host
         self.outlives = outlives
         self.actor: Any = None
-        self.unwanted = False  # kill it as soon as it is created
+        self.unwanted = False  # it must be killed as soon as it is created
         self.listening: asyncio.Task[None] | None = None
-        self.ranks: list[int] = []  # ranks of its persistent workers, when last asked
+        self.ranks: list[int] = []  # ranks of its persistent workers, according to its last answer
 
 
 class RayStarter:
-    """Starts agents by actors. Create it in the event loop.
+    """Starts agents through actors. Must be created in the event loop.
 
     Args:
-        node_of: returns the node of a host, or raises KeyError.
+        node_of: called with a host; returns its node, or raises KeyError.
         call: pickled function of the workers.
-        log: takes a level and a text.
+        log: called with a level and a text.
         job: name of the job.
         detached: all agents outlive this driver, not only those whose bootstrap requests it.
         actors: operations on actors.
@@ -93,7 +93,7 @@ class RayStarter:
     # ---- interface of a starter --------------------------------------------------------------------------------------
 
     async def start(self, bootstrap: Bootstrap) -> None:
-        """Start an agent. An existing agent is ended, since no driver owns its workers."""
+        """Start an agent. An existing agent is ended, since its workers belong to no driver."""
         host = bootstrap.host
         try:
             node = self._node_of(host)
@@ -219,7 +219,7 @@ class RayStarter:
             held.listening.cancel()
 
     def _discard(self, held: _Held) -> None:
-        """Kill an actor without waiting, whether it was created yet or not."""
+        """Kill an actor without waiting, even if it has not been created yet."""
         held.unwanted = True
         if held.actor is not None:
             begun(lambda: self._actors.kill(held.actor), "ray call")
@@ -229,7 +229,7 @@ class RayStarter:
             raise StartFailed(f"no agent was started on {host}: the job is ending")
 
     async def _end(self, actor: Any, within_s: float | None = None) -> None:
-        """End an agent and its actor, within a limit."""
+        """End an agent and its actor within a time limit."""
         limit_s = self._close_s if within_s is None else min(self._close_s, within_s)
         with contextlib.suppress(Exception):
             await self._ask(actor, "end", within_s=limit_s)
@@ -249,7 +249,7 @@ class RayStarter:
             try:
                 number, lines, ended = await self._ask(held.actor, "news", number, within_s=None)
             except Exception as error:
-                if type(error).__name__ == "ActorUnavailableError":  # it may return
+                if type(error).__name__ == "ActorUnavailableError":  # the node may return
                     await asyncio.sleep(UNAVAILABLE_S)
                     continue
                 lines, ended = [], ("warning", exit_cause(held.host, str(error)))

@@ -7,12 +7,15 @@
     if timeline.on:
         timeline.begin("allreduce.loss", "NEGOTIATE_ALLREDUCE")
 
-    begin(row, name) begin a span now in a tensor's row (any string); spans of a row may be nested end(row) end the
-    innermost span of the row; no effect without one span(row, name, a_ns, b_ns) add a span with both ends, on the clock
-    of ``now_ns()`` spans(rows, name, a_ns, b_ns) add the same span in many rows: the tensors of a fused buffer
-    tick(row, rank) add an instant of negotiation: this rank is ready cycle() add CYCLE_START, if cycles are to be
-    marked during(row, name) context manager for a span; for slow operations end_all() end all spans, because their
-    world has ended. `Runtime` calls it after a loss now_ns() nanoseconds of this worker's monotonic clock
+    begin(row, name)               begin a span now in a tensor's row (any string); spans of a row may be nested
+    end(row)                       end the innermost span of the row; no effect without one
+    span(row, name, a_ns, b_ns)    add a span with both ends, on the clock of ``now_ns()``
+    spans(rows, name, a_ns, b_ns)  add the same span in many rows: the tensors of a fused buffer
+    tick(row, rank)                add an instant of negotiation: this rank is ready
+    cycle()                        add CYCLE_START, if cycles are to be marked
+    during(row, name)              context manager for a span; for slow operations
+    end_all()                      end all spans, because their world has ended. `Runtime` calls it after a loss
+    now_ns()                       nanoseconds of this worker's monotonic clock
 
 All are thread-safe; none raises or waits. ``begin`` and ``end`` of a span may be called in different threads.
 Overlapping spans of one row that are not nested are drawn incorrectly: tensors of one name in two process sets need two

@@ -22,9 +22,9 @@ class WorkerStage(enum.Enum):
     HELD = "held"  # it is in init(), which is answered once the health check of its slot has passed
     CONNECTED = "connected"  # it is in init(), or in user code before elastic.run
     READY = "ready"  # waits for a world
-    MEMBER = "member"  # part of the current world
-    RETURNED = "returned"  # its function returned; keeps its sockets until all have
-    # notified that all have returned; user code after elastic.run may still run
+    MEMBER = "member"  # member of the current world
+    RETURNED = "returned"  # its function returned; it keeps its sockets open until all functions have returned
+    # it was notified that all have returned; user code after elastic.run may still run
     FINISHED = "finished"
     DISMISSED = "dismissed"  # asked to leave, or about to die: not part of any plan
 
@@ -32,7 +32,7 @@ class WorkerStage(enum.Enum):
     __hash__ = object.__hash__
 
 
-# Stages in which others train with the worker, or are about to.
+# Stages in which other workers train with this one, or are about to.
 AT_STAKE = (WorkerStage.READY, WorkerStage.MEMBER, WorkerStage.RETURNED)
 
 
@@ -42,38 +42,38 @@ class WorkerRecord:
 
     worker: Worker
     started_at: float
-    first_place: Place  # assigned at its start
+    first_place: Place  # assigned when it starts
     stage: WorkerStage = WorkerStage.STARTING
     pid: int = 0
-    unchecked: bool = False  # the health check of its slot has not passed (yet)
-    held_until: float = 0.0  # until then, the first world waits for it while it is HELD
-    check_by: float = 0.0  # while it is HELD: without a result by then, its check has timed out
+    unchecked: bool = False  # the health check of its slot has not passed
+    held_until: float = 0.0  # time until which the first world waits for it while it is HELD
+    check_by: float = 0.0  # while it is HELD: time at which its health check has timed out
     commit: Commit | None = None
     store: Address | None = None
     layout: str = ""
-    running: bool = False  # inside elastic.run
+    running: bool = False  # it is inside elastic.run
     resumed_at: float | None = None  # its first collective completed
-    leaving: Reason | None = None  # why it leaves; None: it stays
-    unlisted: bool = False  # leaving because its host left the list, so there is no hurry
-    # Leaving because its machine will be reclaimed, with time left.
+    leaving: Reason | None = None  # reason for leaving; None: it stays
+    unlisted: bool = False  # it leaves because its host left the list, which is not urgent
+    # It leaves because its machine will be reclaimed, and there is still time.
     noticed: bool = False
-    exit_by: float | None = None  # killed if it has not exited by then
-    exit_why: Reason | None = None  # reason of that kill
-    killed_for: Reason | None = None  # why a kill was ordered; not None iff one was
-    stands_by: bool = False  # was notified that it has to wait for a place
-    rejected: str = ""  # digest of the layout that was expected of it
+    exit_by: float | None = None  # it is killed if it has not exited by this time
+    exit_why: Reason | None = None  # reason for that kill
+    killed_for: Reason | None = None  # reason for an ordered kill; None: no kill was ordered
+    stands_by: bool = False  # it was notified that it has to wait for a place
+    rejected: str = ""  # digest of the layout that it should have
     readies: int = 0  # number of its latest Ready message
-    frozen: str = ""  # how it is frozen, as its agent reports; empty: it runs
+    frozen: str = ""  # why its agent reports it as frozen; empty: it runs
     inside: str = ""  # the collective of the current generation in which it waits
-    last_inside: str = ""  # ... or waited before
+    last_inside: str = ""  # ... or the last one in which it waited
     line: str = ""  # script line at which it was last reported
     said_at: float = 0.0  # time of its last report
     gpu: list[Launches] = field(default_factory=list)  # progress of its GPU at that time
     gpu_since: float = 0.0  # time since which the GPU's progress is unchanged
-    entered: int = 0  # collectives of the current generation as of its last report
-    phase: str = ""  # phase that the user marks as long
+    entered: int = 0  # number of collectives of the current generation, from its last report
+    phase: str = ""  # phase that the script marks as long
     waits_since: float = 0.0  # time since which it is inside a collective, ready, or returned
-    moved_at: float = 0.0  # last known progress
+    moved_at: float = 0.0  # its last known progress
 
     _filed: Callable[[WorkerRecord, str], None] | None = field(default=None, repr=False)
 
@@ -89,21 +89,21 @@ class WorkerRecord:
 
     @property
     def in_plans(self) -> bool:
-        """Return whether it may be part of the next world."""
+        """Return whether the worker may be a member of the next world."""
         return self.stage not in (WorkerStage.FINISHED, WorkerStage.DISMISSED)
 
     @property
     def patient(self) -> bool:
-        """Return whether it leaves only if enough others stay."""
+        """Return whether the worker leaves only if enough others stay."""
         return self.unlisted or self.noticed
 
     @property
     def hurried(self) -> bool:
-        """Return whether it leaves regardless of how few stay."""
+        """Return whether the worker leaves even if too few stay."""
         return self.leaving is not None and not self.patient
 
     def moved(self, now: float) -> None:
-        """Record that the worker waits in no collective now; earlier suspicions do not count."""
+        """Record that the worker no longer waits in a collective, and clear earlier suspicions."""
         if self.inside:
             self.inside = ""
         self.moved_at = now
@@ -120,7 +120,7 @@ class Roster(dict[Worker, WorkerRecord]):
         # A heap that may contain outdated deadlines.
         self._exits: list[tuple[float, int, Worker]] = []
         self._filed_exits = 0
-        self.inside: dict[Worker, WorkerRecord] = {}  # members that wait in a collective
+        self.inside: dict[Worker, WorkerRecord] = {}  # members that are waiting in a collective
         self.frozen: dict[Worker, WorkerRecord] = {}  # ready or members, and not being killed
         self.hosts: dict[str, dict[Worker, WorkerRecord]] = {}
         # Ordered: finding the first item of a plain dict is slow after many removals.
@@ -189,7 +189,7 @@ class Roster(dict[Worker, WorkerRecord]):
     def overdue(self, now: float) -> list[WorkerRecord]:
         """Return the workers that should have exited, longest overdue first, and clear their deadlines.
 
-        The caller sets another deadline for each, or none.
+        The caller may set a new deadline for each.
         """
         found: dict[Worker, WorkerRecord] = {}
         while (exit_by := self.first_exit_by()) is not None and exit_by <= now:
@@ -198,22 +198,22 @@ class Roster(dict[Worker, WorkerRecord]):
         return list(found.values())
 
     def at(self, *stages: WorkerStage) -> list[WorkerRecord]:
-        """Return the workers at these stages, in the order in which they reached them."""
+        """Return the workers in these stages, in the order in which they reached them."""
         return [record for stage in stages for record in self._stages[stage].values()]
 
     def count(self, stage: WorkerStage) -> int:
-        """Return the number of workers at a stage."""
+        """Return the number of workers in a stage."""
         return len(self._stages[stage])
 
     def any_at(self, *stages: WorkerStage) -> bool:
         return any(self._stages[stage] for stage in stages)
 
     def first_at(self, *stages: WorkerStage) -> Iterator[WorkerRecord]:
-        """Iterate over the workers at these stages, in the order of `at`."""
+        """Iterate over the workers in these stages, in the order of `at`."""
         return (record for stage in stages for record in self._stages[stage].values())
 
     def staying(self) -> int:
-        """Return the number of workers that do not leave."""
+        """Return the number of workers that are not leaving."""
         here = (
             len(self)
             - len(self._stages[WorkerStage.FINISHED])

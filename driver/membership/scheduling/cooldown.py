@@ -2,7 +2,7 @@
 
 The cooldown of a slot doubles each time its worker dies, and the slot is given up after a number of failures. If a
 world that used the slot makes progress, its failures are cleared and the next one costs the shortest cooldown. A host
-is given up only by the configured limit, never because one of its workers died.
+is given up only when the configured limit of slots is reached, never because one worker died.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Slot = tuple[str, int]
 
 @dataclass
 class SlotRecord:
-    fruitless: int = 0  # consecutive incarnations whose worlds made no progress
+    fruitless: int = 0  # number of consecutive incarnations whose worlds made no progress
     ready_at: float = 0.0
     given_up: bool = False
 
@@ -31,7 +31,8 @@ class Cooldown:
     _records: dict[Slot, SlotRecord] = field(default_factory=dict)
 
     def unhealthy(self, slot: Slot, now: float) -> float:
-        """Record a failed health check, after which a slot is never given up; return the seconds until the next."""
+        """Record a failed health check, which never leads to giving up a slot; return the seconds until the next
+        check."""
         record = self._records.setdefault(slot, SlotRecord())
         record.fruitless += 1
         return self._cools(record, now)

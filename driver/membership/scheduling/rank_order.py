@@ -1,7 +1,8 @@
 """Assignment of ranks. Pure.
 
-Survivors keep their order, except that holders of the newest commit come first: rank 0 holds it, and the ranks that
-lack it are contiguous at the end. Two numbers therefore describe this to each member, however large the world is.
+Survivors keep their order, except that holders of the newest commit have the lowest ranks: rank 0 holds the commit, and
+the ranks that lack it are contiguous at the end. Each member therefore needs only two numbers to know which ranks hold
+the commit, regardless of the size of the world.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ def arrange(
     newcomers: Sequence[Worker],
     commits: Mapping[Worker, Commit | None],
 ) -> RankOrder:
-    """Arrange ``survivors`` in their old order, then ``newcomers`` in the given order; a newcomer is never a source.
-
-    If no survivor has committed, the first of the old order is the source, with ``holders`` 0.
+    """Arrange ``survivors`` in their old order, then ``newcomers`` in the given order. A newcomer is never a source. If
+    no survivor has committed, the first survivor is the source, with ``holders`` 0.
     """
     held = [c for c in (commits.get(w) for w in survivors) if c is not None]
     newest = max(held, default=None)

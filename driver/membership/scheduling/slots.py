@@ -20,8 +20,8 @@ class Slots:
 
     def __init__(self, settings: Settings) -> None:
         self.known = False  # whether discovery has returned a list
-        self.fixed = False  # whether that list cannot grow by itself
-        self.version = 0  # incremented when a slot may have become usable
+        self.fixed = False  # whether the list cannot grow by itself
+        self.version = 0  # incremented when a slot may have become free
         # Slots whose program exited with code 0 outside elastic.run.
         self.completed: set[Slot] = set()
         self.cooldown = Cooldown(
@@ -36,7 +36,7 @@ class Slots:
         self._order: dict[str, int] = {}
         self._incarnations: dict[Slot, int] = {}
         self._left: set[Slot] = set()  # slots whose worker left on request
-        self._failures: dict[Slot, int] = {}  # consecutive exits with a nonzero code
+        self._failures: dict[Slot, int] = {}  # number of consecutive exits with a nonzero code
         # Hosts that will be reclaimed: no worker is started there before this time.
         self._closed: dict[str, float] = {}
         self._drained: set[str] = set()  # hosts drained by an operator
@@ -46,9 +46,9 @@ class Slots:
         for host in self._hosts.keys() - hosts.keys():
             self.cooldown.forget_host(host)
             self._closed.pop(host, None)
-            self._drained.discard(host)  # it returns as another machine
+            self._drained.discard(host)  # if the host returns, it is another machine
             self.unhealthy = {s: why for s, why in self.unhealthy.items() if s[0] != host}
-        # Listed again or with more slots: vacated slots may be used again.
+        # The host is listed again or has more slots: vacated slots may be used again.
         grown = {host for host, count in hosts.items() if count > self._hosts.get(host, 0)}
         self._left = {slot for slot in self._left if slot[0] not in grown}
         self.known, self.fixed = True, fixed
@@ -65,18 +65,19 @@ class Slots:
 
     @property
     def started(self) -> int:
-        """Number of slots that were ever used."""
+        """Number of slots that have ever been used."""
         return len(self._incarnations)
 
     def ended(self, slot: Slot, code: int) -> None:
-        """Record that a slot's worker exited by itself. ``code``: negative for a signal, as in subprocess."""
+        """Record that a slot's worker exited by itself. ``code``: exit code; negative for a signal, as in
+        subprocess."""
         if code > 0:
             self._failures[slot] = self._failures.get(slot, 0) + 1
         else:
             self._failures.pop(slot, None)
 
     def all_fail(self) -> bool:
-        """Return whether the last worker of every slot failed. A single slot must have failed twice."""
+        """Return whether the last worker of every slot failed. If there is only one slot, it must have failed twice."""
         all_slots = len(self._failures) == len(self._incarnations)
         return all_slots and sum(self._failures.values()) > 1
 
@@ -156,7 +157,7 @@ class Slots:
         return self.cooldown.unhealthy(slot, now)
 
     def passed_check(self, slot: Slot) -> bool:
-        """Record a health check that passed; return whether the one before had failed."""
+        """Record a health check that passed; return whether the previous one had failed."""
         failed = self.unhealthy.pop(slot, None) is not None
         if failed:
             self.cooldown.clear([slot])
@@ -165,7 +166,7 @@ class Slots:
     def free(self, taken: Collection[Slot], now: float, *, short: bool) -> list[Slot]:
         """Return the slots that could get a worker now.
 
-        ``short``: include vacated slots, as there are too few workers.
+        ``short``: there are too few workers, so include vacated slots.
         """
         return [
             slot
@@ -194,7 +195,7 @@ class Slots:
         )
 
     def usable(self, taken: Collection[Slot]) -> int:
-        """Return the number of listed slots that have a worker or may get one, now or later."""
+        """Return the number of listed slots that have a worker or may get one now or later."""
         return sum(
             slot in taken or not (slot in self.completed or self.cooldown.given_up(slot))
             for slot in rank_order.slots(self._hosts)

@@ -1,4 +1,4 @@
-"""Decisions about worker processes: start them in free slots, release them, and kill those that are late. Pure.
+"""Decisions about worker processes: when to start them in free slots, release them, and kill late ones. Pure.
 
 The pool knows the current members but no phases or worlds. `membership` decides when a worker may start or has to
 leave; the pool decides how, and by which deadline.
@@ -18,8 +18,8 @@ from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
-HELD_S = 5.0  # the first world waits this long for a health check once its worker has called init()
-CHECK_SLACK_S = 10.0  # time for a result of a health check to arrive after its time limit
+HELD_S = 5.0  # how long the first world waits for a worker's health check after its init()
+CHECK_SLACK_S = 10.0  # time for the result of a health check to arrive after its time limit
 
 
 class WorkerPool:
@@ -31,9 +31,9 @@ class WorkerPool:
         self.roster = Roster()
         self.slots = Slots(settings)
         self.last_output = ""
-        self.spare = 0  # workers wanted beyond the largest world
+        self.spare = 0  # number of standbys
         self.asked: int | None = None  # size requested by an operator instead of workers_max
-        # Time since which a worker may be waiting for others to start.
+        # Time since which a worker may have been waiting for others to start.
         self._first_ready_at: float | None = None
         # State at the last check of the slots, and the time before which their state cannot change.
         self._looked_at: tuple[int, ...] | None = None
@@ -48,7 +48,8 @@ class WorkerPool:
     # ---- starting --------------------------------------------------------------------------------------------------
 
     def start(self, members: Sequence[Worker]) -> None:
-        """Fill free slots, up to the largest allowed world and the standbys. A static job starts its workers once.
+        """Start workers in free slots, up to the size of the largest world plus the standbys. A static job starts
+        workers once.
 
         While members train, the number of workers that start at a time may be limited, since many concurrent imports
         take processor time from training.
@@ -60,7 +61,7 @@ class WorkerPool:
         if members and self.settings.starting_max is not None and not self._short():
             room = self.settings.starting_max - self.roster.count(WorkerStage.STARTING)
             if room <= 0:
-                return  # checked again when one of them has called init() or exited
+                return  # checked again when one of them calls init() or exits
         # Checking every slot after each event would take too long if nothing has changed.
         most = self.workers_max + self.spare
         state = (self.roster.version, self.slots.version, self.roster.staying(), most, room)
@@ -69,8 +70,8 @@ class WorkerPool:
         self._looked_at, self._look_again_at = state, self.next_slot_at() or inf
         free = self.slots.free(self._taken(), self.actions.now, short=self._short())
         started = [self.slots.start(slot) for slot in free[: min(wanted, room)]]
-        needed = max(0, wanted - self.spare)  # workers beyond these stand by
-        order = [*members, *started]  # never rank 0, since the members train already
+        needed = max(0, wanted - self.spare)  # any workers beyond this number are standbys
+        order = [*members, *started]  # never rank 0, since the members are already training
         if not members:
             order = sorted([*self.roster, *started], key=self.slots.order)
         places = dict(zip(order, rank_order.places(order), strict=True)) if started else {}
@@ -90,7 +91,7 @@ class WorkerPool:
         record.check_by = self.actions.now + self.settings.health_check_s + CHECK_SLACK_S
 
     def welcome(self, record: WorkerRecord, members: Sequence[Worker]) -> None:
-        """Answer init(). A worker outside an existing world gets a provisional place, never rank 0."""
+        """Answer init(). A worker that is not in the current world gets a provisional place, never rank 0."""
         record.stage = WorkerStage.CONNECTED
         place = record.first_place
         if members:
@@ -105,7 +106,8 @@ class WorkerPool:
             self._first_ready_at = self.actions.now
 
     def starting(self) -> Iterator[WorkerRecord]:
-        """Yield workers that may still become ready for the first world. No worker is late while none waits."""
+        """Yield the workers that may still become ready for the first world. The deadline starts when the first worker
+        waits."""
         for record in self.roster.first_at(WorkerStage.STARTING, WorkerStage.CONNECTED):
             start_by = self._start_by(record)
             if start_by is None or self.actions.now < start_by:
@@ -236,7 +238,7 @@ class WorkerPool:
             self.actions.add(KillWorker(record.worker, reason))
 
     def _dies_within_s(self, record: WorkerRecord) -> float:
-        """Return how long to wait for the exit of a killed worker: briefly if others wait with it."""
+        """Return how long to wait for the exit of a killed worker: only briefly if other workers wait for it too."""
         return self.settings.kill_s if record.stage in AT_STAKE else self.settings.leave_s
 
     # ---- exited ----------------------------------------------------------------------------------------------------
@@ -268,7 +270,8 @@ class WorkerPool:
         self.actions.log("error", str(given_up), given_up)
 
     def all_fail(self) -> bool:
-        """Return whether all workers fail before training: the script is wrong, and a retry would fail again."""
+        """Return whether all workers fail before training, which means that the script is wrong and a retry would fail
+        too."""
         hopeful = any(each.stage is not WorkerStage.STARTING for each in self.roster.in_plans())
         return self.slots.all_fail() and not hopeful
 
@@ -279,7 +282,7 @@ class WorkerPool:
 
         Args:
             starting: workers may be started.
-            first: the first world waits for workers that have connected.
+            first: the first world waits for connected workers.
         """
         exit_by = self.roster.first_exit_by()
         if exit_by is not None:
@@ -305,7 +308,8 @@ class WorkerPool:
     def some_return(self) -> bool:
         """Return whether a slot that lacks a worker will get one soon.
 
-        Its last worker is about to exit, or it cools down. Slots of machines that will be reclaimed do not count.
+        This is the case if its last worker is about to exit, or if it cools down. Slots of machines that will be
+        reclaimed do not count.
         """
         at, soon = self.next_slot_at(), self.actions.now + self.settings.cooldown_max_s
         later = self.roster.any_at(WorkerStage.DISMISSED) or (at is not None and at <= soon)
@@ -322,10 +326,10 @@ class WorkerPool:
         return None if self._cooling[1] == inf else self._cooling[1]
 
     def overdue(self) -> list[WorkerRecord]:
-        """Kill workers that are late. Return those that cannot be killed."""
+        """Kill late workers. Return the workers that cannot be killed."""
         for record in self.roster.first_at(WorkerStage.STARTING):
             if not self.actions.expired(self._start_by(record)):
-                break  # later ones were started later
+                break  # the workers after it were started later
             if not record.killed_for:
                 late = because(ReasonKind.NO_INIT, within_s=self.settings.start_timeout_s)
                 self.fence(record, late)

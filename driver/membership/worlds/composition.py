@@ -2,9 +2,8 @@
 
 State must survive departures: the last holder of the newest commit stays until a worker that stays holds it too. A
 worker whose host left the list leaves only if enough others stay, so that a list that is empty by mistake stops no
-worker. The same applies to a worker whose machine will be reclaimed, while time is left. A worker that received
-SIGTERM leaves regardless of how few stay.
-No worker leaves before the last checkpoint of a job that stops.
+worker. The same applies to a worker whose machine will be reclaimed, as long as time is left. A worker that received
+SIGTERM leaves even if too few stay. No worker leaves before the last checkpoint of a job that stops.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from elastic.protocol.messages import Commit, Worker
 
 @dataclass(frozen=True)
 class Composition:
-    """A possible next world. ``arrangement`` has its workers; a worker in none of the lists waits as a spare."""
+    """A possible next world. ``arrangement`` contains its workers. A worker in none of the lists waits as a standby."""
 
     arrangement: RankOrder
     joining: list[WorkerRecord] = field(default_factory=list)
-    leaving: list[WorkerRecord] = field(default_factory=list)  # may leave now
-    rejected: list[WorkerRecord] = field(default_factory=list)  # the layout of their state differs
+    leaving: list[WorkerRecord] = field(default_factory=list)  # workers that may leave now
+    # Workers whose state has a different layout.
+    rejected: list[WorkerRecord] = field(default_factory=list)
     layout: str = ""
 
 
@@ -46,7 +46,7 @@ def compose(
         commits: the newest commit that each worker holds.
         workers_min: smallest size of a world.
         workers_max: largest size of a world.
-        layout: that of the last world; the layout of a holder of the newest commit takes precedence.
+        layout: layout of the last world; the layout of a holder of the newest commit takes precedence.
         all_stay: no worker may leave.
     """
     newest = max((c for s in old if (c := commits.get(s.worker)) is not None), default=None)
@@ -73,7 +73,8 @@ def compose(
 
     room = max(0, workers_max - len(kept))
     if keeper and not staying:
-        room = max(1, room)  # a worker must take over its state, even if there is room for one only
+        # Another worker must take over its state, even if there is room for only one.
+        room = max(1, room)
     joining = willing[:room]
     arrangement = arrange([s.worker for s in kept], [s.worker for s in joining], commits)
     return Composition(arrangement, joining, leaving, rejected, expected)

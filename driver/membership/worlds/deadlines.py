@@ -1,4 +1,4 @@
-"""Decisions about expired deadlines: for answers, stops, returns, or the whole next world. Pure."""
+"""Decisions about expired deadlines for answers, stops, returns, or the whole next world. Pure."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Deadlines(Part):
         self.worlds.ending_by = None if self.worlds.ending_by is None else by
 
     def _remind(self) -> None:
-        """Log which workers are awaited."""
+        """Log the workers that are awaited."""
         if self.actions.expired(self.worlds.gathering.remind_at):
             self.worlds.gathering.remind_after_s *= 2
             awaited = list(self.worlds.gathering.awaited(self.roster))

@@ -1,7 +1,7 @@
 """Decisions about a gathering: which workers it waits for, until when, and which may share a world. Pure.
 
-A world is either of ``init()``, for workers outside elastic.run, or of elastic.run. A gathering waits
-for every old member, since each becomes ready or dies; it does not wait for newcomers, which can join later.
+There are worlds of ``init()``, for workers outside elastic.run, and worlds of elastic.run. A gathering waits for every
+old member, since each becomes ready or dies. It does not wait for newcomers, which can join later.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
-NAMED = 8  # lost workers named in the reason
+NAMED = 8  # maximum number of lost workers named in the reason
 REMIND_S = 5.0  # seconds after which a gathering logs the awaited workers
-# The same while they start: a script that imports and builds a model before elastic.run is not stuck.
+# The same for starting workers: a script that imports modules and builds a model before elastic.run is not stuck.
 START_REMIND_S = 30.0
 
 
 class Kind(enum.Enum):
-    START = "start"  # init() or entering elastic.run: no worker is interrupted
+    START = "start"  # workers call init() or enter elastic.run: none is interrupted
     CHANGE = "change"  # all have stopped at an agreed check
     RECOVERY = "recovery"  # the world broke
 
@@ -40,16 +40,17 @@ class Gathering:
     late: bool = False
     # No worker holds a commit, so all start from a checkpoint or the beginning: every starting worker is awaited.
     anew: bool = False
-    # Restart from the beginning outside elastic.run: missing workers are awaited too, as none can join later.
+    # The job restarts from the beginning outside elastic.run: missing workers are awaited too, since none can join
+    # later.
     whole: bool = False
     short_by: float | None = None  # deadline while too few workers are ready and none is awaited
     said: tuple[int, int] | None = None  # last logged shortage: ready and needed workers
-    _more: int = 0  # lost workers that the reason does not name
+    _more: int = 0  # number of lost workers that the reason does not name
     # seconds after the beginning at which the awaited workers are logged next
-    remind_after_s: float = 0.0  # 0: that of the kind
+    remind_after_s: float = 0.0  # 0: that of the kind of gathering
 
     def __post_init__(self) -> None:
-        if not self.remind_after_s:  # else it is from a snapshot
+        if not self.remind_after_s:  # otherwise it was restored from a snapshot
             self._remind_as_first()
 
     @property
@@ -57,7 +58,7 @@ class Gathering:
         return self.began_at + self.remind_after_s
 
     def reminder(self, awaited: Sequence[WorkerRecord], now: float) -> str:
-        """Return the awaited workers and the deadline as a sentence."""
+        """Return a sentence with the awaited workers and the deadline."""
         names = ", ".join(str(s.worker) for s in awaited[:4])
         more = f" and {len(awaited) - 4} more" if len(awaited) > 4 else ""
         first, one = awaited[0], len(awaited) == 1
@@ -95,7 +96,7 @@ class Gathering:
         self.remind_after_s = START_REMIND_S if self.kind is Kind.START else REMIND_S
 
     def lost(self, reason: Reason) -> None:
-        """Record a lost worker, which explains a broken collective better than the worker that reported it."""
+        """Record a lost worker. Its loss explains a broken collective better than the report of another worker."""
         if not self.had_loss:
             self.had_loss, self.reason = True, reason
             return
@@ -115,7 +116,7 @@ class Gathering:
                 yield record
 
     def missing(self, roster: Roster) -> Iterator[WorkerRecord]:
-        """Return the old members that are not ready."""
+        """Return the old members that are not ready yet."""
         return roster.first_at(WorkerStage.MEMBER, WorkerStage.RETURNED)
 
 

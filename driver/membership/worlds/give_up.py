@@ -25,20 +25,20 @@ class GiveUpRules:
         self._actions = actions
         self._failures = 0  # broken worlds; planned changes do not count
         self._stuck_in: set[int] = set()  # generations since the last new commit
-        # the same for worlds whose GPUs hung with no worker to blame
+        # the same for worlds whose GPUs hung without a culprit
         self._hung_in: set[int] = set()
         self._restarts = 0  # restarts from a checkpoint since the last one was made
         self._barren = 0  # consecutive recoveries without a lost worker or a new commit
         self.script_failures = ScriptFailures()
 
     def needed(self) -> int:
-        """Return the size of the smallest world allowed now; 1 once some workers have finished."""
+        """Return the minimum size of a world now; 1 once some workers have finished."""
         if not self._settings.elastic:
             return self._settings.np
         return 1 if self._staff.roster.at(WorkerStage.FINISHED) else self._settings.workers_min
 
     def failed_again(self, reason: Reason) -> Reason | None:
-        """Count a broken world; return the reason to end the job if it reached --reset-limit."""
+        """Count a broken world; return the reason to end the job if --reset-limit is reached."""
         self._failures += 1
         limit = self._settings.reset_limit
         reached = limit is not None and self._failures > limit
@@ -71,7 +71,7 @@ class GiveUpRules:
         return None
 
     def _unless_restarted(self, gathering: Gathering, end: Reason) -> Reason | None:
-        """Return ``end``, or None if the job may restart from a checkpoint."""
+        """Return ``end``, or None if the job can restart from a checkpoint."""
         limit = self._settings.restarts
         if limit is None or gathering.anew:
             return None if gathering.anew else end
@@ -153,7 +153,8 @@ class GiveUpRules:
         return None
 
     def short(self, gathering: Gathering, have: int) -> Reason | None:
-        """Handle too few ready workers with none awaited: log the shortage, once for each number."""
+        """Handle a shortage, in which too few workers are ready and none is awaited: log it once for each number of
+        workers."""
         slots, need = self._staff.slots, self.needed()
         if not slots.known:
             return None
@@ -177,7 +178,7 @@ class GiveUpRules:
         return None
 
     def _too_few_slots(self, need: int) -> Reason | None:
-        """Return the reason for giving up if the slots of a fixed list are too few for ``need`` workers."""
+        """Return the reason for giving up if a fixed list has too few slots for ``need`` workers."""
         slots = self._staff.slots
         usable = slots.usable([record.slot for record in self._staff.roster.in_plans()])
         given_up = slots.given_up()
@@ -205,14 +206,14 @@ class GiveUpRules:
         )
 
     def spent(self) -> Reason:
-        """Return the reason for giving up because no slot can ever get a worker again."""
+        """Return the reason for giving up because no slot can get a worker again."""
         attempts, wrote = self._settings.slot_attempts, self._staff.last_output
         return self._of_healthy(
             because(ReasonKind.SLOTS_SPENT, attempts=attempts, needed=self.needed(), wrote=wrote)
         )
 
     def _of_healthy(self, end: Reason) -> Reason:
-        """Return a reason for too few workers, with the slots whose health checks fail, if any."""
+        """Return a reason for a shortage of workers, with the slots whose health checks fail, if any."""
         named = self._unhealthy()
         return because(ReasonKind.TOO_FEW_HEALTHY, cause=end, slots=named) if named else end
 

@@ -10,7 +10,7 @@ SHOWN = 10  # lines
 def difference(own: str, expected: str) -> str:
     """Return the differences between a worker's layout and the world's, in both directions.
 
-    At most SHOWN + 1 lines. A layout has one line per tensor or option, with its name first:
+    The result has at most SHOWN + 1 lines. A layout has one line per tensor or option, which begins with the name:
     ``model.0.weight float32 [10, 20]``.
     """
     only_own = _surplus(own, expected)

@@ -1,7 +1,7 @@
-"""Selection of the standbys for the next world: those that answer a probe when a gathering begins. Pure.
+"""Selection of standbys for the next world, which must answer a probe when a gathering begins. Pure.
 
-A standby may wait for hours, and its agent checks four times a second whether it can run. If one that was stopped a
-moment ago were included, the new world would wait for it.
+A standby may wait for hours, and its agent checks only four times a second whether it can run. If the world included a
+standby that was stopped a moment ago, all members would wait for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class LivenessProbes:
 
     # probed in this gathering, without an answer yet
     asked: set[Worker] = field(default_factory=set)
-    silent: set[Worker] = field(default_factory=set)  # did not answer in time, and has not since
+    # Did not answer in time, and has not answered since.
+    silent: set[Worker] = field(default_factory=set)
     by: float | None = None  # not None iff all others are ready and an answer is awaited
 
     def ask(self, standbys: Sequence[Worker]) -> None:
@@ -28,7 +29,7 @@ class LivenessProbes:
         self.asked, self.by = set(standbys), None
 
     def wait_for_others(self) -> None:
-        """Record that other workers are awaited again: the time for an answer has not begun."""
+        """Record that other workers are awaited again, which resets the time for answers."""
         self.by = None
 
     def heard(self, worker: Worker) -> None:
@@ -37,7 +38,7 @@ class LivenessProbes:
         self.silent.discard(worker)
 
     def awaited(self, now: float) -> bool:
-        """Return whether to wait for an answer once all others are ready. Standbys that are late become silent."""
+        """Return whether to wait for an answer once all others are ready. Late standbys are marked as silent."""
         if self.by is None and self.asked:
             self.by = now + ANSWER_S
         if self.by is not None and (now >= self.by or not self.asked):

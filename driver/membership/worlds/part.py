@@ -6,7 +6,7 @@ from elastic.driver.membership.worlds.worlds import Worlds
 
 
 class Part:
-    """One part of a membership. It uses other parts only if they are passed to it, by their public names."""
+    """One part of a membership. It uses only the public names of the parts that are passed to it."""
 
     def __init__(self, worlds: Worlds) -> None:
         self.worlds = worlds

@@ -1,7 +1,7 @@
 """Decisions about planned changes: when one begins, and at which check all members stop. Pure.
 
-Every member answers with its number of checks and is held at the next one. No member has passed the largest answer
-plus one, so the members behind continue to that check, and all stop at the same point.
+Every member answers with its number of checks and waits at the next check. No member has passed the check after the
+largest answer, so all members continue to that check and stop at the same point.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PlannedChange:
 
     settings: Settings
     number: int = 0
-    by: float | None = None  # deadline for all answers; then for all to have stopped
+    by: float | None = None  # deadline for all answers, then for all stops
     check: int = 0  # check at which all stop
     not_before: float = 0.0
     silent: set[Worker] = field(default_factory=set)  # members that have not answered yet
@@ -31,7 +31,8 @@ class PlannedChange:
     _settle_by: float | None = None
 
     def wanted(self, now: float, *, more_coming: bool) -> float | None:
-        """Decide about a request to join or leave. None: start a change; otherwise the time of the next decision."""
+        """Decide about a request to join or leave. Return None to start a change, otherwise the time of the next
+        decision."""
         if now < self.not_before:
             return self.not_before
         if more_coming:
@@ -58,7 +59,7 @@ class PlannedChange:
         self.silent.discard(worker)
 
     def stop(self, now: float) -> int:
-        """Return the check at which all stop, once all have answered."""
+        """Return the check at which all members stop, once all have answered."""
         self.check = max(self._answers.values()) + 1
         self.by = now + self.settings.elastic_timeout_s
         return self.check
@@ -71,5 +72,5 @@ class PlannedChange:
         self.by = None
 
     def put_off(self, now: float) -> None:
-        """Postpone after a failed attempt: do not interrupt the members for a while."""
+        """Postpone the change after a failed attempt, so that the members are not interrupted for a while."""
         self.not_before = now + 2 * self.settings.prepare_s

@@ -1,14 +1,16 @@
 """Attribution of a failure to one worker or to the script. Pure.
 
 `RootCauseSearch`: in a job that cannot recover, survivors may report a failure before the exit of the lost worker is
-known. A report therefore waits briefly for an exit, and the first worker to exit without having reported is the cause.
+known. The search therefore waits briefly for an exit, and the first worker that exits without having reported a failure
+is the cause.
 
 `Mismatches`: ranks that call different collectives return to the last commit, in case a fault or chance caused this. If
-the next world breaks in the same calls, the script is wrong.
+the next world breaks in the same calls, the script is at fault.
 
-`Exceptions`: an exception that one worker raised concerns that worker, and the others continue. If it occurs again at
-the same commit, it is the script's and would recur forever. Exceptions reported as caused by hardware are excluded,
-since one fault of a host's fabric affects all its GPUs; their slots cool down as after any other loss.
+`Exceptions`: an exception that one worker raised affects that worker only, and the others continue. If it occurs again
+at the same commit, the script is at fault, and the exception would recur forever. Exceptions reported as caused by
+hardware are excluded, since one fault of a host's fabric affects all its GPUs; their slots cool down as after any other
+loss.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class RootCauseSearch:
     latest: float
     verdict: Reason | None
     reporters: set[Worker] = field(default_factory=set)
-    root_cause: Worker | None = None  # if known; the search waits for its exit code
+    root_cause: Worker | None = None  # None if unknown; the search waits for its exit code
 
     def name_root_cause(self, worker: Worker, verdict: Reason) -> None:
         """Record a worker whose own exception explains the failure. The first one counts."""
@@ -58,9 +60,10 @@ class RootCauseSearch:
             self.root_cause, self.verdict = worker, verdict
 
     def settled(self, members: Iterable[Worker]) -> bool:
-        """Return whether a new world makes the search obsolete: it has all reporters, and no root cause is known.
+        """Return whether a new world makes the search obsolete, because all workers that reported are in it and no root
+        cause is known.
 
-        The script has then recovered by its own retry loop that calls init() again.
+        In this case the script has recovered by its own retry loop, which calls init() again.
         """
         return self.root_cause is None and self.reporters <= set(members)
 
@@ -86,7 +89,7 @@ class Mismatches:
     _calls: frozenset[tuple[str, str]] = frozenset()  # name and line
 
     def repeats(self, generation: int, calls: Iterable[Called]) -> bool:
-        """Return whether the previous world broke for the same calls, and record these.
+        """Return whether the previous world broke in the same calls, and record the calls.
 
         A rank that did not receive the other ranks' calls has reported only its own.
         """
@@ -98,7 +101,7 @@ class Mismatches:
 
 _BEGINNING = Commit(
     0, 0
-)  # common to all worlds without a commit and with the same checkpoint or none
+)  # common to all worlds that have no commit and start from the same checkpoint, or from none
 # Addresses, indices and similar numbers differ between ranks.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -117,7 +120,7 @@ class Exceptions:
             del self._began_with[old]
 
     def checkpoint_made(self) -> None:
-        """Record a new checkpoint: earlier exceptions at the start no longer count as repeated after a restart."""
+        """Record a new checkpoint: after a restart from it, earlier exceptions do not count as repeated."""
         self._raised = [each for each in self._raised if each[2] != _BEGINNING]
 
     def _first_name(self, commit: Commit) -> Commit:

@@ -1,4 +1,4 @@
-"""Records of workers that are missing because their scripts failed, and of states that differ permanently. Pure.
+"""Records of workers that are missing because their scripts failed, and of workers whose state always differs. Pure.
 
 A kill, the loss of a machine, or a lost driver does not count as a failure of the script.
 """
@@ -25,18 +25,19 @@ class ScriptFailures:
     _unexplained: dict[Slot, int] = field(default_factory=dict)  # exit code of its last worker
     # Rejected members and the digests of their layouts.
     _turned_away: dict[Slot, tuple[Worker, str]] = field(default_factory=dict)
-    # The last of them, with the generation that it was a member of.
+    # The last rejected member, with the generation in which it was a member.
     _last_turned_away: tuple[Worker, int] | None = None
 
     def failed(self, slot: Slot, reason: Reason) -> None:
-        """Record a failed script: it raised, called sys.exit, or has another state than the world."""
+        """Record a failed script: it raised an exception, called sys.exit, or has a state that differs from the
+        world's."""
         self._of[slot] = reason
 
     def exited(self, slot: Slot, code: int, cause: ExitCause, reason: Reason) -> None:
         """Record an exit with a nonzero code that the worker did not report before it exited.
 
-        An uncaught exception is the script's. An unexplained code is only if the slot's worker before it, too, exited
-        with it. A lost peer or driver never is.
+        An uncaught exception counts as a failure of the script. An unexplained exit code counts only if the slot's
+        previous worker exited with the same code. The loss of a peer or of the driver never counts.
         """
         unexplained = cause is ExitCause.UNKNOWN
         again = unexplained and self._unexplained.pop(slot, None) == code
@@ -58,16 +59,16 @@ class ScriptFailures:
             self.lost((worker.host, worker.slot))
 
     def lacking(self, returned: int) -> list[Reason]:
-        """Return why fewer workers returned than the job began with; empty if no script is to blame."""
+        """Return why fewer workers returned than started; empty if no script is to blame."""
         return [*self._of.values()] if returned < self.began else []
 
     def repeats(self, worker: Worker, layout: str, *, member_of: int | None) -> Worker | None:
-        """Return the member before this worker in its slot, if both were rejected for the same layout.
+        """Return the previous member in this worker's slot, if both were rejected for the same layout.
 
         Args:
             worker: the rejected worker.
             layout: the digest of its layout.
-            member_of: the generation that it was a member of, or None.
+            member_of: the generation in which it was a member, or None.
         """
         slot = (worker.host, worker.slot)
         if member_of is not None:

@@ -1,7 +1,7 @@
 """Decisions about the end of a job that is requested to stop. Deterministic.
 
-It ends immediately or, if the request leaves time for it and the job makes checkpoints, once a last one is durable.
-Until then the world changes only when workers are lost, and a second request ends the job.
+The job ends immediately or, if the request leaves time and the job makes checkpoints, once a last checkpoint is
+durable. Until then the world changes only when workers are lost, and a second request ends the job.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Stop(Part):
         super().__init__(worlds)
         self._request: StopRequested | None = None
         self._by: float | None = None
-        self._asked_in: int | None = None  # generation that was asked
+        self._asked_in: int | None = None  # generation that received the request
         self._trained_to: Commit | None = None  # commit last reported by rank 0
-        # older ones were already being written when the request arrived
+        # writing of older checkpoints had begun before the request
         self._least: Commit | None = None
         self._newest: Commit | None = None  # newest durable commit
 
     def heard(self, event: Event) -> None:
-        """Observe an event that other parts also handle."""
+        """Note an event that other parts handle."""
         match event:
             case WorkerPaced(worker, commit=commit) if commit is not None:
                 if self.worlds.members and worker == self.worlds.members[0]:
@@ -46,7 +46,7 @@ class Stop(Part):
                 if self._request is not None and self._is_last(commit):
                     self._end(made=True)
             case WorkerReconnected(worker) if worker in self.worlds.members[:1]:
-                self._asked_in = None  # the previous driver may not have asked
+                self._asked_in = None  # the previous driver may not have sent the request
             case _:
                 pass
 
@@ -81,9 +81,9 @@ class Stop(Part):
             yield self._by
 
     def _is_last(self, commit: Commit) -> bool:
-        """Return whether a checkpoint was requested by this stop.
+        """Return whether a checkpoint was written because of this stop.
 
-        A checkpoint of an earlier world, or older than the last report of rank 0, was already being written before.
+        The writing of a checkpoint of an earlier world, or one older than the last report of rank 0, had already begun.
         """
         at = (commit.generation, commit.number)
         least = (0, 0) if self._least is None else (self._least.generation, self._least.number)

@@ -1,4 +1,4 @@
-"""The last published world, the reports of its members, and the decision which of two replicas is wrong. Pure."""
+"""The last published world, the reports of its members, and the decision about which of two replicas is wrong. Pure."""
 
 from __future__ import annotations
 
@@ -71,9 +71,8 @@ class World:
         )
 
     def digested(self, event: WorkerDigested, roster: Roster) -> tuple[Worker, Worker] | None:
-        """Compare a digest with the first one of the same commit, which must be equal.
-
-        Return the wrong worker and the right one if they differ, otherwise None.
+        """Compare a digest with the first one of the same commit. If they differ, return the wrong worker and the right
+        one, otherwise None.
         """
         first = self._digests.setdefault(event.commit, (event.worker, event.digest))
         while len(self._digests) > DIGESTS:
@@ -84,13 +83,13 @@ class World:
         if other is None or other.killed_for or other.stage is WorkerStage.DISMISSED:
             self._digests[event.commit] = (event.worker, event.digest)  # it is already leaving
             return None
-        # The copy of the lower rank is the one that was sent to others.
+        # The copy of the lower rank was sent to the others.
         right, wrong = sorted((first[0], event.worker), key=lambda w: self.places[w].rank)
         return wrong, right
 
 
 def _divided(reports: Sequence[WorkerResumed]) -> ShardsDivided | None:
-    """Return the division of a sharded state, as all members have reported it."""
+    """Return the division of a sharded state, which all members have reported."""
     parts = [(report.worker.host, report.shards) for report in reports if report.shards is not None]
     if len(parts) < len(reports):
         return None

@@ -1,8 +1,8 @@
-"""Transitions between phases: worlds begin, are interrupted, broken or finished, and the job ends. Deterministic.
+"""Transitions between phases: worlds begin, are interrupted, break or finish, and the job ends. Deterministic.
 
 `membership`, which has the diagram, maps events to these transitions. Larger decisions are in their own modules:
-`gathering` for the workers to wait for, `composition` for the next world, `planned_change` for when and where to
-interrupt a healthy one, `give_up` for ending the job.
+`gathering` decides which workers to wait for, `composition` the next world, `planned_change` when and where to
+interrupt a healthy world, and `give_up` whether to end the job.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ NO_INIT = (
 
 
 class Phase(enum.Enum):
-    # waiting for expected workers, and for enough; a world of init() may still be in use
+    # waiting for expected workers, and for enough of them; a world of init() may still be in use
     GATHERING = "gathering"
     TRAINING = "training"
     PREPARING = "preparing"  # a planned change: waiting for every member's number of checks
-    STOPPING = "stopping"  # members know where to stop: waiting for all to get there
+    STOPPING = "stopping"  # members know where to stop: waiting for all to stop
     ENDING = "ending"  # some have returned
     DONE = "done"
 
 
 class JobFinished(Exception):
-    """The outcome is decided. Unwinds to `handle`, so that no action can follow EndJob."""
+    """Raised once the outcome is decided. It unwinds to `handle`, so that no action can follow EndJob."""
 
 
 class Worlds:
@@ -66,7 +66,7 @@ class Worlds:
         self.signs = LivenessProbes()
         self.trained = False  # a worker has entered elastic.run
         self.stopping = False  # a stop was requested, and the last checkpoint is pending
-        self.all_go = False  # every member's machine will be reclaimed
+        self.all_go = False  # the machines of all members will be reclaimed
         self.root_cause_search: RootCauseSearch | None = None
         self.completed: list[str] = []  # workers that exited with code 0 outside elastic.run
         self._cause_at = 0.0  # time when the cause of the current gathering was noticed
@@ -130,8 +130,8 @@ class Worlds:
             self.staff.hold(record)
             return
         if self.members and not self.trained and not self.live():
-            # All members are gone before any entered elastic.run. As a newcomer of the old world, the worker would
-            # train alone: the next world is a first one.
+            # All members were lost before any entered elastic.run. As a newcomer to the old world, the worker would
+            # train alone, so the next world is treated as the first one.
             self.world = World(self.generation)
         self.staff.welcome(record, self.members)
 
@@ -216,7 +216,7 @@ class Worlds:
         if self.root_cause_search is not None and self.root_cause_search.settled(arranged.order):
             self.root_cause_search = None
         if gathering.kind is Kind.CHANGE and set(before.members) == set(arranged.order):
-            self.change.put_off(self.now)  # a needless interruption: do not repeat it soon
+            self.change.put_off(self.now)  # the interruption was unnecessary: do not repeat it soon
         # A worker that is too late for this world joins as a newcomer: from init(), or when it enters elastic.run.
         for record in self.roster.at(WorkerStage.MEMBER, WorkerStage.RETURNED):
             record.stage = WorkerStage.CONNECTED
@@ -236,7 +236,7 @@ class Worlds:
             holders=arranged.holders,
             commit=arranged.commit,
             reason=reason,
-            # The script may not reach another commit, since the workers of its data loader may not start in time.
+            # The script may not reach another commit, because the workers of its data loader may not start in time.
             checkpoint=(
                 self.settings.durable
                 and (self.stopping or self.all_go)
@@ -355,12 +355,12 @@ class Worlds:
         self.actions.add(events.FinishWorld(self.generation, [s.worker for s in returned]))
 
     def one_returned(self, record: WorkerRecord) -> None:
-        """Handle a returned member: the others get a deadline for returning too."""
+        """Handle a member that returned: set a deadline for the others to return."""
         returned = because(ReasonKind.RETURNED, worker=str(record.worker))
         if self.phase in (Phase.PREPARING, Phase.STOPPING):
             self.call_off(returned)
         if self.phase is Phase.TRAINING or (
-            # the first ones were already released
+            # the first members were already released
             self.phase is Phase.ENDING and self.ending_by is None
         ):
             self.phase = Phase.ENDING
@@ -369,7 +369,7 @@ class Worlds:
     # ---- losing members ------------------------------------------------------------------------------
 
     def lose(self, record: WorkerRecord, reason: Reason) -> None:
-        """Handle a lost member: the world is over for the others."""
+        """Handle a lost member, which ends the world for the others."""
         if record.worker not in self.world.places:
             return
         if self.phase is Phase.GATHERING:

@@ -1,4 +1,4 @@
-"""Updates the page of a running job, and serves it if requested. Acts; `page_model` decides.
+"""Updates the page of a running job, and serves it if requested. Acts; `page_model` makes the decisions.
 
 Events arrive in the event loop's thread; log lines may come from any thread.
 """
@@ -44,7 +44,7 @@ class LivePage:
 
         Args:
             server: None to update the model without serving it.
-            line: receives the state as one line at regular intervals; at the end the empty string.
+            line: called at regular intervals with the state as one line, and at the end with the empty string.
         """
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -62,7 +62,7 @@ class LivePage:
         return self.model.full(time.time())
 
     def members(self) -> list[Worker]:
-        """Return the members of the current world that run, in rank order."""
+        """Return the running members of the current world in rank order."""
         view = self.model.view
         return [worker for worker in view.ranks if worker in view.workers]
 
@@ -79,7 +79,7 @@ class LivePage:
         return None
 
     def stack_of(self, worker: Worker) -> str:
-        """Return the last stacks that a worker wrote."""
+        """Return the stacks that a worker wrote last."""
         row = self.model.state.tables["stacks"].get(slot_of(worker))
         return row["text"] if row is not None else ""
 
@@ -104,7 +104,7 @@ class LivePage:
         self._in_loop(level, "", text.splitlines() or [""])
 
     def printed(self, worker: Worker, label: str, stream: Stream, pieces: Sequence[bytes]) -> None:
-        """Add lines of a worker's output. ``who``: the name of the worker that precedes them."""
+        """Add lines of a worker's output. ``who``: the name of the worker, which is shown before them."""
         if stream == "usage":
             for piece in pieces:
                 self.model.uses(worker, msgspec.json.decode(piece, type=Usage), time.time())

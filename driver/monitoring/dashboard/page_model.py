@@ -50,8 +50,8 @@ STACKS = 8  # workers whose stacks are kept
 STACK_LIMIT = 16_000  # characters of the stacks of one worker
 STACK_S = 5.0  # stderr within this time after a request may contain stacks
 SLOW_S = 1.0  # minimum interval between two walks over all workers ...
-SLOW_EACH_S = 0.002  # ... plus this much for each worker
-REPORTED_S = 60.0  # a rank that has reported nothing for this long is replaced by the next
+SLOW_EACH_S = 0.002  # ... plus this time for each worker
+REPORTED_S = 60.0  # a rank that has not reported for this long is replaced by the next one
 
 
 class PageModel(ViewReader):
@@ -144,7 +144,7 @@ class PageModel(ViewReader):
         self._published()
 
     def report(self, rank: int, metrics: Mapping[str, Any], now: float) -> None:
-        """Record values that a worker reported; only numbers of the outermost dict are shown."""
+        """Record values that a worker reported. Only numbers in the outermost dict are shown."""
         self._at(now)
         table = self.state.tables["reported"]
         for name, value in metrics.items():
@@ -177,7 +177,7 @@ class PageModel(ViewReader):
         self.state.add("log", [now, level, source, shown])
 
     def has_room(self, now: float) -> bool:
-        """Return whether another line of this second is kept."""
+        """Return whether another log line is kept in this second."""
         if now - self._second < 1.0:
             return self._lines < LINES
         if self._left_out:
@@ -191,7 +191,7 @@ class PageModel(ViewReader):
         self._left_out += count
 
     def expect_stack(self, worker: Worker, why: str, now: float, *, asked: bool = False) -> None:
-        """Expect the stacks of a worker that was requested to write them. ``asked``: by an operator."""
+        """Expect the stacks of a worker after a request. ``asked``: the request came from an operator."""
         table = self.state.tables["stacks"]
         while len(table) >= STACKS:
             self.state.row("stacks", min(table, key=lambda key: table[key]["at"]), None)
@@ -200,11 +200,11 @@ class PageModel(ViewReader):
         self.state.row("stacks", slot_of(worker), {"at": now, "why": why, "text": ""})
 
     def expects_stack(self, worker: Worker) -> bool:
-        """Return whether stderr of a worker may contain its stacks now."""
+        """Return whether a worker's stderr may contain its stacks now."""
         return worker in self._expects_stack
 
     def was_asked(self, worker: Worker) -> bool:
-        """Return whether an operator requested its last stacks."""
+        """Return whether an operator requested the worker's last stacks."""
         return worker in self._asked
 
     def stderr(self, worker: Worker, text: str, now: float) -> None:
@@ -237,7 +237,7 @@ class PageModel(ViewReader):
         return self.state.patch(now)
 
     def full(self, now: float) -> Patch:
-        """Return the whole state. Call `patch` first: pending changes are included here too."""
+        """Return the whole state. Call `patch` before, since pending changes are part of the state."""
         self._look_at_all(now)
         return self.state.full(now)
 
@@ -293,7 +293,7 @@ class PageModel(ViewReader):
             self.state.set("unhealthy", shown)
 
     def _requested(self, event: events.Event) -> None:
-        """Show an operator's request that is carried out."""
+        """Show an operator's request that is being carried out."""
         match event:
             case events.ScaleRequested(_, workers):
                 self._job(most=workers)
@@ -352,7 +352,7 @@ class PageModel(ViewReader):
             self._job(began=now)
 
     def _look_at_all(self, now: float) -> None:
-        """Update values derived from all workers, at intervals, since times change even without events."""
+        """Update the values that depend on all workers. Called at intervals, since times change even without events."""
         self.now = now
         soon = now - self._looked_at < SLOW_S + SLOW_EACH_S * len(self._grid)
         if soon and self.spent.stalls.count == self._stalls_told and not self.spent.over:
@@ -446,7 +446,7 @@ class PageModel(ViewReader):
 
 
 def _describe_action(action: events.Action) -> tuple[str, str, str] | None:
-    """Describe a decision: the action, its object and the reason."""
+    """Return the description of a decision: action, target and reason."""
     match action:
         case events.StartWorker(worker, _, reason):
             return "start", str(worker), str(reason)

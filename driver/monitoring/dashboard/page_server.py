@@ -4,8 +4,8 @@
     GET /events   server-sent events: the whole state first, then each patch, until the viewer disconnects
 
 A patch is encoded once for all viewers, in the next turn of the loop or FLUSH_S after the previous one. A viewer is
-disconnected when BACKLOG bytes are pending for it, and unauthenticated clients use at most VISITORS connections for
-VISIT_S seconds each. `http_requests` decides which requests are answered.
+disconnected when more than BACKLOG bytes are pending for it. Unauthenticated clients may use at most VISITORS
+connections, for VISIT_S seconds each. `http_requests` decides which requests are answered.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PageServer:
         self._wake(IDLE_S)
 
     def changed(self) -> None:
-        """Schedule a patch, since the model may have changed."""
+        """Schedule a patch after a possible change of the model."""
         if self._loop is not None and self._viewers and self.model.changed:
             self._wake(max(0.0, self._flushed_at + FLUSH_S - self._loop.time()))
 
@@ -98,7 +98,7 @@ class PageServer:
 
     def came(self, visit: PageVisit) -> None:
         if len(self._visitors) >= VISITORS:
-            # the one that has been without a request for longest
+            # the connection that has waited longest for a request
             next(iter(self._visitors)).abort()
         self._visitors[visit] = None
 
@@ -195,7 +195,7 @@ class PageVisit(asyncio.Protocol):
         self._transport.write(_head("200 OK", "text/event-stream", "default-src 'none'"))
 
     def send(self, data: bytes) -> None:
-        """Send data, or drop a viewer that is too far behind."""
+        """Send data, or disconnect a viewer that is too far behind."""
         if self._over or self._transport.is_closing():
             return
         if self._transport.get_write_buffer_size() > BACKLOG:
@@ -206,7 +206,7 @@ class PageVisit(asyncio.Protocol):
     def end(self) -> None:
         """Close after all data were sent."""
         if self._deadline is None or self._deadline.cancelled():
-            # A viewer, or the end of a job: VISIT_S to read the remaining data.
+            # A viewer, or any client at the end of a job, has VISIT_S to read the remaining data.
             loop = asyncio.get_running_loop()
             self._deadline = loop.call_later(VISIT_S, self.abort)
         with contextlib.suppress(OSError):

@@ -58,7 +58,7 @@ Patch = dict[str, Any]
 TAILS = {
     "world": 1000,
     "speed": 1000,
-    "metrics": 8000,  # all names together
+    "metrics": 8000,  # number of points, over all names
     "stalls": 200,
     "recoveries": 200,
     "decisions": 200,
@@ -90,7 +90,7 @@ class PageState:
             "reported": {},
         }
         self.series: dict[str, deque[Any]] = {n: deque(maxlen=tail) for n, tail in TAILS.items()}
-        self.counts: dict[str, int] = dict.fromkeys(TAILS, 0)  # all items ever added
+        self.counts: dict[str, int] = dict.fromkeys(TAILS, 0)  # number of items ever added
         self._pending = Pending()
 
     @property
@@ -117,11 +117,11 @@ class PageState:
         self.counts[name] += 1
         items = self._pending.add.setdefault(name, [])
         items.append(item)
-        if len(items) > 2 * TAILS[name]:  # no patch was requested for long
+        if len(items) > 2 * TAILS[name]:  # no patch was requested for a long time
             del items[: TAILS[name]]
 
     def since(self, name: str, after: int) -> tuple[int, list[Any]]:
-        """Return the number of the last item of a series, and the retained items after number ``after``."""
+        """Return the number of the last item of a series, and the stored items after number ``after``."""
         last = self.counts[name]
         wanted = max(0, last - max(0, after))
         return last, list(self.series[name])[-wanted:] if wanted else []
@@ -140,7 +140,7 @@ class PageState:
         }
 
     def full(self, now: float) -> Patch:
-        """Return the whole state. Call `patch` first: pending changes are included here too."""
+        """Return the whole state. Call `patch` before, since pending changes are part of the state."""
         return {
             "now": now,
             "set": self.values,

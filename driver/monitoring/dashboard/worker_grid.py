@@ -41,16 +41,16 @@ _STATES = {
     Stage.KILLED: "lost",
 }
 NOTE = 500  # characters of a note
-HELD_UP = 8  # workers listed that others wait for
-AWAITED = 4  # stalled ranks named for each worker that waits
-MUCH = 0.05  # share of time: a worker that waits this much less than the others is listed
+HELD_UP = 8  # maximum number of listed workers that others wait for
+AWAITED = 4  # maximum number of stalled ranks named for each waiting worker
+MUCH = 0.05  # difference of shares of time: a worker that waits this much less than the others is listed
 
 
 @dataclass
 class Cell:
     """One slot and its latest worker."""
 
-    key: str  # of its row
+    key: str  # note in its row
     worker: Worker
     process: WorkerView
     state: str
@@ -137,7 +137,8 @@ class WorkerGrid:
         cell.state, cell.note = state, note
 
     def change(self, worker: Worker, **fields: Any) -> None:
-        """Set fields of a worker's cell. A change of the share alone is not shown, since it changes often."""
+        """Set fields of a worker's cell. If only the share changes, the row is not updated, since the share changes
+        often."""
         cell = self._of(worker)
         if cell is None:
             return
@@ -152,7 +153,7 @@ class WorkerGrid:
         self._exited(event.worker, why, now, succeeded=event.code == 0)
 
     def lost(self, now: float, why: str) -> None:
-        """Show the processes that exited while their host was away."""
+        """Show the processes that exited while their host was unreachable."""
         for worker in self._view.exited:
             self._exited(worker, why, now)
 
@@ -174,7 +175,7 @@ class WorkerGrid:
         for worker in self._view.before.keys() - self._view.ranks.keys():
             cell = self._of(worker)
             if cell is not None:
-                self._show(cell)  # without its rank, even if it has exited
+                self._show(cell)  # remove its rank, even if it has exited
         self._forget_exited()
 
     # ---- hosts
@@ -242,7 +243,7 @@ class WorkerGrid:
     def slowest(self) -> dict[str, Any] | None:
         """Return the member whose own part of a step is longest; see `page_state`.
 
-        None: fewer than two have reported.
+        None: fewer than two members have reported.
         """
         cells = [cell for cell in self._cells.values() if cell.worker in self._view.ranks]
         ranks = self._view.ranks
@@ -295,7 +296,7 @@ def _state(process: WorkerView) -> tuple[str, str]:
 
 
 def _slow(members: Sequence[Cell], ranks: Mapping[Worker, int]) -> list[dict[str, Any]]:
-    """Return the workers that wait less than the others, from their reports on the last half minute."""
+    """Return the workers that wait less than the others, according to their reports over the last half minute."""
     shares = sorted(cell.share for cell in members if cell.share is not None)
     if len(shares) < 2:
         return []

@@ -1,7 +1,7 @@
 """Causes of lost workers as values: why and when a worker was lost. Pure.
 
-Most causes are the driver's own kinds: an event, or the reason of a fence. Output of scripts and libraries is foreign
-text and needs parsing: exceptions are identified by class name, and by the kernel's error number.
+Most causes follow from the driver's own data: an event, or the reason for a fence. The output of scripts and libraries
+has to be parsed: exceptions are identified by their class name and by the kernel's error number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic.protocol.messages import Worker
 class Cause(enum.Enum):
     """The cause of a lost worker."""
 
-    EXCEPTION = "exception"  # the script raised it
+    EXCEPTION = "exception"  # an exception of the script
     MISMATCH = "mismatch"  # the ranks submitted incompatible tensors
     STATE_MISMATCH = "state mismatch"  # its model or optimizer differs from that of the others
     MISSING_MODULE = "missing module"
@@ -37,16 +37,16 @@ class Cause(enum.Enum):
     CUT_OFF = "cut off"
     STUCK = "stuck"
     GPU_HANGS = "gpu hangs"
-    DAMAGED = "damaged"  # bits of its memory or its parameters changed
+    DAMAGED = "damaged"  # bits in its memory or its parameters changed
     TOO_SLOW = "too slow"  # too slow to call init(), to become ready, or to leave
     DISCONNECTED = "disconnected"
     HOST_LOST = "host lost"
     LOST_PEER = "lost peer"  # caused by the loss of another worker
     SHARDS_LOST = "shards lost"  # caused by the loss of all holders of some shards
-    SPOILT = "spoilt"  # spoilt by gradients of a worker whose memory was damaged
+    SPOILT = "spoilt"  # corrupted by the gradients of a worker whose memory was damaged
 
 
-# Causes that follow from the loss of another worker, if that is known.
+# Causes that follow from the loss of another worker, if such a loss is known.
 FOLLOWS = frozenset({Cause.LOST_PEER, Cause.SHARDS_LOST, Cause.SPOILT})
 FENCES = {
     ReasonKind.FROZEN: Cause.FROZEN,
@@ -76,8 +76,8 @@ class Death:
     Args:
         at: time of the first sign, in seconds on the journal's clock.
         rank: in its last world; None if it was in none.
-        size: of the world that lost it; 0 if it was not a member.
-        what: an exception's last line, why it was fenced or could not start, or the kernel's message.
+        size: size of the world that lost it; 0 if it was not a member.
+        what: the last line of an exception, the reason for a fence or a failed start, or the kernel's message.
         trace: traceback of an exception, or the end of its output.
     """
 
@@ -88,7 +88,7 @@ class Death:
     code: int | None = None  # exit code as in WorkerExited
     what: str = ""
     trace: str = ""
-    trained: bool = True  # it was in a world
+    trained: bool = True  # it was a member of a world
     size: int = 0
     facts: dict[str, str] = field(default_factory=dict)  # facts about a fence
 
@@ -99,7 +99,7 @@ class Death:
 
 
 def signal_name(code: int | None) -> str:
-    """Return ``SIGKILL`` for -9; empty if ``code`` is not that of a signal."""
+    """Return for example ``SIGKILL`` for -9; the empty string if ``code`` does not denote a signal."""
     if code is None or code >= 0:
         return ""
     try:
@@ -130,14 +130,14 @@ _WRITE_FAILED = re.compile(
 )
 _LAST_LINE = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: |$)")
 _TRACEBACK = "Traceback (most recent call last):"
-# torch writes it before each line once there is a process group.
+# torch writes this prefix before each line once there is a process group.
 _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 
 
 def kind_of(summary: str, trace: str) -> Cause:
     """Return the cause for an exception.
 
-    ``summary``: its last line, as ``ValueError: wrong``, with or without the module.
+    ``summary``: its last line, such as ``ValueError: wrong``, with or without the module.
     """
     named = _LAST_LINE.match(summary)
     name = named["name"].rpartition(".")[2] if named else ""
@@ -163,7 +163,8 @@ def kind_of(summary: str, trace: str) -> Cause:
 
 
 def last_exception(output: str) -> tuple[str, str]:
-    """Return the last line of the last traceback in a worker's output, and the traceback; empty if there is none."""
+    """Return the last line of the last traceback in a worker's output, and the traceback itself; both empty if there is
+    none."""
     head, found, tail = _RANK.sub("", output).rpartition(_TRACEBACK)
     if not found:
         return "", ""
@@ -176,7 +177,7 @@ def last_exception(output: str) -> tuple[str, str]:
 
 
 def _with_causes(head: str) -> str:
-    """Return the preceding tracebacks if Python marked them as chained."""
+    """Return the traceback with those that precede it, if Python marked them as chained."""
     marks = (
         "During handling of the above exception",
         "the direct cause of the following exception",
@@ -223,7 +224,7 @@ def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool
 
 
 def of_fence(worker: Worker, reason: Reason, at: float, rank: int | None) -> Death | None:
-    """Return the loss of a worker that the driver kills; None if the job is over or the worker was to leave."""
+    """Return the loss of a worker that the driver kills; None if the job is over or the worker was asked to leave."""
     cause = FENCES.get(reason.kind)
     if cause is None:
         return None

@@ -1,9 +1,9 @@
 """Animation of a job as one SVG file: its workers in a ring, losses and joins, and their cost. Pure.
 
 The animation uses SMIL, which browsers also play in an <img>, so that it works in a README. It contains no script and
-loads nothing; its own background suits light and dark pages. A viewer without SMIL shows the first moment: every
-animated attribute also has its first value. The job's time runs evenly; events too short to be visible, such as a
-recovery of 60 ms, are shown for a minimum time.
+loads nothing; its own background suits light and dark pages. A viewer without SMIL shows the first frame, since every
+animated attribute also has its first value. The job's time passes at a constant speed. Events that would be too short
+to see, such as a recovery of 60 ms, are shown for a minimum time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from elastic.driver.monitoring.stalls import Stall
 
 WIDTH, HEIGHT = 860, 400
 RING = (188.0, 196.0, 128.0)  # x and y of its center, and radius
-SEEN_S = 0.45  # minimum time for which anything is shown
-WORKERS = 128  # maximum in the ring
+SEEN_S = 0.45  # minimum time for which any change is shown
+WORKERS = 128  # maximum number of slots in the ring
 PULSES = 24  # up to this many workers, each loss is shown as an expanding circle
 CAPTIONS = 250
-FRAMES = 120  # changes of each counter
-KEYS = 5000  # changes of colour of all workers together
+FRAMES = 120  # maximum number of changes of each counter
+KEYS = 5000  # maximum number of colour changes, over all workers
 # A dark card, for contrast on light pages and a fit on dark ones.
 COLOURS = {
     "starting": "#3f6299",
@@ -91,7 +91,7 @@ def _escape(text: str) -> str:
 
 
 def _ends(story: JobHistory, rows: WorkerRows, begins: float) -> float:
-    """Return the end of the job or a while after its last loss, since nothing changes afterwards."""
+    """Return the end of the animation: the end of the job or, if earlier, some time after its last loss."""
     end = story.end_at or story.last
     lost = [at for at, _, _ in rows.deaths if at <= end]
     return min(end, lost[-1] + 0.12 * (lost[-1] - begins) + 1.0) if lost else end
@@ -117,7 +117,7 @@ def _kept(keys: Sequence[Key], cut: FilmCut) -> list[Key]:
 
 
 def _steps(attribute: str, keys: Sequence[Key], cut: FilmCut) -> str:
-    """Return the animation of an attribute that has each value from its time on."""
+    """Return the animation of an attribute that takes on each value at its time."""
     kept = _kept(keys, cut)
     if len(kept) == 1:
         return f'<set attributeName="{attribute}" to="{kept[0][1]}"/>'

@@ -1,4 +1,4 @@
-"""Findings about a job as values: its outcome and cause, the course of events, the cost, and advice. Pure.
+"""Findings about a job as values: its outcome and cause, its course, the cost, and advice. Pure.
 
 `sentences` has their text.
 """
@@ -23,7 +23,7 @@ from elastic.driver.monitoring.time_spent import PARTS, STRETCHES
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import Settings
 
-FIRST, LAST = 12, 12  # incidents described individually at the beginning and at the end
+FIRST, LAST = 12, 12  # number of incidents described individually, at the beginning and at the end
 MUCH_LOST = 0.1  # smallest share of the workers' time for a loss to be mentioned
 OFTEN_S = 1.0  # interval between commits below which more commits lose no less
 MUCH_JOINING = 0.3
@@ -32,7 +32,7 @@ MUCH_STALLED_S = 30.0
 STALLS = (Cause.STUCK, Cause.FROZEN, Cause.CUT_OFF, Cause.HOST_LOST, Cause.GPU_HANGS)
 OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MISSING_MODULE)
 NAMED_SLOTS = 8
-REPEATS = 3  # number of losses by which a cause is considered recurring
+REPEATS = 3  # number of losses from which a cause is considered recurring
 
 
 class FindingKind(enum.Enum):
@@ -71,7 +71,7 @@ class FindingKind(enum.Enum):
     MORE_INCIDENTS = "more incidents"
     REQUEST = "request"  # request of an operator
     PLANNED = "planned changes"
-    CHECKPOINTS = "checkpoints"  # their number, and the newest
+    CHECKPOINTS = "checkpoints"  # number of checkpoints, and the newest one
     DRIVERS = "drivers"
     STORE_SILENT = "store silent"
     MORE_SILENCES = "more silences"
@@ -174,7 +174,7 @@ class JournalState:
 
     settings: Settings | None = None
     runs: bool | None = None
-    abandoned: bool = False  # its driver could not write it to its end
+    abandoned: bool = False  # its driver could not write the whole journal
     left_out: int = 0  # lines that are not entries
     torn: bool = False  # the last line is incomplete
     from_the_middle: bool = False
@@ -185,7 +185,7 @@ def findings(story: JobHistory, source: JournalState) -> list[JobFinding]:
     cause = root_cause(story)
     found = [*_ending(story, source), *_why(story, source, cause)]
     if story.store_away is not None and story.view.end is None:
-        # The consequences, and that the journal ends, come after these.
+        # The consequences and the end of the journal are shown after these.
         first = [FindingKind.STORE_AWAY, FindingKind.CAUSE]
         found.sort(key=lambda each: first.index(each.what) if each.what in first else len(first))
     found += [*_course(story), *_losses(story), *_cost(story)]
@@ -194,7 +194,7 @@ def findings(story: JobHistory, source: JournalState) -> list[JobFinding]:
 
 
 def root_cause(story: JobHistory) -> Death | None:
-    """Return the first loss of the incident that ended the job or is in progress; None if no loss did."""
+    """Return the first loss of the incident that ended the job or is in progress; None if there was none."""
     if story.after is not None:
         return story.after
     incident = story.last_incident
@@ -276,7 +276,7 @@ def _why(story: JobHistory, source: JournalState, cause: Death | None) -> Iterat
 
 
 def _since_the_store(story: JobHistory, at: float) -> dict[str, float]:
-    """Return the delay since etcd was lost, if the job did not end: later events are consequences and not causes."""
+    """Return the time since etcd was lost, if the job did not end: later events are consequences, not causes."""
     if story.store_away is None or story.view.end is not None or at < story.store_away.at:
         return {}
     return {"after_store_s": at - story.store_away.at}
@@ -303,7 +303,7 @@ _BRIEFLY = {
 
 
 def _then(reason: Reason, cause: Death | None) -> Iterator[JobFinding]:
-    """Yield the driver's reason for the end, unless the cause already states it."""
+    """Yield the driver's reason for the end, unless the cause already contains it."""
     if cause is None or reason.kind in _SAID_BY_THE_CAUSE:
         return
     names = _BRIEFLY.get(reason.kind)
@@ -315,7 +315,7 @@ def _then(reason: Reason, cause: Death | None) -> Iterator[JobFinding]:
 
 
 def _trace(story: JobHistory, cause: Death) -> str:
-    """Return the traceback of a cause, which may be stored with another worker that was lost by the same cause."""
+    """Return the traceback of a cause. It may be stored with another worker that was lost for the same cause."""
     for death in [cause, *story.losses()]:
         if death.trace and death.cause is cause.cause and death.what == cause.what:
             return death.trace
@@ -330,9 +330,8 @@ def one_line(reason: Reason) -> str:
 
 
 def named(death: Death) -> str:
-    """Return a worker's name, such as ``rank 1 of 4 (h:1#1)``, since another worker has rank 1 in the next world.
-
-    ``worker h:1#1`` if it was never in a world.
+    """Return a worker's name, such as ``rank 1 of 4 (h:1#1)``, or ``worker h:1#1`` if it was never in a world. A rank
+    alone is ambiguous, since another worker has the same rank in the next world.
     """
     if death.rank is None:
         return f"worker {death.worker}"
@@ -382,7 +381,7 @@ def _course(story: JobHistory) -> Iterator[JobFinding]:
 
 
 def _unhealthy(story: JobHistory) -> dict[str, Any]:
-    """Return the failed checks of the first slots, and the number of others."""
+    """Return the failed checks of the first slots, and the number of other slots."""
     failed = sorted(story.view.failed_checks.items())
     slots = [
         {
@@ -399,7 +398,7 @@ def _unhealthy(story: JobHistory) -> dict[str, Any]:
 
 
 def _in_time(story: JobHistory) -> Iterator[tuple[float, JobFinding]]:
-    """Yield findings with their times."""
+    """Yield the findings about the course of the job, with their times."""
     if story.trained_at is not None:
         facts: dict[str, Any] = {
             "at_s": _since(story, story.trained_at),
@@ -603,7 +602,7 @@ def _advices(
         yield _against(cause)
     if failed and cause is not None and settings is not None and story.trained_at is not None:
         if not settings.elastic:
-            if cause.cause not in OF_THE_SCRIPT:  # those would hit the next worker too
+            if cause.cause not in OF_THE_SCRIPT:  # these would also affect the next worker
                 yield Advice.BE_ELASTIC, {"np": settings.np}
         elif end is not None and end.reason.kind in (ReasonKind.TOO_FEW, ReasonKind.TOO_FEW_SLOTS):
             yield Advice.FEWER_NEEDED, {"needed": settings.workers_min}
@@ -649,7 +648,7 @@ def _about_time(story: JobHistory, failed: bool) -> Iterator[tuple[Advice, dict[
         key=lambda stall: stall.seconds,
         default=None,
     )
-    # its stacks were written at the kill
+    # its stacks were written when it was killed
     if longest is not None and longest.end is not StallEnd.KILLED:
         facts = longest.facts()
         if longest.culprits and (longest.end is None or longest.seconds >= MUCH_STALLED_S):

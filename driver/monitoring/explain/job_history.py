@@ -1,11 +1,11 @@
 """The course of a job, from the events and decisions in its journal: losses, their causes, and recoveries. Pure.
 
-Each entry is passed once, in order, with its time; the retained data are bounded.
+Each entry is passed once, in order, with its time. The stored data are bounded.
 
-A story is a list of incidents. An incident begins with the first sign of trouble: an exit, an exception, a fence, a
+The history is a list of incidents. An incident begins with the first sign of trouble: an exit, an exception, a fence, a
 lost host, or a world that breaks. It ends when all members of the next world have completed their first collective,
-when that world breaks too, or with the job. Workers lost in between belong to it; the first of them is considered its
-cause.
+when that world breaks too, or with the job. Workers lost in between belong to the incident, and the first of them is
+considered its cause.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRACE = 20_000  # characters of a traceback
 class Incident:
     """One incident.
 
-    Times are on the journal's clock. ``size``: of the world before; ``size_after``: of the next one.
+    Times are on the journal's clock. ``size``: size of the world before; ``size_after``: size of the next world.
     """
 
     at: float
@@ -62,12 +62,12 @@ class Incident:
 
     @property
     def spoilt(self) -> bool:
-        """True if damaged memory of one worker corrupted the commits of all."""
+        """True if damaged memory of one worker corrupted the commits of all workers."""
         return self.broke is not None and self.broke.kind is ReasonKind.SPOILT
 
     @property
     def first(self) -> Death | None:
-        """The first worker lost that was not lost because of another."""
+        """The first worker that was not lost because of another one."""
         own = [death for death in self.deaths if death.cause not in FOLLOWS]
         return min(own or self.deaths, key=lambda death: death.at, default=None)
 
@@ -111,15 +111,15 @@ class JobHistory(ViewReader):
         self.trained_at: float | None = None
         self.end_at = 0.0
         self.after: Death | None = None  # a process that failed after training had succeeded
-        # Its training function raised once the others had returned, so that it did not fail after training.
+        # Its training function raised after the others had returned, so it did not fail after training.
         self.after_raised = False
         self.stop: str | None = None  # reason of a stop request
-        # Operator requests, and whether they were carried out.
+        # Operator requests, with whether they were carried out.
         self.requests: list[tuple[float, events.Event, bool]] = []
         self.largest = 0
         self.hosts: set[str] = set()
         self.drivers = 1
-        self.torn_driver: str = ""  # a bug of the driver, as raised
+        self.torn_driver: str = ""  # exception of a bug in the driver
         self.store_away: StoreOutage | None = None
         self.silences: list[StoreOutage] = []
         self.more_silences = 0
@@ -144,7 +144,7 @@ class JobHistory(ViewReader):
         self.trained_at, self._running = now, True
 
     def trouble(self, reason: Reason, now: float) -> None:
-        """Record trouble outside the job, as an outage of etcd."""
+        """Record trouble outside the job, such as an outage of etcd."""
         if reason.kind is ReasonKind.STORE_SILENT:
             self.store_away = StoreOutage(now, reason)
             if len(self.silences) < SILENCES:
@@ -178,7 +178,7 @@ class JobHistory(ViewReader):
 
     @property
     def last_incident(self) -> Incident | None:
-        """The incident in which the job ended or is now; otherwise the last one."""
+        """The incident in which the job ended or that is in progress; otherwise the last one."""
         return self._open or (self.incidents[-1] if self.incidents else None)
 
     def losses(self) -> list[Death]:
@@ -232,7 +232,7 @@ class JobHistory(ViewReader):
         return [worker for worker in self.view.exited if worker in self.view.ranks]
 
     def _rank(self, worker: Worker) -> int | None:
-        """Return the rank in the last world of a process."""
+        """Return a process's rank in its last world."""
         known = self.view.get(worker)
         return None if known is None else known.rank
 
@@ -259,7 +259,7 @@ class JobHistory(ViewReader):
                 self._failed_after(death)
 
     def _complete(self, event: events.WorkerExited) -> None:
-        """Add the exit code to a loss that was recorded before."""
+        """Add the exit code to a loss that was already recorded."""
         if self._open is None:
             return
         for index, death in enumerate(self._open.deaths):

@@ -1,7 +1,7 @@
 """Reader of a job's journal, in any state of the job and of the file. Acts.
 
-A file that is not a journal is rejected with an error. Anything else is read as far as possible: an incomplete last
-line, invalid lines, an older format, a file that is still being written.
+A file that is not a journal is rejected with an error. Everything else is read as far as possible, including an
+incomplete last line, invalid lines, an older format, and a file that is still being written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HINTS = {
     errno.EACCES: "; it belongs to the user that started the job, so explain it as that user",
 }
 LINE_LIMIT = 256 << 20  # bytes; a snapshot of 100,000 workers has about 50 MB
-NO_JOURNAL = 100  # invalid lines, without a valid one, after which the file is not a journal
+NO_JOURNAL = 100  # a file that begins with this many invalid lines is not a journal
 
 
 @dataclass
@@ -208,7 +208,7 @@ def _again(membership: Membership, entry: entries.Entry) -> list[Action]:
     """Recompute the actions of an entry that has only their digest."""
     try:
         return membership.handle(entry.event, entry.at)
-    # A bug of that version, which the entry may report, or lines that were skipped before.
+    # A bug in that version, which the entry may report, or lines that were skipped before.
     except Exception:
         return []
 

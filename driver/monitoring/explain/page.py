@@ -1,7 +1,7 @@
 """Report on one job as an HTML page: findings, timeline and reported values. It loads no other files.
 
 The page is one file without dependencies. Text from a job is escaped in HTML and in the JSON that the script reads. A
-policy in its head forbids other scripts and all loading, whatever a worker is called.
+policy in its head forbids other scripts and all loading, even if the name of a worker contains HTML.
 """
 
 from __future__ import annotations

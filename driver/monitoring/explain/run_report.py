@@ -19,7 +19,8 @@ from elastic.protocol.report_values import Report
 
 
 class RunReport(ViewReader):
-    """Report of one job, as seen by this driver. The times of ``spent`` and its view are seconds since 1970."""
+    """Report of one job, from this driver's observations. The times of ``spent`` and its view are seconds since
+    1970."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class RunReport(ViewReader):
         self._from_the_middle = True
 
     def report(self, report: Report) -> None:
-        """Record a report of a worker."""
+        """Record a worker's report."""
         self._reported.report(report.rank, report.metrics, report.at)
 
     def write(self) -> None:

@@ -23,7 +23,7 @@ from elastic.driver.reasons import (
 
 Facts = Mapping[str, Any]
 GOODPUT = "the share spent on training that was not lost"
-LINE = 400  # characters of foreign text
+LINE = 400  # maximum number of characters of a text from outside
 HEADINGS = {
     "ended": "",
     "advice": "What to change",
@@ -98,7 +98,8 @@ def milliseconds(ms: float) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with four significant digits, or all digits of an integer; an exponent only for extreme sizes."""
+    """Return a number with four significant digits, or all digits of an integer. Only extreme values have an
+    exponent."""
     size = abs(float(f"{value:.4g}"))
     if size and not 1e-4 <= size < 1e7:
         return f"{value:.4g}"
@@ -108,7 +109,7 @@ def number(value: float) -> str:
 
 
 def shown(text: str, limit: int = LINE) -> str:
-    """Return foreign text as one line of limited length."""
+    """Return a text from outside the driver as one line of limited length."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[:limit]}..."
 
@@ -503,7 +504,7 @@ _MEANT = {
 
 
 def parts_meant(facts: Facts) -> str:
-    """Return the explanations of those parts of the workers' time that are not self-explanatory and not zero."""
+    """Return explanations of the parts of the workers' time that are not zero and not self-explanatory."""
     had = [name for name in _MEANT if facts["workers"][name] >= LEAST_S]
     return "; ".join(f"{name}: {_MEANT[name]}" for name in had)
 

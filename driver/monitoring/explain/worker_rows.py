@@ -27,7 +27,7 @@ STATES = (
     "standby",
     "leaving",
     "done",
-    "lost",  # it raised or its host was lost; its process may still run
+    "lost",  # it raised an exception or its host was lost; its process may still run
     # Parts of the training time, from the stalls passed to `table`.
     "waiting",
     "stalled",
@@ -40,7 +40,7 @@ _STATES = {
     Stage.RETURNED: "done",
     Stage.LEAVING: "leaving",
 }
-SPANS = 200_000  # maximum of all rows; later ones are dropped
+SPANS = 200_000  # maximum number of spans over all rows; later spans are dropped
 Span = list[float | int]
 
 
@@ -139,7 +139,7 @@ class WorkerRows(ViewReader):
 
 
 def _state(known: WorkerView) -> str | None:
-    """Return the state of a process; None: as before, since it waits for a world, is about to exit, or is killed."""
+    """Return the state of a process. None: unchanged, since it waits for a world, is about to exit, or is killed."""
     if known.failure is not None and known.failure.raised:
         return "lost"
     if known.dismissed and known.stage is Stage.KILLED:

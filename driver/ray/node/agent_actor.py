@@ -1,10 +1,10 @@
-"""Actor on a Ray node for one job: holds the node's agent process, and forwards calls to its workers.
+"""Actor on a Ray node for one job: runs the node's agent process, and forwards calls to its workers.
 
 Decides nothing.
 
-The actor is the agent's starter: it gives it a folder of its own and the bootstrap on standard input, which stays open
-while the actor lives. The agent therefore ends with the actor, and its workers with the agent; the actor also ends
-with the agent. It is an async actor. Its answers are plain values, so that the caller unpickles no foreign data.
+The actor starts the agent in a folder of its own and passes it the bootstrap on standard input, which stays open while
+the actor lives. The agent therefore ends with the actor, and the workers end with the agent. The actor also ends with
+the agent. It is an async actor. Its answers are plain values, so that the caller does not unpickle untrusted data.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from elastic.driver.ray.node.environment import (
 from elastic.driver.ray.node.worker_calls import CallFailed, WorkerCalls
 from elastic.version import __version__
 
-LINES_KEPT = 200  # lines kept for a starter that asks late
+LINES_KEPT = 200  # number of lines kept for a starter that asks late
 UNUSED_S = 120.0  # seconds after which an actor without an agent exits
 FETCHED_S = 1.0  # seconds for the starter to fetch the last lines
 SENT_S = 0.3  # seconds for Ray to send an answer before the process is ended abruptly
 END_S = 10.0  # seconds for the agent to kill its workers, before it is killed itself
-DYING_S = 2.0  # ... if the node is lost anyway; its workers die with it
+DYING_S = 2.0  # ... if the node is already lost; its workers die with it
 REAP_S = 2.0
 
 # The agent must not import the user's modules, neither from its start folder nor through a variable.
@@ -90,13 +90,13 @@ class RayEngine:
         )
 
     def leave(self) -> None:
-        """Let the actor exit, which Ray permits only in one of its methods."""
+        """Make the actor exit. Ray permits this only in one of the actor's methods."""
         import ray
 
         ray.get_runtime_context().current_actor.leave.remote()
 
     def die(self, code: int = 1) -> None:
-        """End the process immediately if Ray cannot be reached."""
+        """End the process immediately. Used if Ray cannot be reached."""
         os._exit(code)
 
     def exit(self) -> None:
@@ -185,13 +185,13 @@ class AgentActor:
             new.rename(self._folder / "drivers")
 
     async def present(self, count: int = 0, within_s: float = 0.0) -> list[int]:
-        """Return the ranks of the persistent workers here, once there are ``count`` or the time is over."""
+        """Wait for ``count`` persistent workers on this node, or for the end of the time limit; return their ranks."""
         return [] if self._calls is None else await self._calls.present(count, within_s)
 
     async def call(
         self, rank: int, blob: bytes, timeout_s: float | None = None
     ) -> tuple[bytes, str]:
-        """Call a worker; return its answer, or b"" and the reason."""
+        """Call a worker; return its answer and "", or b"" and the reason for the failure."""
         if self._calls is None:
             return b"", f"the worker of rank {rank} has exited together with the agent of its host"
         try:
@@ -200,7 +200,7 @@ class AgentActor:
             return b"", str(error)
 
     async def end(self) -> None:
-        """End the agent, which kills its workers. Nothing is left when this returns."""
+        """End the agent, which kills its workers. When this returns, no process and no file is left."""
         self._fetched = True
         await self._clear()
 
@@ -264,10 +264,12 @@ class AgentActor:
         return ""
 
     def _follow(self, raylet: int) -> None:
-        """Watch the raylet, whose end is the loss of the node for Ray; Ray's processes notice it only as orphans."""
+        """Watch the raylet. If it ends, Ray considers the node lost, but the processes of Ray's workers notice only
+        that they are orphans."""
         if not raylet:
             return
-        with contextlib.suppress(OSError):  # forbidden in some sandboxes: then Ray has to notice
+        # Forbidden in some sandboxes, in which case Ray has to notice.
+        with contextlib.suppress(OSError):
             self._raylet = os.pidfd_open(raylet)
             asyncio.get_running_loop().add_reader(self._raylet, self._raylet_exited)
 
@@ -286,7 +288,7 @@ class AgentActor:
     def _on_output_line(self, line: str) -> None:
         """Store a line of the agent.
 
-        Lines that it sends to its driver are not among these, so that many indicate a problem.
+        Lines that the agent sends to its driver are not among these, so many lines indicate a problem.
         """
         level, text = as_logged(line)
         if level != "debug":
@@ -321,7 +323,7 @@ class AgentActor:
         self._news = asyncio.Event()
 
     async def _clear(self) -> None:
-        """End the agent if it runs, within a limit, and remove its files."""
+        """End the agent within a time limit, if it runs, and remove its files."""
         if self._clearing is None:
             self._clearing = asyncio.create_task(self._clear_once())
         await asyncio.shield(self._clearing)

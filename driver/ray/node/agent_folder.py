@@ -27,7 +27,7 @@ def make_folder() -> tuple[Path, int]:
     if len(os.fsencode(where)) + len(PREFIX) + 24 > PATH_LIMIT:
         where = "/tmp"
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
-    # Locked before it gets its name, so that it is never found unlocked.
+    # Locked before it gets its final name, so that `sweep` never finds it unlocked.
     lock = os.open(folder / "new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (folder / "new").rename(folder / LOCK)
@@ -69,8 +69,8 @@ def programs(python: str, folder: Path) -> str:
     programs = os.path.dirname(python)
     if os.access(os.path.join(programs, "python"), os.X_OK):
         return programs
-    # For example /usr/bin/python3 without a `python`. A link is not sufficient: in another folder it does not find its
-    # virtual environment.
+    # For example, there may be only /usr/bin/python3 and no `python`. A link is not sufficient, since Python would not
+    # find its virtual environment from another folder.
     made = folder / "bin"
     made.mkdir()
     script = made / "python"

@@ -1,8 +1,8 @@
 """The environment of workers on a Ray node, and the module path of their agent. Pure.
 
-A worker should run according to the user's runtime_env, without the settings of Ray's own parent process. Variables
-that Ray sets for that process alone would slow a worker down (one thread), hide its GPUs, or confuse the Ray that it
-joins itself.
+A worker should run in the environment of the user's runtime_env, without the settings of its parent, Ray's worker
+process. Variables that Ray sets for its process alone would slow a worker down (one thread), hide its GPUs, or disturb
+its own connection to Ray.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ OF_RAYS_PROCESS = frozenset(
         "SPT_NOENV",
     }
 )
-# Set by Ray unless given: an actor without a CPU gets one thread, one without a GPU sees none.
+# Set by Ray unless the user sets them: an actor without a CPU gets one thread, and one without a GPU sees none.
 UNLESS_GIVEN = frozenset({"OMP_NUM_THREADS", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"})
 GPUS = "CUDA_VISIBLE_DEVICES"
-BREAKPOINT = "PYTHONBREAKPOINT"  # Ray's debugger, which waits at the actor's process
+BREAKPOINT = "PYTHONBREAKPOINT"  # Ray's debugger, which belongs to the actor's process
 
 
 def without_rays_own(
@@ -33,7 +33,7 @@ def without_rays_own(
 ) -> dict[str, str]:
     """Return the environment of a Ray worker process, without the variables set by Ray for that process alone.
 
-    ``given``: the ``env_vars`` of the user's runtime_env. ``above``: the environment of the raylet.
+    ``given``: ``env_vars`` of the user's runtime_env. ``above``: environment of the raylet.
     """
 
     def stays(name: str, value: str) -> bool:
@@ -70,13 +70,13 @@ def workers_environ(
         given: ``env_vars`` of the user's runtime_env.
         above: environment of the raylet.
         programs: folder of the Python to run.
-        modules: folders of modules besides its default path.
-        address: cluster that ``ray.init()`` in a worker joins.
+        modules: folders of modules in addition to Python's default path.
+        address: address of the cluster that ``ray.init()`` in a worker joins.
         namespace: for ``ray.init(namespace=os.environ["RAY_NAMESPACE"])``, since Ray has no variable for it.
-        call: file with the workers' function.
+        call: path of the file with the workers' function.
         folder: working folder.
 
-    A worker sees no GPUs unless the user or the driver assigns some to it.
+    A worker sees no GPUs unless the user or the driver assigns it some.
     """
     clean = without_rays_own(environ, given, above)
     path = [each for each in clean.get("PATH", "").split(":") if each and each != programs]
@@ -98,7 +98,7 @@ def workers_environ(
 def users_modules(path: Sequence[str], own: Sequence[str], rays: str) -> list[str]:
     """Return the entries of ``sys.path`` that a worker lacks.
 
-    ``own``: those that it has. ``rays``: Ray's own folder.
+    ``own``: entries that it has. ``rays``: Ray's own folder.
     """
     known = {*own, ""}
     return list(
@@ -113,8 +113,8 @@ def users_modules(path: Sequence[str], own: Sequence[str], rays: str) -> list[st
 def agents_path(own: Sequence[str], package: str, users: Sequence[str]) -> list[str]:
     """Return the ``sys.path`` of an agent, in which no file of the user can shadow the agent's imports.
 
-    ``own`` is the interpreter's path, ``package`` the folder with hvd-elastic. This may be the user's folder: then
-    only Python's own modules precede it.
+    ``own`` is the interpreter's path, ``package`` the folder that contains hvd-elastic. If this is also the user's
+    folder, only Python's own modules precede it.
     """
     library = [entry for entry in own if entry.endswith((".zip", "/lib-dynload"))]
     first = max((own.index(entry) + 1 for entry in library), default=0)

@@ -1,7 +1,7 @@
 """Socket for calls to the persistent workers of one host. Acts, decides nothing, unpickles nothing.
 
-A worker connects and sends one line of JSON, ``{"rank": 0, "slot": 0}``. From then on, both sides send frames: four
-bytes of length, big endian, and the data. The worker answers every call with one frame, in order.
+A worker connects and sends one line of JSON, ``{"rank": 0, "slot": 0}``. Both sides then send frames: four bytes with
+the length, big endian, followed by the data. The worker answers every call with one frame, in order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CallFailed(ElasticError, RuntimeError):
 
 
 class _Caller:
-    """Connection of one worker. ``waiting``: futures of its answers, in the order of the calls."""
+    """Connection of one worker. ``waiting``: futures of pending answers, in the order of the calls."""
 
     def __init__(self, rank: int, writer: asyncio.StreamWriter) -> None:
         self.rank = rank
@@ -65,13 +65,13 @@ class WorkerCalls:
         os.chmod(self._path, 0o600)
 
     async def present(self, count: int, within_s: float) -> list[int]:
-        """Wait until ``count`` workers are connected, or the time is over; return their ranks."""
+        """Wait until ``count`` workers are connected or the time limit is reached; return their ranks."""
         with contextlib.suppress(asyncio.TimeoutError):
             await within(self._await_count(count), within_s)
         return sorted(self._workers)
 
     async def call(self, rank: int, blob: bytes, timeout_s: float | None = None) -> bytes:
-        """Call a worker and return its answer. Calls of one worker are sequential.
+        """Call a worker and return its answer. Calls of the same worker run one after the other.
 
         A call that exceeds ``timeout_s`` continues in the worker, and the next one waits for its end. Raises
         CallFailed.
