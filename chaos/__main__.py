@@ -1,4 +1,4 @@
-"""`python -m elastic.chaos COMMAND`: faults in jobs of users, and checks of their journals."""
+"""`python -m elastic.chaos COMMAND`: inject faults into users' jobs, and check their journals."""
 
 from __future__ import annotations
 

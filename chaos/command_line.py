@@ -29,7 +29,7 @@ class CommandLine:
     examples: Sequence[str] = ()
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
-        """Run one command and return its exit code. ``arguments`` are those of the process by default."""
+        """Run one command and return its exit code. ``arguments``: default: those of the process."""
         words = list(sys.argv[1:] if arguments is None else arguments)
         if not words or words[0] in ("-h", "--help"):
             print(self.overview())
@@ -54,7 +54,7 @@ class CommandLine:
             return 130
 
     def parse(self, name: str, module: ModuleType, words: Sequence[str]) -> argparse.Namespace:
-        """Parse the options of one command. The words after ``--`` are a program, for commands that take one."""
+        """Parse the options of one command. For commands that run a program, the program follows ``--``."""
         parser = argparse.ArgumentParser(
             prog=f"{self.program} {name}",
             description=getattr(module, "DESCRIPTION", f"{self.commands[name][1].capitalize()}."),
@@ -86,7 +86,7 @@ class CommandLine:
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal requested the end."""
+    """Raised when a signal requests the end."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def heed_signals() -> None:
-    """Turn SIGTERM and SIGHUP into `Stopped`, so that a command ends everything that it has started."""
+    """Turn SIGTERM and SIGHUP into `Stopped`, so that a command can end everything that it has started."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _stop)

@@ -1,6 +1,7 @@
 """`python -m elastic.chaos exact`: compares every commit of an undisturbed job and of the same job under faults.
 
-It runs both through `elastic.chaos.inject`, reads their journals, and reports the first difference: `digests`.
+It runs both jobs with `elastic.chaos.inject`, reads their journals, and reports the first difference, which `digests`
+finds.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def _run(job: Job, plan: Plan, how: str) -> tuple[int, int]:
 
 
 def _check_steps(story: JobProgress, driver: int, now: float) -> None:
-    """End the job at its first commit if its steps can't be compared. Raises Invalid."""
+    """End the job at its first commit if its steps cannot be compared. Raises Invalid."""
     if story.no_steps:
         raise Invalid(
             "the state of the job has no elastic.Shards, so its steps are not counted and two runs can't be"
@@ -143,7 +144,8 @@ def _check_steps(story: JobProgress, driver: int, now: float) -> None:
 
 
 def _read(path: Path) -> tuple[list[digests.HeldCommit], bool]:
-    """Return the commits, and whether the job ended by itself, with success. Raises Invalid if it is no journal."""
+    """Return the commits, and whether the job ended by itself and succeeded. Raises Invalid if the file is not a
+    journal."""
     _, entries = journal.read(path)
     ended = any(
         isinstance(action, EndJob) and action.code == 0

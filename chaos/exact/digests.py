@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from elastic.driver.events import Event, WorkerDigested
 from elastic.protocol.messages import Worker
 
-SHOWN = 5  # tensors
+SHOWN = 5  # names of tensors
 
 
 @dataclass(frozen=True)
 class HeldCommit:
-    """Digests of a worker's state before ``step``, the first step that it has not trained.
-
-    ``gradients`` are those of the previous step, by shard and parameter.
+    """Digests of a worker's state before ``step``, the first step that it has not trained. ``gradients``: digests of
+    the gradients of the previous step, by shard and parameter.
     """
 
     step: int
@@ -33,12 +32,12 @@ class OddGradient:
     parameter: str
     worker: Worker
     others: int  # number of other gradients of this step that differ
-    all: bool = False  # no gradient that could be compared is equal
+    all: bool = False  # none of the compared gradients is equal
 
 
 @dataclass(frozen=True)
 class DigestDifference:
-    """The first difference: ``tensors`` of ``worker`` after ``step`` are not those of the undisturbed run."""
+    """The first difference: ``tensors`` of ``worker`` after ``step`` differ from the undisturbed run."""
 
     since: int  # first step after the last equal commit
     step: int
@@ -96,13 +95,13 @@ def held(events: Iterable[Event]) -> list[HeldCommit]:
 
 
 def in_both(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> list[HeldCommit]:
-    """Return the commits of the other run at steps at which the undisturbed run committed, too."""
+    """Return the commits of the other run at steps at which the undisturbed run also committed."""
     steps = {each.step for each in undisturbed}
     return [each for each in other if each.step in steps]
 
 
 def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> DigestDifference | None:
-    """Compare the states of all workers of the other run after each step, each time that they trained it.
+    """Compare the states of all workers of the other run after each step, including repetitions of a step.
 
     Return the first difference, or None if all steps that are in both runs are equal.
     """
@@ -159,5 +158,5 @@ def _by_shard(gradients: dict[str, int]) -> dict[tuple[int, str], int]:
 
 
 def _odd(own: dict[str, int], wanted: dict[str, int]) -> tuple[str, ...]:
-    """Return the names of differing tensors in the order of the state: a model's tensors, then the optimizer's."""
+    """Return the names of differing tensors in the order of the state: tensors of the model, then of the optimizer."""
     return tuple(name for name in {**wanted, **own} if own.get(name) != wanted.get(name))

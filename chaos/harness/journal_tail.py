@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 class Heard(Protocol):
-    """State that is built from the entries of a journal."""
+    """State that is derived from the entries of a journal."""
 
     def hear(self, entry: Json) -> None:
         """Process the next entry that has an event."""
@@ -35,16 +35,17 @@ S = TypeVar("S", bound=Heard)
 
 
 class JobProgress(ViewReader):
-    """Facts from the entries so far. Times are the driver's clock, which is this machine's monotonic one."""
+    """State of a job after the entries read so far. Times are on the driver's clock, which is this machine's monotonic
+    clock."""
 
     def __init__(self, members: Sequence[Worker] = ()) -> None:
-        """``members``: of the previous world, if the entries do not include it."""
+        """``members``: members of the previous world, if the entries do not include it."""
         self.view = JobView()
         self.view.adopt({worker: (0, rank) for rank, worker in enumerate(members)}, 0, 0.0)
         # start of training: the first collective in a world of elastic.run
         self.began_at: float | None = None
-        self.commits = 0  # reported by at least one worker, each counted once; 0 without digests
-        # a worker has returned, or a stop was requested, or the outcome is decided
+        self.commits = 0  # number of commits reported by at least one worker; 0 without digests
+        # a worker has returned, a stop was requested, or the outcome is decided
         self.ending = False
         # a worker has committed a state without shards, so its steps are not counted
         self.no_steps = False
@@ -79,18 +80,18 @@ class JobProgress(ViewReader):
 
     @property
     def members(self) -> list[Worker]:
-        """Members of the newest world by rank, without exited ones."""
+        """Members of the newest world by rank, without those that have exited."""
         return [worker for worker in self.view.ranks if worker in self.view.workers]
 
     @property
     def pids(self) -> dict[Worker, int]:
-        """Process ids of connected workers that have not exited, oldest first."""
+        """Process IDs of connected workers that have not exited, oldest first."""
         connected = [each for each in self.view.workers.values() if each.pid]
         connected.sort(key=lambda each: each.connected_at or 0.0)
         return {each.worker: each.pid for each in connected}
 
     def present(self) -> list[Worker]:
-        """Return the members whose process ids are known, by rank."""
+        """Return the members whose process IDs are known, by rank."""
         pids = self.pids
         return [worker for worker in self.members if worker in pids]
 
@@ -101,10 +102,10 @@ class JobProgress(ViewReader):
 
 
 class JournalTail(Generic[S]):
-    """Reads the entries that were appended since the last look.
+    """Reads the entries that were appended since the last call of `look`.
 
-    The file may not exist yet; lines that are no entries are ignored. An incomplete line is read again: if its driver
-    dies, the next driver truncates it and writes another.
+    The file may not exist yet. Lines that are not entries are ignored. An incomplete line is read again, since the next
+    driver replaces it if its driver dies.
     """
 
     def __init__(self, path: Path, story: S) -> None:

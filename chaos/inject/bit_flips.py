@@ -12,7 +12,7 @@ from elastic.checkpoints.files.storage import Storage
 from elastic.protocol.messages import Worker
 
 RULES = "ELASTIC_FAILPOINTS"
-# Gradients summed over all ranks are used until the step; an earlier flip would reach all ranks alike.
+# A flip after the reduction affects only this rank; an earlier one would change the sums of all ranks in the same way.
 PLACES = {"weights": "commit", "moments": "commit", "gradients": "optimizer-step"}
 
 
@@ -25,7 +25,8 @@ class CorruptedFile:
 
 
 class BitFlips:
-    """Bit flips of one job. ``rules``: its own file; ``checkpoints``: the local folder that the job writes to."""
+    """Bit flips of one job. ``rules``: file of the job's failpoints; ``checkpoints``: local folder to which the job
+    writes."""
 
     def __init__(self, rules: Path, checkpoints: Storage, dice: random.Random) -> None:
         self._rules = rules
@@ -40,7 +41,7 @@ class BitFlips:
         return {RULES: f"@{self._rules}"}
 
     def arm(self, what: str, worker: Worker, seed: int | None = None) -> None:
-        """Make the worker flip a bit when it next reaches that place. ``seed`` selects the bit; None: any."""
+        """Make the worker flip a bit when it next reaches the failpoint. ``seed`` selects the bit; None: any bit."""
         seed = self._dice.randrange(2**31) if seed is None else seed
         rule = f"{PLACES[what]} flip={what}:{seed} worker={worker}"
         self._armed.append(f"{rule} id=flip-{len(self._armed)}\n")

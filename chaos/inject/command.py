@@ -181,7 +181,8 @@ def _chance_of(options: argparse.Namespace) -> Chance:
 def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job:
     """Return the command with a journal, checked like elasticrun does. Raises Invalid.
 
-    ``folder``: where to put the journal if the command names none; None: a new folder, created when the job runs.
+    ``folder``: folder for the journal if the command does not specify one; None: a new folder, created when the job
+    runs.
     """
     at = next((i for i, word in enumerate(command) if Path(word).name in PROGRAMS), None)
     if at is None:
@@ -192,7 +193,7 @@ def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job
     options = cli.read_options(command[at + 1 :], os.environ)
     checked = cli.make_job(options, os.environ)
     env = checked.settings.env
-    if CHECKPOINT_RUN in env:  # elasticrun claims its own run number
+    if CHECKPOINT_RUN in env:  # elasticrun claims a run number itself
         catalog.give_back_run(Storage(env[DIR]), int(env[CHECKPOINT_RUN]))
     if not checked.settings.elastic:
         raise Invalid(
@@ -269,7 +270,7 @@ def check_json(path: Path) -> None:
 
 
 def dry_run(plan: Plan, job: Job) -> list[str]:
-    """Describe the actions that a run would take, one per line."""
+    """Describe the actions of a run, one per line."""
     lines = [f"would run: {' '.join(job.words)}", *(f"  {fault}" for fault in plan.faults)]
     if plan.chance is not None:
         faults = draw(plan.chance)

@@ -30,8 +30,9 @@ class Sign(enum.Enum):
 class FaultOutcome:
     """Outcome of one fault.
 
-    ``at_s``: seconds since training began. ``noticed_ms``: until the driver noticed. ``back_ms``: until a world without
-    the victim, or a new ring with it, was training. Both since the fault; None: never.
+    ``at_s``: seconds from the start of training to the fault. ``noticed_ms``: time from the fault until the driver
+    noticed it. ``back_ms``: time from the fault until a world without the victim, or a new ring with it, was training.
+    None: never.
     """
 
     number: int
@@ -48,7 +49,7 @@ class FaultOutcome:
 
 @dataclass
 class _Happened:
-    """Entries of the journal, by kind and in order; times come first."""
+    """Entries of the journal by kind, in order. The first item of each is its time."""
 
     exits: dict[Worker, tuple[float, int]] = field(default_factory=dict)
     kills: dict[Worker, tuple[float, str]] = field(default_factory=dict)
@@ -71,7 +72,7 @@ def outcomes(
             for i in injected
             if i.worker == each.worker and i.at > each.at and i.kind != SPOILS_FILE
         ]
-        # A flipped bit is detected at the next checkpoint, whenever that is.
+        # A flipped bit is detected at the next checkpoint, which may be much later.
         until = min(
             [inf if each.kind in FLIPPED else (each.until or each.at) + AFTERMATH_S, *later]
         )
@@ -166,7 +167,7 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
 
 
 def _gone(outcome: FaultOutcome, each: Injected, at: float, code: int, happened: _Happened) -> None:
-    """Describe the outcome for a victim whose process ended."""
+    """Return the outcome of a fault after which the victim's process ended."""
     how = "it left" if code == 0 else "lost"
     kill = happened.kills.get(each.worker)
     if kill is not None and kill[0] <= at:
@@ -177,7 +178,7 @@ def _gone(outcome: FaultOutcome, each: Injected, at: float, code: int, happened:
     if not was_member:
         outcome.outcome = f"{how}; it was in no world yet"
         return
-    # A leaving worker's world changes before its process ends, a dead one's after.
+    # The world changes before the process of a leaving worker ends, but after that of a dead one.
     since = min(at, each.at)
     worlds = [w for w in happened.worlds if w[0] >= since and each.worker not in w[2]]
     _back(outcome, each, how, worlds[0][1] if worlds else None, happened)
@@ -196,7 +197,7 @@ def _cut(outcome: FaultOutcome, each: Injected, happened: _Happened) -> None:
 def _back(
     outcome: FaultOutcome, each: Injected, how: str, generation: int | None, happened: _Happened
 ) -> None:
-    """Record when a world of this generation or a later one was training."""
+    """Return the outcome with the time at which a world of this generation or a later one was training."""
     if generation is not None:
         for at, done in happened.at_work:
             if done.generation >= generation:

@@ -1,6 +1,6 @@
 """Run one job under faults: start it, follow its journal, and inject the faults that are due.
 
-`plan` decides and `injection` acts; this loop checks the journal some fifty times a second. On every exit, including
+`plan` decides and `injection` acts; this loop checks the journal some fifty times a second. At every exit, including
 Ctrl-C, lasting faults are undone, and the job is ended if it still runs.
 """
 
@@ -31,7 +31,7 @@ from elastic.errors import Invalid
 
 LOOK_S = 0.02  # seconds between two checks of the journal
 HEED_S = 2.0  # seconds for the job to react to a Ctrl-C that it received too
-END_S = 60.0  # for the job to end after a request, of which its workers have --leave-timeout
+END_S = 60.0  # seconds for the job to end after a request, in addition to --leave-timeout
 
 Turn = Callable[[JobProgress, int, float], None]
 
@@ -52,8 +52,8 @@ class FaultyJob:
     job: Job
     code: int
     injected: list[Injected]
-    spared: int  # drawn faults without an allowed victim
-    planned: int = 0  # faults in the plan
+    spared: int  # number of drawn faults without an allowed victim
+    planned: int = 0  # number of faults in the plan
     # planned faults that were not injected, with the reason
     missed: list[str] = field(default_factory=list)
 
@@ -87,7 +87,7 @@ def under_fire(
         rules = job.journal.with_suffix(f".{mark}.rules")
         flips = BitFlips(rules, Storage(job.settings.env[DIR]), random.Random(seed))
         environ |= flips.environ
-    job.journal.write_bytes(b"")  # an earlier job's journal would name other processes
+    job.journal.write_bytes(b"")  # the journal of an earlier job would contain other processes
     try:
         process = subprocess.Popen(job.words, env=environ, stdout=output, stderr=output)
     except OSError as error:
@@ -133,11 +133,12 @@ class _Fire:
         self.spared = 0
         self.failed: list[str] = []
         self._spare = plan.chance.spare if plan.chance is not None else ()
-        # Separate from the generator of the times: the set of possible victims does not depend on the seed.
+        # Separate from the generator of the times, because the set of possible victims does not depend on the seed.
         self._dice = random.Random(plan.chance.seed if plan.chance is not None else None)
 
     def turn(self, story: JobProgress, now: float, *, calm: Callable[[], bool]) -> None:
-        """Inject due faults. ``calm()``: start no new faults and end lasting ones; checked before each fault."""
+        """Inject due faults. ``calm()`` is called before each fault; if it returns True, no new faults begin and
+        lasting ones end."""
         if calm() or story.ending:
             self.injector.close(now)
             return
@@ -185,7 +186,7 @@ class _Fire:
 
 
 class _Stop:
-    """A request to end, by a signal. A terminal sends it to the job, too; otherwise it is passed on."""
+    """A request to end by a signal. A terminal also sends the signal to the job; otherwise it is passed on."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.asked_at: float | None = None

@@ -1,8 +1,8 @@
 """Injects the faults of a plan into a job's processes from outside, and undoes lasting ones.
 
-Only workers of this job are ever touched. Their process IDs come from the job's journal; before anything is done, the
-process is held by a pidfd and must have the job's mark and the worker's name in its environment, so that a reused ID is
-never hit.
+Faults affect only workers of this job. Their process IDs are read from the job's journal. Before a fault, the injector
+opens a pidfd of the process and checks that its environment contains the job's mark and the worker's name, so that a
+process with a reused ID is never affected.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from elastic.chaos.inject.resume_guard import Guard
 from elastic.driver.processes.prepared_processes import PREPARED
 from elastic.protocol.messages import Worker
 
-MARK = "ELASTIC_CHAOS"  # environment variable with a unique value per job
-RUN_S = 0.3  # how long a slowed worker runs at a time: longer than the agent's sampling interval
-# how long a worker with a flipped bit counts as a victim, since the flip may leave no trace
+MARK = "ELASTIC_CHAOS"  # environment variable whose value is unique for each job
+RUN_S = 0.3  # how long a slowed worker runs between pauses: longer than the agent's sampling interval
+# how long a worker with a flipped bit counts as a victim, since the flip may have no visible effect
 FLIPPED_S = 5.0
-REFRESH_S = 0.1  # how often a partition looks for its victim's new sockets
+REFRESH_S = 0.1  # interval at which a partition checks for new sockets of its victim
 
 
 class NotOurs(Exception):
@@ -34,13 +34,13 @@ class NotOurs(Exception):
 
 @dataclass
 class _Process:
-    """A worker's process, held so that its ID cannot be reused."""
+    """A worker's process, with an open pidfd so that its ID cannot be reused."""
 
     pid: int
     pidfd: int
 
     def signal(self, number: int) -> bool:
-        """Send a signal. Return False if the process is gone."""
+        """Send a signal. Return False if the process has ended."""
         try:
             signal.pidfd_send_signal(self.pidfd, number)
         except ProcessLookupError:
@@ -98,7 +98,7 @@ class Injector:
     ) -> None:
         """Begin a fault immediately. Raises NotOurs and OSError.
 
-        ``pids``: of all workers; ``place``: rank and size of the worker.
+        ``pids``: process IDs of all workers; ``place``: rank and size of the worker.
         """
         process = self._hold(worker, pids[worker])
         injected = Injected(
@@ -128,7 +128,7 @@ class Injector:
         return [*(each.injected.worker for each in self._lasting), *going]
 
     def next_at(self) -> float | None:
-        """Return when `turn` has something to do; None: never."""
+        """Return when `turn` must be called next; None: never."""
         return min((each.next_at for each in self._lasting), default=None)
 
     def turn(self, now: float) -> None:
@@ -146,7 +146,8 @@ class Injector:
             self._end(each, now)
 
     def judge(self) -> None:
-        """Record for each corrupted file whether that is detected. Call after the end of the job."""
+        """Record for each corrupted file whether the corruption was detected. Must be called after the end of the
+        job."""
         for injected, spoilt in self._spoilt:
             assert self._flips is not None
             try:
@@ -208,14 +209,14 @@ class Injector:
         return True
 
     def _drop(self, process: _Process) -> bool:
-        """Drop a fault whose victim was gone before it began."""
+        """Drop a fault whose victim had ended before the fault began."""
         for each in [each for each in self._lasting if each.process is process]:
             self._lasting.remove(each)
             each.close()
         return False
 
     def _go_on(self, each: _Lasting, now: float) -> bool:
-        """Continue a lasting fault. Return False if the victim is gone."""
+        """Continue a lasting fault. Return False if the victim has ended."""
         if each.packets is not None:
             each.next_at = min(each.ends_at, now + REFRESH_S)
             try:
@@ -244,7 +245,8 @@ class Injector:
         except OSError:
             raise NotOurs(f"{worker} has exited (process {pid})") from None
         process = _Process(pid, pidfd)
-        # A prefork process keeps the environment of the worker for which it was created, and becomes another one.
+        # A preloaded process keeps the environment of the worker for which it was created, although it becomes another
+        # one.
         named = carries(pid, [self._mark, f"ELASTIC_WORKER={worker}"])
         if not named and not carries(pid, [self._mark, f"{PREPARED}=1"]):
             process.close()

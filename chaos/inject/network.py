@@ -1,7 +1,7 @@
 """Isolation of single processes of this machine: drop their TCP packets, or close their connections.
 
-Packets are dropped by a table of nftables that is owned by the `nft` process fed here: the kernel removes it when that
-process exits, so it cannot outlive this one. Requires root.
+Packets are dropped by a table of nftables that belongs to a child process `nft`. The kernel removes the table when that
+process exits, so it cannot outlive this process. Requires root.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ End = tuple[str, int]  # address and port
 
 @dataclass(frozen=True)
 class Socket:
-    """One TCP socket. ``peer`` is None if it listens."""
+    """One TCP socket. ``peer`` is None for a listening socket."""
 
     own: End
     peer: End | None
 
 
 def check_partition() -> None:
-    """Raise Invalid if packets cannot be dropped here. Tries it, without affecting packets."""
+    """Raise Invalid if packets cannot be dropped here. Creates a table to test this, without affecting packets."""
     if os.geteuid() != 0:
         raise Invalid(
             "a partition needs root, because it drops packets; run as root, or leave it out"
@@ -57,7 +57,8 @@ def check_cut() -> None:
 
 
 def sockets_of(pid: int) -> list[Socket]:
-    """Return the TCP sockets of a process. Raises OSError if it is gone or in another network namespace."""
+    """Return the TCP sockets of a process. Raises OSError if the process has ended or is in another network
+    namespace."""
     if os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"):
         raise OSError(f"process {pid} is in another network namespace")
     inodes = set()
@@ -74,7 +75,7 @@ def sockets_of(pid: int) -> list[Socket]:
 
 
 def _socket(fields: list[str], inodes: Collection[str]) -> Socket | None:
-    """Parse a line of /proc/net/tcp, if it is one of these sockets."""
+    """Parse a line of /proc/net/tcp; None if it is not one of these sockets."""
     if len(fields) < 10 or fields[9] not in inodes:
         return None
     peer = None if fields[3] == LISTEN else _end(fields[2])
@@ -82,7 +83,8 @@ def _socket(fields: list[str], inodes: Collection[str]) -> Socket | None:
 
 
 def _end(text: str) -> End:
-    """Parse ``0100007F:1F90`` as 127.0.0.1 and 8080: words of four bytes, each in this machine's byte order."""
+    """Parse an address such as ``0100007F:1F90`` (127.0.0.1 and 8080), whose words of four bytes are in this machine's
+    byte order."""
     words, _, port = text.partition(":")
     data = b"".join(
         int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)
@@ -94,7 +96,8 @@ def _end(text: str) -> End:
 
 
 def close_connections(pid: int, peers: Iterable[int]) -> int:
-    """Close the connections between a process and others of this machine. Return their number. Raises OSError."""
+    """Close the connections between a process and other processes of this machine. Return their number. Raises
+    OSError."""
     theirs = {socket.own for peer in peers for socket in _sockets_or_none(peer)}
     closed = 0
     for socket in sockets_of(pid):
@@ -121,7 +124,7 @@ def _host(end: End) -> str:
 
 
 class PacketFilter:
-    """Drops all TCP packets of chosen sockets while it is open. Raises OSError if that is not possible."""
+    """Drops all TCP packets of selected sockets while it is open. Raises OSError if this is not possible."""
 
     def __init__(self, number: int) -> None:
         """Create the filter. ``number`` makes the table's name unique on this machine."""
@@ -143,7 +146,7 @@ class PacketFilter:
             raise
 
     def drop(self, sockets: Iterable[Socket]) -> None:
-        """Drop the packets of these sockets, too. May be repeated with the same ones."""
+        """Also drop the packets of these sockets. May be called again with the same sockets."""
         elements = {text for socket in sockets for text in _elements(socket)}
         new = sorted(elements - self._known)
         self._known |= elements
@@ -187,7 +190,7 @@ class PacketFilter:
         self._nft.stdin.flush()
 
     def _check(self) -> None:
-        """Wait for the table, since nft reports nothing. Raises OSError if it does not appear."""
+        """Wait until the table exists, since nft does not report this. Raises OSError if it does not appear."""
         deadline = time.monotonic() + ANSWER_S
         while self._nft.poll() is None and time.monotonic() < deadline:
             listed = subprocess.run(

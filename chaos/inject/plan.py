@@ -1,6 +1,6 @@
-"""Decide which fault happens when and to which worker: by a plan, or drawn from a seed. Pure.
+"""Decides which fault happens at which time to which worker, by a plan or drawn from a seed. Pure.
 
-`plan_file` reads a plan, `faulty_job` carries it out.
+`plan_file` reads a plan, and `faulty_job` carries it out.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ KINDS = {
 }
 FLIPPED = {"flip-weights": "weights", "flip-moments": "moments", "flip-gradients": "gradients"}
 SPOILS_FILE = "flip-file"
-LASTING = {"freeze": (0.5, 8.0), "slow": (2.0, 10.0), "partition": (3.0, 10.0)}  # for_s if drawn
+LASTING = {"freeze": (0.5, 8.0), "slow": (2.0, 10.0), "partition": (3.0, 10.0)}  # for_s of drawn faults
 FACTOR = 3.0
-MEAN_LEAST_S = 0.05  # shortest mean time between drawn faults; more would outnumber the checks
+MEAN_LEAST_S = 0.05  # minimum mean time between drawn faults, since the journal is checked only fifty times a second
 SECONDS_MAX = 1e6
 DRAWN_PER_LOOK = 20  # limits the time of one check
 
@@ -43,7 +43,7 @@ class Fault:
     at_generation: int | None = None
     for_s: float = 0.0
     factor: float = 0.0
-    drawn: bool = False  # drawn at random: it spares the last worker
+    drawn: bool = False  # drawn at random, so it spares the last worker
 
     def __str__(self) -> str:
         return f"{self.when()}: {self.what()} {self.victim}"
@@ -62,7 +62,7 @@ class Fault:
         return f"when generation {self.at_generation} begins"
 
     def hurts(self) -> bool:
-        """Return whether it may remove a worker from its world."""
+        """Return whether the fault may remove a worker from its world."""
         return self.kind not in ("slow", "cut", SPOILS_FILE)
 
     def least_members(self) -> int:
@@ -98,7 +98,7 @@ class Chance:
     duration_s: float | None = None
     for_s: tuple[float, float] | None = None  # None: see LASTING
     factor: float = FACTOR
-    spare: tuple[str, ...] = ()  # host:slot, never hit at random
+    spare: tuple[str, ...] = ()  # host:slot, never a victim of drawn faults
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Plan:
         return {fault.kind for fault in self.faults} | set(self.chance.kinds if self.chance else ())
 
     def flips(self) -> bool:
-        """Return whether it contains bit flips."""
+        """Return whether the plan contains bit flips."""
         return bool(self.kinds() & {*FLIPPED, SPOILS_FILE})
 
     def counts_commits(self) -> bool:
@@ -143,7 +143,7 @@ def draw(chance: Chance) -> Iterator[Fault]:
 class Schedule:
     """Determines which faults are due. Each is returned once, at its time or at the next call.
 
-    At most DRAWN_PER_LOOK drawn faults are returned at once; the rest at the next call.
+    At most DRAWN_PER_LOOK drawn faults are returned at once; the next call returns the others.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -154,7 +154,8 @@ class Schedule:
     def due(self, *, since_s: float, commits: int, generation: int) -> list[Fault]:
         """Return the due faults.
 
-        ``since_s``: seconds since training began; ``commits``: seen so far; ``generation``: the present one.
+        ``since_s``: seconds since training began; ``commits``: number of commits so far; ``generation``: the current
+        generation.
         """
         now = [fault for fault in self._waiting if _has_come(fault, since_s, commits, generation)]
         self._waiting = [fault for fault in self._waiting if fault not in now]
@@ -191,10 +192,11 @@ def choose(
     spare: Sequence[str],
     dice: random.Random,
 ) -> list[Worker]:
-    """Return the workers that a fault hits; empty if none is allowed.
+    """Return the victims of a fault; empty if no victim is allowed.
 
-    ``members``: live ones of the present world, by rank. ``arrived``: the same by age, the oldest first. ``suffering``:
-    under another fault. Drawn faults spare one member, so that one holds the state, and never hit a slot of ``spare``.
+    ``members``: live members of the current world, by rank. ``arrived``: the same members by age, oldest first.
+    ``suffering``: workers under another fault. Drawn faults spare one member, which keeps the state, and never affect a
+    slot of ``spare``.
     """
     if fault.drawn:
         free = [worker for worker in members if worker not in suffering]

@@ -1,4 +1,4 @@
-"""Parse a plan of faults from TOML. Pure: text in, plan out; an error is one sentence that names the line.
+"""Parses a plan of faults from TOML text. Errors are one sentence with the line number. Pure.
 
 [random]                        # drawn, at exponentially distributed intervals
 mean_time_between_faults_s = 30
@@ -35,7 +35,7 @@ MOMENTS = ("at_s", "after_commits", "at_generation")
 VICTIMS = (
     '"random", "rank N", "newest", "oldest", "worker HOST:SLOT", "host NAME", "all but one", "all"'
 )
-_NUMBER = "[0-9]{1,6}"  # not \d, which matches the digits of every script
+_NUMBER = "[0-9]{1,6}"  # not \d, which also matches digits of other scripts
 _VICTIM = re.compile(
     rf"random|newest|oldest|all but one|all|rank {_NUMBER}|worker \S+:{_NUMBER}|host \S+"
 )
@@ -47,7 +47,7 @@ def read_plan(text: str, name: str) -> plan.Plan:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise Invalid(f"{name} is not TOML: {error}") from None
-    except (ValueError, RecursionError):  # a number of thousands of digits, or endless brackets
+    except (ValueError, RecursionError):  # a number with thousands of digits, or deeply nested brackets
         raise Invalid(
             f"{name} contains a number that is too long, or is nested too deeply"
         ) from None
@@ -144,7 +144,7 @@ def _chance(table: dict[str, Any], where: _Where) -> plan.Chance:
 
 
 class _Where:
-    """A table of the text: finds the line of a key, and formats errors."""
+    """A table in the text: finds the line of a key and formats errors."""
 
     def __init__(self, text: str, name: str, table: str, index: int) -> None:
         self._lines = text.splitlines()
@@ -187,7 +187,7 @@ class _Where:
             self.fail(key, f"{key} is {value!r}: pass a number {which}")
         if value == math.inf:
             self.fail(key, f"{key} is {value!r}: pass a finite number")
-        if value > most:  # not shown: it may have any number of digits
+        if value > most:  # the number is not shown, since it may have any number of digits
             self.fail(key, f"{key} is too large: pass at most {most:.0f}")
         return float(value)
 

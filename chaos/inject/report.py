@@ -4,11 +4,11 @@ Terms:
 
 - a commit is *lost* if a world continued from an older one although one of its own members held it. This must never
     happen.
-- a commit is *gone with its holders* if only workers that died had made it. No worker could continue from it; it was
-    repeated, like everything since the last commit (*done again*, in seconds).
+- a commit is *gone with its holders* if only workers that died had made it. No worker could continue from it, so its
+steps were repeated, as was all work since the last commit (*done again*, in seconds).
 - *training* is the time in which a whole world trained and its work was kept: from the moment when every member had
     completed its first collective to the last commit before the world broke, or to a planned change, or to the end.
-- *goodput* is the training time as a share of the time from the first such moment to the end of training.
+- *goodput* is the training time divided by the time from the first such moment to the end of training.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from elastic.driver.journal.entries import Entry
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Worker
 
-EXAMPLES = 5  # how many differing commits are listed
-LONG = 3.0  # times the median: from here on a gap between two commits may be a stall
+EXAMPLES = 5  # maximum number of differing commits that are listed
+LONG = 3.0  # a gap between two commits of this many times the median may be a stall
 STALL_S = 0.25
 
 
@@ -56,7 +56,7 @@ class Steps:
 
 @dataclass
 class Goodput:
-    """Goodput in seconds. ``full_s``: with at least the initial number of workers."""
+    """Goodput in seconds. ``full_s``: training time with at least the initial number of workers."""
 
     total_s: float = 0.0
     training_s: float = 0.0
@@ -82,7 +82,8 @@ class Goodput:
 
 @dataclass
 class Digests:
-    """``compared``: commits and state copies reported by several workers. ``single``: by one only."""
+    """``compared``: number of commits and state copies reported by several workers. ``single``: number reported by only
+    one."""
 
     compared: int = 0
     differing: int = 0
@@ -139,7 +140,7 @@ def report(
     reading.leave_out_stalls([(each.at, each.until or each.at) for each in injected])
     return Report(
         code,
-        # The exit code of the process: after a stop request it is that of the signal.
+        # The exit code of the process; after a stop request, it is that of the signal.
         f"exit code {code}: {reading.ended}" if reading.ended else "",
         outcomes(entries, injected, began_at=reading.began_at or 0.0),
         spared,
@@ -161,7 +162,7 @@ def percentiles(values: Iterable[float], shares: Sequence[float] = (50, 90, 100)
 
 
 class _Reading:
-    """One pass over the journal."""
+    """A single pass over the journal."""
 
     def __init__(self, settings: Settings) -> None:
         self.began_at: float | None = None
@@ -172,8 +173,8 @@ class _Reading:
         self.goodput = Goodput(workers=settings.np)
         self._digests: dict[Commit, dict[Worker, int]] = {}
         self._sees_commits = False  # state copies are always compared, as commit 0
-        self._history: list[Commit] = []  # present committed history
-        self._held: dict[Worker, Commit] = {}  # newest commit that each is known to hold
+        self._history: list[Commit] = []  # current committed history
+        self._held: dict[Worker, Commit] = {}  # newest commit that each worker is known to hold
         self._generation = 0
         self._size = 0
         self._training_since: float | None = None
@@ -213,7 +214,7 @@ class _Reading:
                     self._over(entry.at)
 
     def finish(self) -> None:
-        """Finish at the end of the journal, whether the job has ended or not."""
+        """Finish at the end of the journal, even if the job has not ended."""
         self._training_ends(self._at)
         self._over(self._at)
         self.steps.kept = len(self._history)

@@ -1,7 +1,7 @@
-"""Continues a stopped process if this one exits without doing so, even by SIGKILL.
+"""Continues a stopped process if this process exits without doing so, even after SIGKILL.
 
-A small separate process waits on a pipe that the kernel closes when this one is gone. It holds the victim by the given
-pidfd, so that it can never continue another process.
+A small separate process waits at a pipe that the kernel closes when this process exits. It refers to the victim by the
+given pidfd, so that it can never continue another process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Guard:
 
     def close(self) -> None:
         """End the guard, which is no longer needed."""
-        self._process.kill()  # first, because the end of its pipe would make it act
+        self._process.kill()  # before the pipe is closed, which would make the guard act
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""Waits that must end by a time, and those that have not. Pure."""
+"""Waits that must end by a given time. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 
 class Deadlines:
-    """Open waits, each with a key and a sentence about the awaited event. `begin` replaces one with the same key."""
+    """Open waits, each with a key and a sentence about the awaited event. `begin` replaces a wait with the same key."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, tuple[float, str]] = {}

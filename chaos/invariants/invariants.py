@@ -1,8 +1,8 @@
-"""Invariants of every job, checked on the events that the driver received and the actions it answered with. Pure.
+"""Invariants of every job, checked on the events that the driver received and on its resulting actions. Pure.
 
-The checks are independent of how membership decides. They are fed events and actions from a journal or a running
+The checks are independent of the decisions of membership. They receive events and actions from a journal or a running
 simulation, and raise BrokenInvariant at the first impossible entry. The state is small, and the work per event is
-proportional to the length of the answer.
+proportional to the number of resulting actions.
 
     ONE GENERATION     Worlds are numbered without a gap. Each worker that trained in the last world is in the next, or
                        was let go, fenced or lost before. Orders about a world go to its live members and carry its
@@ -92,15 +92,15 @@ from elastic.protocol.messages import Worker
 
 __all__ = ["BrokenInvariant", "Invariants", "Summary", "check_journal"]
 
-EXPLAIN_S = 12.0  # a gathering that takes longer must have been explained
+EXPLAIN_S = 12.0  # the reason for a gathering that takes longer must have been logged
 AFTER_THE_END = (AnswerRequest, LetGo, KillWorker, DumpStacks, Report)
-# events answered by repeating current decisions
+# events after which current decisions are repeated
 REPEATS = (WorkerReconnected, HostReported, DriverRestarted)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Counts of checks: an empty journal would break no invariant either."""
+    """Counts of checks, since an empty journal breaks no invariant either."""
 
     worlds: int
     recoveries: int
@@ -134,7 +134,7 @@ class Invariants:
         )
 
     def begun(self, writer: Writer) -> None:
-        """Record the job's first driver. Without this, any driver may follow."""
+        """Record the job's first driver. If this is not called, any driver may follow."""
         self._term = writer.term
 
     def resumed(self, writer: Writer, line: int | None = None) -> None:
@@ -287,7 +287,7 @@ class Invariants:
         event = self.job.event
         for worker in members:
             if isinstance(event, HostReported) and worker.host == event.host:
-                continue  # several were found lost at once, and are handled one after the other
+                continue  # several hosts were lost at once, and are handled one after the other
             if worker not in self.job.members or worker not in self.job.workers:
                 what = f"{type(action).__name__} goes to {worker}, no live member of generation"
                 self.job.broken("ONE GENERATION", f"{what} {generation}")
@@ -300,7 +300,7 @@ class Invariants:
     def _dies_within_s(self, worker: Worker) -> float:
         known = self.job.workers.get(worker)
         if worker in self.job.members and known is not None and not known.going:
-            return self.job.settings.kill_s  # others wait for it
+            return self.job.settings.kill_s  # other workers wait for it
         return max(self.job.settings.leave_s, self.job.settings.kill_s)
 
     def _starts(self, worker: Worker) -> None:

@@ -1,4 +1,4 @@
-"""Check that a job may end with a code and reason, given the events before. Pure. See `invariants`.
+"""Checks that a job may end with a code and a reason after its previous events. Pure. See `invariants`.
 
 There are two kinds of success. A world ends when each of its live members has returned from elastic.run and was
 notified. Programs that never enter it end one by one, with exit code 0. Any other end is a failure, and its code is 1
@@ -81,13 +81,13 @@ class JobEnd:
         for worker, known in self.job.workers.items():
             what = f"all workers are reported to have ended, but {worker} has not"
             self.job.must(bool(known.going), "THE END", what)
-        # Workers about to leave do not count, and only the driver knows when that was withdrawn.
+        # Workers that are about to leave do not count, and only the driver knows whether their departure was withdrawn.
         sure = [s for s, k in self.job.ended_well.items() if self._ran(s, k)]
         what = f"{number} workers are reported to have ended with exit code 0, expected {len(self.job.ended_well)}"
         self.job.must(max(1, len(sure)) <= number <= len(self.job.ended_well), "THE END", what)
 
     def _ran(self, slot: tuple[str, int], known: LiveWorker) -> bool:
-        """Return whether it certainly ran to its end outside elastic.run."""
+        """Return whether the worker certainly ran to its end outside elastic.run."""
         listed = slot[1] < self.job.hosts.get(slot[0], 0)
         placed = known.placed == self.job.generation
         return listed and placed and not (known.running or known.asked_to_leave)
@@ -127,5 +127,5 @@ class JobEnd:
             self.job.broken("RANK 0 IS NO OTHER", what)
 
     def _live_members(self) -> list[tuple[Worker, LiveWorker]]:
-        """Return the live members of the present world that were not told to leave, as the driver counts them."""
+        """Return the live members of the current world that were not asked to leave, as the driver counts them."""
         return [(worker, known) for worker, known in self.job.here() if not known.dismissed]

@@ -23,28 +23,28 @@ class LiveWorker:
 
     connected: bool = False
     first: int = 0  # first generation in which it had a place
-    placed: int = 0  # newest such generation
-    before: int = 0  # the one before that
-    said: int = 0  # newest generation it reported on ...
+    placed: int = 0  # newest generation in which it had a place
+    before: int = 0  # the previous such generation
+    said: int = 0  # newest generation on which it reported ...
     said_at_first: int = 0  # ... on its first connection
     resumed: int = 0
     readies: int = 0  # number of its latest Ready
-    reconnected: bool = False  # so it may repeat messages, in another order
+    reconnected: bool = False  # its connection was replaced, so it may repeat messages in another order
     overtaken_in: int = 0  # newest generation in which messages may be reordered
     digested: tuple[int, Commit] | None = None  # generation and commit of its newest digest
     returned: int = 0  # generation in which its function returned
     finished: bool = False  # and it was notified that all have returned
-    dismissed: bool = False  # no longer a member, for the driver
+    dismissed: bool = False  # the driver does not consider it a member
     running: bool = False  # inside elastic.run at its last Ready
-    ready: bool = False  # it has been ready since its last world
+    ready: bool = False  # it has reported Ready since its last world
     commit: Commit | None = None  # commit of its last Ready
-    holds: Commit | None = None  # it holds at least this commit
-    going: str = ""  # why it is in no later world; empty: it may be
+    holds: Commit | None = None  # oldest commit that it may hold
+    going: str = ""  # why it must not be in a later world; empty: it may be
     stranded: bool = False  # its world broke outside elastic.run
     asked_to_leave: bool = False
-    noticed: bool = False  # its machine announced its end during its life
+    noticed: bool = False  # the end of its machine was announced during its life
     healthy: bool | None = None  # result of its first health check; None: it is pending
-    silent: bool = False  # a sign of life was requested, and none has arrived since
+    silent: bool = False  # a sign of life was requested and has not arrived yet
 
 
 class ObservedJob:
@@ -57,31 +57,31 @@ class ObservedJob:
         self.event: Event | None = None
         self.workers: dict[Worker, LiveWorker] = {}
         self.slots: dict[tuple[str, int], Worker] = {}
-        self.incarnations: dict[tuple[str, int], int] = {}  # the last one started in each slot
-        # the last one gone in each slot
+        self.incarnations: dict[tuple[str, int], int] = {}  # the last worker started in each slot
+        # the last worker that exited in each slot
         self.departed: dict[tuple[str, int], tuple[Worker, LiveWorker]] = {}
-        self.ended_well: dict[tuple[str, int], LiveWorker] = {}  # with exit code 0, not requested
+        self.ended_well: dict[tuple[str, int], LiveWorker] = {}  # workers that exited with code 0 without a request
         self.hosts: dict[str, int] = {}
         self.going_hosts: dict[str, float] = {}  # announced ends of hosts
         self.drained: set[str] = set()  # hosts that an operator has drained
         self.workers_max = settings.workers_max  # maximum as last set by an operator
         self.shrinks = False  # the world shrinks: there may still be more members
         self.generation = 0
-        self.members: dict[Worker, int] = {}  # members of the present world with their ranks
-        self.base: Commit | None = None  # the commit that the present world began from
+        self.members: dict[Worker, int] = {}  # members of the current world with their ranks
+        self.base: Commit | None = None  # the commit from which the current world began
         self.trained = False
         # The newest commit in the storage, as reported to the driver.
         self.durable: Commit | None = None
         self.broken_at: float | None = None
         self.first_ready_at: float | None = None
-        self.checks: dict[Worker, int] = {}  # answers to the change in progress
+        self.checks: dict[Worker, int] = {}  # answers to the planned change in progress
         self.stop_at: int | None = None  # the safepoint at which all members are to stop
         self.digests: dict[Commit, tuple[int, str]] = {}
         self.compared = 0
         self.samples = SampleHistory(samples)
         self.waits = Deadlines()
         self.finished = False  # some members have returned and were released
-        self.repeating = False  # the present answer repeats current decisions
+        self.repeating = False  # the current actions repeat earlier decisions
         self.end: EndJob | None = None
 
     def broken(self, invariant: str, what: str) -> NoReturn:
@@ -99,7 +99,7 @@ class ObservedJob:
     def goes(
         self, worker: Worker, known: LiveWorker, why: str, *, exit_within: float | None = None
     ) -> None:
-        """Record that a worker may not be part of a later world."""
+        """Record that a worker must not be a member of a later world."""
         known.going = known.going or why
         self.waits.end(("link", worker))
         if exit_within is not None:

@@ -1,12 +1,12 @@
-"""Check which of the trained samples count in the committed history. Pure.
+"""Determines which of the trained samples count in the committed history, and checks them. Pure.
 
-A worker reports under each commit the samples that it trained since the previous commit, separately for each epoch. A
-report counts if its commit is in the chain: the commits that later worlds began from, and the earlier ones of the same
-worlds. Training on top of a commit outside the chain was undone and is repeated.
+With each commit, a worker reports the samples that it trained since the previous commit, separately for each epoch. A
+report counts if its commit is in the chain, which consists of the commits from which later worlds began and the earlier
+commits of the same worlds. Training after a commit outside the chain was undone and is repeated.
 
-Within an epoch each sample counts once. Only the last round may contain repeats, fewer than the world has workers, and
-exactly as many as its partition lacks. A worker that dies between a commit and its report loses the report. So a
-missing sample is an error only if missing reports cannot explain it.
+Within an epoch, each sample counts once. Only the last round may contain repeated samples: fewer than the world has
+workers, and exactly as many as are needed to fill the partition. If a worker dies between a commit and its report, the
+report is lost, so a missing sample is an error only if missing reports cannot explain it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Epoch:
     """The counted samples of one epoch."""
 
     seen: dict[int, Commit] = field(default_factory=dict)  # sample -> the first commit with it
-    repeats: dict[Commit, list[int]] = field(default_factory=dict)  # samples already seen
-    last: Commit | None = None  # the latest with samples of this epoch
-    fresh: dict[int, int] = field(default_factory=dict)  # generation -> samples not seen before
+    repeats: dict[Commit, list[int]] = field(default_factory=dict)  # samples that have been reported
+    last: Commit | None = None  # the latest commit with samples of this epoch
+    fresh: dict[int, int] = field(default_factory=dict)  # generation -> samples that were reported first in it
     # Commits with missing reports: their number, and the maximum length of such a report.
     silent: dict[Commit, tuple[int, int]] = field(default_factory=dict)
 
@@ -38,13 +38,13 @@ class SampleHistory:
     """Checks worlds and reports in the order of the journal. Methods return what is wrong, or an empty string."""
 
     def __init__(self, samples: int = 0) -> None:
-        self._samples = samples  # number of samples in the dataset; 0: as many as were seen
+        self._samples = samples  # number of samples in the dataset; 0: the number of reported samples
         self._sizes: dict[int, int] = {}
         self._kept: dict[int, int] = {}  # generation -> number of its last commit in the chain
         self._settled = 0  # commits of older generations can no longer be undone
         self._pending: dict[Commit, dict[Worker, dict[int, list[int]]]] = {}  # by epoch
         self._epochs: dict[int, Epoch] = {}
-        # What the newest worlds have undone, as long as none of them has committed, and `_kept` before them.
+        # Commits undone by the newest worlds, as long as none of them has committed, and `_kept` before these worlds.
         self._undone: dict[Commit, dict[Worker, dict[int, list[int]]]] = {}
         self._kept_before: dict[int, int] | None = None
         self.counted = 0
@@ -52,7 +52,7 @@ class SampleHistory:
     def reported(self, worker: Worker, commit: Commit, epoch: int, samples: list[int]) -> str:
         """Record a worker's report, which may arrive after a later world has begun."""
         if commit.number > self._kept.get(commit.generation, commit.number):
-            return ""  # undone
+            return ""  # commits that were undone
         if commit.number and commit.generation >= max(self._sizes, default=0):
             self._undone, self._kept_before = {}, None
         if commit.generation < self._settled:

@@ -1,8 +1,8 @@
 """Check that no sealed commit of a sharded state is lost while its shards are held. Pure. See `invariants`.
 
-Workers report what they hold before each world, and what they restored after it; see `elastic.protocol.messages`. A
-world must not go back behind a commit that any worker reported as sealed, unless some of its shards were only held by
-workers that are missing, on more hosts than there are copies.
+Before each world, workers report the shards that they hold, and after it, the commit that they restored; see
+`elastic.protocol.messages`. A world must not restore a commit older than one that a worker reported as sealed, unless
+some shards of the sealed commit were held only by workers that are missing, on more hosts than there are copies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastic.protocol.messages import Commit, HeldCommitShards, ShardsHeld, Shar
 
 @dataclass
 class ShardedWorld:
-    """Members of one world, what they held before it, and their parts of the state in it."""
+    """Members of one world, the shards that they held before it, and their parts of the state in it."""
 
     members: tuple[Worker, ...]
     held: dict[Worker, ShardsHeld]
@@ -28,7 +28,7 @@ class ShardedWorld:
         return {worker.host for worker in self.members}
 
     def holds(self, commit: Commit) -> list[tuple[Worker, HeldCommitShards]]:
-        """Return what each member holds of a commit."""
+        """Return the shards of a commit that each member holds."""
         return [
             (w, each)
             for w, held in self.held.items()
@@ -37,7 +37,8 @@ class ShardedWorld:
         ]
 
     def missing(self, commit: Commit) -> set[int]:
-        """Return the shards of a commit that no member holds; all that is known of it, shard 0, if none has any."""
+        """Return the shards of a commit that no member holds. If no member holds any, return shard 0, since the number
+        of shards is unknown."""
         found = [each for _, each in self.holds(commit)]
         there = {shard for each in found for shard in (each.own, *each.copies)}
         return set(range(max((each.shards for each in found), default=1))) - there
@@ -62,18 +63,18 @@ class ShardRecords:
         self.restored = 0
         self._copies = 0
         self._before: Commit | None = None  # newest commit sealed in an earlier world
-        self._here: Commit | None = None  # the same of the present one
+        self._here: Commit | None = None  # newest commit sealed in the current world
         self._held: dict[
             Worker, tuple[int, ShardsHeld]
-        ] = {}  # with the generation it was trained in
+        ] = {}  # and the generation in which it was trained
         self._worlds: dict[int, ShardedWorld] = {}
 
     def heard(self, event: events.Event) -> None:
-        """Check what a worker reports."""
+        """Check a worker's report."""
         match event:
             case events.WorkerReady(worker, generation, shards=ShardsHeld() as shards):
                 if generation < self._held.get(worker, (0, shards))[0]:
-                    return  # of a lost connection
+                    return  # the message belongs to a lost connection
                 self._copies = shards.copies
                 self._held[worker] = generation, shards
                 self._sealed(shards.sealed)
@@ -93,7 +94,7 @@ class ShardRecords:
                 self._held.pop(worker, None)
 
     def published(self, world: events.PublishWorld) -> None:
-        """Note the members of a world, and what each holds."""
+        """Record the members of a world and the shards that each holds."""
         self._before = max(filter(None, (self._before, self._here)), default=None)
         self._here = None
         members = tuple(member.worker for member in world.members)
@@ -105,7 +106,7 @@ class ShardRecords:
     # ---- sealed commits ----------------------------------------------------------------------------------------------
 
     def _sealed(self, commit: Commit | None) -> None:
-        """Note a sealed commit; a report may arrive after the next world was published."""
+        """Record a sealed commit. A report may arrive after the next world was published."""
         if commit is None:
             return
         if commit.generation == self.job.generation:
@@ -144,7 +145,7 @@ class ShardRecords:
             self._every_shard_is_placed(world)
 
     def _goes_back(self, generation: int, restored: Commit | None) -> None:
-        """Check what a world restores. ``restored``: None if it has no complete commit in memory."""
+        """Check the commit that a world restores. ``restored``: None if there is no complete commit in memory."""
         world, sealed = self._worlds[generation], self._before
         back = f"generation {generation} goes back to {restored or 'no commit in memory'}"
         if restored is not None:
@@ -171,7 +172,7 @@ class ShardRecords:
         self._before = restored
 
     def _every_shard_is_placed(self, world: ShardedWorld) -> None:
-        """Check that each shard has a worker that trains it, and copies on as many hosts as there are to be."""
+        """Check that each shard has a worker that trains it, and copies on the required number of hosts."""
         wanted = min(1 + self._copies, len(world.hosts))
         for shard in self._shards(world):
             parts = world.placed.items()

@@ -1,4 +1,4 @@
-"""Record the state of each worker as shown by events, and reject impossible events. Pure. See `invariants`."""
+"""Records the state of each worker from events, and rejects impossible events. Pure. See `invariants`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class WorkerRecords:
                     self._is_late_event(speaker, event)
 
     def _goes(self, host: str, notice: events.Notice | None) -> None:
-        """Record a notice. The earlier of two ends counts; None: the machine stays or was replaced."""
+        """Record a notice. If there are two, the earlier end counts. None: the machine stays or was replaced."""
         for _, known in self._on(host):
             known.noticed = notice is not None
         if notice is None:
@@ -114,7 +114,7 @@ class WorkerRecords:
     # ---- reports ---------------------------------------------------------------------------------------------------
 
     def _is_late_event(self, worker: Worker, event: events.Event) -> None:
-        """Check a message that arrived after the exit of its sender. Its reports about commits are valid."""
+        """Check a message that arrived after the exit of its sender. Reports about commits are still valid."""
         departed, known = self.job.departed.get((worker.host, worker.slot), (None, None))
         if departed != worker or known is None:
             return
@@ -166,7 +166,7 @@ class WorkerRecords:
             case events.WorkerQuit(_, generation) if (
                 generation == self.job.generation and not known.going
             ):
-                # Without other members it may take its time.
+                # Without other members there is no limit.
                 if any(w != worker and not (k.dismissed or k.finished) for w, k in self.job.here()):
                     self.job.goes(worker, known, "has quit", exit_within=self.job.settings.leave_s)
                     known.dismissed = True
@@ -200,7 +200,8 @@ class WorkerRecords:
 
     def _speaks_of(self, worker: Worker, known: LiveWorker, generation: int) -> None:
         places = sorted({known.before, known.placed})
-        # Of a lost connection; 0: from before its first world. Messages of one connection arrive in order.
+        # The message belongs to a lost connection; 0: it was sent before the first world. Messages of one connection
+        # arrive in order.
         was_there = known.first <= generation or not (generation or known.said_at_first)
         late = known.reconnected and was_there and generation < known.placed
         if generation not in places and not late:
@@ -214,7 +215,7 @@ class WorkerRecords:
     def _ready(self, worker: Worker, known: LiveWorker, event: events.WorkerReady) -> None:
         known.readies = event.number
         if known.going or (worker in self.job.members and event.generation != self.job.generation):
-            return  # not considered yet, or it has not received its new world yet
+            return  # its Ready was not considered yet, or it has not received its new world yet
         if event.commit is not None and known.holds is not None and event.commit < known.holds:
             what = f"{worker} is ready with commit {event.commit}, expected at least {known.holds}"
             self.job.broken("NEVER BACK", what)
@@ -234,7 +235,7 @@ class WorkerRecords:
         self, worker: Worker, known: LiveWorker, commit: Commit | None, agreed: Commit
     ) -> None:
         if known.reconnected and commit != agreed:
-            self.job.stop_at = None  # a collective broke at it, and that message was lost
+            self.job.stop_at = None  # a collective broke at this worker, and its report was lost
         elif commit is not None and commit != agreed:
             what = f"{worker} has stopped with commit {commit}, expected {agreed}, like all others"
             self.job.broken("NEVER BACK", what)
@@ -251,7 +252,8 @@ class WorkerRecords:
         known.holds = commit if known.holds is None else max(known.holds, commit)
 
     def _counts_on(self, worker: Worker, known: LiveWorker, event: events.WorkerDigested) -> None:
-        """Check that commits of one worker in one generation do not go back. One may be reported in several parts."""
+        """Check that the commits of one worker in one generation are in ascending order. A commit may be reported in
+        several parts."""
         generation, commit = event.generation, event.commit
         if commit.generation > generation:
             what = f"{worker} reports commit {commit} while in generation {generation}"

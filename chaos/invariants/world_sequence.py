@@ -1,4 +1,4 @@
-"""Check which world may follow the previous one, and with which members. Pure. See `invariants`."""
+"""Checks that a world may follow the previous one with its members. Pure. See `invariants`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class WorldSequence:
             if known is None or worker in chosen or worker in let_go or known.going:
                 continue
             if known.stranded or not known.running:
-                continue  # outside elastic.run: it comes back as a new worker
+                continue  # outside elastic.run, it returns as a new worker
             what = f"{worker} of generation {self.job.generation} was not let go, fenced or lost"
             self.job.broken("ONE GENERATION", f"{what}, and is not in the next world")
 

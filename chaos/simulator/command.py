@@ -1,7 +1,8 @@
-"""`python -m elastic.chaos simulate`: simulate a whole job for each of several seeds, and print how to repeat failures.
+"""`python -m elastic.chaos simulate`: simulate a whole job for each of several seeds, and print how to reproduce
+failures.
 
-A run depends only on the seed and the code, so a violation prints both, writes the driver's journal, and shows the
-command that repeats it.
+A run depends only on the seed and the code. After a violation, the command therefore prints both, writes the driver's
+journal, and shows the command that reproduces it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ examples:
   python -m elastic.chaos simulate --sharded --seeds 1000       the same with a state in shards
   python -m elastic.chaos simulate --workers 10000 --seed 7     one large job: 300 virtual seconds, failing hosts
   python -m elastic.chaos replay simulated-seed-7.jsonl         check a recorded run by deciding it again"""
-LARGE = 200  # workers: from here on all members make a step in one event
+LARGE = 200  # number of workers from which on all members make a step in one event
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return 0 if no violation was seen, else 1."""
+    """Return 0 if there was no violation, otherwise 1."""
     _refuse_what_cannot_run(options)
     if options.workers >= LARGE:
         return _large(options)
@@ -107,7 +108,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _refuse_what_cannot_run(options: argparse.Namespace) -> None:
-    """Raise Invalid, before anything runs, for options that cannot be combined."""
+    """Raise Invalid for options that cannot be combined, before anything runs."""
     for name in ("seeds", "workers", "steps"):
         if getattr(options, name) < 1:
             raise Invalid(f"--{name} is {getattr(options, name)}: pass 1 or more")

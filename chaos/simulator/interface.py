@@ -25,7 +25,7 @@ class Agent(Protocol):
 
 
 class SimulatedJob(Protocol):
-    """One job. `Any` represents a class of the file named in the comment."""
+    """One job. `Any` stands for a class of the module named in the comment."""
 
     clock: Clock
     network: SimulatedNetwork
@@ -37,8 +37,8 @@ class SimulatedJob(Protocol):
     workers: int
     processes: dict[Worker, Any]  # simulated_worker: live ones
     hosts: dict[str, int]  # hosts with their slots
-    listed: dict[str, int]  # hosts in the present host list
-    fixed_hosts: bool  # the list does not grow, see `HostsChanged`
+    listed: dict[str, int]  # hosts in the current host list
+    fixed_hosts: bool  # the list does not grow; see `HostsChanged`
     steps: int
     step_s: float  # if positive: interval at which all members make a step in one event
     mild: bool  # faults spare the last holder of the state

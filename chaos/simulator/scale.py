@@ -1,8 +1,9 @@
-"""Large jobs on the virtual clock, and the cost of a regroup by their size. The state machines are the real ones.
+"""Large jobs on the virtual clock, and the cost of a regroup as a function of their size. The state machines are the
+real ones.
 
-A step of a world is one event, a heartbeat one per host. Faults are the most common ones of large jobs: whole hosts
-that die during training and come back. When the time is up no more hosts fail, and the job may finish a regroup in
-progress before it is judged. `python -m elastic.chaos.simulator.scale` prints the table.
+A step of a world is one event, and a heartbeat is one event per host. The faults are the most common ones in large
+jobs: whole hosts that die during training and return. At the end of the time, no more hosts fail, and the job may
+finish a regroup in progress before it is checked. `python -m elastic.chaos.simulator.scale` prints the table.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Scale:
         )
 
     def _settled(self) -> bool:
-        """Return whether all train together, and every fault has been noticed."""
+        """Return whether all workers train together and the driver has noticed every fault."""
         sim, membership = self.simulation, self.simulation.driver.membership
         if sim.driver.end is not None:
             return True

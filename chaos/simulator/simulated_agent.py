@@ -1,8 +1,9 @@
-"""An agent on the virtual clock: starts, watches, samples, probes and kills the workers of its host.
+"""An agent on the virtual clock, which starts, watches, samples, probes and kills the workers of its host.
 
-There is one per host. It sends the messages of a real one (`elastic.driver.agents.messages`): when a driver attaches,
-it reports which workers run and which have ended, because messages of an earlier connection may be lost; then it
-reports every exit, and sends heartbeats. When it dies its workers die with it; restarted, it has none.
+There is one agent per host. It sends the messages of a real agent (`elastic.driver.agents.messages`). When a driver
+attaches, it reports which workers run and which have ended, because messages of an earlier connection may be lost. It
+then reports every exit and sends heartbeats. When the agent dies, its workers die with it. After a restart, it has no
+workers.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class SimulatedAgent:
         self.sim = sim
         self.host = host
         self.identity = messages.AgentId(host, 1)
-        self.alive = not sim.weather.starts_agents  # otherwise started when workers are
+        self.alive = not sim.weather.starts_agents  # otherwise it is started together with workers
         self.frozen = False
-        self.lost = False  # the machine is gone for good
+        self.lost = False  # the machine does not return
         # End of a short freeze or cut, one of which is harmless.
         self.quiet_until = float("-inf")
         self.processes: dict[Worker, SimulatedWorker] = {}
@@ -122,7 +123,8 @@ class SimulatedAgent:
                 pass
 
     def _check_health(self, worker: Worker) -> None:
-        """Begin a check that passes, fails, hangs or computes wrongly, early or late. It passes after the faults."""
+        """Begin a check that passes, fails, hangs or computes wrongly, early or late. After the phase with faults,
+        checks pass."""
         clock, limit_s = self.sim.clock, self.sim.settings.health_check_s
         code: int | None = 0
         outcome = HealthOutcome.PASSED
@@ -170,7 +172,7 @@ class SimulatedAgent:
             self.say(messages.Seen(event))
 
     def watch(self) -> None:
-        """Start sampling. While every worker runs, samples would only renew leases, and are omitted."""
+        """Start sampling. While every worker is able to run, samples would only renew leases, so they are omitted."""
         if not self._watching:
             self._watching = True
             now = self.sim.clock.now
@@ -206,7 +208,7 @@ class SimulatedAgent:
         return Notice(self._notice.text, left_s)
 
     def announce(self, notice: Notice | None) -> None:
-        """Announce the end of the machine, or, with None, that it stays."""
+        """Announce the end of the machine; with None, withdraw the notice."""
         self._notice = notice
         if notice is not None and notice.within_s is not None:
             self._ends_at = self.sim.clock.now + notice.within_s

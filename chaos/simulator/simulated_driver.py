@@ -1,9 +1,9 @@
 """A driver on the virtual clock: the real JobDecisions and AgentPool under a model of their loop, server and journal.
 
 Every event is written to the journal, with the resulting actions, before these are carried out. The driver can crash
-wherever it yields control: before an event is written, or between any two actions. Restarted, it replays its journal
-into a new Membership and continues: it knows its decisions, but not which actions were carried out. Agents talk to its
-AgentPool; workers have their own connections, as on a single machine.
+wherever it yields control: before an event is written, or between any two actions. After a restart, it replays its
+journal into a new Membership and continues. It then knows its decisions, but not which actions were carried out. Agents
+communicate with its AgentPool; workers have their own connections, as on a single machine.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class SimulatedDriver:
         self.membership = Membership(sim.settings)
         self.entries: list[Entry] = []
         self.up = True
-        self.leaves = False  # no worker is left, and it is about to end
-        self.gone = False  # it has ended, with the job
+        self.leaves = False  # no worker is left, and the driver is about to end
+        self.gone = False  # the driver has ended with the job
         self.paused = False
         self.end: events.EndJob | None = None
         self.ended_at = 0.0
@@ -96,7 +96,7 @@ class SimulatedDriver:
         if not self.sim.step_s:
             self._arm()
         elif not self._arming:
-            # Like the real loop: once for all events that arrive together.
+            # As in the real loop: once for all events that arrive together.
             self._arming = True
             self.sim.clock.after(ARM_S, self._arm)
 
@@ -111,7 +111,7 @@ class SimulatedDriver:
         )
 
     def _dies(self) -> bool:
-        """Pass a place at which it yields control. Return whether it is down."""
+        """Pass a place at which the driver yields control. Return whether it is down."""
         if self.doom is not None and self.up:
             self.doom -= 1
             if self.doom <= 0:
@@ -209,7 +209,7 @@ class SimulatedDriver:
         self._workers[worker] = connection
 
     def heard(self, connection: Connection, worker: Worker, message: Message) -> None:
-        """Handle a worker's message, from its present or a lost connection."""
+        """Handle a worker's message, from its current connection or a lost one."""
         self.hear(event_of(worker, message))
 
     def lost(self, connection: Connection, silent: bool) -> None:

@@ -1,8 +1,8 @@
 """Faults of a simulation. Each is a function that chooses its victims with the run's own random numbers.
 
 ``MILD`` faults always leave workers that hold the newest commit and can continue, so the job must succeed. A run does
-not use all kinds: its seed draws which, how often, and the quality of the network (a swarm finds more than a uniform
-mixture, in which one frequent fault hides the consequences of another).
+not use all kinds of faults. Its seed determines the kinds, their frequencies and the quality of the network. This finds
+more bugs than a uniform mixture, in which one frequent fault hides the consequences of another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Fault = Callable[[SimulatedJob], None]
 
 
 def _sound(sim: SimulatedJob) -> list[SimulatedWorker]:
-    """Return the workers that will continue if nothing is done to them."""
+    """Return the workers that will continue if no fault affects them."""
     return [
         p
         for p in sim.processes.values()
@@ -36,7 +36,8 @@ def _sound(sim: SimulatedJob) -> list[SimulatedWorker]:
 
 
 def _spared(sim: SimulatedJob, victims: list[SimulatedWorker]) -> bool:
-    """Return whether a mild run may lose these victims: two sound holders must remain. Other runs may always."""
+    """Return whether a mild run may lose these victims, since two sound holders must remain. Other runs may lose any
+    victims."""
     if not sim.mild:
         return True
     left = [p for p in _sound(sim) if p not in victims]
@@ -147,7 +148,7 @@ def stick(sim: SimulatedJob) -> None:
 
 
 def slow_down(sim: SimulatedJob) -> None:
-    """Make a step take long, or mark a phase as long. No worker may be killed for either."""
+    """Make a step take long, or mark a phase as long. Neither may lead to a kill."""
     sound = [p for p in _sound(sim) if not p.trouble]
     if sound:
         process = sim.clock.random.choice(sound)
@@ -158,7 +159,7 @@ def slow_down(sim: SimulatedJob) -> None:
 
 
 def hang_a_gpu(sim: SimulatedJob) -> None:
-    """Hang a GPU. Its host continues, launches, and waits."""
+    """Hang a GPU. The worker's host code continues, launches work, and waits."""
     process = _one(sim)
     if process is not None:
         sim.note(f"the GPU of {process.worker} hangs")
@@ -175,7 +176,7 @@ def hang_the_network(sim: SimulatedJob) -> None:
 
 
 def spoil_all(sim: SimulatedJob) -> None:
-    """Corrupt the state of all workers by a bit flip in one, as a checkpoint detects."""
+    """Corrupt the state of all workers by a bit flip in one, which a checkpoint detects."""
     driver = sim.driver
     if not driver.up or driver.paused:
         return
@@ -198,7 +199,7 @@ def spoil_all(sim: SimulatedJob) -> None:
 
 
 def change_hosts(sim: SimulatedJob) -> None:
-    """List any part of the hosts, possibly none; often all again shortly after."""
+    """List a random subset of the hosts, possibly none; often list all again shortly afterwards."""
     hosts = {h: n for h, n in sim.hosts.items() if sim.clock.random.random() < 0.7}
     if not _spared(sim, [p for p in sim.processes.values() if p.worker.host not in hosts]):
         return
@@ -219,7 +220,7 @@ def crash_agent(sim: SimulatedJob) -> None:
 
 
 def lose_host(sim: SimulatedJob) -> None:
-    """Lose a machine, which sends nothing and comes back only after the faults."""
+    """Lose a machine, which sends nothing and returns only after the phase with faults."""
     agent = _agent(sim)
     if agent is not None and len(sim.agents) > 1:
         sim.note(f"lose {agent.host}")
@@ -227,7 +228,7 @@ def lose_host(sim: SimulatedJob) -> None:
 
 
 def announce_an_end(sim: SimulatedJob) -> None:
-    """Announce the end of a machine, which then goes, withdraws the notice, or does nothing."""
+    """Announce the end of a machine, which then ends, withdraws the notice, or does nothing."""
     random = sim.clock.random
     agent = _agent(sim)
     if agent is None or len(sim.agents) < 2 or agent.notice is not None:
@@ -246,8 +247,8 @@ def announce_an_end(sim: SimulatedJob) -> None:
 
 
 def _too_soon(sim: SimulatedJob, agent: SimulatedAgent, seconds: float) -> bool:
-    """Return whether a mild run must skip this: two short silences without a heartbeat between them add up to a long
-    one.
+    """Return whether a mild run must skip the fault, since two short silences without a heartbeat between them form a
+    long one.
     """
     now, before = sim.clock.now, agent.quiet_until
     agent.quiet_until = now + seconds
@@ -255,7 +256,7 @@ def _too_soon(sim: SimulatedJob, agent: SimulatedAgent, seconds: float) -> bool:
 
 
 def freeze_agent(sim: SimulatedJob) -> None:
-    """Freeze an agent, whose workers continue."""
+    """Freeze an agent. Its workers continue."""
     agent = _agent(sim)
     if agent is not None:
         seconds = sim.clock.random.choice((0.5, 1.2, 6.0))
@@ -344,14 +345,14 @@ def slow_network(sim: SimulatedJob) -> None:
 
 
 def scale(sim: SimulatedJob) -> None:
-    """Scale to any size, also an invalid one."""
+    """Scale to any size, including an invalid one."""
     workers = sim.clock.random.randint(1, sim.workers + 2)
     sim.note(f"scale to {workers}")
     sim.driver.hear(ScaleRequested(0, workers))
 
 
 def drain(sim: SimulatedJob) -> None:
-    """Drain a host, or undo that."""
+    """Drain a host, or undo a drain."""
     host, off = sim.clock.random.choice([*sim.hosts, "unknown"]), sim.clock.chance(0.3)
     sim.note(f"drain {host}{' no more' if off else ''}")
     sim.driver.hear(DrainRequested(0, host, off))
@@ -426,7 +427,7 @@ class FaultConditions:
 
     @property
     def loses_messages(self) -> bool:
-        """Whether connections of live processes break."""
+        """True if connections of live processes break."""
         breaking = (
             break_connection,
             break_connections,

@@ -1,9 +1,9 @@
 """Connections between the driver and processes on hosts, with the properties of TCP. On the virtual clock.
 
-Messages of one connection arrive in order, after random delays. A connection that breaks loses the end of what was in
-flight, separately for each direction, and the two sides detect it at different times. A host can be cut off in one
-direction or both: messages then wait, as TCP retransmits them, until the cut ends or the connection's lease expires.
-Messages of a lost connection may still arrive later ("ghosts"), as a faulty driver would receive them.
+Messages of one connection arrive in order, after random delays. A connection that breaks loses the last messages in
+flight, separately for each direction, and the two sides detect the loss at different times. A host can be cut off in
+one direction or both: messages then wait, as TCP retransmits them, until the cut ends or the connection's lease
+expires. Messages of a lost connection may still arrive later ("ghosts"), as a faulty driver would receive them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from elastic.chaos.simulator.virtual_clock import Clock
 from elastic.protocol.messages import Worker
 
-INWARD, OUTWARD = 0, 1  # towards the driver, and away from it
+INWARD, OUTWARD = 0, 1  # directions: to the driver, and from it
 GHOST_S = 6.0  # maximum delay of a message of a lost connection
 
 Deliver = Callable[..., None]
@@ -130,7 +130,7 @@ class Connection:
         self._held: tuple[deque[Any], deque[Any]] = (deque(), deque())  # in flight, or cut off
 
     def send(self, way: int, deliver: Deliver, *args: Any) -> None:
-        """Send a message. ``deliver`` is called with the connection and ``args`` when it arrives, if it does."""
+        """Send a message. If it arrives, ``deliver`` is called with the connection and ``args``."""
         network = self.network
         network.messages += 1
         if self.over:
@@ -142,7 +142,7 @@ class Connection:
         self._carry(way, self._sent[way])
 
     def beat(self, deliver: Deliver, *args: Any) -> None:
-        """Send a heartbeat inwards, which is not retransmitted and delays nothing."""
+        """Send a heartbeat to the driver. It is not retransmitted and delays no other message."""
         network = self.network
         network.messages += 1
         if not self.over and (self.host, INWARD) not in network.cuts:
@@ -174,7 +174,7 @@ class Connection:
                 self._carry(way, self._sent[way])
 
     def close(self) -> None:
-        """Close at the end of the process: its messages arrive, then the driver sees the end."""
+        """Close at the end of the process: its messages arrive, then the driver detects the end."""
         if not self.over:
             self.send(INWARD, self._closed)
             self.over = True
@@ -184,7 +184,7 @@ class Connection:
         self.network.driver.lost(self, False)
 
     def break_off(self, *, silent: bool = False, tell_driver: bool = True) -> None:
-        """Break the connection, losing the end of what is in flight."""
+        """Break the connection and lose the last messages in flight."""
         self.network.drop(self)
         if self.over and not silent:
             return

@@ -15,7 +15,7 @@ PACE_S, LARGE_PACE_S = 5.0, 30.0
 
 
 class Reporter(Protocol):
-    """The part of a worker that reports use."""
+    """The part of a worker's interface that reports use."""
 
     recovery: Recovery
     alive: bool
@@ -32,7 +32,7 @@ class SimulatedReports:
 
     def __init__(self, sim: SimulatedJob, worker: Reporter) -> None:
         self.samples: list[int] = []  # samples since the last commit
-        self.idle = False  # waits outside collectives, and uses no processor
+        self.idle = False  # it waits outside collectives and uses no processor time
         self.phase = ""  # the marked long phase
         self._sim = sim
         self._worker = worker
@@ -50,7 +50,7 @@ class SimulatedReports:
         return self._cpu_s
 
     def waits(self, collective: Collective) -> None:
-        """Report that it has waited in a collective for a while."""
+        """Report that the worker has waited in a collective for a while."""
         worker, now = self._worker, self._sim.clock.now
         if not worker.alive or worker.frozen:
             return

@@ -1,9 +1,9 @@
-"""A worker on the virtual clock whose state is sharded: the real decisions of `elastic.sharding` on made-up rows.
+"""A worker on the virtual clock whose state is sharded: the real decisions of `elastic.sharding` on simulated rows.
 
 A commit is a collective: each rank copies its shard into a bank, and receives the copies that it keeps in the
-background. The next commit, or a planned change of the world, seals it. In another world the ranks choose the newest
-whole commit, and its rows move to their new owners. Each row holds the history of the state that it belongs to, so that
-a row of another commit is noticed.
+background. The next commit, or a planned change of the world, seals it. In another world, the ranks choose the newest
+complete commit, and its rows move to their new owners. Each row contains the history of its state, so that a row of
+another commit is detected.
 
 Invariant: if workers on no more than ``copies`` hosts were lost since the newest seal, that commit or a newer one is
 restored.
@@ -46,10 +46,10 @@ class Mirroring(NamedTuple):
     """Copies of a commit's shards that are sent in the background.
 
     Attributes:
-        sent: the exchange of all ranks.
+        sent: exchange of all ranks.
         bank: the bank that receives them.
-        senders: the rank that sends each shard that is kept here.
-        steps: of the commit.
+        senders: rank that sends each shard of which this rank keeps a copy.
+        steps: number of steps of the commit.
     """
 
     sent: Collective
@@ -62,7 +62,7 @@ class ShardedJob:
     """Sealed commits of one job, and the restored ones.
 
     Args:
-        copies: of each shard, on other hosts.
+        copies: number of copies of each shard on other hosts.
         least: smallest number of shards of a world with replicas; None: each rank has a shard of its own.
     """
 
@@ -71,11 +71,11 @@ class ShardedJob:
         self.least = least
         self.newest: Sealed | None = None
         self.restored = 0  # commits restored in another world
-        self.lost = 0  # worlds in which no commit was whole
+        self.lost = 0  # worlds in which no commit was complete
 
     @classmethod
     def drawn(cls, seed: int) -> ShardedJob:
-        """Create a job with one copy or two, and with replicas in every other job."""
+        """Create a job with one or two copies of each shard. Half of the jobs have replicas."""
         return cls(1 + seed % 2, (None, None, 1, 2)[seed // 2 % 4])
 
     def shards(self, size: int) -> int:
@@ -86,7 +86,8 @@ class ShardedJob:
         self.newest = Sealed(steps, workers)
 
     def met(self, present: tuple[Worker, ...], steps: int | None) -> None:
-        """Check the step whose commit these workers restore; None: they have no whole one. Raises AssertionError."""
+        """Check the step whose commit these workers restore; None: they have no complete commit. Raises
+        AssertionError."""
         newest = self.newest
         self.lost += steps is None
         self.restored += steps is not None
@@ -149,7 +150,7 @@ class ShardedWorker(SimulatedWorker):
         yield "commit", 0.0
 
     def _copy(self) -> Thread:
-        """Seal the previous commit, copy this rank's shard, and begin to send it to the ranks that keep a copy."""
+        """Seal the previous commit, copy this rank's shard, and start sending it to the ranks that keep a copy."""
         yield from self._seal()
         generation, rank = self.recovery.generation, self.recovery.place.rank
         shards = self._job.shards(len(self._order))
@@ -230,7 +231,7 @@ class ShardedWorker(SimulatedWorker):
     # ---- another world ---------------------------------------------------------------------------------------------
 
     def bring(self) -> Thread:
-        """Restore the newest whole commit, whose rows move to their owners in this world."""
+        """Restore the newest complete commit, whose rows move to their owners in this world."""
         self._stop_mirroring()
         self._exchanges = self._count = 0
         rank, size = self.recovery.place.rank, self.recovery.place.size

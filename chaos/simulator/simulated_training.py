@@ -39,7 +39,8 @@ class State(NamedTuple):
 
 
 class Collective:
-    """One collective of one generation. Complete when all ranks have come, which each detects at its own time."""
+    """One collective of one generation. It is complete when all ranks have entered, which each rank detects at a
+    different time."""
 
     __slots__ = (
         "brought", "came", "done", "key", "ranks", "samples", "sent", "since", "told", "values",
@@ -50,8 +51,8 @@ class Collective:
         self.ranks = ranks
         self.came: dict[int, Process] = {}
         self.samples: dict[int, int] = {}
-        self.brought: State | None = None  # state of the first to arrive
-        self.sent = State(0, 0)  # state of the first of the ranks
+        self.brought: State | None = None  # state of the first rank to arrive
+        self.sent = State(0, 0)  # state of the lowest rank
         self.done: set[int] = set()
         self.since: dict[int, float] = {}
         self.told: set[int] = set()  # ranks that have reported their wait
@@ -64,11 +65,11 @@ class Collective:
 
 class WaitReports(Protocol):
     def waits(self, collective: Collective) -> None:
-        """Report to the driver the collective that it waits in, and for how long."""
+        """Report to the driver in which collective the worker waits, and for how long."""
 
 
 class Process(Protocol):
-    """A worker, as seen by training: see `elastic.chaos.simulator.simulated_worker`."""
+    """The interface of a worker that training uses; see `elastic.chaos.simulator.simulated_worker`."""
 
     worker: Worker
     recovery: Recovery
@@ -89,7 +90,7 @@ class Process(Protocol):
 
 
 class Training:
-    """Training of one job: its worlds, collectives, and every state that was ever committed."""
+    """Training of one job: its worlds, its collectives, and every committed state."""
 
     def __init__(self, sim: SimulatedJob) -> None:
         self.sim = sim
@@ -116,7 +117,7 @@ class Training:
         self.ranks[world.generation] = {m.worker: n for n, m in enumerate(world.members)}
 
     def copying(self, holders: int, size: int) -> tuple[int, ...]:
-        """Return the ranks that take part in copying the state: the source, and all that lack it."""
+        """Return the ranks that take part in copying the state: the source and all ranks that lack it."""
         if (holders, size) not in self._copying:
             self._copying[holders, size] = (0, *range(max(1, holders), size))
         return self._copying[holders, size]
@@ -189,7 +190,7 @@ class Training:
         peer.poke()
 
     def _count(self, collective: Collective) -> None:
-        """Record one step, made by all, with the samples it trained."""
+        """Record one step of all members, with the trained samples."""
         generation, size = collective.key[0], len(collective.ranks)
         before = collective.brought
         assert before is not None
@@ -227,7 +228,7 @@ class Training:
     # ---- corrupted memory ------------------------------------------------------------------------------------------
 
     def spoils(self, process: Process) -> None:
-        """Mark the worker's states as corrupted: its gradients were NaN."""
+        """Mark the worker's states as corrupted because its gradients were NaN."""
         self._spoilt |= {process.state.history, process.saved.history}
 
     def _is_corrupted(self, history: int) -> bool:
@@ -251,7 +252,7 @@ class Training:
             if worker not in notified and worker != process.worker:
                 apart = worker.host in self.cut_off or process.worker.host in self.cut_off
                 if apart and worker.host != process.worker.host:
-                    continue  # unreachable, so only the driver can notify it
+                    continue  # the worker is unreachable, so only the driver can notify it
                 notified.add(worker)
                 peer = self.sim.processes.get(worker)
                 if peer is not None:
@@ -269,7 +270,7 @@ class Training:
     # ---- invariants ------------------------------------------------------------------------------------------------
 
     def labelled(self, process: Process) -> None:
-        """Check that equal commits are equal states."""
+        """Check that equal commits have equal states."""
         commit = process.recovery.newest
         assert commit is not None
         known = self._states.setdefault(commit, process.saved)
@@ -292,7 +293,7 @@ class Training:
 
 
 class WorldRun:
-    """All members of one generation in lockstep: one event for a step of the whole world, whatever its size."""
+    """All members of one generation in lockstep: a step of the whole world is one event, regardless of its size."""
 
     def __init__(self, training: Training, generation: int, size: int, step_s: float) -> None:
         self.training = training
@@ -303,7 +304,8 @@ class WorldRun:
         self._due = False
 
     def join(self, process: Process, commits: Callable[[], bool]) -> None:
-        """Add a process. ``commits`` makes a step of this worker; False: it has other work first."""
+        """Add a process. ``commits`` makes a step of this worker; it returns False if the worker has other work
+        first."""
         self.joined[process] = commits
         if not self._due and len(self.joined) == self.size:
             self._due = True

@@ -1,8 +1,9 @@
-"""A worker on the virtual clock: a real Recovery machine under a model of the run loop, its link and its collectives.
+"""A worker on the virtual clock: a real Recovery state machine in a model of the run loop, the link and the
+collectives.
 
-The training thread is a generator. Wherever it yields control, it yields the name of the place and what it waits for:
-seconds, or a condition that is rechecked whenever something happens to this worker. At each of these places the process
-can be killed or frozen.
+The training thread is a generator. Each yield returns the name of the place and the time or condition that the thread
+waits for. Conditions are rechecked after every event of this worker. At each of these places, the process can be killed
+or frozen.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class SimulatedWorker:
         self.state = State(0, sim.clock.random.getrandbits(32))
         self.saved = self.state
         self.frozen = False
-        self.doomed = False  # it may be killed because of an injected fault
-        self.point = "start"  # where its training thread has yielded control
-        self.will_raise = ""  # one of few texts, so that several workers raise the same
+        self.doomed = False  # an injected fault may cause its kill
+        self.point = "start"  # name of the place at which its training thread has yielded control
+        self.will_raise = ""  # one of a few texts, so that several workers raise the same exception
         self.trouble = ""  # trouble in its next step: stuck, spinning, slow, long
         self.trouble_s = 0.0
-        self.gpu_hangs = False  # it reaches no more collectives
+        self.gpu_hangs = False  # it enters no more collectives
         self.innocent = False  # slow, or in a long phase, for which it must not be killed
         # To be killed, or frozen for a time, at the n-th such place or the one of that name.
         self.strike: tuple[int | str, float] | None = None
@@ -137,12 +138,12 @@ class SimulatedWorker:
 
     @property
     def leaves(self) -> bool:
-        """Whether it will leave by itself at some time."""
+        """True if the worker will leave by itself."""
         listed = self.worker.slot < self.sim.listed.get(self.worker.host, 0)
         return not listed or self.recovery.leaving or self.recovery.phase is Phase.OVER
 
     def trains(self, generation: int) -> bool:
-        """Return whether it could take part in a step of this generation now."""
+        """Return whether the worker could take part in a step of this generation now."""
         recovery = self.recovery
         return (
             self.alive
@@ -272,14 +273,14 @@ class SimulatedWorker:
         self.sim.labelled(self)
 
     def begin_training(self) -> None:
-        """Enter elastic.run, like a script."""
+        """Enter elastic.run, as a script does."""
 
     def held_shards(self) -> ShardsHeld | None:
-        """Return the report on what it holds of a sharded state."""
+        """Return the report on the shards that the worker holds."""
         return None
 
     def placed_shards(self) -> ShardsPlaced | None:
-        """Return the report on its part of a sharded state in this world."""
+        """Return the report on the worker's part of a sharded state in this world."""
         return None
 
     def bring(self) -> Thread:
@@ -344,7 +345,7 @@ class SimulatedWorker:
             self.reports.progress(None)
 
     def keep(self) -> Thread:
-        """Commit where the world changes."""
+        """Commit at a change of the world."""
         self.committed()
         yield from ()
 
@@ -462,6 +463,6 @@ def raise_if_broken(recovery: Recovery) -> None:
 
 
 def newest(worker: SimulatedWorker) -> Commit | None:
-    """Return the commit that it could bring into the next world."""
+    """Return the newest commit that the worker could bring into the next world."""
     here = worker.alive and worker.recovery.running and worker.recovery.phase is not Phase.OVER
     return worker.recovery.newest if here else None

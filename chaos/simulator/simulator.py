@@ -1,9 +1,10 @@
 """Runs the real Membership, AgentPool and Recovery of a whole job on a virtual clock. Deterministic for each seed.
 
-There is one driver, an agent on each host, and workers; between them is a network that delays, loses, duplicates and
-partitions. In the first phase faults happen, and only safety is checked: after every event the invariants hold, and
-nothing wrong is trained. Then faults stop: cuts are healed, frozen processes resume, crashed ones are restarted, and
-within LIVENESS_S the job must train to its end or end with a reason. No real clock, process, socket or thread.
+There is one driver, an agent on each host, and workers. The network between them can delay, lose and duplicate
+messages, and partition hosts. In the first phase, faults happen, and only safety is checked: after every event the
+invariants hold, and training is correct. Then the faults stop: partitions heal, frozen processes resume, crashed ones
+are restarted, and within LIVENESS_S the job must train to its end or end with a reason. There is no real clock,
+process, socket or thread.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SLOTS = 2  # per host
 
 @dataclass
 class Outcome:
-    """Outcome of a run."""
+    """The outcome of a run."""
 
     code: int
     reason: Reason
@@ -47,7 +48,7 @@ class Outcome:
     happened: int = 0  # events of all kinds
     messages: int = 0
     crashes: int = 0  # number of crashes of the driver
-    places: Counter[str] = field(default_factory=Counter)  # where processes were struck
+    places: Counter[str] = field(default_factory=Counter)  # places at which processes were killed or frozen
 
 
 class Violation(AssertionError):
@@ -63,7 +64,7 @@ def settings_for(
     restarts: int | None = None,
     health_check: bool = False,
 ) -> Settings:
-    """Return settings short enough for stuck workers to be detected during a run."""
+    """Return settings with timeouts that are short enough to detect stuck workers during a run."""
     return Settings(
         np=workers,
         workers_min=min(2, workers),
@@ -145,7 +146,7 @@ class Simulation:
         self.network.driver = self.driver
         self.agents = {host: SimulatedAgent(self, host) for host in self.hosts}
         self.invariants: Invariants | None = Invariants(self.settings)
-        self.faults: list[str] = []  # injected ones
+        self.faults: list[str] = []  # number of injected faults
         self.places: Counter[str] = Counter()
         self.calmed = False  # the faults have ended
         self.aimed = 0  # kills to carry out at the next commits
@@ -287,13 +288,14 @@ class Simulation:
         self.training.labelled(process)
 
     def commits(self, process: SimulatedWorker) -> None:
-        """Aim kills at the moment when some workers have committed and others have not."""
+        """Schedule kills for the moment when some workers have committed and others have not."""
         if self.aimed:
             self.aimed -= 1
             self.clock.after(self.clock.between(0.0, 0.02), simulated_faults.kill_one, self)
 
     def ordered(self, action: StartWorker | KillWorker | DumpStacks) -> None:
-        """Check that no worker is killed for being slow, for a phase marked as long, or for another's GPU."""
+        """Check that no worker is killed because it is slow, in a phase marked as long, or waiting for another worker's
+        GPU."""
         if isinstance(action, KillWorker):
             process = self.processes.get(action.worker)
             why = action.reason.kind

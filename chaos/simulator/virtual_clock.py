@@ -1,4 +1,4 @@
-"""A clock that advances to the next event. All randomness of a run comes from its one seeded source."""
+"""A clock that advances to the next event. It contains the only, seeded source of randomness of a run."""
 
 from __future__ import annotations
 
