@@ -148,18 +148,25 @@ def test_right_loops(rank, size):
 
 
 def test_a_loop_with_one_mistake(rank, size):
-    for graph in (True, False):
-        loop = Loop(graph=graph)
-        assert kinds(loop.state(), loop.over(batches), commits=False) == {Kind.NO_COMMIT}
-        assert kinds(ObjectState(batch=0), loop.over(batches)) == BOTH
-        listed = hvd.elastic.TensorFlowState(loop.models[0].variables)
-        assert kinds(listed, loop.over(batches)) == {Kind.OPTIMIZER_NOT_IN_STATE}
-        two = Loop(graph=graph, models=2)
-        assert kinds(two.state(), two.over(batches)) == {Kind.MODEL_NOT_IN_STATE}
-        plain = Loop(graph=graph, tape=False)
-        assert kinds(plain.state(), plain.over(batches)) == {Kind.NEVER_REDUCED}
-        loss = Loop(graph=graph, tape=False, reduce_loss=True)
-        assert kinds(loss.state(), loss.over(batches)) == {Kind.ONLY_LOSS_REDUCED}
+    each_mistake(graph=True)
+
+
+def test_an_eager_loop_with_one_mistake(rank, size):
+    each_mistake(graph=False)
+
+
+def each_mistake(graph):
+    loop = Loop(graph=graph)
+    assert kinds(loop.state(), loop.over(batches), commits=False) == {Kind.NO_COMMIT}
+    assert kinds(ObjectState(batch=0), loop.over(batches)) == BOTH
+    listed = hvd.elastic.TensorFlowState(loop.models[0].variables)
+    assert kinds(listed, loop.over(batches)) == {Kind.OPTIMIZER_NOT_IN_STATE}
+    two = Loop(graph=graph, models=2)
+    assert kinds(two.state(), two.over(batches)) == {Kind.MODEL_NOT_IN_STATE}
+    plain = Loop(graph=graph, tape=False)
+    assert kinds(plain.state(), plain.over(batches)) == {Kind.NEVER_REDUCED}
+    loss = Loop(graph=graph, tape=False, reduce_loss=True)
+    assert kinds(loss.state(), loss.over(batches)) == {Kind.ONLY_LOSS_REDUCED}
 
 
 def test_a_step_that_was_traced_before(rank, size):

@@ -28,9 +28,7 @@ def test_tensorflow(world: World, behaviour: str) -> None:
     world.run(behaviours.call, "in_tensorflow", behaviour, timeout_s=FIRST_S)
 
 
-@pytest.mark.parametrize(
-    "world", [pytest.param(2, marks=pytest.mark.nightly), 3], indirect=True, ids="{}-ranks".format
-)
+@worlds
 @pytest.mark.parametrize("behaviour", behaviours.of("in_tensorflow_graphs"))
 def test_tensorflow_in_graphs(world: World, behaviour: str) -> None:
     world.run(behaviours.call, "in_tensorflow_graphs", behaviour, timeout_s=FIRST_S)
