@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import resource
 import sys
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from harness.program import output_of
+from harness.forked import MARK, Forked
+from harness.forking import WHOLE_END
+from harness.processes import clean_environment
+
+Run = Callable[[str], None]
+END_S = 60.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return functools.partial(run_in, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("limit", "size", "advice"),
     [(resource.RLIMIT_FSIZE, 1 << 20, "ulimit -f"), (resource.RLIMIT_AS, 1 << 34, "ulimit -v")],
 )
-def test_a_real_limit_leaves_no_descriptor_behind(limit, size, advice):
+def test_a_real_limit_leaves_no_descriptor_behind(run: Run, limit, size, advice):
     program = (
         "import os, resource\n"
         "from elastic.collectives.shared_memory import arena\n"
@@ -30,7 +43,7 @@ def test_a_real_limit_leaves_no_descriptor_behind(limit, size, advice):
     run(program)
 
 
-def test_a_forked_child_changes_nothing_of_its_parent():
+def test_a_forked_child_changes_nothing_of_its_parent(run: Run):
     program = (
         "import os, torch\n"
         "from elastic.collectives.shared_memory import arena\n"
@@ -59,7 +72,7 @@ def test_a_forked_child_changes_nothing_of_its_parent():
     run(program)
 
 
-def test_a_tensor_may_outlive_the_program():
+def test_a_tensor_may_outlive_the_program(run: Run):
     run(
         "import torch\n"
         "from elastic.collectives.shared_memory import arena\n"
@@ -69,6 +82,15 @@ def test_a_tensor_may_outlive_the_program():
     )
 
 
-def run(program: str) -> None:
-    root = Path(__file__).parents[3]
-    output_of(sys.executable, "-c", program, cwd=root)
+def run_in(folder: Path, program: str) -> None:
+    """Run it to its end, which must be a silent success, in a process that has imported torch."""
+    script = folder / "script.py"
+    script.write_text(program)
+    process = Forked(
+        [sys.executable, str(script)],
+        folder=folder,
+        env=clean_environment() | {WHOLE_END: "1"},
+        mark=f"{MARK}={uuid.uuid4().hex}",
+    )
+    code, printed = process.wait(END_S), process.printed()
+    assert (code, printed) == (0, "")

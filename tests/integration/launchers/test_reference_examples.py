@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 
 import elastic
-from harness.job import elasticrun
 from harness.processes import clean_environment
+from harness.program import output_of
 from harness.sources import ROOT
 
 RUN_S = 120.0
@@ -52,19 +51,13 @@ SECTIONS = [
 ]
 
 
+@pytest.mark.forked
 @pytest.mark.parametrize("group", SECTIONS)
-def test_the_examples_of_a_section_run(group: Any, tmp_path: Path) -> None:
+def test_the_examples_of_a_section_run(job: Any, group: Any, tmp_path: Path) -> None:
     lines = [textwrap.dedent(entry.example) for entry in group.entries]
     script = tmp_path / "script.py"
     script.write_text("\n".join(lines if group.alone else [page().PRELUDE, *lines]))
-    run = [sys.executable, str(script)]
-    ended = subprocess.run(
-        run if group.alone else [elasticrun(), "-np", "2", *run],
-        cwd=tmp_path,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    if group.alone:
+        output_of(sys.executable, script, cwd=tmp_path, env=clean_environment(), timeout=RUN_S)
+    else:
+        job("-np 2", ["python", script]).succeed(RUN_S)
