@@ -112,7 +112,7 @@ def reduce_everything(rank: int, size: int, address: Address, hosts: str) -> lis
     return bits
 
 
-@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("hosts", [pytest.param("aabb", marks=pytest.mark.nightly), *HOSTS[1:]])
 def test_every_dtype_and_operation_is_what_double_precision_gives(four, hosts):
     address = four.run(ranks.serve_stores)[0][0]
     first, *others = four.run(reduce_everything, address, hosts)

@@ -129,7 +129,7 @@ def test_every_commit_is_that_of_the_undisturbed_run(job, reference, seed, size,
     assert len(set(sizes(training))) > 1, "nothing happened"
 
 
-@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.nightly)])
 def test_a_slow_worker_gets_fewer_shards_and_commits_stay_the_same(job, reference, native):
     """Before a worker is killed and after another has replaced it."""
     training = train(
