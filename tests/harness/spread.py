@@ -38,10 +38,14 @@ LONGEST = (
     "Ray with Redis",
     "tests/integration/ray/",
     "frameworks",
-    "tests/frameworks/",
     "tests/integration/hosts/test_hosts.py",
+    "tests/integration/jobs/test_ddp.py",
+    "tests/integration/jobs/test_exact.py",
     "tests/integration/jobs/test_checkpoints.py",
     "tests/integration/jobs/test_matrix.py",
+    "tests/integration/jobs/test_stalls.py",
+    "tests/integration/jobs/test_hostile.py",
+    "tests/integration/jobs/test_sharded.py",
 )
 # Modules that share a Ray cluster, which ends at the first other test: tests/integration/ray/conftest.py.
 TOGETHER = {
@@ -69,13 +73,13 @@ NICE = 5
 def scope(nodeid: str) -> str:
     """Tests that run in one process, one after another, where there are several.
 
-    The tests of a module share worlds of processes; those of `conformance` and `frameworks` one for each size; those of
-    `cluster` a control plane.
+    The tests of a module share worlds of processes; those of `conformance` and `frameworks` one for each size; the jobs
+    of `frameworks` the process that has imported TensorFlow; those of `cluster` a control plane.
     """
     module = nodeid.partition("::")[0]
     size = re.search(r"\d-ranks", nodeid)
     for folder in ("cluster", "conformance", "frameworks"):
-        if f"/{folder}/" in module and (size or folder != "frameworks"):
+        if f"/{folder}/" in module:
             return f"{folder} {size[0]}" if size else folder
     if module.startswith("tests/integration/ray/"):
         return TOGETHER.get(Path(module).stem, module)
