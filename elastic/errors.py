@@ -87,6 +87,25 @@ class ShardLost(ElasticError):
         return type(self), (self.lost,)
 
 
+class GradientsDiffer(ElasticError):
+    """Ranks computed different gradients of one shard, and a vote can't tell which are right; see `elastic.Shards`.
+
+    ``step``, ``shard``: of the gradients. ``computed``: rank and digest of each computation, in their order.
+    """
+
+    def __init__(self, step: int, shard: int, computed: Sequence[tuple[int, str]]) -> None:
+        self.step, self.shard = step, shard
+        self.computed = [*computed]
+        found = ", ".join(f"{digest} on rank {rank}" for rank, digest in computed)
+        super().__init__(
+            f"the gradients of shard {shard} in step {step} differ, and no two ranks agree: {found}. Either one of"
+            " these ranks computes wrongly, so test their hosts, or the model is not deterministic"
+        )
+
+    def __reduce__(self) -> tuple[type[GradientsDiffer], tuple[int, int, list[tuple[int, str]]]]:
+        return type(self), (self.step, self.shard, self.computed)
+
+
 class JobFailed(ElasticError, RuntimeError):
     """A launched job failed; the message names rank, host and exit code.
 

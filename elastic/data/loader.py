@@ -7,6 +7,7 @@ job's position (see `positions`), and progress is counted where batches are hand
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -135,6 +136,7 @@ class DataLoader:
         self._in_state = self._awaits_steps = False
         self._gradients = BatchGradients()
         self._dealt = SamplePartition(1, 1)  # partition of the present pass
+        self._began_in = 0  # its epoch
         self._count = optimizer_steps.count()  # number of optimizer steps at the last check
         self._moves = 0  # number of times the position was set from outside
         self._noting = environment.digests()
@@ -317,6 +319,7 @@ class DataLoader:
             progress.go_to(Position(self.epoch, 0))
         length = self._source.length(self.epoch)
         position = progress.begin(length)
+        self._began_in = position.epoch
         if self._awaits_steps and not progress.by_steps:
             self._gradients.look()
         if length is not None and dealing.steps(length) == 0:
@@ -425,6 +428,7 @@ class StepShards(Iterator[Any]):
         self._loader = loader
         self._left = len(self.held)
         self._loaded = chain((first,), rest)
+        self._step, self._epoch, self._dealt = first[0], loader._began_in, loader._dealt
 
     @property
     def in_state(self) -> bool:
@@ -466,6 +470,26 @@ class StepShards(Iterator[Any]):
             return next(self), True
         finally:
             seeded.restores = True
+
+    @property
+    def loads_any(self) -> bool:
+        """Whether `again` can load the batch of any shard."""
+        return not self._loader.arguments.streams
+
+    @contextlib.contextmanager
+    def again(self, shard: int) -> Iterator[Any]:
+        """Load the batch of any shard in this process, and make it the current one within the block."""
+        loader = self._loader
+        before = loader.weight, loader.shard
+        loader.weight, loader.shard = self._dealt.weight(self._step, shard), shard
+        loader._gradients.count()
+        if loader.weight == 0.0:
+            loader._gradients.silence()
+        try:
+            yield loader._source.load(self._epoch, self._dealt, self._step, shard)
+        finally:
+            loader._gradients.count()
+            loader.weight, loader.shard = before
 
     def check_done(self) -> None:
         """Raise Invalid if a batch of the step was not used."""

@@ -15,6 +15,7 @@ from elastic.data.positions import Position, SamplePartition
 from elastic.data.seeded_dataset import SeededDataset, as_it_is
 from elastic.data.seeds import batch_seed, sample_seed
 from elastic.data.stream import NOBODY, StreamDataset
+from elastic.errors import Invalid
 
 Collate = Callable[[Any], Any]
 Loaded = tuple[range, int, Any]  # a step, the number of a part, and its batch
@@ -38,6 +39,9 @@ class Source(Protocol):
 
     def ids(self, epoch: int, places: range) -> list[int]:
         """Return the IDs of the samples at these places of the epoch's order."""
+
+    def load(self, epoch: int, dealing: SamplePartition, step: range, part: int) -> Any:
+        """Load any part of a step in this process, as `begin` does."""
 
 
 class IndexedSource:
@@ -83,6 +87,16 @@ class IndexedSource:
         self._indices.make = indices
         return ((*asked.popleft(), batch) for batch in iter(self._loader))
 
+    def load(self, epoch: int, dealing: SamplePartition, step: range, part: int) -> Any:
+        arguments, dataset = self._arguments, self._loader.dataset
+        drawn = self._order.of(len(arguments.dataset), epoch)
+        found = _drawn(drawn, dealing.part(step, part) or step[:1], arguments)
+        keys = _under_seeds(found, epoch, step.start, part, arguments)
+        together = getattr(dataset, "__getitems__", None)
+        return self._loader.collate_fn(
+            together(keys) if together else [dataset[each] for each in keys]
+        )
+
     def ids(self, epoch: int, places: range) -> list[int]:
         drawn = self._order.of(len(self._arguments.dataset), epoch)
         found = _listed(drawn[places.start : places.stop])
@@ -120,6 +134,9 @@ class StreamSource:
         return (
             (range(start, stop), part, batch) for start, stop, part, batch in iter(self._loader)
         )
+
+    def load(self, epoch: int, dealing: SamplePartition, step: range, part: int) -> Any:
+        raise Invalid("a stream can't be read at any place")
 
     def ids(self, epoch: int, places: range) -> list[int]:
         return list(places)

@@ -10,10 +10,14 @@ from elastic.data.loader import DataLoader, GivenShards, StepShards
 from elastic.errors import Invalid
 
 
-def check(batches: object, shards: GivenShards, committed: bool) -> None:
+def check(batches: object, shards: GivenShards, committed: bool, *, verified: bool = False) -> None:
     """Raise Invalid for batches that would train every rank on the same samples, or on part of a batch.
 
-    ``committed``: commits contain the number of the step, so they must contain the position in the data, too.
+    Args:
+        batches: the argument of `Shards.over`.
+        shards: the shards.
+        committed: commits contain the number of the step, so they must contain the position in the data, too.
+        verified: batches of other ranks are needed, too.
     """
     held, count = shards.held, shards.count
     if isinstance(batches, DataLoader):
@@ -34,6 +38,12 @@ def check(batches: object, shards: GivenShards, committed: bool) -> None:
             f"over() got a {type(batches).__name__} that is one batch: pass one micro-batch for each of this rank's"
             f" shards, here {len(held)}, or a step of elastic.data.DataLoader(..., shards=shards), which"
             " elastic.data.from_torch(loader, global_batch_size=64, shards=shards) creates from torch's"
+        )
+    if verified and not (isinstance(batches, StepShards) and batches.loads_any):
+        raise Invalid(
+            "verify needs batches of other workers' shards, which only a loader with indices can load: pass over() a"
+            " step of elastic.data.DataLoader(dataset, ..., shards=shards), whose dataset has __len__ and __getitem__,"
+            " or iterate over numbers, `for shard in shards`, and load the samples of each"
         )
     if isinstance(batches, Sized) and len(batches) != len(held):
         raise Invalid(

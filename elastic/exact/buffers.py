@@ -169,6 +169,20 @@ class BufferKeeper:
                     kept.result = buffer.detach().clone()
                 self._put(kept, buffer, kept.start)
 
+    def second_pass_begins(self, shard: int) -> None:
+        pass
+
+    @torch.no_grad()
+    def second_pass_ends(self, shard: int) -> int:
+        self._check(shard)
+        for kept, buffer in zip(self._kept, self._buffers(), strict=True):
+            if kept.changed(buffer):
+                self._put(kept, buffer, kept.start)
+        return 0
+
+    def digest_of(self, shard: int) -> int:
+        return 0
+
     def _check(self, shard: int) -> None:
         """Raise Invalid for a change that would make workers differ."""
         for each in self._parameters.values():

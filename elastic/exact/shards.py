@@ -8,6 +8,7 @@ exchange the speeds of the ranks, by which `load_balancing` decides how many sha
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,12 +29,13 @@ from elastic.exact.buffers import BufferKeeper
 from elastic.exact.load_balancing import Division, LoadBalancer
 from elastic.exact.shard_clock import ShardClock
 from elastic.exact.step import ShardStep, StepListener
+from elastic.exact.verifier import Verifier
 from elastic.runtime import lifecycle
 
 log = logging.getLogger("elastic.exact")
 
 Batch = TypeVar("Batch")
-METRICS = "means over shards"  # name of the group for `Shards.mean`
+METRICS = "means over shards"  # name of the group for `Shards.mean`, speeds and digests
 SPEEDS = "speeds of the ranks"
 
 
@@ -59,20 +61,37 @@ class Shards:
     With ``by_speed``, a slow rank computes fewer shards than the others: their numbers follow measured times, and
     change only at commits. Otherwise, they differ by at most one. The results are the same.
 
+    ``verify`` is the share of the shards that two ranks compute, such as 1/64. If their gradients differ, the others
+    compute the shard, too, and the worker that was wrong leaves the job: see docs/exact.md. In a step with such shards,
+    the loop runs more often; see `verifying`.
+
     Raises:
-        Invalid: ``count`` or ``seed`` is not a whole number in range.
+        Invalid: ``count`` or ``seed`` is not a whole number in range, or ``verify`` not a number from 0 to 1.
     """
 
     def __init__(
-        self, count: int, *, seed: int = 0, exact: bool = True, by_speed: bool = True
+        self,
+        count: int,
+        *,
+        seed: int = 0,
+        exact: bool = True,
+        by_speed: bool = True,
+        verify: float = 0.0,
     ) -> None:
         for name, value, least in (("count", count, 1), ("seed", seed, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise Invalid(f"{name} is {value!r}: pass a whole number, at least {least}")
+        if isinstance(verify, bool) or not isinstance(verify, int | float) or not 0 <= verify <= 1:
+            raise Invalid(
+                f"verify is {verify!r}: pass the share of the shards to compute twice, from 0 to 1, as in 1/64"
+            )
+        if verify and not exact:
+            raise Invalid("verify compares the bits of gradients: leave out exact=False")
         self.count = count
         self.seed = seed
         self.exact = exact
         self.by_speed = by_speed
+        self.verify = float(verify)
         self.step = 0
         self.inexact_since: int | None = None  # the first inexact step; see `computes_differently`
         # Digests of the gradients of this rank's shards in the last step, if requested, by ``3 layer.weight``.
@@ -98,6 +117,7 @@ class Shards:
         self._optimizer_steps = 0  # number of steps at the start of the step
         self._said: tuple[int, int] | None = None
         self._committed = False  # a state has saved it
+        self._verifier = Verifier(self.verify, seed, self._all, self._arithmetic_digest)
         _all.add(self)
         optimizer_steps.watch()
 
@@ -108,6 +128,9 @@ class Shards:
         for shard in self.begin_step():
             self.begin_shard(shard)
             yield shard
+        for shard in self._second_passes():
+            yield shard
+            self._check_weights(shard)
         self.end_step()
 
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -118,9 +141,15 @@ class Shards:
         ``batches``: a step of an `elastic.data.DataLoader` with these shards, or any iterable with one micro-batch per
         shard of `held`. Raises Invalid if there are too few, or for unsuitable objects.
         """
-        batch_checks.check(batches, self, self._committed)
+        batch_checks.check(batches, self, self._committed, verified=bool(self.verify))
         coming = iter(batches)
         for shard in self:
+            if self.verifying:
+                assert isinstance(coming, StepShards)
+                with coming.again(shard) as again:
+                    _begin_to_draw(self.seed, self.step, shard)
+                    yield again
+                continue
             try:
                 if isinstance(coming, StepShards):
                     batch, drawn = coming.take()
@@ -134,6 +163,19 @@ class Shards:
                     f" shards, here {len(self.assigned)}; see Shards.held"
                 ) from None
             yield batch
+
+    @property
+    def verifying(self) -> bool:
+        """Whether the loop computes a shard of another rank, or one of its own again, only for a comparison.
+
+        The loss of such a pass belongs to no step: `mean` and `means` leave it out.
+        """
+        return self._verifier.shard is not None
+
+    @property
+    def checked(self) -> frozenset[int]:
+        """This rank's shards of the present step whose gradients need a digest."""
+        return self._verifier.checked
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -179,8 +221,11 @@ class Shards:
         self._begun_with = None if runtime is None else weakref.ref(runtime)
         self._say(step)
         self._present, self._done, self._fetched = step, 0, False
+        self._computed = False
         self._optimizer_steps = optimizer_steps.count()
         self.gradients = {}
+        if self.verify:
+            self._verifier.step_begins(step, generation)
         for listener in self._all():
             listener.step_begins(step)
         return step.held[step.rank]
@@ -206,14 +251,8 @@ class Shards:
     def end_step(self) -> None:
         """Wait until every rank has the gradients and buffers of the whole step. Raises PeerLost."""
         step = self._under_way()
-        if self._done < len(step.merges):
-            raise Invalid(
-                f"step {step.number} ended before {len(step.merges) - self._done} shards were computed: iterate over"
-                " all shards"
-            )
-        self._check_threads()
-        self._end_shard()
-        self._clock.end(self._done)
+        if not self._computed:
+            self._end_own()
         for listener in self._all():
             listener.step_ends()
         self._exchange_speeds(len(step.held))
@@ -225,24 +264,47 @@ class Shards:
         self.step = step.number + 1
         self._between_steps()
 
+    def _end_own(self) -> None:
+        """End the last of this rank's shards."""
+        step = self._under_way()
+        if self._done < len(step.merges):
+            raise Invalid(
+                f"step {step.number} ended before {len(step.merges) - self._done} shards were computed: iterate over"
+                " all shards"
+            )
+        self._check_threads()
+        self._end_shard()
+        self._clock.end(self._done)
+        self._computed = True
+
+    def _second_passes(self) -> Iterator[int]:
+        """Iterate over the shards that this rank computes for a comparison. Collective."""
+        if self.verify:
+            self._end_own()
+            yield from self._verifier.passes(self._begun_in)
+
     def abandon(self) -> None:
         """Discard the step in progress. The next loop starts it again."""
         if self._present is not None:
             self._present = None
+            self._verifier.step_abandoned()
             for listener in self._all():
                 listener.step_abandoned()
 
     def _end_shard(self) -> None:
         if self._done:
             shard = self._under_way().merges[self._done - 1].shard
-            if optimizer_steps.count() != self._optimizer_steps:
-                raise Invalid(
-                    f"an optimizer stepped within the loop over the shards of step {self.step}, in shard {shard}:"
-                    " the shards of a step are computed with the same weights. Call step() after the loop, of the"
-                    " optimizer that DistributedOptimizer returned"
-                )
+            self._check_weights(shard)
             for listener in self._all():
                 listener.shard_ends(shard)
+
+    def _check_weights(self, shard: int) -> None:
+        if optimizer_steps.count() != self._optimizer_steps:
+            raise Invalid(
+                f"an optimizer stepped within the loop over the shards of step {self.step}, in shard {shard}: the"
+                " shards of a step are computed with the same weights. Call step() after the loop, of the optimizer"
+                " that DistributedOptimizer returned"
+            )
 
     def _under_way(self) -> ShardStep:
         if self._present is None:
@@ -328,6 +390,9 @@ class Shards:
                     f"mean() takes a list with one value for each of this rank's shards, {len(held)}, but got a"
                     " single number: collect them within the loop with losses.append(loss.detach())"
                 )
+            more = self._verifier.passes_made
+            if more and len(values) == len(step.held[step.rank]) + more:
+                values = values[:-more]  # the last ones belong to no step
             if len(values) not in allowed:
                 raise Invalid(
                     f"mean() takes one value for each of this rank's shards, {len(held)}, but got {len(values)}"
@@ -487,12 +552,17 @@ class Shards:
     def layout(self) -> list[str]:
         """Return the lines that must agree on all ranks."""
         kind = "exact" if self.exact else "in the order of ranks"
-        return [f"shards {self.count} seed {self.seed} {kind}"]
+        verified = f" verify {self.verify}" if self.verify else ""
+        return [f"shards {self.count} seed {self.seed} {kind}{verified}"]
 
     @property
     def arithmetic(self) -> list[str]:
         """Return this process's arithmetic, which must be the same on all ranks; see `elastic.exact.probe`."""
         return probe.lines() if self.exact else []
+
+    def _arithmetic_digest(self) -> int:
+        text = "\n".join(self.arithmetic).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
     def computes_differently(self, differs: str) -> None:
         """Record that ranks with different arithmetic were admitted, and log the first step that is not exact."""

@@ -8,6 +8,7 @@ places: ``failpoint("evaluation")``. The built-in places:
 
     rendezvous        has reported ready and waits for a world
     bucket            is about to send a gradient bucket
+    shard-gradient    elastic.Shards: a backward pass has computed the gradient of a parameter (flip=gradient:SEED)
     optimizer-step    gradients are averaged, parameters not changed yet
     zero-gather       zero=1: this rank has updated its part of the parameters, and lacks the others'
     commit            is about to be made
@@ -35,7 +36,7 @@ out-of-memory, wait=FILE, flip=WHAT:SEED (a bit of the state's weights, moments 
 
 Conditions: worker, other-than, host, slot, incarnation, rank, size, generation, step (see `set_step`), each with one or
 several values, as in ``rank=0,2``. ``hit=3``: the third time that the other conditions hold. A rule takes effect once
-per process.
+per process; with ``every=5`` again each fifth time after that (not in a file).
 
 A file is read again whenever it is replaced (write another one, then rename it). A rule in a file takes effect in
 ``victims=N`` processes (default: 1), which wait for each other so that they are hit at the same time; each creates a
@@ -106,7 +107,7 @@ def _reached(place: str) -> None:
             if not rule.means(facts):
                 continue
             _met[rule] = _met.get(rule, 0) + 1
-            if _met[rule] == rule.hit:
+            if rule.due(_met[rule]):
                 struck = rule
                 break
     if struck is not None and facts is not None:

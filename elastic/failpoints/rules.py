@@ -23,7 +23,7 @@ ACTIONS = {
     "wait": True,
     "flip": True,
 }
-FLIPPED = ("weights", "moments", "gradients", "product")
+FLIPPED = ("weights", "moments", "gradients", "gradient", "product")
 SECONDS = ("hold-gil", "hold-gil-busy", "slow")
 CONDITIONS = (
     "worker",
@@ -36,13 +36,13 @@ CONDITIONS = (
     "generation",
     "step",
 )
-COUNTS = ("hit", "victims")
+COUNTS = ("hit", "victims", "every")
 FORM = "a rule is PLACE ACTION [KEY=VALUE ...], as in: bucket kill rank=2 step=7"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule. ``where``: condition -> allowed values."""
+    """One rule. ``where``: condition -> allowed values. ``every``: 0 if it takes effect only once."""
 
     place: str
     action: str
@@ -51,6 +51,12 @@ class Rule:
     hit: int = 1
     victims: int = 1
     id: str = ""
+    every: int = 0
+
+    def due(self, met: int) -> bool:
+        """Return whether it takes effect now that its conditions hold for the ``met``-th time."""
+        again = self.every > 0 and met > self.hit and (met - self.hit) % self.every == 0
+        return met == self.hit or again
 
     def means(self, facts: Mapping[str, str]) -> bool:
         """Return whether all conditions hold."""
@@ -94,7 +100,7 @@ def _rule(line: str) -> Rule:
                 f" {', '.join(FLIPPED)}, and SEED a whole number"
             )
     where: dict[str, tuple[str, ...]] = {}
-    counts = dict.fromkeys(COUNTS, 1)
+    counts = {"hit": 1, "victims": 1, "every": 0}
     name = place
     for word in words[1:]:
         key, equals, value = word.partition("=")
@@ -110,7 +116,14 @@ def _rule(line: str) -> Rule:
         else:
             where[key] = tuple(value.split(","))
     return Rule(
-        place, action, argument, tuple(where.items()), counts["hit"], counts["victims"], name
+        place,
+        action,
+        argument,
+        tuple(where.items()),
+        counts["hit"],
+        counts["victims"],
+        name,
+        counts["every"],
     )
 
 

@@ -392,6 +392,24 @@ class Digested(Message):
     gradients: Annotated[dict[str, int], Meta(max_length=TENSORS_LIMIT)] = {}
 
 
+class Miscomputed(Message):
+    """A vote of the ranks found that one of them computed wrong gradients of a shard; see `elastic.exact.verifier`.
+
+    Every rank sends it. Digests are 16 hexadecimal digits.
+    """
+
+    generation: int
+    step: int
+    shard: int
+    rank: int  # the culprit
+    digest: Annotated[str, Meta(max_length=16)]  # of its gradients
+    right: Annotated[str, Meta(max_length=16)]
+    witnesses: Annotated[list[int], Meta(max_length=16)]  # ranks that computed the right ones
+    agreed: int = (
+        -1
+    )  # last step of this world in which its gradients were compared and right; -1: none
+
+
 class Raised(Message):
     """User code raised: the process is about to exit with this traceback."""
 
@@ -750,6 +768,7 @@ FromWorker = (
     | Pace
     | TimeSpent
     | Digested
+    | Miscomputed
     | Raised
     | Quit
     | Returned

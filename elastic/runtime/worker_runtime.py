@@ -16,7 +16,7 @@ from elastic.monitoring.reporting import Reporting
 from elastic.monitoring.tracing import TraceSession, TracingThroughDriver, TracingToFile
 from elastic.negotiation.engine import Engine
 from elastic.protocol import messages
-from elastic.protocol.messages import Place
+from elastic.protocol.messages import Miscomputed, Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.kept_variables import KeptVariables
 from elastic.runtime.commit_log import CommitLog
@@ -154,6 +154,10 @@ class WorkerRuntime:
         Thread-safe; never raises.
         """
         self.session.mark_broken(generation, reason)
+
+    def report_miscomputed(self, evidence: Miscomputed) -> None:
+        """Report a rank whose gradients were wrong, so that the driver removes it."""
+        self.session.send(evidence)
 
     # ---- from init() to the end ----------------------------------------------------------------------------------
 

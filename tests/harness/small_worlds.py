@@ -91,6 +91,7 @@ class World:
         self.reason = ""
         self.world: messages.World | None = None
         self.generation = 0
+        self.miscomputed: list[messages.Miscomputed] = []
         self.become(size, rank, group)
 
     def become(self, size: int, rank: int = 0, group=None) -> None:
@@ -128,6 +129,9 @@ class World:
 
     def mark_broken(self, generation, reason):
         self.broken, self.reason = True, reason
+
+    def report_miscomputed(self, evidence):
+        self.miscomputed.append(evidence)
 
 
 def ranks_as_threads(monkeypatch):

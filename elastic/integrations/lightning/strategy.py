@@ -58,6 +58,11 @@ class ElasticStrategy(DDPStrategy):
             )
         if shards is not None and not isinstance(shards, Shards):
             raise Invalid(f"shards is {shards!r}: pass an elastic.Shards")
+        if shards is not None and shards.verify:
+            raise Invalid(
+                "Shards(verify=...) calls training_step for shards that belong to no step, whose values Lightning would"
+                " log: leave out verify, or write the loop as in docs/exact.md"
+            )
         self.commit_every = commit_every
         self.shards = shards
         self._sharded = None if shards is None else ShardedSteps(shards)

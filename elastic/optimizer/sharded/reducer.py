@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 import torch
 
+from elastic import failpoints
 from elastic.api.compression import Compression
 from elastic.collectives import agreement
 from elastic.collectives.interface import Collectives, Op, SumsTrees, Work
@@ -25,7 +26,7 @@ from elastic.errors import CollectiveFailed, Interrupted, Invalid, StateMismatch
 from elastic.exact import tree
 from elastic.exact.shards import Shards
 from elastic.exact.step import ShardStep
-from elastic.failpoints import failpoint
+from elastic.failpoints import actions, failpoint
 from elastic.monitoring import moved_tensors
 from elastic.optimizer.gradients import bucket_plan, malloc_tuning
 from elastic.optimizer.gradients.flat_buckets import Compressor
@@ -88,6 +89,10 @@ class ShardReducer:
         self._keeps = False  # whether gradients of the present shard are kept to be merged later
         self._storages: set[int] = set()  # storages of these gradients
         self._noting = False  # whether digests of gradients are requested
+        self._digests: dict[int, dict[str, int]] = {}  # of checked shards, by parameter
+        self._checked = False  # whether the present shard is one of these
+        self._second_pass: int | None = None  # the shard; not None iff one is in progress
+        self._kept: list[torch.Tensor | None] = []  # gradients before it
         shards.listen(self, trains=optimizer)
 
     @classmethod
@@ -186,6 +191,7 @@ class ShardReducer:
                 each.shard: done for each, done in zip(step.merges, complete, strict=True)
             }
         self._step, self._launched, self._shard, self._last = step, 0, None, False
+        self._second_pass, self._digests = None, {}
         self._ready.clear()
 
     def shard_begins(self, merge: tree.Merge, last: bool) -> None:
@@ -194,6 +200,7 @@ class ShardReducer:
             merge = tree.Merge(merge.shard, before, before)
         complete = self._complete[merge.shard] if self.shards.exact else last
         self._shard, self._last = merge, last
+        self._checked = merge.shard in self.shards.checked
         self._keeps = merge.merges == 0 and not complete
         self._storages.clear()
         for slot in self._plan.slots.values():
@@ -210,7 +217,27 @@ class ShardReducer:
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """Handle a gradient that one backward pass has added to ``parameter.grad``."""
         with self._lock:
-            self._receive(parameter)
+            if failpoints.in_use():
+                self._may_flip(parameter)
+            if self._second_pass is None:
+                self._receive(parameter)
+
+    def _may_flip(self, parameter: torch.Tensor) -> None:
+        """Let a failpoint flip a bit of a gradient that was just computed."""
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            return
+
+        def flip(seed: int) -> str:
+            content = gradient.view(-1).view(torch.uint8) if gradient.is_contiguous() else None
+            if content is None or not content.numel():
+                return ""
+            place = seed % content.numel()
+            content[place] ^= 1 << seed % 8
+            return f"a bit of the gradient of {self._parameters.name(parameter)}"
+
+        actions.flippers["gradient"] = flip
+        failpoint("shard-gradient")
 
     def _receive(self, parameter: torch.Tensor) -> None:
         slot = self._plan.slots.get(id(parameter))
@@ -243,8 +270,14 @@ class ShardReducer:
                     " fixed order: pass sparse_as_dense=True to DistributedOptimizer"
                 )
             parameter.grad = gradient = gradient.to_dense()
-        if self._noting and gradient is not None:
-            self._note(self._parameters.name(parameter), gradient)
+        if gradient is not None and (self._noting or self._checked):
+            assert self._shard is not None
+            name, shard = self._parameters.name(parameter), self._shard.shard
+            found = digest.digest([(name, gradient.detach().cpu())])
+            if self._noting:
+                self.shards.gradients[f"{shard} {name}"] = found
+            if self._checked:
+                self._digests.setdefault(shard, {})[f"{slot.number} {name}"] = found
         if gradient is not None and self._keeps:
             storage = gradient.untyped_storage().data_ptr()
             if storage in self._storages:
@@ -254,11 +287,6 @@ class ShardReducer:
             self._storages.add(storage)
         slot.bucket.take(slot.position)
 
-    def _note(self, name: str, gradient: torch.Tensor) -> None:
-        assert self._shard is not None
-        found = digest.digest([(name, gradient.detach().cpu())])
-        self.shards.gradients[f"{self._shard.shard} {name}"] = found
-
     @torch.no_grad()
     def shard_ends(self, shard: int) -> None:
         """Process the remaining parameters: those without a gradient or with fewer passes than others."""
@@ -266,6 +294,35 @@ class ShardReducer:
             if slot.passes_left:
                 slot.passes_left = 0
                 self._take(slot)
+
+    # ---- verification --------------------------------------------------------------------------------------------
+
+    def second_pass_begins(self, shard: int) -> None:
+        trained = self._trained()
+        self._kept = [parameter.grad for parameter, _ in trained]
+        for parameter, _ in trained:
+            parameter.grad = None
+        self._second_pass = shard
+
+    @torch.no_grad()
+    def second_pass_ends(self, shard: int) -> int:
+        found = {}
+        for (parameter, number), kept in zip(self._trained(), self._kept, strict=True):
+            gradient, parameter.grad = parameter.grad, kept
+            if gradient is not None:
+                name = self._parameters.name(parameter)
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                found[f"{number} {name}"] = digest.digest([(name, dense.detach().cpu())])
+        self._second_pass, self._kept = None, []
+        return _digest_of(found)
+
+    def digest_of(self, shard: int) -> int:
+        return _digest_of(self._digests.get(shard, {}))
+
+    def _trained(self) -> list[tuple[torch.Tensor, int]]:
+        """Return the trained parameters with their numbers."""
+        slots = self._plan.slots.values()
+        return [(slot.bucket.parameters[slot.position], slot.number) for slot in slots]
 
     @torch.no_grad()
     def step_ends(self) -> None:
@@ -303,6 +360,7 @@ class ShardReducer:
         self._forget()
 
     def _forget(self) -> None:
+        self._second_pass, self._kept = None, []
         for bucket in self._plan.buckets:
             bucket.drop()
             if bucket.work is not None:
@@ -417,6 +475,10 @@ class ShardReducer:
             self.shards.computes_differently(differs)
         elif self.shards.inexact_since is None:
             self.shards.inexact_since = self.shards.step
+
+
+def _digest_of(found: dict[str, int]) -> int:
+    return _digest([f"{name} {value}" for name, value in sorted(found.items())])
 
 
 def _digest(lines: list[str]) -> int:

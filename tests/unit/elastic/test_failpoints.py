@@ -49,6 +49,13 @@ def test_a_rule_is_a_place_an_action_and_conditions():
     ]
 
 
+def test_rule_when_it_has_every_then_it_takes_effect_again(rules, struck):
+    rules("bucket slow=0.1 hit=2 every=3")
+    for _ in range(9):
+        failpoint("bucket")
+    assert struck == ["0.1"] * 3  # the second time, the fifth and the eighth
+
+
 def test_rules_may_stand_on_lines_and_there_may_be_none():
     assert [rule.place for rule in parse("\nforward kill\n\nreset term id=x\n")] == [
         "forward",

@@ -35,6 +35,7 @@ FROM_WORKER = [
     protocol.Pace(3, 100, 12.5, 30.0),
     protocol.TimeSpent(3, protocol.Times(1.5, 0.5, 0.0, 0.0, 2.0), "data"),
     protocol.Digested(3, Commit(3, 7), 2**63 - 1, 5, [1, 2], 1),
+    protocol.Miscomputed(3, 17, 5, 2, "00ff", "00fe", [0, 1], 16),
     protocol.Raised(3, None, "ValueError: x", "Traceback"),
     protocol.Quit(3, 255),
     protocol.Returned(3),

@@ -1,0 +1,134 @@
+"""Which shards of a step are computed twice and by whom, and whose result is wrong if two differ. Pure.
+
+All ranks know the schedule without communication: it is drawn from the seed of the shards, the generation and the step.
+In a step with checks, one shard of each rank is computed again by another rank, so that no rank waits for one that
+verifies more than it does. Steps with checks are evenly spaced. Which shard of a rank is checked, and by which other
+rank, is drawn anew in each of them, so every pair of a worker and a shard of another one occurs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from elastic.data.seeds import seed_of
+
+Held = Sequence[Sequence[int]]  # the shards of each rank
+
+
+class ShardCheck(NamedTuple):
+    """A shard that two ranks compute."""
+
+    shard: int
+    owner: int
+    second: int  # the other rank
+
+
+class Computed(NamedTuple):
+    """One computation of a shard: the rank, and the digest of its gradients."""
+
+    rank: int
+    digest: int
+
+
+class VoteResult(NamedTuple):
+    """Result of a vote.
+
+    Attributes:
+        culprits: ranks whose gradients were wrong at least once; empty if that is unknown.
+        right: the digest of the right gradients, None if unknown.
+    """
+
+    culprits: tuple[int, ...]
+    right: int | None
+
+
+def unit(held: Held, share: float) -> int:
+    """Return how many shards are checked together: one of each rank, if the share permits."""
+    owners = sum(map(bool, held))
+    return owners if share * sum(map(len, held)) < owners else 1
+
+
+def steps_between(held: Held, share: float) -> float:
+    """Return the mean number of steps between two steps with checks, at least 1.0; infinite if there are none."""
+    rate = share * sum(map(len, held)) / unit(held, share) if len(held) > 1 else 0.0
+    return max(1.0, 1.0 / rate) if rate else math.inf
+
+
+def checks(
+    held: Held, share: float, seed: int, generation: int, step: int
+) -> tuple[ShardCheck, ...]:
+    """Return the checks of a step, in the order in which each rank computes its own.
+
+    Over many steps, the number of checks is ``share`` of the number of shards.
+
+    Args:
+        held: the shards of each rank.
+        share: the share of the shards that is computed twice, from 0 to 1.
+        seed: of the shards.
+        generation: of the world.
+        step: the number of the step.
+    """
+    count, ranks = sum(map(len, held)), len(held)
+    if ranks < 2 or not share:
+        return ()
+    together = unit(held, share)
+    rate, phase = share * count / together, seed_of("checks begin", seed, generation) / 2.0**64
+    due = math.floor(rate * (step + 1) + phase) - math.floor(rate * step + phase)
+    if not due:
+        return ()
+    where = seed, generation, step
+    start = seed_of("first checked rank", *where) % ranks
+    shift = 1 + seed_of("second rank", *where) % (ranks - 1)
+    drawn = [
+        (place, (rank - start) % ranks, rank, shard)
+        for rank, own in enumerate(held)
+        for place, shard in enumerate(
+            sorted(own, key=lambda shard: seed_of("checked shard", *where, shard))
+        )
+    ]
+    load = [0] * ranks
+    found = []
+    for _, _, owner, shard in sorted(drawn)[: due * together]:
+        others = [(owner + shift + more) % ranks for more in range(ranks)]
+        second = min((each for each in others if each != owner), key=load.__getitem__)
+        load[second] += 1
+        found.append(ShardCheck(shard, owner, second))
+    return tuple(found)
+
+
+def verdict(found: Sequence[Computed], ranks: int) -> VoteResult | None:
+    """Return the result of a vote, None if more computations are needed; see `voters`.
+
+    The digest that most ranks have computed is right, if there are two of them at least and no other has as many. In a
+    world of two ranks, each computes the shard twice: one that contradicts itself is wrong.
+    """
+    by_digest: dict[int, set[int]] = {}
+    by_rank: dict[int, set[int]] = {}
+    for rank, digest in found:
+        by_digest.setdefault(digest, set()).add(rank)
+        by_rank.setdefault(rank, set()).add(digest)
+    if len(by_digest) == 1 and len(by_rank) > 1:
+        return VoteResult((), found[0].digest)
+    if voters(found, ranks):
+        return None
+    most = max(map(len, by_digest.values()))
+    right = [digest for digest, by in by_digest.items() if len(by) == most > 1]
+    changing = [rank for rank, own in by_rank.items() if len(own) > 1]
+    if not right and ranks == 2 and len(changing) == 1:
+        right = [*by_rank[1 - changing[0]]]
+    if len(right) != 1:
+        return VoteResult((), None)
+    return VoteResult(tuple(sorted(r for r, own in by_rank.items() if own != {right[0]})), right[0])
+
+
+def voters(found: Sequence[Computed], ranks: int) -> tuple[int, ...]:
+    """Return the ranks that compute the shard next, to decide between different digests; empty if none can.
+
+    These are all others, which would wait for the result anyway.
+    """
+    asked = {rank for rank, _ in found}
+    if ranks == 2:
+        return (0, 1) if len(found) == 2 else ()
+    return tuple(rank for rank in range(ranks) if rank not in asked)

@@ -1,0 +1,282 @@
+"""Checks of drawn shards: another rank computes them again, and a vote names the rank whose gradients are wrong.
+
+`verification` decides; this module computes shards once more, compares digests and reports culprits. A second pass
+leaves no trace: its gradients are only digested, and buffers and random generators are set back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from elastic.collectives import agreement
+from elastic.data.seeds import seed_of
+from elastic.errors import CollectiveFailed, GradientsDiffer, Invalid
+from elastic.exact import generators, verification
+from elastic.exact.step import ShardStep, StepListener
+from elastic.exact.verification import Computed, ShardCheck, VoteResult
+from elastic.protocol import messages
+from elastic.runtime import lifecycle
+
+WAIT = "verification of shards"
+PURPOSE = "means over shards"  # its group also sends the digests
+
+
+class FirstStep(NamedTuple):
+    """What a rank reports in the first step of a world.
+
+    Attributes:
+        arithmetic: digest of its arithmetic.
+        passed: whether it has computed a shard twice with equal bits, in this step or earlier.
+        shard: the one that it has computed twice in this step, with ``digests``; -1: none.
+        digests: 0 if it has not.
+    """
+
+    arithmetic: int
+    passed: int
+    shard: int = -1
+    first_digest: int = 0
+    second_digest: int = 0
+
+    @property
+    def differs(self) -> bool:
+        """Whether the rank contradicts itself."""
+        return self.first_digest != self.second_digest
+
+
+class Verifier:
+    """Verification of the shards of a run.
+
+    Args:
+        share: of the shards that are computed twice.
+        seed: of the shards.
+        listeners: return the listeners of the shards, in their order.
+        arithmetic: return a digest of this process's arithmetic.
+    """
+
+    def __init__(
+        self,
+        share: float,
+        seed: int,
+        listeners: Callable[[], list[StepListener]],
+        arithmetic: Callable[[], int],
+    ) -> None:
+        self.share = share
+        self.checked: frozenset[int] = frozenset()  # own shards of this step to digest
+        self.shard: int | None = None  # not None iff a second pass is in progress
+        self.passes_made = 0  # second passes of this rank in the last step
+        self._seed = seed
+        self._listeners = listeners
+        self._arithmetic = arithmetic
+        self._step: ShardStep | None = None
+        self._checks: tuple[ShardCheck, ...] = ()
+        self._generation: int | None = None  # whose ranks have compared their arithmetic
+        self._begins = False  # first step of a world
+        self._deterministic = False  # this process has computed a shard twice with equal bits
+        self._agreed: dict[int, int] = {}  # the last step in which a rank's gradients were equal
+
+    def step_begins(self, step: ShardStep, generation: int) -> None:
+        """Draw the checks of a step."""
+        self._step, self.shard, self.passes_made = step, None, 0
+        self._begins = len(step.held) > 1 and generation != self._generation
+        if self._begins:
+            self._agreed = {}
+        self._checks = verification.checks(
+            step.held, self.share, self._seed, generation, step.number
+        )
+        own = {each.shard for each in self._checks if each.owner == step.rank}
+        if self._begins and not self._deterministic and step.merges:
+            own.add(step.merges[0].shard)
+        self.checked = frozenset(own)
+
+    def step_abandoned(self) -> None:
+        """Discard a second pass in progress."""
+        self.shard, self.passes_made = None, 0
+
+    def passes(self, generation: int) -> Iterator[int]:
+        """Yield the shards that this rank computes once more, after its own. Collective.
+
+        Raises:
+            PeerLost: a rank was lost, or its gradients were wrong.
+            GradientsDiffer: gradients differ, and no vote names a culprit.
+            Invalid: the model or the ranks do not compute the same bits.
+        """
+        step = self._step
+        assert step is not None
+        if not self._begins and not self._checks:
+            return
+        first = (yield from self._first_step(step)) if self._begins else None
+        digests = {shard: self._digest_of(shard) for shard in self.checked}
+        for check in self._checks:
+            if check.second == step.rank:
+                digests[check.shard] = yield from self._compute(check.shard)
+        found = self._exchange(
+            [*(first or ()), *(digests.get(check.shard, 0) for check in self._checks)]
+        )
+        rows = [row[len(first or ()) :] for row in found]
+        votes = {
+            check: [Computed(rank, rows[rank][place]) for rank in (check.owner, check.second)]
+            for place, check in enumerate(self._checks)
+        }
+        if first is not None:
+            votes |= self._compare_ranks([FirstStep(*row[: len(first)]) for row in found])
+            self._generation, self._begins = generation, False
+        yield from self._vote(votes, step)
+        self._conclude(votes, step)
+
+    # ---- second passes ---------------------------------------------------------------------------------------------
+
+    def _first_step(self, step: ShardStep) -> Generator[int, None, FirstStep]:
+        """Compute this rank's first shard twice, once in a process: equal bits are required of every model."""
+        if self._deterministic or not step.merges:
+            return FirstStep(self._arithmetic(), int(self._deterministic))
+        shard = step.merges[0].shard
+        before, after = self._digest_of(shard), (yield from self._compute(shard))
+        self._deterministic = before == after
+        return FirstStep(self._arithmetic(), int(before == after), shard, before, after)
+
+    def _compute(self, shard: int) -> Generator[int, None, int]:
+        step = self._step
+        assert step is not None
+        listeners = self._listeners()
+        for each in listeners:
+            each.second_pass_begins(shard)
+        generators.set_seed(seed_of("step", self._seed, step.number, shard))
+        self.shard = shard
+        self.passes_made += 1
+        yield shard
+        self.shard = None
+        return _combined([each.second_pass_ends(shard) for each in listeners])
+
+    def _digest_of(self, shard: int) -> int:
+        return _combined([each.digest_of(shard) for each in self._listeners()])
+
+    # ---- the vote --------------------------------------------------------------------------------------------------
+
+    def _vote(
+        self, votes: dict[ShardCheck, list[Computed]], step: ShardStep
+    ) -> Generator[int, None, None]:
+        """Let the other ranks compute the shards whose digests differ, until each has a verdict."""
+        ranks = len(step.held)
+        while open_votes := [
+            check for check, own in votes.items() if verification.verdict(own, ranks) is None
+        ]:
+            asked = {check: verification.voters(votes[check], ranks) for check in open_votes}
+            row = [0] * len(open_votes)
+            for place, check in enumerate(open_votes):
+                if step.rank in asked[check]:
+                    row[place] = yield from self._compute(check.shard)
+            found = self._exchange(row)
+            for place, check in enumerate(open_votes):
+                votes[check] += [Computed(rank, found[rank][place]) for rank in asked[check]]
+
+    def _conclude(self, votes: dict[ShardCheck, list[Computed]], step: ShardStep) -> None:
+        """Report the culprits, all of which leave the world."""
+        culprits: dict[int, messages.Miscomputed] = {}
+        undecided: ShardCheck | None = None
+        for check, computed in votes.items():
+            verdict = verification.verdict(computed, len(step.held))
+            assert verdict is not None
+            if verdict.right is None:
+                undecided = undecided or check
+            for rank in verdict.culprits:
+                culprits.setdefault(rank, self._evidence(rank, check, computed, verdict))
+        for check in votes:
+            for rank in {check.owner, check.second} - culprits.keys():
+                self._agreed[rank] = step.number
+        if culprits:
+            self._leave([culprits[rank] for rank in sorted(culprits)])
+        if undecided is not None:
+            self._give_up(undecided, votes[undecided])
+
+    def _evidence(
+        self, rank: int, check: ShardCheck, computed: Sequence[Computed], verdict: VoteResult
+    ) -> messages.Miscomputed:
+        assert self._step is not None and verdict.right is not None
+        wrong = next(
+            each.digest for each in computed if each.rank == rank and each.digest != verdict.right
+        )
+        return messages.Miscomputed(
+            generation=lifecycle.current().generation,
+            step=self._step.number,
+            shard=check.shard,
+            rank=rank,
+            digest=f"{wrong:016x}",
+            right=f"{verdict.right:016x}",
+            witnesses=sorted({each.rank for each in computed if each.digest == verdict.right}),
+            agreed=self._agreed.get(rank, -1),
+        )
+
+    def _leave(self, evidence: Sequence[messages.Miscomputed]) -> NoReturn:
+        """End the world: its step is repeated without the culprits, from the last commit."""
+        runtime = lifecycle.current()
+        first = evidence[0]
+        text = (
+            f"rank {first.rank} computed wrong gradients of shard {first.shard} in step {first.step}:"
+            f" {first.digest} instead of {first.right}"
+        )
+        for each in evidence:
+            runtime.report_miscomputed(each)
+        with runtime.guard(WAIT):
+            raise CollectiveFailed(text)
+        raise AssertionError("the guard has raised an error")
+
+    def _give_up(self, check: ShardCheck, computed: Sequence[Computed]) -> NoReturn:
+        assert self._step is not None
+        runtime = lifecycle.current()
+        error = GradientsDiffer(
+            self._step.number,
+            check.shard,
+            [(each.rank, f"{each.digest:016x}") for each in computed],
+        )
+        with runtime.guard(WAIT):
+            agreement.raise_together(runtime.group(PURPOSE, torch.device("cpu")), error)
+
+    def _compare_ranks(self, found: Sequence[FirstStep]) -> dict[ShardCheck, list[Computed]]:
+        """Return votes about ranks that contradict themselves.
+
+        Raises Invalid on all ranks if their gradients can't be equal although none is faulty.
+        """
+        error = None
+        odd = [rank for rank, each in enumerate(found) if each.arithmetic != found[0].arithmetic]
+        changing = [(rank, each) for rank, each in enumerate(found) if each.differs]
+        if odd:
+            error = Invalid(
+                f"verify compares the bits of gradients, but rank {odd[0]} has another arithmetic than rank 0: other"
+                " threads, instructions or versions; make them the same, or leave out verify"
+            )
+        elif changing and not any(each.passed for each in found):
+            error = Invalid(
+                f"rank {changing[0][0]} computed shard {changing[0][1].shard} twice, and its gradients differ, so"
+                " verify can't compare them: call torch.use_deterministic_algorithms(True), keep what a forward pass"
+                " changes in buffers, let the samples of a shard depend on its number and step only, or leave out"
+                " verify"
+            )
+        if error is not None:
+            runtime = lifecycle.current()
+            with runtime.guard(WAIT):
+                agreement.raise_together(runtime.group(PURPOSE, torch.device("cpu")), error)
+        return {
+            ShardCheck(each.shard, rank, rank): [
+                Computed(rank, each.first_digest),
+                Computed(rank, each.second_digest),
+            ]
+            for rank, each in changing
+        }
+
+    def _exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """Return the rows of all ranks. Collective. Raises PeerLost."""
+        runtime = lifecycle.current()
+        own = torch.tensor(row, dtype=torch.int64, device="cpu")
+        assert self._step is not None
+        found = [torch.empty_like(own) for _ in self._step.held]
+        with runtime.guard(WAIT):
+            runtime.group(PURPOSE, own.device).allgather(found, own).wait()
+        return [each.tolist() for each in found]
+
+
+def _combined(digests: Sequence[int]) -> int:
+    """Return a digest of 63 bits, never 0."""
+    return seed_of("gradients of optimizers", *digests) >> 1 or 1

@@ -1,0 +1,282 @@
+"""Shards that two ranks compute, in worlds of ranks as threads: results without a trace, and who is named."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+
+from elastic.data import DataLoader, optimizer_steps
+from elastic.errors import GradientsDiffer, Invalid, PeerLost
+from elastic.exact import verification
+from elastic.exact.shards import Shards
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.optimizer.sharded.reducer import ShardReducer
+from elastic.runtime import lifecycle
+from harness.small_worlds import ranks_as_threads
+
+STEPS, COUNT = 12, 8
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    run = ranks_as_threads(monkeypatch)
+    monkeypatch.setattr(lifecycle, "active", lambda: lifecycle.current())
+    monkeypatch.setattr(
+        lifecycle, "position", lambda: (lifecycle.current().place, lifecycle.current().generation)
+    )
+    # Threads have one generator together, and one count of steps.
+    monkeypatch.setattr("elastic.exact.generators.set_seed", lambda seed: None)
+    counted = create_autospec(optimizer_steps)
+    counted.count.return_value = 0
+    monkeypatch.setattr("elastic.exact.shards.optimizer_steps", counted)
+    return run
+
+
+class Network(torch.nn.Module):
+    """With running statistics, and a parameter that only one shard uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(5, 40), torch.nn.Linear(40, 2)
+        self.norm = torch.nn.BatchNorm1d(40)
+        self.rare = torch.nn.Parameter(torch.ones(7))
+        with torch.no_grad():
+            for number, each in enumerate(self.parameters()):
+                each.copy_(drawn(*each.shape, seed=number))
+
+    def forward(self, inputs: torch.Tensor, shard: int) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.norm(self.first(inputs)).relu())
+        return found + self.rare.sum() if shard == 2 else found
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Run:
+    """A rank's training. ``wrong``: called with step, shard and the number of the pass; whether to compute wrongly."""
+
+    def __init__(self, share: float, wrong: Any = lambda *of: False, count: int = COUNT) -> None:
+        self.model, self.shards = Network(), Shards(count, seed=3, verify=share, by_speed=False)
+        self.shards.watch(self.model)
+        self.optimizer = DistributedOptimizer(
+            torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9),
+            self.model.named_parameters(),
+            shards=self.shards,
+        )
+        self.wrong, self.losses = wrong, []
+        self.passes, self.second = 0, 0
+
+    def train(self, steps: int = STEPS) -> list[torch.Tensor]:
+        for step in range(steps):
+            found = []
+            for shard in self.shards:
+                self.passes += 1
+                self.second += self.shards.verifying
+                loss = self.model(drawn(4, 5, seed=100 * step + shard), shard).square().mean()
+                if self.wrong(step, shard, self.passes):
+                    loss = loss * 1.0001
+                loss.backward()
+                found.append(loss.detach())
+            self.optimizer.step()
+            self.losses.append(self.shards.mean(found))
+        values = [*self.model.parameters(), *self.model.buffers()]
+        values += [each["momentum_buffer"] for each in self.optimizer.state.values()]
+        return [torch.tensor(self.losses, dtype=torch.float64), *values]
+
+
+@pytest.mark.parametrize("share", [1 / 16, 1 / 4, 1.0])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 11])
+def test_training_when_shards_are_verified_then_bits_are_those_without(ranks, size, share):
+    (wanted,) = ranks(1, lambda rank: Run(0.0).train())
+    runs: list[Any] = [None] * size
+
+    def train(rank: int) -> Any:
+        runs[rank] = Run(share)
+        return runs[rank].train()
+
+    for found in ranks(size, train):
+        assert all(map(torch.equal, wanted, found))
+    second = sum(run.second for run in runs)
+    checks = share * COUNT * STEPS if size > 1 else 0
+    own = min(size, COUNT) if size > 1 else 0  # each rank computes one shard twice at the beginning
+    assert abs(second - own - checks) <= min(size, COUNT)
+    assert sum(run.passes for run in runs) == second + STEPS * COUNT
+
+
+def named(ranks: Any, size: int, share: float, wrong: Any, kind: Any = PeerLost) -> Any:
+    """Train until a rank is named. Return the reports of each rank, and the steps that each has taken."""
+
+    def train(rank: int) -> Any:
+        run = Run(share, lambda *of: wrong(rank, *of))
+        with pytest.raises(kind) as error:
+            run.train(200)
+        return lifecycle.current().miscomputed, run.shards.step, error.value
+
+    return ranks(size, train)
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 3])
+def test_training_when_a_rank_is_always_wrong_then_all_name_it_before_the_step(ranks, culprit):
+    found = named(ranks, 4, 1 / 8, lambda rank, step, *_: rank == culprit and step >= 5)
+    held = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    bound = verification.steps_between(held, 1 / 8)
+    for reports, steps, _ in found:
+        (report,) = reports
+        assert report.rank == culprit and culprit not in report.witnesses
+        assert len(report.witnesses) == 3 and report.digest != report.right
+        assert 5 <= report.step < 5 + bound + 1 and steps == report.step
+        assert report.agreed < 5
+
+
+def test_training_when_a_rank_was_wrong_once_then_it_is_named(ranks):
+    """A checked shard is computed by one rank, wrongly, and no more than once."""
+    found = named(ranks, 4, 1.0, lambda rank, step, shard, count: rank == 2 and count == 30)
+    assert {report.rank for reports, _, _ in found for report in reports} == {2}
+
+
+def test_training_when_two_of_five_are_wrong_then_both_are_named(ranks):
+    found = named(
+        ranks,
+        5,
+        1.0,
+        lambda rank, step, shard, count: (
+            step > 1 and rank in (1, 3) and (count * 7 + rank) % 11 != 0
+        ),
+    )
+    for reports, _, _ in found:
+        assert {report.rank for report in reports} == {1, 3}
+
+
+def test_training_when_two_ranks_differ_and_one_was_wrong_once_then_it_is_named(ranks):
+    found = named(ranks, 2, 1.0, lambda rank, step, shard, count: rank == 1 and count == 20)
+    assert {report.rank for reports, _, _ in found for report in reports} == {1}
+
+
+def test_training_when_two_ranks_always_differ_then_the_error_has_both_digests(ranks):
+    found = named(
+        ranks, 2, 1.0, lambda rank, step, *_: rank == 1 and step > 2, kind=GradientsDiffer
+    )
+    for reports, _, error in found:
+        assert not reports and error.step == 3
+        assert {rank for rank, _ in error.computed} == {0, 1} and len(error.computed) == 4
+    assert len({str(error) for _, _, error in found}) == 1
+
+
+def test_training_when_the_model_is_not_deterministic_then_no_step_is_taken(ranks):
+    """A pass that depends on the passes before."""
+    found = named(ranks, 3, 1 / 64, lambda rank, step, shard, count: count > 1, kind=Invalid)
+    assert all(steps == 0 and not reports for reports, steps, _ in found)
+
+
+def test_training_when_one_rank_contradicts_itself_at_the_beginning_then_it_is_named(ranks):
+    found = named(ranks, 3, 1 / 64, lambda rank, step, shard, count: rank == 1 and count == 1)
+    for reports, steps, _ in found:
+        assert [report.rank for report in reports] == [1] and steps == 0
+
+
+def test_training_when_arithmetic_differs_then_no_step_is_taken(ranks, monkeypatch):
+    monkeypatch.setattr(
+        Shards, "arithmetic", property(lambda self: [f"threads {lifecycle.current().place.rank}"])
+    )
+    found = named(ranks, 3, 1 / 64, lambda *_: False, kind=Invalid)
+    assert all(steps == 0 for _, steps, _ in found)
+
+
+def test_training_when_a_rank_is_lost_in_a_second_pass_then_others_lose_it(ranks):
+    def train(rank: int) -> Any:
+        run = Run(1.0)
+
+        def wrong(step: int, shard: int, count: int) -> bool:
+            if rank == 1 and step == 2 and run.shards.verifying:
+                raise MemoryError
+            return False
+
+        run.wrong = wrong
+        with pytest.raises((PeerLost, MemoryError)):
+            run.train()
+        lifecycle.current().gradients.abort()
+        run.shards.abandon()
+        return run.shards.step, run.shards.verifying
+
+    assert ranks(3, train) == [(2, False)] * 3
+
+
+# ---- a bug that the comparison must show -----------------------------------------------------------------------------
+
+
+def test_training_when_a_second_pass_leaves_its_gradients_then_bits_differ(ranks, monkeypatch):
+    (wanted,) = ranks(1, lambda rank: Run(0.0).train())
+    real = ShardReducer.second_pass_begins
+
+    def leaves(self: ShardReducer, shard: int) -> None:
+        real(self, shard)
+        for (parameter, _), kept in zip(self._trained(), self._kept, strict=True):
+            parameter.grad = kept
+
+    monkeypatch.setattr(ShardReducer, "second_pass_begins", leaves)
+    with pytest.raises((Invalid, AssertionError, PeerLost)):
+        for found in ranks(3, lambda rank: Run(1 / 4).train()):
+            assert all(map(torch.equal, wanted, found))
+
+
+# ---- loaders ---------------------------------------------------------------------------------------------------------
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 74
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return drawn(5, seed=index)
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_training_with_a_loader_when_verified_then_bits_are_those_without(ranks, size):
+    """With an uneven end of each epoch."""
+
+    def train(share: float) -> Any:
+        run = Run(share, count=4)
+        loader = DataLoader(Samples(), shuffle=True, global_batch_size=16, shards=run.shards)
+        weights = []
+        for _ in range(2):
+            for step in loader:
+                losses = []
+                for inputs in run.shards.over(step):
+                    loss = run.model(inputs, loader.shard).square().mean() * loader.weight
+                    loss.backward()
+                    losses.append(loss.detach())
+                run.optimizer.step()
+                weights.append(run.shards.mean(losses))
+            assert loader.position.consumed == 0
+        return [torch.tensor(weights), *run.model.parameters(), *run.model.buffers()]
+
+    (wanted,) = ranks(1, lambda rank: train(0.0))
+    for found in ranks(size, lambda rank: train(1.0)):
+        assert all(map(torch.equal, wanted, found))
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, True, "1/64", float("nan")])
+def test_shards_when_the_share_is_no_share_then_it_is_refused(share):
+    with pytest.raises(Invalid):
+        Shards(8, verify=share)
+
+
+def test_shards_when_not_exact_then_verify_is_refused():
+    with pytest.raises(Invalid):
+        Shards(8, exact=False, verify=0.5)
+
+
+def test_over_when_batches_are_a_list_then_verify_is_refused(ranks):
+    def train(rank: int) -> None:
+        run = Run(0.5)
+        with pytest.raises(Invalid):
+            next(run.shards.over([drawn(4, 5, seed=shard) for shard in run.shards.held]))
+
+    ranks(1, train)
