@@ -135,6 +135,20 @@ class WorkerDigested(Event):
     gradients: dict[str, int] = {}
 
 
+class WorkerMiscomputed(Event):
+    """A worker reports the result of a vote: ``rank`` computed wrong gradients of a shard; see protocol.Miscomputed."""
+
+    worker: Worker
+    generation: int
+    step: int
+    shard: int
+    rank: int
+    digest: str
+    right: str
+    witnesses: list[int]
+    agreed: int = -1
+
+
 class WorkerProgressed(Event):
     """A worker started or stopped waiting in a collective, or is in a phase marked as long; see protocol.Progress."""
 

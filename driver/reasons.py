@@ -45,6 +45,7 @@ class ReasonKind(enum.Enum):
     OTHER_DIGEST = "other digest"
     DAMAGED = "damaged"
     SPOILT = "spoilt"
+    MISCOMPUTED = "miscomputed"
     NO_INIT = "no init"
     NOT_READY = "not ready"
     # A worker is released, or killed because it did not leave.
@@ -58,6 +59,7 @@ class ReasonKind(enum.Enum):
     REJECTED = "rejected"
     SCALED_DOWN = "scaled down"
     DRAINED = "drained"
+    QUARANTINED = "quarantined"
     REMOVED = "removed"
     CONNECTION_LOST = "connection lost"
     NOT_BACK = "not back"
@@ -493,6 +495,10 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     " its memory or processor flipped bits, so test its host",
     ReasonKind.SPOILT: "infinite or NaN gradients from damaged memory have corrupted all replicas, and commit"
     " {commit:commit}",
+    ReasonKind.MISCOMPUTED: (
+        "it computed wrong gradients",
+        " of shard {shard} in step {step}: {digest}, but {right} on {witnesses}",
+    ),
     ReasonKind.NO_INIT: "it did not call init() within {within_s:g} s",
     ReasonKind.NOT_READY: "it did not become ready within {within_s:g} s",
     ReasonKind.HOST_NOT_LISTED: "{host} left the list of hosts",
@@ -505,6 +511,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.REJECTED: "it was rejected",
     ReasonKind.SCALED_DOWN: "scaled down to {workers:+worker}",
     ReasonKind.DRAINED: "{host} is drained",
+    ReasonKind.QUARANTINED: "{place} is quarantined, since {worker} computed wrong gradients there",
     ReasonKind.REMOVED: "an operator removed it",
     ReasonKind.SCALED: _scaled,
     ReasonKind.DRAINS: _drains,

@@ -32,8 +32,11 @@ FLAGS = {
     "restarts": "--restarts",
     "health_check": "--health-check",
     "health_check_s": "--health-check-timeout",
+    "quarantine": "--quarantine",
     "timeline": "--timeline-filename",
 }
+
+QUARANTINES = ("slot", "host", "off")
 
 
 class StartCheckpoint(msgspec.Struct, frozen=True):
@@ -100,6 +103,8 @@ class Settings:
     # Command that checks a slot before its worker is admitted; "auto": the built-in check; None: no check.
     health_check: str | None = None
     health_check_s: float = 60.0  # time for it
+    # Not used again after a worker has computed wrongly: its "slot", its "host", or "off".
+    quarantine: str = "slot"
     timeline: str | None = None  # absolute path of the file with the timeline of all ranks
     env: dict[str, str] = field(default_factory=dict)  # additional environment of every worker
 
@@ -136,6 +141,10 @@ class Settings:
         if self.health_check is not None and not self.health_check.strip():
             raise Invalid(
                 f"{FLAGS['health_check']} is empty: pass a command or auto, or leave it out for no check"
+            )
+        if self.quarantine not in QUARANTINES:
+            raise Invalid(
+                f"{FLAGS['quarantine']} is {self.quarantine!r}: pass one of {', '.join(QUARANTINES)}"
             )
         if self.dump_s < 0:
             raise Invalid(f"{self._shown('dump_s')}: pass 0 or more seconds")

@@ -112,7 +112,7 @@ class OperatorRequests(Part):
         self.staff.slots.refill(host)
         for record in self.roster.hosts.get(host, {}).values():
             leaving = record.leaving
-            if record.in_plans and leaving is not None and leaving.kind is ReasonKind.DRAINED:
+            if record.in_plans and leaving is not None and leaving.kind in LEFT_OUT:
                 record.leaving, record.noticed = None, False
         self._thin_out(self.staff.workers_max)  # the size may have been reduced meanwhile
         return True, because(ReasonKind.DRAINS_NO_MORE, host=host)

@@ -23,6 +23,7 @@ from elastic.driver.events import (
     HostStaying,
     Notice,
 )
+from elastic.driver.membership.operator_requests import LEFT_OUT
 from elastic.driver.membership.worlds.part import Part
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Reason, ReasonKind, because

@@ -25,6 +25,7 @@ EVENTS: dict[type[messages.Message], type[events.Event]] = {
     messages.Pace: events.WorkerPaced,
     messages.TimeSpent: events.WorkerSpent,
     messages.Digested: events.WorkerDigested,
+    messages.Miscomputed: events.WorkerMiscomputed,
     messages.Raised: events.WorkerRaised,
     messages.Quit: events.WorkerQuit,
     messages.Returned: events.WorkerReturned,

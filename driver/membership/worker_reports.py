@@ -48,6 +48,8 @@ class WorkerReports(Part):
                 self.differs(event)
             case events.ReplicasSpoilt():
                 self.spoilt(event)
+            case events.WorkerMiscomputed():
+                self.miscomputed(event)
             case events.WorkerReturned():
                 self.returned(event)
             case events.WorkerDisconnected():
@@ -174,6 +176,33 @@ class WorkerReports(Part):
             else:
                 self.staff.discard(record, reason)
         self.worlds.lose(here[0], reason)
+
+    def miscomputed(self, event: events.WorkerMiscomputed) -> None:
+        """Fence a worker whose gradients are wrong, and quarantine its slot. Every rank reports it."""
+        members = self.worlds.members
+        if event.generation != self.worlds.generation or not 0 <= event.rank < len(members):
+            return
+        record = self.roster.get(members[event.rank])
+        if record is None or record.killed_for:
+            return
+        why = because(
+            ReasonKind.MISCOMPUTED,
+            step=event.step,
+            shard=event.shard,
+            digest=event.digest,
+            right=event.right,
+            witnesses=", ".join(
+                str(members[rank]) for rank in event.witnesses if rank < len(members)
+            ),
+            agreed=event.agreed,
+            quarantine=self.settings.quarantine,
+        )
+        self.staff.fence(record, why)
+        self.staff.quarantine(record, why, self.worlds.world.places)
+        if self.settings.elastic:
+            worker = str(record.worker)
+            lost = because(ReasonKind.LOST_KILLED, worker=worker, killed_for=why)
+            self.worlds.lose(record, lost)
 
     def returned(self, event: events.WorkerReturned) -> None:
         record = self.roster.get(event.worker)

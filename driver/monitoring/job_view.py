@@ -112,6 +112,8 @@ class JobView:
         self.unhealthy: dict[tuple[str, int], events.WorkerHealthChecked] = {}
         # By slot: number of failed health checks, and the last failure.
         self.failed_checks: dict[tuple[str, int], tuple[int, events.WorkerHealthChecked]] = {}
+        # Slots that are not used because their worker computed wrongly, with the reason of its fence.
+        self.quarantined: dict[tuple[str, int], Reason] = {}
         self.end: events.EndJob | None = None  # the first decision to end the job
         # Incarnation of the last process that exited in each slot; its later reports are ignored.
         self._last: dict[tuple[str, int], int] = {}
@@ -216,6 +218,9 @@ class JobView:
                 self._checks(event)
             case events.HostsChanged(hosts):
                 self.unhealthy = {s: e for s, e in self.unhealthy.items() if s[0] in hosts}
+                self.quarantined = {s: e for s, e in self.quarantined.items() if s[0] in hosts}
+            case events.DrainRequested(_, host, True):
+                self.quarantined = {s: e for s, e in self.quarantined.items() if s[0] != host}
             case events.CheckpointMade(commit):
                 self._knows(commit, now)
                 self.durable = max(self.durable or commit, commit)
@@ -251,6 +256,8 @@ class JobView:
                 self._move(self.workers[worker], Stage.LEAVING, reason)
             case events.KillWorker(worker, reason) if worker in self.workers:
                 self._move(self.workers[worker], Stage.KILLED, reason)
+                if reason.facts.get("quarantine", "off") != "off":
+                    self.quarantined[worker.host, worker.slot] = reason
             case events.EndJob():
                 self.end = self.end or action
             case _:
@@ -260,6 +267,7 @@ class JobView:
         slot = event.worker.host, event.worker.slot
         if event.outcome is events.HealthOutcome.PASSED:
             self.unhealthy.pop(slot, None)
+            self.quarantined.pop(slot, None)
         elif self.unhealthy.get(slot) != event:  # agents repeat results
             self.unhealthy[slot] = event
             self.failed_checks[slot] = (self.failed_checks.get(slot, (0, event))[0] + 1, event)

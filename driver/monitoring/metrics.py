@@ -51,6 +51,7 @@ FENCES = {
     ReasonKind.CUT_OFF: "cut off",
     ReasonKind.OTHER_DIGEST: "digest",
     ReasonKind.DAMAGED: "digest",
+    ReasonKind.MISCOMPUTED: "arithmetic",
     ReasonKind.GPU_FAILED: "gpu",
     ReasonKind.GPU_HANGS: "gpu",
     ReasonKind.GPU_BEHIND: "gpu",
@@ -184,6 +185,11 @@ def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
         "elastic_unhealthy_slots",
         "Slots whose last health check failed, so that no worker is admitted there.",
         value=len(view.unhealthy),
+    )
+    yield GaugeMetricFamily(
+        "elastic_quarantined_slots",
+        "Slots whose worker computed wrongly, so that no worker is started in them or on their hosts.",
+        value=len(view.quarantined),
     )
     yield CounterMetricFamily(
         "elastic_started_workers", "Workers started.", value=float(view.started)

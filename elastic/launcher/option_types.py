@@ -24,6 +24,7 @@ class RayOptions(TypedDict, total=False):
     fresh: bool
     health_check: str | None
     health_check_timeout: float | None
+    quarantine: str | None
     summary: bool
     dashboard: str | None
     verbose: bool

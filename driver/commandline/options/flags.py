@@ -319,6 +319,15 @@ class DetectionFlags:
         keys=("health_check.timeout_seconds",),
         use=Use(functions=FUNCTIONS, setting="health_check_s"),
     )
+    quarantine: str | None = flag(
+        "--quarantine",
+        "WHICH",
+        "What is not used again after its worker computed wrongly: slot, host or off (default:"
+        f" {Settings.quarantine}).",
+        variable="ELASTIC_QUARANTINE",
+        keys=("verification.quarantine",),
+        use=Use(functions=FUNCTIONS, setting="quarantine"),
+    )
     stall_warning: float | None = flag(
         "--stall-check-warning-time-seconds",
         "S",

@@ -60,6 +60,7 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
         f"  {because(ReasonKind.UNHEALTHY, **each)}; no worker is admitted there until one passes"
         for each in values.get("unhealthy", ())
     ]
+    lines += [f"  {_quarantined(each)}" for each in values.get("quarantined", ())]
     table = [("rank", "worker", "state", "for", "process", "")]
     shown = sorted(workers.values(), key=_order)[:most]
     for row in shown:
@@ -73,6 +74,11 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
         summary = ", ".join(f"{count} {state}" for state, count in states.most_common())
         lines.append(f"... {len(workers)} in total: {summary}")
     return lines
+
+
+def _quarantined(each: dict[str, Any]) -> str:
+    evidence = because(ReasonKind.MISCOMPUTED, **each)
+    return f"{each['place']} is quarantined: of the worker of {each['slot']}, {evidence}"
 
 
 def job_row(

@@ -1,7 +1,8 @@
 """Selection of the slots that get a worker. Pure.
 
 A slot is free if it is listed, has no live process, is not cooling down after a failure, and was not vacated on
-request. In addition, its program must not have ended successfully, and its machine must not be about to be reclaimed.
+request. In addition, its program must not have ended successfully, its machine must not be about to be reclaimed, and
+it must not be quarantined.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class Slots:
         )
         # Slots whose last health check failed, with the result.
         self.unhealthy: dict[Slot, Reason] = {}
+        # Slots whose worker computed wrongly, without a health check that could clear them.
+        self.quarantined: dict[Slot, Reason] = {}
+        self._whole_hosts = settings.quarantine == "host"
         self._hosts: dict[str, int] = {}
         self._order: dict[str, int] = {}
         self._incarnations: dict[Slot, int] = {}
@@ -116,8 +120,24 @@ class Slots:
         self.version += 1
 
     def refill(self, host: str) -> None:
+        """Allow workers again on a host that was drained, or of which slots are quarantined."""
         self._drained.discard(host)
+        self._release(host)
         self.version += 1
+
+    def quarantine(self, slot: Slot, why: Reason) -> None:
+        """Start no workers in a slot, or on its host, until `refill`, or until the host leaves the list."""
+        self.quarantined[slot] = why
+        self.version += 1
+
+    def kept_out(self, slot: Slot) -> bool:
+        """Return whether a slot is quarantined."""
+        if not self._whole_hosts:
+            return slot in self.quarantined
+        return any(host == slot[0] for host, _ in self.quarantined)
+
+    def _release(self, host: str) -> None:
+        self.quarantined = {s: why for s, why in self.quarantined.items() if s[0] != host}
 
     def drained(self, host: str) -> bool:
         return host in self._drained
@@ -135,9 +155,9 @@ class Slots:
     def open(self, now: float) -> int:
         """Return the number of slots on hosts that stay."""
         return sum(
-            count
-            for host, count in self._hosts.items()
-            if host not in self._drained and not self.closed(host, now)
+            not self.kept_out(slot)
+            for slot in rank_order.slots(self._hosts)
+            if slot[0] not in self._drained and not self.closed(slot[0], now)
         )
 
     def complete(self, slot: Slot) -> None:
@@ -182,7 +202,8 @@ class Slots:
 
     def _usable(self, taken: Collection[Slot]) -> Iterator[tuple[Slot, float]]:
         for slot in rank_order.slots(self._hosts):
-            if slot not in taken and slot not in self.completed and slot[0] not in self._drained:
+            excluded = slot[0] in self._drained or self.kept_out(slot)
+            if slot not in taken and slot not in self.completed and not excluded:
                 ready_at = self.cooldown.ready_at(slot)
                 if ready_at is not None:
                     yield slot, max(ready_at, self._closed.get(slot[0], ready_at))

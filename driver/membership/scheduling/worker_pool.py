@@ -231,6 +231,29 @@ class WorkerPool:
         self.actions.log("error", f"fencing {record.worker}: {reason}", reason)
         self.kill(record, reason)
 
+    def quarantine(self, record: WorkerRecord, why: Reason, members: Collection[Worker]) -> None:
+        """Keep the slot of a worker that computes wrongly out of use, or its host; see `Settings.quarantine`.
+
+        With a health check, the check beside the next start in the slot decides instead.
+        """
+        host, which = record.worker.host, self.settings.quarantine
+        if which == "off" or not self.settings.elastic:
+            return
+        place = host if which == "host" else f"{host}:{record.worker.slot}"
+        reason = because(ReasonKind.QUARANTINED, place=place, worker=str(record.worker))
+        if which == "host":
+            for other in [*self.roster.hosts.get(host, {}).values()]:
+                if other is not record and other.in_plans and other.leaving is None:
+                    other.noticed = True
+                    self.ask_to_leave(other, reason, members)
+        if self.settings.health_check:
+            self.slots.failed_check(record.slot, self.actions.now, why)
+            then = "used again once a health check has passed"
+        else:
+            self.slots.quarantine(record.slot, reason)
+            then = f"undo with: elasticrun drain {host} --off"
+        self.actions.log("warning", f"{reason}; {then}", reason)
+
     def kill(self, record: WorkerRecord, reason: Reason) -> None:
         if not record.killed_for:
             record.killed_for = reason
@@ -246,6 +269,9 @@ class WorkerPool:
     def record_failure(self, record: WorkerRecord, what: str) -> None:
         """Record an unexpected exit: the slot cools down."""
         worker, now, settings = record.worker, self.actions.now, self.settings
+        killed_for = record.killed_for
+        if killed_for is not None and killed_for.facts.get("quarantine", "off") != "off":
+            return  # not a matter of time: see `quarantine`
         if not self.slots.lists(worker):
             self.actions.log("info", f"{worker} ended with {what}; its slot is not listed any more")
             return

@@ -5,6 +5,8 @@ Each rule returns the reason to end the job, or None to continue.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elastic.driver.membership.records.actions import ActionList
 from elastic.driver.membership.records.roster import AT_STAKE, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.worker_pool import WorkerPool
@@ -174,6 +176,8 @@ class GiveUpRules:
             text = f"{have} ready, {need} needed; giving up in {left:.0f} s"
             if named := self._unhealthy():
                 text = f"{text}; health checks fail on {named}"
+            if slots.quarantined:
+                text = f"{text}; quarantined: {named_slots([*slots.quarantined])}"
             self._actions.log("warning", f"waiting for {more}: {text}")
         return None
 
@@ -218,6 +222,10 @@ class GiveUpRules:
         return because(ReasonKind.TOO_FEW_HEALTHY, cause=end, slots=named) if named else end
 
     def _unhealthy(self) -> str:
-        slots = self._staff.slots.listed_unhealthy()
-        more = f" and {len(slots) - NAMED} more" if len(slots) > NAMED else ""
-        return ", ".join(f"{host}:{slot}" for host, slot in slots[:NAMED]) + more
+        return named_slots(self._staff.slots.listed_unhealthy())
+
+
+def named_slots(slots: Sequence[tuple[str, int]]) -> str:
+    """Return the first slots as text, and the number of others."""
+    more = f" and {len(slots) - NAMED} more" if len(slots) > NAMED else ""
+    return ", ".join(f"{host}:{slot}" for host, slot in slots[:NAMED]) + more

@@ -85,6 +85,7 @@ class PageModel(ViewReader):
                 "durable": None,
                 "shards": None,
                 "unhealthy": [],
+                "quarantined": [],
                 "rate": None,
                 "steps": None,
                 "samples": None,
@@ -278,7 +279,7 @@ class PageModel(ViewReader):
                 pass
 
     def _show_health(self) -> None:
-        """Show the slots whose last health check failed."""
+        """Show the slots that no worker is admitted to: their last health check failed, or they are quarantined."""
         shown = [
             {
                 "slot": f"{host}:{slot}",
@@ -291,6 +292,16 @@ class PageModel(ViewReader):
         ]
         if shown != self.state.values["unhealthy"]:
             self.state.set("unhealthy", shown)
+        quarantined = [
+            {
+                "place": host if why.facts.get("quarantine") == "host" else f"{host}:{slot}",
+                "slot": f"{host}:{slot}",
+                **{name: why.facts.get(name) for name in EVIDENCE},
+            }
+            for (host, slot), why in sorted(self.view.quarantined.items())
+        ]
+        if quarantined != self.state.values["quarantined"]:
+            self.state.set("quarantined", quarantined)
 
     def _requested(self, event: events.Event) -> None:
         """Show an operator's request that is being carried out."""
@@ -300,6 +311,7 @@ class PageModel(ViewReader):
             case events.DrainRequested(_, host, off):
                 note = "" if off else "no new workers are started there"
                 self._grid.host(host, state="up" if off else "drained", note=note)
+                self._show_health()
             case _:
                 pass
 
@@ -311,6 +323,8 @@ class PageModel(ViewReader):
         elif self.view.touched:
             self._grid.show(now)
         match action:
+            case events.KillWorker():
+                self._show_health()
             case events.BreakWorld():
                 self._job(phase="recovering")
             case events.PrepareChange():

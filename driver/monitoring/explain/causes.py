@@ -58,6 +58,7 @@ FENCES = {
     ReasonKind.GPU_BEHIND: Cause.GPU_HANGS,
     ReasonKind.OTHER_DIGEST: Cause.DAMAGED,
     ReasonKind.DAMAGED: Cause.DAMAGED,
+    ReasonKind.MISCOMPUTED: Cause.MISCOMPUTED,
     ReasonKind.NO_INIT: Cause.TOO_SLOW,
     ReasonKind.NOT_READY: Cause.TOO_SLOW,
     ReasonKind.NOT_LEFT: Cause.TOO_SLOW,

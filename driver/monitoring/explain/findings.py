@@ -131,6 +131,7 @@ class Advice(enum.Enum):
     LOOK_AT_EXIT = "look at exit"
 
 
+WRONG = (Cause.DAMAGED, Cause.MISCOMPUTED)  # each is worth an advice, even the first one
 ADVICE = {
     Cause.EXCEPTION: Advice.MEND_SCRIPT,
     Cause.MISMATCH: Advice.SAME_CALLS,
@@ -149,6 +150,7 @@ ADVICE = {
     Cause.STUCK: Advice.LOOK_AT_STACKS,
     Cause.GPU_HANGS: Advice.TEST_GPU,
     Cause.DAMAGED: Advice.TEST_HOST,
+    Cause.MISCOMPUTED: Advice.TEST_HOST,
     Cause.SPOILT: Advice.TEST_HOSTS,
     Cause.SHARDS_LOST: Advice.MORE_COPIES,
     Cause.TOO_SLOW: Advice.START_TIMEOUT,
@@ -618,7 +620,7 @@ def _advices(
         yield Advice.UNHEALTHY_HOST, {"host": host}
     if end is None and not (source.runs or source.abandoned) and story.store_away is None:
         yield Advice.RESUME, {}
-    yield from (_against(each) for each in story.losses() if each.cause is Cause.DAMAGED)
+    yield from (_against(each) for each in story.losses() if each.cause in WRONG)
     counted = Counter((each.cause, each.what) for each in story.losses() if each is not cause)
     for (kind, _), count in counted.most_common(3):
         if count >= REPEATS and kind not in FOLLOWS:

@@ -176,6 +176,8 @@ def _death(facts: Facts) -> str:
             return f"the GPU of {name} hung: {what}"
         case Cause.DAMAGED:
             return f"{name} held wrong numbers: {what}"
+        case Cause.MISCOMPUTED:
+            return f"{name} was outvoted: {what}{_since(facts)}"
         case Cause.TOO_SLOW:
             return f"{name} took too long: {what}"
         case Cause.DISCONNECTED:
@@ -191,6 +193,14 @@ def _death(facts: Facts) -> str:
                 "damaged memory of an unidentified worker made gradients infinite or NaN, and corrupted all"
                 f" replicas at commit {commit_id(facts.get('commit', ''))}"
             )
+
+
+def _since(facts: Facts) -> str:
+    """Clause on the steps whose gradients may be wrong, too."""
+    agreed = int(facts.get("agreed", -1))
+    if agreed < 0:
+        return "; none of its gradients were compared in that world before"
+    return f"; its gradients were last right in step {agreed}, when they were compared"
 
 
 def _capital(text: str) -> str:

@@ -61,7 +61,7 @@ class ElasticStrategy(DDPStrategy):
         if shards is not None and shards.verify:
             raise Invalid(
                 "Shards(verify=...) calls training_step for shards that belong to no step, whose values Lightning would"
-                " log: leave out verify, or write the loop as in docs/exact.md"
+                " log: leave out verify"
             )
         self.commit_every = commit_every
         self.shards = shards

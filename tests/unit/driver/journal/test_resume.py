@@ -68,7 +68,7 @@ def test_different_job_is_rejected_with_all_differences_and_a_remedy():
 def test_every_setting_is_compared():
     """Each difference is named by its flag or its name. The limit of concurrent starts depends on the machine."""
     other = {"elastic": False, "timeline": "/t", "reset_limit": 1, "host_attempts": 9}
-    other["health_check"] = "auto"
+    other |= {"health_check": "auto", "quarantine": "host"}
     for name, value in vars(settings()).items():
         if name in ("np", "workers_min", "workers_max", "starting_max", "env"):
             continue

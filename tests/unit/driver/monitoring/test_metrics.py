@@ -160,11 +160,13 @@ def test_every_kill_has_a_kind():
         ReasonKind.BUSY,
         ReasonKind.CUT_OFF,
         ReasonKind.OTHER_DIGEST,
+        ReasonKind.MISCOMPUTED,
         ReasonKind.NO_INIT,
         ReasonKind.JOB_ENDED,
     ):
         note(figures, TimePassed(), [KillWorker(A, because(why))])
     counted = {"frozen": 0, "stuck": 2, "cut off": 1, "digest": 1, "gpu": len(Hang), "late": 1}
+    counted["arithmetic"] = 1
     assert figures.fenced == counted
 
 

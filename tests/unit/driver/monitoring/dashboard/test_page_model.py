@@ -8,6 +8,7 @@ import pytest
 
 from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver import events
+from elastic.driver.commandline.running_jobs.job_tables import status
 from elastic.driver.monitoring.dashboard.page_model import LINES, PageModel
 from elastic.driver.monitoring.dashboard.page_state import TAILS, applied
 from elastic.driver.monitoring.dashboard.worker_grid import HELD_UP, STATES
@@ -69,6 +70,20 @@ def test_worker_joins_the_world():
         ["start", "h:0#1"],
         ["world", "generation 1: 1"],
     ]
+
+
+def test_slot_when_its_worker_computed_wrongly_then_it_is_shown_until_an_operator_releases_it():
+    page = training(A, B, C)
+    facts = {"step": 17, "shard": 5, "digest": "ff", "right": "fe", "witnesses": "h:0#1"}
+    for quarantine, place in (("host", "h"), ("slot", "h:1")):
+        wrong = because(ReasonKind.MISCOMPUTED, **facts, agreed=9, quarantine=quarantine)
+        page.view.note(events.TimePassed(), [events.KillWorker(B, wrong)], 20.0)
+        (shown,) = page.state.values["quarantined"]
+        assert shown == {"place": place, "slot": "h:1", **facts, "agreed": 9}
+    assert sum("fe on h:0#1" in line for line in status(page.full(21.0))) == 1
+    answer = events.AnswerRequest(1, True, because(ReasonKind.DRAINS_NO_MORE, host="h"))
+    page.view.note(events.DrainRequested(1, "h", True), [answer], 22.0)
+    assert not page.state.values["quarantined"]
 
 
 def test_lost_worker_is_shown_until_another_takes_its_slot():

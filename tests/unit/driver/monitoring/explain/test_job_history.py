@@ -33,9 +33,10 @@ from elastic.driver.events import (
     WorkerSpent,
     WorkerThawed,
 )
-from elastic.driver.monitoring.explain.causes import Cause
+from elastic.driver.monitoring.explain.causes import Cause, of_fence
 from elastic.driver.monitoring.explain.film import film
 from elastic.driver.monitoring.explain.findings import (
+    ADVICE,
     Advice,
     FindingKind,
     JobFinding,
@@ -92,6 +93,15 @@ class TrainingStory:
     def found(self, what: FindingKind) -> list[JobFinding]:
         recorder = findings(self.story, JournalState(SETTINGS))
         return [finding for finding in recorder if finding.what is what]
+
+
+def test_finding_when_a_worker_was_outvoted_then_it_has_the_evidence_and_an_advice():
+    facts = {"step": 17, "shard": 5, "digest": "ff", "right": "fe", "witnesses": "h:0#1"}
+    wrong = because(ReasonKind.MISCOMPUTED, **facts, agreed=9, quarantine="slot")
+    death = of_fence(Worker("h", 2), wrong, 1.0, 2)
+    assert death is not None and death.cause is Cause.MISCOMPUTED
+    assert death.facts["agreed"] == "9" and death.facts["witnesses"] == "h:0#1"
+    assert ADVICE[death.cause] is Advice.TEST_HOST
 
 
 def test_reporter_of_a_lost_peer_is_not_blamed():
