@@ -37,7 +37,7 @@ class StepListener(Protocol):
         """Begin to compute a shard again, after this rank's own, for a comparison; see `elastic.exact.verifier`."""
 
     def second_pass_ends(self, shard: int) -> int:
-        """End it without a trace. Return a digest of the gradients, 0 for a listener without any."""
+        """End the second pass without a trace. Return a digest of its gradients, 0 without any."""
 
     def digest_of(self, shard: int) -> int:
         """Return the same digest of one of this rank's own shards that `Shards.checked` contains."""

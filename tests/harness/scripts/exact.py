@@ -9,6 +9,8 @@ EVENTS   ``7:kill:1:backward 9:hold:3 12:leave:0``: at this step the worker with
          leave does not come back.
 THREADS  of workers that are started again; step 4 then waits for a file ``go`` where nobody is to hold.
 HOLD_S   how long to wait for that, in seconds.
+VERIFY   share of the shards that two workers compute; ``7:kill:1:second`` kills a worker in such a second pass.
+OPERATOR=1  a failpoint ``operator`` at the last product of the MLP, whose action may be ``flip=product:SEED``.
 SLOW     ``2:5``: seconds, in hundredths, that rank 2 sleeps in each shard, and the others a hundredth.
 STEPS, SHARDS, EXACT=0, PLANT (a bug, see `planted`), OWN_DIGESTS (a file for them, where there is no driver).
 """
@@ -29,7 +31,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import elastic
+from elastic import failpoints
+from elastic.failpoints import actions
 
+SEED = 5
 STEPS, SHARDS = int(os.environ.get("STEPS", "12")), int(os.environ.get("SHARDS", "8"))
 SLOW = os.environ["SLOW"].split(":") if "SLOW" in os.environ else []
 PLANT = os.environ.get("PLANT", "").split(",")
@@ -191,6 +196,34 @@ def without_a_partial(program: Any) -> Any:
     return (*program[:last], *program[last + 2 :])  # nor its addition
 
 
+class Passed(torch.autograd.Function):
+    """The values of another tensor, and the gradient of the first one."""
+
+    @staticmethod
+    def forward(_: Any, output: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+        return changed
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+def may_flip(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    """Let a failpoint flip one of the upper bits of a product."""
+    changed = output.detach().clone()
+
+    def flip(seed: int) -> str:
+        bits = changed.view(-1).view(torch.int32)
+        place = seed % bits.numel()
+        bits[place] ^= 1 << (16 + seed % 15)
+        return f"a bit of value {place} of a product"
+
+    actions.flippers["product"] = flip
+    failpoints.failpoint("operator")
+    found: torch.Tensor = Passed.apply(output, changed)
+    return found
+
+
 # ---- training ----------------------------------------------------------------------------------------------------
 
 
@@ -208,8 +241,11 @@ def train(state: Any) -> None:
             raise AssertionError(f"step {step} follows {len(state.losses)} losses")
         planted(state, step)
         found = []
+        failpoints.set_step(step)
         for shard in shards:
             suffer(step, "forward")
+            if shards.verifying:
+                suffer(step, "second")
             if SLOW:
                 time.sleep(0.01 * (int(SLOW[1]) if elastic.rank() == int(SLOW[0]) else 1))
             losses = losses_of(models, step, shard)
@@ -250,7 +286,14 @@ def main() -> None:
             "gpt": GPT(),
         }
     )
-    shards = elastic.Shards(SHARDS, seed=5, exact=os.environ.get("EXACT", "1") == "1")
+    if "OPERATOR" in os.environ:
+        models["mlp"][2].register_forward_hook(may_flip)
+    shards = elastic.Shards(
+        SHARDS,
+        seed=SEED,
+        exact=os.environ.get("EXACT", "1") == "1",
+        verify=float(os.environ.get("VERIFY", "0")),
+    )
     sgd = torch.optim.SGD(
         [*models["mlp"].parameters(), *models["convnet"].parameters()], lr=0.05, momentum=0.9
     )

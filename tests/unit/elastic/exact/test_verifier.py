@@ -67,7 +67,8 @@ class Run:
             self.model.named_parameters(),
             shards=self.shards,
         )
-        self.wrong, self.losses = wrong, []
+        self.wrong = wrong
+        self.losses: list[float] = []
         self.passes, self.second = 0, 0
 
     def train(self, steps: int = STEPS) -> list[torch.Tensor]:
@@ -114,7 +115,8 @@ def named(ranks: Any, size: int, share: float, wrong: Any, kind: Any = PeerLost)
         run = Run(share, lambda *of: wrong(rank, *of))
         with pytest.raises(kind) as error:
             run.train(200)
-        return lifecycle.current().miscomputed, run.shards.step, error.value
+        world: Any = lifecycle.current()
+        return world.miscomputed, run.shards.step, error.value
 
     return ranks(size, train)
 
@@ -198,7 +200,8 @@ def test_training_when_a_rank_is_lost_in_a_second_pass_then_others_lose_it(ranks
         run.wrong = wrong
         with pytest.raises((PeerLost, MemoryError)):
             run.train()
-        lifecycle.current().gradients.abort()
+        world: Any = lifecycle.current()
+        world.gradients.abort()
         run.shards.abandon()
         return run.shards.step, run.shards.verifying
 

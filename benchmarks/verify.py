@@ -1,0 +1,361 @@
+"""Wrong gradients injected into real jobs, and what became of them; and the cost of looking for them.
+
+    python benchmarks/verify.py [--injections 1000] [--verify 0.0625] [--jobs 2] [--seed 0] [--json FILE]
+    python benchmarks/verify.py --cost [--models mlp gpt] [--steps 256] [--ranks 4] [--json FILE]
+
+An injection is one job of 4 workers, under elasticrun, with 8 shards: from a drawn step on, a bit is flipped in
+gradients of one worker, or in a product of one of its models, in each pass or in some (see `Injection`).
+Half of the faults begin in a step in which the worker is checked, the others in any step. Counted are those that are
+found, after how many steps, innocent workers that were named, and jobs whose every commit, up to the last one, has the
+bits of an undisturbed process. A fault that changes no bit of any commit is no fault, and counted by itself.
+
+`--cost` compares steps of `Shards(verify=1/64)` with those of `Shards()`, in turn in the same processes. In most steps
+nothing is verified, so the figure is the ratio of the sums over all steps, by round of `1 / verify` steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+import groups
+import models
+import results_output
+import tests_on_path  # noqa: F401
+from elastic.exact import assignment, verification
+from elastic.exact.shards import Shards
+from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from harness.history import SCRIPTS
+from harness.job import Job
+from measurements import Mark, spread
+
+SCRIPT = SCRIPTS / "exact.py"
+WORKERS, SHARDS, SEED = 4, 8, 5
+TRAINING = 2  # the first generation that trains
+STEPS = 110  # of the longest job
+AFTER = 3  # steps of a job after the last in which its fault may be found
+LATEST = 12  # first step of a fault at most
+CERTAIN = 0.99
+GRADIENTS = 24  # gradients of a pass of the script's models
+KINDS = ("gradient", "operator")
+RARITIES = (1, 1, 2, 4)  # every n-th pass is wrong, on average
+COST = 1.03
+
+
+@dataclass(frozen=True)
+class Injection:
+    """One fault.
+
+    Attributes:
+        kind: of KINDS.
+        rank: the worker.
+        first: its first step that may be wrong.
+        rarity: 1: each pass is wrong; n: about every n-th.
+        seed: of the bit.
+    """
+
+    kind: str
+    rank: int
+    first: int
+    rarity: int
+    seed: int
+
+    @property
+    def rule(self) -> str:
+        """The failpoint."""
+        steps = ",".join(map(str, range(self.first, STEPS)))
+        where = f"rank={self.rank} generation={TRAINING} step={steps}"
+        if self.kind == "gradient":  # not a multiple, so that other gradients are wrong each time
+            every = 1 if self.rarity == 1 else GRADIENTS * self.rarity + 1
+            return f"shard-gradient flip=gradient:{self.seed} {where} every={every}"
+        return f"operator flip=product:{self.seed} {where} every={self.rarity}"
+
+
+@dataclass(frozen=True)
+class InjectionResult:
+    """What became of an injection.
+
+    Attributes:
+        named: ranks that were fenced for wrong gradients.
+        found: the step; None: it was not found.
+        agreed: last step before that in which the worker's gradients were right, by the evidence.
+        equal: every commit, up to the last step, has the bits of the undisturbed process.
+        code: exit code of the job.
+    """
+
+    injection: Injection
+    named: list[int]
+    found: int | None
+    agreed: int
+    equal: bool
+    code: int
+
+
+def checked(rank: int, share: float, step: int) -> int:
+    """Return the number of passes of a rank that are compared in a step."""
+    held = assignment.assign(SHARDS, WORKERS)
+    found = verification.checks(held, share, SEED, TRAINING, step)
+    return sum(rank in (each.owner, each.second) for each in found)
+
+
+def drawn(number: int, seed: int, share: float) -> Injection:
+    dice = random.Random(f"{seed} {number}")
+    rank = dice.randrange(WORKERS)
+    first = dice.randrange(2, LATEST)
+    if number % 2:
+        first = next(step for step in range(first, STEPS) if checked(rank, share, step))
+    return Injection(
+        KINDS[number // 2 % 2], rank, first, dice.choice(RARITIES), dice.randrange(1 << 30)
+    )
+
+
+def limit(injection: Injection, share: float) -> int:
+    """Return the number of steps within which a fault is found with the probability CERTAIN.
+
+    One that is always there is found in the next step in which the worker is checked.
+    """
+    passes = 0
+    for step in range(injection.first, 10 * STEPS):
+        passes += checked(injection.rank, share, step)
+        missed = (1.0 - 1.0 / injection.rarity) ** passes
+        if passes and missed <= 1.0 - CERTAIN:
+            return step - injection.first + 1
+    raise AssertionError(f"{injection} is not found in {10 * STEPS} steps")
+
+
+def expected(injection: Injection, share: float) -> float:
+    """Return the mean number of steps until a fault is found, if each pass is wrong by chance."""
+    total, missed = 0.0, 1.0
+    for step in range(injection.first, 100 * STEPS):
+        total += missed
+        missed *= (1.0 - 1.0 / injection.rarity) ** checked(injection.rank, share, step)
+        if missed < 1e-9:
+            break
+    return total
+
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def undisturbed() -> dict[int, dict[str, int]]:
+    """Return the digests of each commit by step, of one process without elasticrun."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {"OMP_NUM_THREADS": "1", "STEPS": str(STEPS), "OWN_DIGESTS": "own"}
+        subprocess.run([sys.executable, SCRIPT], cwd=folder, env=env, check=True, timeout=600)
+        lines = (Path(folder) / "own").read_text().splitlines()
+        return dict(json.loads(each) for each in lines)
+
+
+def run(injection: Injection, share: float) -> InjectionResult:
+    wanted = undisturbed()
+    steps = min(STEPS, injection.first + limit(injection, share) + AFTER)
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(
+            f"-np {WORKERS} --min-np 1 --digests --blacklist-cooldown-range 0.1 1",
+            ["python", SCRIPT],
+            folder=Path(folder),
+            env={
+                "STEPS": str(steps),
+                "OMP_NUM_THREADS": "1",
+                "VERIFY": repr(share),
+                "ELASTIC_FAILPOINTS": injection.rule,
+                **({"OPERATOR": "1"} if injection.kind == "operator" else {}),
+            },
+            forked=True,
+        )
+        try:
+            code = job.wait(300)
+            kills = [
+                each
+                for each in job.actions("KillWorker")
+                if each["reason"]["kind"] == "miscomputed"
+            ]
+            facts = kills[0]["reason"]["facts"] if kills else {}
+            commits = [each for each in job.events("WorkerDigested") if each.get("tensors")]
+            same = all(each["tensors"] == wanted[each["step"]] for each in commits if each["step"])
+            last = max((each["step"] for each in commits), default=0)
+            return InjectionResult(
+                injection,
+                [each["worker"][1] for each in kills],
+                facts.get("step"),
+                facts.get("agreed", -1),
+                same and last == steps,
+                code,
+            )
+        finally:
+            job.end()
+
+
+def inject(options: Any) -> tuple[dict[str, Any], list[Mark]]:
+    share = options.verify
+    injections = [drawn(number, options.seed, share) for number in range(options.injections)]
+    undisturbed()
+    began = time.monotonic()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        results = []
+        for result in pool.map(functools.partial(run, share=share), injections):
+            results.append(result)
+            if len(results) % 50 == 0:
+                print(f"{len(results)} jobs in {time.monotonic() - began:.0f} s", file=sys.stderr)
+    console = results_output.console()
+    found = results_output.table(
+        f"{len(results)} injections, verify={share:g}",
+        *("fault", "jobs", "no effect", "found", "in time", "innocents", "steps, mean", "expected"),
+        *("bits equal",),
+    )
+    for kind in KINDS:
+        for rarity in sorted({*RARITIES}):
+            some = [
+                each
+                for each in results
+                if (each.injection.kind, each.injection.rarity) == (kind, rarity)
+            ]
+            if some:
+                how = "each pass" if rarity == 1 else f"every {rarity}th pass"
+                found.add_row(f"{kind}, {how}", *row(some, share))
+    found.add_row("all", *row(results, share))
+    console.print(found)
+    real = [each for each in results if each.named or not each.equal]
+    innocents = sum(len({*each.named} - {each.injection.rank}) for each in results)
+    timely = sum(in_time(each, share) for each in real) / max(1, len(real))
+    caught = [each for each in real if each.found == each.injection.first]
+    always = [each for each in real if each.injection.rarity == 1 and each.found is not None]
+    evidence = sum(each.agreed >= each.injection.first for each in always)
+    wrong_bits = sum(not each.equal for each in caught)
+    print(f"failed jobs: {sum(each.code != 0 for each in results)}")
+    print(
+        f"found in their first step: {len(caught)}; of these, other bits at the end: {wrong_bits}"
+    )
+    marks = [
+        Mark("found in time", CERTAIN, timely, at_least=True),
+        Mark("innocents named", 0, innocents),
+        Mark("jobs with other bits, if found in the first step", 0, wrong_bits),
+        Mark("reports of a last right step after the fault began", 0, evidence),
+        Mark("failed jobs", 0, sum(each.code != 0 for each in results)),
+    ]
+    return {"results": [asdict(each) for each in results]}, marks
+
+
+def in_time(result: InjectionResult, share: float) -> bool:
+    injection = result.injection
+    return result.found is not None and result.found < injection.first + limit(injection, share)
+
+
+def row(results: Sequence[InjectionResult], share: float) -> list[str]:
+    none = [each for each in results if each.equal and not each.named]
+    real = [each for each in results if each not in none]
+    steps = [each.found - each.injection.first + 1 for each in real if each.found is not None]
+    return [
+        str(len(results)),
+        str(len(none)),
+        f"{len(steps)} of {len(real)}",
+        str(sum(in_time(each, share) for each in real)),
+        str(sum(len({*each.named} - {each.injection.rank}) for each in results)),
+        f"{statistics.mean(steps):.1f}" if steps else "",
+        f"{statistics.mean(expected(each.injection, share) for each in real):.1f}" if real else "",
+        str(Counter(each.equal for each in real)[True]),
+    ]
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
+
+class VerifiedSteps:
+    """Steps of one model."""
+
+    def __init__(self, name: str, share: float, count: int) -> None:
+        torch.manual_seed(1)
+        self.training = models.make(name, 0)
+        self.model = self.training.model
+        self.shards = Shards(count, verify=share, by_speed=False)
+        self._optimizer = DistributedOptimizer(
+            self.training.optimizer(), self.model.named_parameters(), shards=self.shards
+        )
+
+    def __call__(self) -> float:
+        distributed.barrier()
+        began = time.perf_counter()
+        for shard in self.shards:
+            inputs, targets = self.training.batches[shard % len(self.training.batches)]
+            self.training.loss(self.model, inputs, targets).backward()
+        self._optimizer.step()
+        return time.perf_counter() - began
+
+
+def measure(name: str, share: float, count: int, steps: int) -> list[float]:
+    """Return the ratios of rounds."""
+    verified, plain = VerifiedSteps(name, share, count), VerifiedSteps(name, 0.0, count)
+    for _ in range(3):
+        verified(), plain()
+    ranks = distributed.get_world_size()
+    period = math.ceil(verification.steps_between(assignment.assign(count, ranks), share))
+    ratios = []
+    for _ in range(max(1, steps // period)):
+        took = [0.0, 0.0]
+        for step in range(period):
+            for way in (0, 1) if step % 2 else (1, 0):
+                took[way] += (verified, plain)[way]()
+        slowest = torch.tensor(took, dtype=torch.float64)
+        distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
+        ratios.append(float(slowest[0] / slowest[1]))
+    weights = zip(verified.model.parameters(), plain.model.parameters(), strict=True)
+    same = all(torch.equal(one, other) for one, other in weights)
+    groups.agree("weights are the same bits with and without verification", same, "differ")
+    return ratios
+
+
+def cost(options: Any) -> tuple[dict[str, Any], list[Mark]]:
+    console = results_output.console()
+    found = results_output.table(
+        f"verify={options.cost_verify:g} on {options.ranks} workers, {options.shards} shards",
+        *("model", "step to one without verification"),
+    )
+    figures, marks = {}, []
+    for name in options.models:
+        ratios = groups.ask(
+            measure, options.ranks, name, options.cost_verify, options.shards, options.steps
+        )
+        figures[name] = ratios
+        found.add_row(name, spread(ratios).text(3))
+        marks.append(Mark(f"step of the {name}", COST, statistics.median(ratios)))
+    console.print(found)
+    return figures, marks
+
+
+def main() -> None:
+    parser = results_output.options_of(__doc__)
+    parser.add_argument("--injections", type=int, default=1000)
+    parser.add_argument("--verify", type=float, default=1 / 16, help="of the jobs")
+    parser.add_argument("--jobs", type=int, default=2, help="at the same time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--cost-verify", type=float, default=1 / 64)
+    parser.add_argument("--models", nargs="+", default=["mlp", "gpt"])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--shards", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=256)
+    options = parser.parse_args()
+    figures, marks = cost(options) if options.cost else inject(options)
+    results_output.conclude(results_output.console(), options.json, figures, marks)
+
+
+if __name__ == "__main__":
+    main()

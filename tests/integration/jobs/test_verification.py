@@ -1,0 +1,130 @@
+"""Workers whose gradients are wrong: found by another worker, outvoted, and replaced; the weights stay the same."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from elastic.exact import assignment, verification
+from harness.history import RETURN
+from integration.jobs.test_exact import differences, drawn, reference, train
+
+pytestmark = pytest.mark.forked
+
+__all__ = ["reference"]  # a fixture
+SHARDS, SEED, WORKERS = 8, 5, 4
+TRAINING = 2  # first generation that trains
+
+
+def checked_steps(rank: int, share: float, after: int = 2, steps: int = 40) -> list[int]:
+    """Return the steps of the first world after ``after`` in which a shard of the rank is checked."""
+    held = assignment.assign(SHARDS, WORKERS)
+    return [
+        step
+        for step in range(after, steps)
+        for check in verification.checks(held, share, SEED, TRAINING, step)
+        if check.owner == rank
+    ]
+
+
+def flip(rank: int, first: int, last: int, seed: int = 4711) -> str:
+    """Flip a bit of each gradient that the rank computes in these steps of the first world."""
+    steps = ",".join(map(str, range(first, last + 1)))
+    where = f"rank={rank} generation={TRAINING} step={steps}"
+    return f"shard-gradient flip=gradient:{seed} {where} every=1"
+
+
+def fenced(training: Any) -> list[tuple[list[Any], dict[str, Any]]]:
+    """Return the workers that were outvoted, and the evidence against each."""
+    kills = training.actions("KillWorker")
+    return [
+        (each["worker"], each["reason"]["facts"])
+        for each in kills
+        if each["reason"]["kind"] == "miscomputed"
+    ]
+
+
+@pytest.mark.parametrize(("last", "native"), [(30, "1"), (0, "0")])
+def test_worker_when_its_gradients_are_wrong_then_it_is_named_and_no_bit_of_it_stays(
+    job, reference, last, native
+):
+    """Wrong from a checked step on, or in that step only."""
+    rank, share = 2, 1 / 4
+    first = checked_steps(rank, share)[0]
+    training = train(
+        job,
+        f"-np {WORKERS} --min-np 1 {RETURN}",
+        VERIFY=str(share),
+        ELASTIC_NATIVE=native,
+        ELASTIC_FAILPOINTS=flip(rank, first, last or first),
+    )
+    training.succeed(timeout=120)
+    wanted, final = reference()
+    assert differences(training, wanted) == []
+    assert (training.folder / "final.json").read_text() == final
+    ((worker, facts),) = fenced(training)
+    assert worker == ["localhost", rank, 1] and facts["step"] == first
+    assert facts["digest"] != facts["right"] and len(facts["witnesses"].split(", ")) == 3
+    later = [m["worker"] for world in training.worlds()[2:] for m in world["members"]]
+    assert later and all(each[1] != rank for each in later), "its slot is quarantined"
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_commits_when_workers_are_killed_and_shards_verified_then_they_stay_the_same(
+    job, reference, seed
+):
+    step = checked_steps(1, 1 / 2, after=3)[0]
+    events = f"{drawn(seed, 12, 2, 3)} {step}:kill:1:second"
+    training = train(job, f"-np 3 --min-np 1 {RETURN}", events, VERIFY="0.5")
+    training.succeed(timeout=120)
+    wanted, final = reference()
+    assert differences(training, wanted) == [], events
+    assert (training.folder / "final.json").read_text() == final
+    assert not fenced(training)
+
+
+def test_job_when_two_workers_always_differ_then_it_ends_with_both_digests(job):
+    steps = ",".join(map(str, range(3, 30)))
+    training = train(
+        job,
+        f"-np 2 --min-np 1 {RETURN}",
+        VERIFY="1",
+        ELASTIC_FAILPOINTS=f"shard-gradient flip=gradient:7 rank=1 step={steps} every=1",
+    )
+    assert training.wait(90) == 1
+    raised = training.events("WorkerRaised")
+    assert len(raised) >= 2 and {each["summary"] for each in raised} == {raised[0]["summary"]}
+    assert raised[0]["summary"].startswith("GradientsDiffer")
+    assert not fenced(training)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(10))
+def test_injections_when_drawn_then_each_is_found_in_time_and_no_innocent_is_named(
+    job, reference, seed
+):
+    """verify=1/16: from any step on, each gradient or only some are wrong."""
+    dice = random.Random(seed)
+    share, rank = 1 / 16, dice.randrange(WORKERS)
+    first = dice.randrange(2, 12)
+    held = assignment.assign(SHARDS, WORKERS)
+    found_by = next(s for s in checked_steps(rank, share, first, 80))
+    steps = found_by + 4
+    assert found_by - first <= verification.steps_between(held, share)
+    training = train(
+        job,
+        f"-np {WORKERS} --min-np 1 {RETURN}",
+        VERIFY=str(share),
+        STEPS=str(steps),
+        ELASTIC_FAILPOINTS=flip(rank, first, steps, dice.randrange(1 << 20)),
+    )
+    training.succeed(timeout=200)
+    ((worker, facts),) = fenced(training)
+    assert worker == ["localhost", rank, 1]
+    assert first <= facts["step"] <= found_by and facts["agreed"] < first
+    if facts["step"] == first:
+        wanted, _ = reference(steps)
+        assert differences(training, wanted) == []
