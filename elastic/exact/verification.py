@@ -3,7 +3,7 @@
 All ranks know the schedule without communication: it is drawn from the seed of the shards, the generation and the step.
 In a step with checks, one shard of each rank is computed again by another rank, so that no rank waits for one that
 verifies more than it does. Steps with checks are evenly spaced. Which shard of a rank is checked, and by which other
-rank, is drawn anew in each of them, so every pair of a worker and a shard of another one occurs.
+rank, is drawn for each of them, so every pair of a worker and a shard of another one occurs.
 """
 
 from __future__ import annotations
