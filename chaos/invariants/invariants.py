@@ -36,6 +36,8 @@ proportional to the number of resulting actions.
     NOTICES            No worker is started on a machine that has announced its end, before that time.
     UNHEALTHY STAYS OUT No worker is in a world before the health check of its slot has passed, if the job has one, nor
                        after it has failed.
+    QUARANTINED STAYS EMPTY A worker is fenced for wrong gradients only if a member has reported it. None is started in
+                       its slot, or on its host, until an operator releases it, or a health check decides.
     FENCED STAYS OUT   A worker that was killed, let go, rejected, lost with its host, or that finished is in no later
                        world.
     THE END            After EndJob nothing is started or published, and it comes once; the driver never raises. Its
@@ -81,6 +83,7 @@ from elastic.driver.events import (
     StartWorker,
     StopMembersAt,
     TellWorld,
+    WorkerMiscomputed,
     WorkerReconnected,
 )
 from elastic.driver.journal.entries import Writer, describe
@@ -194,7 +197,9 @@ class Invariants:
         match action:
             case StartWorker(worker):
                 self._starts(worker)
-            case KillWorker(worker):
+            case KillWorker(worker, reason):
+                if reason.kind is ReasonKind.MISCOMPUTED:
+                    self._quarantines(worker, str(reason.facts.get("quarantine", "off")))
                 self.job.waits.end(("init", worker))
                 self._leaves(worker, "was killed", self._dies_within_s(worker))
             case LetGo(worker) | RejectWorker(worker):
@@ -275,6 +280,8 @@ class Invariants:
                 self.job.workers_max = workers
             case DrainRequested(_, host, off):
                 (self.job.drained.discard if off else self.job.drained.add)(host)
+                if off:
+                    self.job.quarantined = {s for s in self.job.quarantined if s[0] != host}
                 for worker, known in self.job.workers.items():
                     if worker.host == host:
                         known.asked_to_leave = not off
@@ -303,6 +310,19 @@ class Invariants:
             return self.job.settings.kill_s  # other workers wait for it
         return max(self.job.settings.leave_s, self.job.settings.kill_s)
 
+    def _quarantines(self, worker: Worker, which: str) -> None:
+        event, rank = self.job.event, self.job.members.get(worker)
+        reported = isinstance(event, WorkerMiscomputed) and event.rank == rank is not None
+        again = self.job.repeating or self.job.workers[worker].going  # its kill is repeated
+        what = f"{worker} is fenced for wrong gradients, which no member has reported"
+        self.job.must(reported or bool(again), "QUARANTINED STAYS EMPTY", what)
+        if which == "off" or self.job.settings.health_check or not self.job.settings.elastic:
+            return
+        slots = {(worker.host, worker.slot)}
+        if which == "host":
+            slots |= {(worker.host, slot) for slot in range(self.job.hosts.get(worker.host, 0))}
+        self.job.quarantined |= slots
+
     def _starts(self, worker: Worker) -> None:
         slot = (worker.host, worker.slot)
         if self.job.settings.elastic and worker.host in self.job.going_hosts:
@@ -311,6 +331,8 @@ class Invariants:
             self.job.must(self.job.now >= ends, "NOTICES", what)
         what = f"{worker} is started on a host that an operator has drained"
         self.job.must(worker.host not in self.job.drained, "NOTICES", what)
+        what = f"{worker} is started in a slot whose worker computed wrong gradients"
+        self.job.must(slot not in self.job.quarantined, "QUARANTINED STAYS EMPTY", what)
         living = self.job.slots.get(slot)
         what = f"{worker} is started while {living} was not seen to exit"
         self.job.must(living is None, "ONE PER SLOT", what)

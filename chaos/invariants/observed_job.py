@@ -64,6 +64,7 @@ class ObservedJob:
         self.hosts: dict[str, int] = {}
         self.going_hosts: dict[str, float] = {}  # announced ends of hosts
         self.drained: set[str] = set()  # hosts that an operator has drained
+        self.quarantined: set[tuple[str, int]] = set()  # slots that no worker may be started in
         self.workers_max = settings.workers_max  # maximum as last set by an operator
         self.shrinks = False  # the world shrinks: there may still be more members
         self.generation = 0

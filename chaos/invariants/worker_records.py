@@ -23,6 +23,7 @@ class WorkerRecords:
         match event:
             case events.HostsChanged(hosts):
                 self.job.hosts = hosts
+                self.job.quarantined = {s for s in self.job.quarantined if s[0] in hosts}
                 for host in self.job.going_hosts.keys() - hosts.keys():
                     self._goes(host, None)
             case events.HostLeaving(host, notice):

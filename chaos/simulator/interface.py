@@ -48,6 +48,8 @@ class SimulatedJob(Protocol):
     keep_journal: bool
     reports_samples: bool
     sharded: Any  # simulated_shards, or None
+    seed: int
+    verify: float  # share of the shards of a step that two workers compute
 
     def note(self, fault: str) -> None:
         """Record an injected fault."""

@@ -147,6 +147,20 @@ def stick(sim: SimulatedJob) -> None:
         sim.note(f"{process.trouble} {process.worker}")
 
 
+def miscompute(sim: SimulatedJob) -> None:
+    """Let a worker compute wrong gradients from now on, in each pass or in some."""
+    sound = [each for each in _sound(sim) if each.recovery.place.size > 2]
+    victims = [each for each in sound if _spared(sim, [each])]
+    spare = sum(sim.hosts.values()) - sum(
+        map(bool, sim.driver.membership.worlds.staff.slots.quarantined)
+    )
+    if victims and spare > 3 and not any(each.wrong for each in sim.processes.values()):
+        process = sim.clock.random.choice(victims)
+        process.wrong = sim.clock.random.choice((1.0, 1.0, 0.5, 0.1))
+        process.doomed = True
+        sim.note(f"{process.worker} computes {process.wrong:.0%} of its gradients wrongly")
+
+
 def slow_down(sim: SimulatedJob) -> None:
     """Make a step take long, or mark a phase as long. Neither may lead to a kill."""
     sound = [p for p in _sound(sim) if not p.trouble]
@@ -409,6 +423,7 @@ EVERY: list[Fault] = [*MILD, kill_many, raise_in_user_code]
 STEERED: list[Fault] = [scale, scale, drain, remove, kill_one, lose_host, crash_driver]
 FROZEN: list[Fault] = [freeze_machine, freeze_machine, kill_one, freeze_agent, leave, crash_driver]
 WITH_NOTICE: list[Fault] = [announce_an_end, kill_one, leave, break_connections, crash_driver]
+MISCOMPUTING: list[Fault] = [miscompute, miscompute, kill_one, leave, change_hosts, crash_driver]
 DAMAGED: list[Fault] = [spoil_all, spoil_all, leave, change_hosts, crash_driver]
 ON_GPUS: list[Fault] = [hang_a_gpu, hang_the_network, slow_down]  # in jobs that train on GPUs
 

@@ -8,13 +8,24 @@ or frozen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 
 from elastic.chaos.simulator.interface import Agent, SimulatedJob
 from elastic.chaos.simulator.simulated_network import Connection, SimulatedLink
 from elastic.chaos.simulator.simulated_reports import SimulatedReports
 from elastic.chaos.simulator.simulated_training import Collective, State
-from elastic.errors import DeviceLost, LeaveRequested, PeerLost, ShardLost, WorldChanging
+from elastic.errors import (
+    DeviceLost,
+    GradientsDiffer,
+    LeaveRequested,
+    PeerLost,
+    ShardLost,
+    WorldChanging,
+)
+from elastic.exact import verification
+from elastic.exact.assignment import assign
+from elastic.exact.verification import Computed
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Commit, Message, ShardsHeld, ShardsPlaced, Worker
 from elastic.runtime import recovery
@@ -22,6 +33,7 @@ from elastic.runtime.recovery import AbortGroups, Phase, Recovery, Send, Verdict
 
 HOLD_S = 60.0
 DEVICE_S = 10.0
+SHARDS = 8  # of a step, where shards are verified
 GIVE_UP_S = 40.0  # seconds without a connection to the driver
 Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
@@ -56,6 +68,9 @@ class SimulatedWorker:
         self.innocent = False  # slow, or in a long phase, for which it must not be killed
         # To be killed, or frozen for a time, at the n-th such place or the one of that name.
         self.strike: tuple[int | str, float] | None = None
+        self.wrong = 0.0  # share of its passes whose gradients are wrong
+        self.wrong_passes = 0  # such passes
+        self.wrong_steps = 0  # steps of this world while all of its passes were wrong
         self.inside: Collective | None = None
         self.entered = 0  # collectives of this generation
         self._said_hello = False
@@ -261,7 +276,7 @@ class SimulatedWorker:
         held = self.held_shards() if layout else None
         self.perform(self.recovery.wait_for_world(Address("127.0.0.1", 1), layout, held))
         yield "ready", lambda: self.recovery.phase is not Phase.WAITING
-        self.entered = 0
+        self.entered = self.wrong_steps = 0
         self.reports.begin_pace()
         if self.recovery.phase is Phase.OVER:
             raise LeaveRequested(self.recovery.reason)
@@ -307,6 +322,8 @@ class SimulatedWorker:
                 yield from self._be_in_trouble()
             self._raise_what_it_will()
             rank, size = self.recovery.place.rank, self.recovery.place.size
+            if self.sim.verify:
+                yield from self._verify(rank, size)
             yield from self.arrive(self.collective("gradients", self.entered))
             if self.entered == 1:
                 self.perform(self.recovery.resumed({}, shards=self.placed_shards()))
@@ -319,6 +336,77 @@ class SimulatedWorker:
             if commits or self.state.steps % 2 == 0:
                 yield from self._check()
             self.reports.pace()
+
+    # ---- verification of shards, as in `elastic.exact.verifier` ------------------------------------------------------
+
+    def _verify(self, rank: int, size: int) -> Thread:
+        """Compare drawn shards, and report the ranks whose gradients are wrong.
+
+        Raises AssertionError if this worker has been wrong all the time for longer than the schedule permits.
+        """
+        held, generation, step = assign(SHARDS, size), self.recovery.generation, self.state.steps
+        checks = verification.checks(held, self.sim.verify, self.sim.seed, generation, step)
+        votes: dict[verification.ShardCheck, list[Computed]] = {check: [] for check in checks}
+        asked: dict[verification.ShardCheck, tuple[int, ...]] = {
+            check: (check.owner, check.second) for check in checks
+        }
+        for turn in range(2 if checks else 0):
+            collective = self.collective("verification", 2 * self.entered + turn)
+            collective.values[rank] = {
+                check: self._digest(check.shard) for check, ranks in asked.items() if rank in ranks
+            }
+            yield from self.arrive(collective)
+            for check, ranks in asked.items():
+                votes[check] += [Computed(each, collective.values[each][check]) for each in ranks]
+            asked = {
+                check: verification.voters(own, size)
+                for check, own in votes.items()
+                if verification.verdict(own, size) is None
+            }
+            if not asked:
+                break
+        self._leave_if_wrong(votes, size)
+        if self.wrong == 1.0 and size > 1:
+            self.wrong_steps += 1
+            most = math.ceil(verification.steps_between(held, self.sim.verify))
+            assert self.wrong_steps <= most, (
+                f"{self.worker} has been wrong in {self.wrong_steps} steps, expected at most {most}"
+            )
+
+    def _digest(self, shard: int) -> int:
+        dice = self.sim.clock.random
+        if self.wrong and dice.random() < self.wrong:
+            self.wrong_passes += 1
+            return dice.getrandbits(60)
+        return hash((self.state.history, shard))
+
+    def _leave_if_wrong(
+        self, votes: dict[verification.ShardCheck, list[Computed]], size: int
+    ) -> None:
+        found = {
+            check: result
+            for check, own in votes.items()
+            if (result := verification.verdict(own, size)) is not None
+        }
+        culprits = {
+            rank: (check, result) for check, result in found.items() for rank in result.culprits
+        }
+        for rank, (check, result) in culprits.items():
+            right = [each.rank for each in votes[check] if each.digest == result.right]
+            evidence = messages.Miscomputed(
+                self.recovery.generation,
+                self.state.steps,
+                check.shard,
+                rank,
+                "0",
+                "1",
+                sorted({*right}),
+            )
+            self.say(evidence)
+        if culprits:
+            self._fail(self.recovery.generation)
+        if any(result.right is None for result in found.values()):
+            raise UserError(f"{GradientsDiffer.__name__}: in a world of {size}")
 
     def _raise_what_it_will(self) -> None:
         if self.will_raise in QUITS:

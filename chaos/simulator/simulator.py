@@ -112,8 +112,10 @@ class Simulation:
         sharded: ShardedJob | None = None,
         fixed_hosts: bool = False,
         health_check: bool = False,
+        verify: float = 0.0,
     ) -> None:
         self.seed = seed
+        self.verify = verify
         self.sharded = sharded
         self.workers = workers
         self.steps = steps
@@ -302,6 +304,9 @@ class Simulation:
             hung = why in (ReasonKind.GPU_FAILED, ReasonKind.GPU_HANGS, ReasonKind.GPU_BEHIND)
             assert not hung or process is None or process.gpu_hangs, (
                 f"{action.worker} is killed, whose GPU is sound: {action.reason}"
+            )
+            assert why is not ReasonKind.MISCOMPUTED or process is None or process.wrong_passes, (
+                f"{action.worker} is killed, whose gradients were right: {action.reason}"
             )
             blamed = why in (ReasonKind.IDLE, ReasonKind.BUSY)
             assert not (blamed and process is not None and process.innocent), (

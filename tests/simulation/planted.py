@@ -36,6 +36,7 @@ from elastic.driver.membership.worlds.planned_change import PlannedChange
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.driver.reasons import Reason
+from elastic.exact import verification
 from elastic.protocol import messages
 from elastic.protocol.messages import Commit
 from elastic.runtime.recovery import Recovery
@@ -54,6 +55,7 @@ class Bug:
     changing: bool = False  # found where hosts and workers come and go all the time
     announced: bool = False  # found where machines say that they go
     damaged: bool = False  # found where memory is damaged, and spoils all
+    verified: bool = False  # found where workers compute wrong gradients
     health_check: bool = False  # found where slots are checked before their workers are admitted
     standbys: int = 0  # found where so many stand by
     first: int = 0  # the seed to begin with, since earlier ones do not have what it takes
@@ -374,6 +376,25 @@ def does_nothing(original: Any) -> Any:
     return lambda self, *args: None
 
 
+def the_second_is_right(original: Any) -> Any:
+    """The vote of the others does not count."""
+
+    def verdict(found: Any, ranks: int) -> Any:
+        result = original(found, ranks)
+        if result is None or not result.culprits:
+            return result
+        return result._replace(culprits=(found[0].rank,))
+
+    return verdict
+
+
+def rank_1_is_never_checked(original: Any) -> Any:
+    def checks(*of: Any) -> Any:
+        return tuple(each for each in original(*of) if 1 not in (each.owner, each.second))
+
+    return checks
+
+
 def always_agrees(original: Any) -> Any:
     return lambda self, tensor: True
 
@@ -397,6 +418,14 @@ SIMULATED = {
     "a check that fails is forgotten": Bug(
         HealthChecks, "_failed", counts_as_passed, health_check=True
     ),
+    "the second to compute is always right": Bug(
+        verification, "verdict", the_second_is_right, verified=True
+    ),
+    "a rank is never checked": Bug(verification, "checks", rank_1_is_never_checked, verified=True),
+    "a wrong result is not reported": Bug(
+        WorkerReports, "miscomputed", does_nothing, verified=True
+    ),
+    "a quarantine is forgotten": Bug(Slots, "quarantine", does_nothing, verified=True),
     "nobody waits for a check": Bug(WorkerPool, "hold", welcomed_at_once, health_check=True),
     "an agent is tried once": Bug(AgentPool, "_start_again", does_nothing, first=36),
     "what was ordered runs": Bug(AgentPool, "_registered", ordered_means_running),

@@ -50,6 +50,8 @@ def run(seed: int, bug: Bug) -> None:
         weather = FaultConditions([*faults.WITH_NOTICE])
     if bug.damaged:
         weather = FaultConditions([*faults.DAMAGED])
+    if bug.verified:
+        weather = FaultConditions([*faults.MISCOMPUTING])
     if bug.changing:
         kinds: list[Fault] = [
             faults.leave,
@@ -70,6 +72,7 @@ def run(seed: int, bug: Bug) -> None:
         standbys=bug.standbys,
         health_check=bug.health_check,
         restarts=20 if bug.damaged else None,
+        verify=0.25 if bug.verified else 0.0,
     )
     outcome = sim.run()
     assert not (mild and outcome.code), f"the job failed, though a holder lived: {outcome.reason}"

@@ -15,6 +15,7 @@ from elastic.chaos.simulator.simulated_faults import (
     EVERY,
     FROZEN,
     MILD,
+    MISCOMPUTING,
     ON_GPUS,
     STEERED,
     WITH_NOTICE,
@@ -325,6 +326,34 @@ def test_where_memory_has_spoilt_all_replicas_nobody_goes_on_from_what_they_held
         assert outcome.code == 0, f"seed {seed}: {outcome}"
         restarts += sim.story().count(wording.TRAINING_GOES_FROM_NEWEST_2)
     assert restarts
+
+
+@pytest.mark.parametrize("first", some(range(0, 1000, 10), 3))
+@pytest.mark.slow
+def test_worker_when_it_computes_wrongly_then_it_is_named_in_time_and_nobody_else(first):
+    """Now and then or always, while others die and drivers are replaced. The simulation checks both."""
+    injected = named = 0
+    for seed in range(first, first + 10):
+        sim = Simulation(
+            seed,
+            workers=3 + seed % 4,
+            steps=150,
+            faults=8,
+            mild=True,
+            standbys=seed % 2,
+            weather=FaultConditions(faults=[*MISCOMPUTING]),
+            verify=(0.25, 1 / 16, 1.0)[seed % 3],
+        )
+        outcome = sim.run()
+        undecided = outcome.reason.kind is ReasonKind.SAME_EXCEPTION  # in a world of two
+        assert outcome.code == 0 or undecided, f"seed {seed}: {outcome}"
+        injected += sum("wrongly" in each for each in outcome.faults)
+        named += sum(
+            isinstance(action, events.KillWorker) and action.reason.kind is ReasonKind.MISCOMPUTED
+            for entry in sim.driver.entries
+            for action in entry.actions
+        )
+    assert injected and named
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import pytest
 from elastic.chaos.invariants.invariants import BrokenInvariant, Summary, check_journal
 from elastic.driver.events import (
     Action,
+    AnswerRequest,
+    DrainRequested,
     DriverRestarted,
     EndJob,
     FinishWorld,
@@ -24,6 +26,7 @@ from elastic.driver.events import (
     TimePassed,
     WelcomeWorker,
     WorkerDigested,
+    WorkerMiscomputed,
     WorkerReconnected,
 )
 from elastic.driver.journal.file import FileJournal
@@ -101,6 +104,34 @@ def test_orders_are_about_the_present_world_and_its_live_members():
     training().breaks("ONE GENERATION", exited("h:2"), broken(1, "h:0", "h:1"))
     said = training().breaks("ONE GENERATION", exited("h:2"), broken(2, "h:0", "h:1", "h:2"))
     recorded("log", said)
+
+
+# ---- quarantine ----------------------------------------------------------------------------------------------------
+
+MISCOMPUTED = WorkerMiscomputed(worker("h:0"), 2, 17, 5, 2, "ff", "fe", [0, 1])
+
+
+def quarantined() -> ScriptedJournal:
+    """The worker of slot 2 has computed wrong gradients."""
+    why = because(ReasonKind.MISCOMPUTED, step=17, quarantine="slot")
+    told = training()
+    told.line(MISCOMPUTED, KillWorker(worker("h:2"), why), broken(2, "h:0", "h:1", "h:2"))
+    told.line(exited("h:2"))
+    return told
+
+
+def test_slot_when_it_is_quarantined_then_no_worker_starts_in_it():
+    quarantined().breaks("QUARANTINED STAYS EMPTY", TimePassed(), started("h:2#2"))
+    told = quarantined()
+    answer = AnswerRequest(1, True, because(ReasonKind.DRAINS_NO_MORE, host="h"))
+    told.line(DrainRequested(1, "h", True), answer, started("h:2#2"))
+
+
+def test_worker_when_none_has_reported_its_gradients_then_it_is_not_fenced_for_them():
+    why = because(ReasonKind.MISCOMPUTED, step=17, quarantine="slot")
+    kill = KillWorker(worker("h:1"), why)
+    training().breaks("QUARANTINED STAYS EMPTY", TimePassed(), kill)
+    training().breaks("QUARANTINED STAYS EMPTY", MISCOMPUTED, kill)
 
 
 # ---- commits -------------------------------------------------------------------------------------------------------
