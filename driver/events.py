@@ -1,6 +1,6 @@
 """Events that membership receives (past tense) and actions that it requests (imperative). Pure: values only.
 
-All are msgspec structs, so that the journal can write each as one JSON object and read it back.
+All are msgspec structs, so that the journal can write each as a JSON object and read it again.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class WorkerReady(Event):
 
 
 class WorkerFailed(Event):
-    """A collective failed at a worker. ``differs``: the ranks called different collectives, listed in ``calls``."""
+    """A collective failed at a worker. ``differs``: the ranks called different collectives, which ``calls`` lists."""
 
     worker: Worker
     generation: int
@@ -94,7 +94,7 @@ class WorkerStranded(Event):
 
 
 class WorkerChecked(Event):
-    """Answer of one worker to PrepareChange."""
+    """A worker's answer to PrepareChange."""
 
     worker: Worker
     generation: int
@@ -197,8 +197,8 @@ class WorkerSpent(Event):
 
 
 class WorkerFrozen(Event):
-    """A worker's liveness timeout expired: its agent has not seen it able to run. ``how``: the cause as seen from
-    outside.
+    """A worker's liveness timeout expired: its agent has not observed it able to run. ``how``: the cause, as observed
+    from outside.
     """
 
     worker: Worker
@@ -237,12 +237,12 @@ class WorkerRaised(Event):
     summary: str
     traceback: str
     hardware: bool = False  # a GPU or NCCL failed, not the script
-    final: bool = False  # a retry would end in the same way
+    final: bool = False  # a retry would fail in the same way
     # At the start of training: no member of its world had a commit, and it has made none.
     beginning: bool = False
     code: int = 1  # exit code of the job, if final
     calls: tuple[Called, ...] = ()  # incompatible calls, which all ranks received
-    shards_lost: bool = False  # some shards of the state are lost; final
+    shards_lost: bool = False  # some shards of the state are lost, which is final
 
 
 class WorkerQuit(Event):
@@ -353,7 +353,7 @@ class HostReported(Event):
     """The agent of a host connected again and reported the workers that run there.
 
     Args:
-        running: the workers that run on the host.
+        running: workers that run on the host.
         ordered: workers that it was ordered to start earlier; one that is not in ``running`` has exited, while other
             start orders may still be in transit. None: every order was received.
         notice: the preemption notice in effect, if any.
@@ -366,7 +366,7 @@ class HostReported(Event):
 
 
 class HostLeaving(Event):
-    """A host will be reclaimed. ``alone``: the driver runs there too, and ends with it."""
+    """A host will be reclaimed. ``alone``: the driver also runs there and ends with it."""
 
     host: str
     notice: Notice
@@ -443,8 +443,8 @@ class WorkerDiffers(Event):
 class ReplicasSpoilt(Event):
     """Infinite or NaN gradients corrupted all replicas because the memory of one worker was damaged.
 
-    ``commit`` and others in memory are lost with them. ``damaged``: workers whose parameters differed before from
-    those of ``equal`` others. Older journals report these beforehand, as WorkerDiffers.
+    ``commit`` and all other commits in memory are lost. ``damaged``: workers whose parameters differed before from
+    those of ``equal`` others. Older journals report these workers before, as WorkerDiffers.
     """
 
     generation: int
@@ -477,7 +477,7 @@ class KillWorker(Action):
 
 
 class ProbeWorkers(Action):
-    """Ask the agents for the process counters of these workers; each answer is a WorkerProbed."""
+    """Request the process counters of these workers from their agents; each answer is a WorkerProbed."""
 
     workers: list[Worker]
 
@@ -575,7 +575,8 @@ class LetGo(Action):
 
 
 class RejectWorker(Action):
-    """Reject a worker whose layout differs from the world's. The loop describes the difference from the two texts."""
+    """Reject a worker whose layout differs from the world's. The loop computes the description of the difference from
+    the two texts."""
 
     worker: Worker
     layout: str
@@ -601,7 +602,8 @@ class GiveUpHost(Action):
 
 
 class HastenCheckpoint(Action):
-    """Have rank 0 make one of its next commits durable at once. All members are notified, since the job may end."""
+    """Make rank 0 store one of its next commits durably as soon as possible. All members are notified, since the job
+    may end."""
 
     generation: int
     rank0: Worker
@@ -615,7 +617,7 @@ class EndJob(Action):
 
 
 class AnswerRequest(Action):
-    """Tell the operator that a request is carried out, or why not."""
+    """Notify the operator that a request is carried out, or why it is not."""
 
     request: int
     done: bool
@@ -639,13 +641,13 @@ class ShardsDivided(Value):
     """Division of a sharded state among the workers of a world, and where its rows came from.
 
     Args:
-        shards: their number; fewer than workers if there are replicas.
+        shards: number of shards, which is smaller than the number of workers if there are replicas.
         copy_hosts: number of hosts other than its first that hold each shard.
-        restored: the commit that the world went back to, as numbered by the sharded state; None: a checkpoint.
-        rows: bytes of all workers' rows, by where they came from.
-        received: bytes of them that workers sent to others.
+        restored: the commit to which the world returned, as numbered by the sharded state; None: a checkpoint.
+        rows: bytes of all workers' rows, by source.
+        received: bytes of these rows that workers received from others.
         lost: shards of the restored commit that no worker of this world had trained.
-        lost_rows: bytes of rows from these.
+        lost_rows: bytes of rows from these shards.
     """
 
     shards: int
@@ -661,7 +663,7 @@ class ReportRecovery(Action, omit_defaults=True):
     """Report that every member has resumed after a failure or a planned change.
 
     Times are milliseconds since the cause was noticed. ``from_checkpoint``: survivors restored a durable commit.
-    ``shards``: of a sharded state. Journals of earlier versions lack both, and are replayed to the same bytes.
+    ``shards``: division of a sharded state. Journals of earlier versions lack both, and are replayed to the same bytes.
     """
 
     generation: int

@@ -1,7 +1,8 @@
-"""The driver's side of all agents: their launcher, and the connections of all workers. Decides nothing.
+"""The driver's side of all agents: launches workers through them, and holds the connections of all workers. Decides
+nothing.
 
-`agent_pool.AgentPool` decides. This module has the server that agents connect to, the starter, the timer, and the
-callbacks of the job's loop.
+`agent_pool.AgentPool` makes the decisions. This module contains the server to which agents connect, the starter, the
+timer, and the callbacks of the job's loop.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ class AgentManager:
         server: server that agents connect to.
         attach: first message to each agent.
         sink: receives the workers' output.
-        log: takes a level and a text.
+        log: called with a level and a text.
         starter: starts agents; None if agents are started externally.
-        reach: returns the configuration by which a new agent on a host finds this driver.
+        reach: called with a host; returns the configuration with which its agent finds this driver.
         folder: working folder of the workers.
         adopted: workers of the previous driver.
         environ_of: additional environment of the workers on a host.
-        deposed: whether another driver leads the job. From then on, nothing is sent and nothing is killed.
+        deposed: returns whether another driver leads the job. If so, nothing is sent and nothing is killed.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class AgentManager:
     async def close(self) -> None:
         """Dismiss all agents.
 
-        Waits until they have killed their workers, and have disconnected if they exit, within a limit.
+        Waits, within a limit, until they have killed their workers and those that exit have disconnected.
         """
         self._handle(pool_events.JobEnded())
         for task in self._starting:
@@ -259,7 +260,7 @@ class RelayedWorkers:
         return self._fleet.order(worker.host, Tell([worker], cast(Any, message)))
 
     def send_each(self, messages: Iterable[tuple[Worker, Message]]) -> None:
-        """Send messages; consecutive ones for the same host are sent together, without waiting for the rest."""
+        """Send messages. Consecutive messages for the same host are sent together, without waiting for the others."""
         for host, group in groupby(messages, key=lambda each: each[0].host):
             self._fleet.order(
                 host, *(Tell([worker], cast(Any, message)) for worker, message in group)
@@ -273,7 +274,7 @@ class RelayedWorkers:
             self._fleet.order(host, Tell(local, cast(Any, message)))
 
     def connected(self, worker: Worker) -> bool:
-        """Return False: exits never wait for remaining messages here, since the agent has ordered them."""
+        """Return False, since exits need not wait for messages: the agent sends both in order."""
         return False
 
     def drain(self, worker: Worker) -> None:

@@ -8,8 +8,9 @@
       +--the driver gives it up--------------------> lost
     here   --off the list, its workers gone--> none: its agent is dismissed, if this driver started it
 
-On each new connection, the agent reports the running workers, which becomes HostReported, and its workers repeat their
-state. Orders sent on a lost connection are not repeated: the report shows whether they were carried out.
+On each new connection, the agent reports the running workers, from which a HostReported event is made, and its workers
+repeat their state. Orders sent on a lost connection are not repeated, since the report shows whether they were carried
+out.
 
 `agent_manager.AgentManager` performs the actions; the simulator in `elastic.chaos` performs them on a virtual clock.
 """
@@ -64,7 +65,7 @@ CALL_S = 3.0  # seconds for a running agent to connect; it retries every second
 RETURN_S = 0.5  # seconds from a closed connection to the next; an agent reconnects immediately
 BEATS = 4  # beats per liveness timeout
 REPEATED_S = 0.2  # minimum time after which the kernel retransmits unacknowledged data
-# seconds without a message from an agent; its host's kernel acknowledges data even if the agent is stopped
+# seconds without a message from an agent, since its host's kernel acknowledges data even if the agent is stopped
 STOPPED_S = 10.0
 TOGETHER_S = 0.2  # hosts that become silent for the same reason are noticed within this time
 NO_AGENT = 126  # exit code of a worker that could not be started
@@ -73,8 +74,8 @@ NO_AGENT = 126  # exit code of a worker that could not be started
 def silence_s(lease_s: float) -> float:
     """Return how long an agent's host may leave data unacknowledged.
 
-    With the beat before it, this is one liveness timeout. Linux counts from the first retransmission, and the data of
-    other hosts may be in flight at the same time.
+    Together with the interval before the beat, this is one liveness timeout. Linux counts from the first
+    retransmission, and data of other hosts may be in flight at the same time.
     """
     return max(lease_s / 2, lease_s * (1 - 1 / BEATS) - REPEATED_S - TOGETHER_S)
 
@@ -112,7 +113,7 @@ class AgentPool:
         return known.agent if known is not None and known.here else None
 
     def alive(self) -> frozenset[Worker]:
-        """Return the workers that were ordered or reported, and whose exit was not."""
+        """Return the workers that were ordered or reported and whose exit was not reported."""
         return frozenset(worker for host in self._hosts.values() for worker in host.running)
 
     def awaits_agents(self) -> bool:
@@ -173,7 +174,7 @@ class AgentPool:
                 case DeadlineKind.RETRY:
                     self._try_again(self._host(name))
                 case DeadlineKind.RESIGNATION:
-                    # Agents have ended their workers by now, whether they are reachable or not.
+                    # By now, agents have ended their workers, even if they are unreachable.
                     for held in map(self._host, self._reach.give_up()):
                         self._lose(held, held.overdue_why)
                 case DeadlineKind.BEAT:
@@ -190,8 +191,8 @@ class AgentPool:
     def _beat(self) -> None:
         """Send a beat to all agents, so that a lost host is detected.
 
-        A host that receives nothing, but whose own packets arrive, is detected only while data wait for its
-        acknowledgement.
+        A host that receives nothing but whose own packets arrive is detected only while unacknowledged data are in
+        flight.
         """
         self._due.put("", DeadlineKind.BEAT, self._actions.now + self.attach.lease_s / BEATS)
         agents = [host.agent for host in self._hosts.values() if host.here and host.agent]
@@ -243,8 +244,9 @@ class AgentPool:
     def _agent_called(self, agent: AgentId, host: AgentRecord) -> None:
         """Handle a new connection: the agent receives Attach and answers with Registered.
 
-        If another agent of the host is connected, an earlier one has been replaced without knowing it. A later one
-        waits until the other is gone: it may be the same machine after a reboot that was not noticed yet.
+        If another agent of the host is connected, the agent with the lower incarnation has been replaced without
+        noticing. The agent with the higher one waits until the other has disconnected: it may be the same machine after
+        a reboot that was not noticed yet.
         """
         if host.agent is None or host.agent == agent or not host.here:
             self._actions.add(pool_events.SendToAgents([agent], [self.attach]))
@@ -341,7 +343,7 @@ class AgentPool:
             self._due.put("", DeadlineKind.RESIGNATION, self._actions.now + self.attach.away_s)
 
     def _reconnected(self, name: str) -> None:
-        """Handle a host that is reachable again. Hosts that were not given up get their full time again."""
+        """Handle a host that is reachable again. The deadlines of hosts that were not given up restart."""
         released = self._reach.here(name)
         if ("", DeadlineKind.RESIGNATION) in self._due and not self._reach.cut_off:
             self._due.drop("", DeadlineKind.RESIGNATION)
@@ -365,7 +367,7 @@ class AgentPool:
     def _part(self, host: AgentRecord) -> None:
         """Dismiss the agent of a host that left the list, once its workers have exited.
 
-        The cluster may wait for the machine, which is not idle with an agent on it. Agents that connect by themselves
+        The cluster may wait until the machine is idle, which an agent would prevent. Agents that connect by themselves
         stay.
         """
         if not self._starts_agents or self._closing or host.name in self._listed:
@@ -436,7 +438,7 @@ class AgentPool:
         host.starts.append(order)
         if (host.name, DeadlineKind.ARRIVAL) in self._due:
             return  # a running agent is expected
-        if self._starts_agents:  # an attempt to start ends by itself, with a reason if it fails
+        if self._starts_agents:  # an attempt to start an agent ends by itself, with a reason if it fails
             self._start_agent(host)
         else:
             self._expect(host, CALL_S, "its agent has not connected to this driver")

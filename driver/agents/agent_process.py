@@ -3,8 +3,8 @@
     python -m elastic.driver.agents.agent_process
 
 After validation it writes a line with READY and its release to standard output. It exits when its standard input is
-closed. If it is to outlive its starter, it instead continues in the background at that point, or after two minutes,
-detached from its starter, unless its standard output no longer has a reader.
+closed. If it is meant to outlive its starter, it instead continues in the background at that point, or after two
+minutes, detached from its starter, unless its standard output has no reader any more.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def check(bootstrap: Bootstrap) -> None:
 
 
 def own_slots() -> int:
-    """Return the number of usable GPUs of this host, otherwise of cores. Without torch, whose import takes seconds."""
+    """Return the number of usable GPUs of this host, or of cores if it has none. Does not use torch, whose import takes
+    seconds."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         devices = [word for word in visible.split(",") if word.strip() not in ("", "-1")]
@@ -141,10 +142,9 @@ def _listed(file: str) -> list[str]:
 
 
 def _await_starter(within_s: float) -> bool:
-    """Wait until the starter has read READY and closed standard input, since it may end this process until then.
-
-    After ``within_s`` the starter's host is considered lost. Returns False if this process was ended, or the ssh
-    connection was.
+    """Wait until the starter has read READY and closed standard input, since it may end this process before. After
+    ``within_s``, the starter's host is considered lost. Returns False if the starter has ended this process or the ssh
+    connection.
     """
     deadline = time.monotonic() + within_s
     fd = sys.stdin.fileno()
@@ -157,7 +157,7 @@ def _await_starter(within_s: float) -> bool:
 
 
 def _daemonize() -> None:
-    """Continue as a child in its own session, with only the environment of the starter."""
+    """Continue as a child in a session of its own, with only the environment of the starter."""
     sys.stdout.flush()
     if os.fork():
         os._exit(0)
@@ -169,7 +169,7 @@ def _daemonize() -> None:
 
 
 def _end_with_stdin(process: HostAgent) -> None:
-    """End the agent when standard input is closed, since its starter holds the other end."""
+    """End the agent when standard input is closed, which its starter keeps open."""
     loop = asyncio.get_running_loop()
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""Decisions of an agent: which driver it serves, and how long it waits for one. Pure.
+"""Decisions of an agent: which driver it serves, and how long it waits for a driver. Pure.
 
     IDLE --attached--> SERVING --driver lost--> AWAY --attached, same job--> SERVING
              |                       |
@@ -6,7 +6,7 @@
              +--detached, or attached to another job: kill the workers --> IDLE
 
 Each driver has a term, which grows with every driver of a job and, in etcd, with every job of the same name. An agent
-never serves a driver with a lower term than one that it has served: such a driver was replaced without knowing it.
+never serves a driver with a lower term than one that it has served, since such a driver was replaced without noticing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic.driver.agents.messages import Attach
 from elastic.driver.events import WorkerExited
 from elastic.protocol.messages import Worker
 
-EXITS_LIMIT = 4096  # exits of a job on one host; the oldest are discarded
+EXITS_LIMIT = 4096  # maximum number of exits of a job on one host; the oldest are discarded
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class AttachOutcome:
 
 @dataclass
 class AgentState:
-    """State of one agent. Fields are read by the shell, and written here only."""
+    """State of one agent. `HostAgent` reads the fields; only this class modifies them."""
 
     job: str = ""  # empty: no current job
-    term: int = 0  # greatest term served, of the last job
+    term: int = 0  # greatest term served in the last job
     generation: int = 0  # greatest generation sent to workers here
     exits: OrderedDict[Worker, WorkerExited] = field(default_factory=OrderedDict)
     away_since: float | None = None  # time when the driver was lost, while a job is served
@@ -44,9 +44,9 @@ class AgentState:
     _over: str = ""  # the last job that was over
 
     def attached(self, attach: Attach, *, seated: int = 0) -> AttachOutcome:
-        """Handle a driver's `Attach`. ``seated``: the leader's term according to etcd; 0 if it has none.
+        """Handle a driver's `Attach`. ``seated``: the leader's term according to etcd; 0 if etcd has none.
 
-        Terms restart if etcd loses its data, and with each job whose journal is a file; then it is another job. For
+        Terms restart with each job whose journal is a file, and if etcd loses its data; then it is another job. For
         jobs in etcd, the term in etcd is decisive.
         """
         if attach.term < self.term and (attach.job == self._last or seated not in (0, attach.term)):
@@ -64,7 +64,7 @@ class AgentState:
         return AttachOutcome(kill=kill)
 
     def superseded(self, term: int) -> bool:
-        """Return whether a driver of this term replaces the present one, which may be stopped and unaware."""
+        """Return whether a driver of this term replaces the current one, which may be stopped and not notice it."""
         return bool(self.job) and self.away_since is None and term > self.term
 
     def lost(self, now: float) -> None:
@@ -78,7 +78,7 @@ class AgentState:
         return None if self.away_since is None else self.away_since + self._away_s
 
     def given_up(self, now: float) -> bool:
-        """Return whether it has waited long enough for a driver, so that its workers must be killed."""
+        """Return whether the agent has waited for a driver for so long that its workers must be killed."""
         if self.away_by is None or now < self.away_by:
             return False
         self.release()
@@ -107,16 +107,17 @@ class AgentState:
         self.release()
 
     def release(self) -> None:
-        """Give up the job, which continues without the workers here; its driver may return."""
+        """Give up the job, which continues without the workers here. Its driver may return."""
         self.job, self.away_since = "", None
         self.exits.clear()
 
     def may_start(self, worker: Worker) -> bool:
-        """Return whether a start is valid. A worker that has run here is not started again by a repeated message."""
+        """Return whether a start is valid. A repeated message does not start a worker again that has already run
+        here."""
         return bool(self.job) and worker not in self.exits
 
     def exited(self, event: WorkerExited) -> None:
-        """Store an exit, since a driver that is away needs it later."""
+        """Store an exit for a driver that is not connected now."""
         if self.job:
             self.exits[event.worker] = event
             while len(self.exits) > EXITS_LIMIT:

@@ -32,8 +32,8 @@ async def serve_by_etcd(
 ) -> int:
     """Run an agent to its end; return its exit code.
 
-    ``bound``: a driver started it, and knows its host already. Raises Invalid if etcd cannot be used, or another agent
-    serves this host.
+    ``bound``: a driver started the agent and already knows its host. Raises Invalid if etcd cannot be used, or if
+    another agent serves this host.
     """
     seat = _Seat()
     etcd = EtcdClient(access, log)
@@ -94,7 +94,7 @@ async def _watch_driver(registration: Registration, seat: _Seat, process: HostAg
 
 
 async def _watch_generation(etcd: EtcdClient, job: str, process: HostAgent) -> None:
-    """Fence the workers if the others have continued without this host while no driver reaches it."""
+    """Fence the workers if the other workers have continued without this host while no driver can reach it."""
     latest: _Generation | None = None
 
     async def look_again() -> None:

@@ -1,7 +1,7 @@
 """Sink of an agent process: forwards workers' output to the driver. Decides nothing.
 
-Workers never wait for a missing driver: their output is buffered up to a limit. Excess output is omitted, and the
-number of omitted bytes is inserted.
+Workers never wait for a missing driver: their output is buffered up to a limit. Output beyond the limit is replaced by
+a line with the number of omitted bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Worker
 
 KEPT_LIMIT = 4 * 1024 * 1024  # bytes per host
-CONGESTED = 8 * 1024 * 1024  # bytes pending on the connection above which nothing is added
+CONGESTED = 8 * 1024 * 1024  # maximum number of bytes pending on the connection
 
 
 class ForwardingSink:
@@ -36,7 +36,7 @@ class ForwardingSink:
         self._left_out: dict[tuple[Worker, Stream], int] = {}
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
-        if stream == "usage":  # a momentary value: not buffered
+        if stream == "usage":  # a momentary value, so it is not buffered
             if not self._kept and self._backlog() < CONGESTED:
                 self._send(Printed(worker, stream, data))
             return

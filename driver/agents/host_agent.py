@@ -74,14 +74,14 @@ Find = Callable[[], Awaitable[list[tuple[str, int]]]]
 
 
 class HostAgent:
-    """The agent of one host. `run` returns its exit code; no worker is left then.
+    """The agent of one host. `run` returns its exit code once no worker is left.
 
     Args:
         bootstrap: its configuration.
         find: returns addresses at which the driver may be.
         slots: number of slots of this host.
-        bound: it was started by a driver, and serves one job only.
-        log: takes a level and a text.
+        bound: a driver started the agent, which serves this job only.
+        log: called with a level and a text.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class HostAgent:
         self._workers_secret = derived(self._secret, "worker")
         self._state = AgentState()
         self._lease_s = Settings.lease_s
-        self._address = Address("", 0)  # that workers connect to
+        self._address = Address("", 0)  # the server to which workers connect
         self._bind = ""
         self._addresses: list[str] = []
         self._network: dict[str, str] = {}
-        # values of launched functions, which are sent only once
+        # results of launched functions, which workers send only once
         self._results: dict[Worker, Heard] = {}
         # Results of the running workers' health checks, which are repeated: a driver may have missed one.
         self._checked: dict[Worker, WorkerHealthChecked] = {}
@@ -164,7 +164,7 @@ class HostAgent:
             expected=lambda worker: worker in self._agent.alive(),
         )
         end_signals = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # set by nohup
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored, as under nohup
             end_signals.append(signal.SIGHUP)
         for number in end_signals:
             loop.add_signal_handler(number, self._asked_to_end, number)
@@ -189,14 +189,14 @@ class HostAgent:
             await self._server.close()
 
     def end(self, code: int, why: str) -> None:
-        """Kill the workers, and return this code from `run`."""
+        """Kill the workers and make `run` return this code."""
         if self._over is not None and not self._over.done():
             level = "error" if code else "debug" if self._bound else "info"
             self._log(level, f"agent exiting: {why}")
             self._over.set_result(code)
 
     def driver_leads(self, term: int) -> None:
-        """Handle the leader's term from etcd: leave a driver with a lower one."""
+        """Handle the leader's term from etcd: disconnect from a driver with a lower term."""
         self._seated = term
         if self._state.superseded(term):
             self._uplink.drop(f"a driver of term {term} is now the leader")
@@ -298,7 +298,7 @@ class HostAgent:
         )
 
     def _ready(self, ready: bool) -> None:
-        """Create or remove the file for a readiness probe, which exists while a driver is connected."""
+        """Create or remove the file for a readiness probe. It exists while a driver is connected."""
         if self.bootstrap.ready_file:
             with contextlib.suppress(OSError):
                 file = Path(self.bootstrap.ready_file)
@@ -333,7 +333,7 @@ class HostAgent:
             self._in_background(self._clear(why))
 
     def _missing(self, reason: str) -> None:
-        """Log that no driver is found: immediately for a new reason, and otherwise at intervals."""
+        """Log that no driver was found: immediately for a new reason, otherwise at intervals."""
         now = self._now()
         least_s = MISSING_SAID_S if reason == self._missing_said else ANOTHER_REASON_S
         if now - self._missing_said_at >= least_s:
@@ -351,7 +351,8 @@ class HostAgent:
             self._uplink.send(Here())
 
     def _refused(self, reason: str) -> None:
-        """Kill the workers, which no driver owns. An agent that was started by hand waits for the other's end."""
+        """Kill the workers, which belong to no driver. An agent that was started by hand waits until the other agent
+        ends."""
         if self._bound:
             self.end(1, f"the driver rejects it: {reason}")
             return
@@ -447,13 +448,14 @@ class HostAgent:
         self._uplink.send(Announced(self._machine.notice))
 
     def _asked_to_end(self, number: int) -> None:
-        """Handle a signal: SIGTERM gives the workers time to leave; other signals, or a second one, do not."""
+        """Handle a signal: the first SIGTERM gives the workers time to leave, any other signal does not."""
         name, in_use = signal.Signals(number).name, bool(self._agent.alive()) and self._uplink.open
         if number != signal.SIGTERM or not in_use or not self._machine.told(name):
             self.end(0, name)
 
     def _log(self, level: str, text: str) -> None:
-        """Log in the driver's log, and also here unless this agent was started by a driver, which shows both."""
+        """Log to the driver and to this agent's own output. An agent that was started by a driver logs only once, since
+        the driver shows both."""
         delivered = level != "debug" and self._uplink.send(Logged(cast(Any, level), text))
         if not (delivered and self._bound):
             self._log_here(level, text)
@@ -468,7 +470,7 @@ class HostAgent:
 
 
 def _with_own_programs(environ: Mapping[str, str]) -> dict[str, str]:
-    """Put the folder of this agent's Python first in PATH, since a login over ssh may have another one."""
+    """Put the folder of this agent's Python first in PATH, since a login over ssh may find another Python."""
     own = os.path.dirname(sys.executable)
     path = environ.get("PATH", os.defpath)
     return {

@@ -12,7 +12,7 @@ from elastic.driver.launch.environment import without_secrets
 from elastic.driver.preemption.watch import Watch
 from elastic.driver.sinks import Log
 
-# Seconds before its kill at which an agent exits by itself; half of the time if there is less.
+# Seconds before the expected SIGKILL at which an agent exits by itself; half of the remaining time if there is less.
 LAST_S = 5.0
 
 
@@ -24,7 +24,7 @@ class HostPreemption:
         grace_s: seconds from SIGTERM to SIGKILL.
         changed: called when the notice changes.
         end: ends the agent, with an exit code and a reason.
-        log: takes a level and a text.
+        log: called with a level and a text.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class HostPreemption:
         self._end_by = 0.0
 
     def watch(self, attach: Attach) -> None:
-        """Watch the sources of notices that this driver requests."""
+        """Watch the sources of preemption notices that this driver requests."""
         if self._watch is not None:
             if self._watches == attach.preemption:
                 return
@@ -72,7 +72,7 @@ class HostPreemption:
         return None if self._watch is None else self._watch.notice
 
     def told(self, signal: str) -> bool:
-        """Handle a signal, which gives the workers time to leave. Returns False if one was handled before."""
+        """Handle a signal, which gives the workers time to leave. Returns False if a signal was already handled."""
         if self._signal_reason:
             return False
         loop = asyncio.get_running_loop()

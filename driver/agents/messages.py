@@ -61,7 +61,7 @@ class Registered(AgentMessage):
     job: str = ""  # job of its workers; empty: none yet
     release: str = ""  # release of this package
     notice: Notice | None = None  # preemption notice in effect, if any
-    ends: bool = False  # it exits when dismissed; otherwise it waits for the next job
+    ends: bool = False  # the agent exits when dismissed; otherwise it waits for the next job
 
 
 class Heard(AgentMessage):
@@ -100,7 +100,7 @@ class Logged(AgentMessage):
 
 
 class Announced(AgentMessage):
-    """A preemption notice of the machine; None: it was withdrawn."""
+    """A preemption notice for the machine; None: it was withdrawn."""
 
     notice: Notice | None
 
@@ -112,10 +112,10 @@ class Here(AgentMessage):
 # ---- driver -> agent ---------------------------------------------------------------------------------------------
 
 
-class Attach(AgentMessage, tag="Hire"):  # name used by earlier releases
-    """First message: identity of the driver. An agent that has served a later one closes the connection."""
+class Attach(AgentMessage, tag="Hire"):  # the name that earlier releases use
+    """First message: identity of the driver. An agent that has served a later driver closes the connection."""
 
-    job: str  # unique for each job, also under the same name
+    job: str  # unique for each job, even among jobs with the same name
     term: int  # grows with every driver of a job
     lease_s: float
     away_s: float  # how long workers train without a driver
@@ -126,7 +126,7 @@ class Attach(AgentMessage, tag="Hire"):  # name used by earlier releases
 
 
 class Reject(AgentMessage, tag="Refused"):
-    """The driver does not accept this agent, which must not return."""
+    """The driver does not accept this agent. The agent must not connect again."""
 
     reason: str
 

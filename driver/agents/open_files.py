@@ -1,4 +1,4 @@
-"""Limit of open files of a driver, which has a connection to each host's agent: computes and sets it."""
+"""Computes and sets the limit of open files of a driver, which has a connection to the agent of each host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def limit_for(hosts: int | None, soft: int, hard: int) -> int:
         soft: current soft limit.
         hard: current hard limit.
 
-    While an agent reconnects, both connections may be open. Raises Invalid if the hard limit is too low.
+    While an agent reconnects, two connections may be open. Raises Invalid if the hard limit is too low.
     """
     unlimited = resource.RLIM_INFINITY
     wanted = SPARE + (UNKNOWN if hosts is None else 2 * hosts)

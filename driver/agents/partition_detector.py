@@ -1,8 +1,8 @@
-"""Decision whether a silent host is lost, or this driver itself is disconnected. Pure.
+"""Decides whether a silent host is lost or this driver itself is disconnected. Pure.
 
-A driver that reaches no host cannot tell whether all are lost, or only its own network. The hosts continue training
-meanwhile, and no decision could be sent to them. If several hosts were reachable before and none is now, no host
-is therefore given up. Once one is reachable again, each of the others gets its full time again.
+A driver that reaches no host cannot distinguish the loss of all hosts from a failure of its own network. The hosts
+continue training meanwhile, and the driver cannot send them decisions. Therefore, if several hosts were reachable
+before and none is now, no host is given up. Once one host is reachable again, the deadlines of the others restart.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ class PartitionDetector:
     """Reachability of hosts, by name."""
 
     def __init__(self) -> None:
-        self._known: set[str] = set()  # hosts reached, and not lost since
+        self._known: set[str] = set()  # hosts that were reached and have not been lost since
         self._here: set[str] = set()
-        self._held: set[str] = set()  # hosts that would be lost if any other was reachable
+        self._held: set[str] = set()  # hosts that would be lost if another host were reachable
 
     @property
     def cut_off(self) -> bool:
@@ -22,7 +22,7 @@ class PartitionDetector:
         return bool(self._held)
 
     def here(self, host: str) -> list[str]:
-        """Record a reachable host. Returns the held hosts, which get another chance."""
+        """Record a reachable host. Returns the held hosts, whose deadlines restart."""
         self._known.add(host)
         self._here.add(host)
         released, self._held = self._held - {host}, set()
@@ -51,7 +51,7 @@ class PartitionDetector:
         return True
 
     def give_up(self) -> list[str]:
-        """Return the held hosts, which are lost because the timeout for reaching any expired."""
+        """Return the held hosts, which are lost because no host was reachable before the timeout."""
         held, self._held = self._held, set()
         self._known -= held
         return sorted(held)

@@ -123,14 +123,14 @@ class PostToDriver(msgspec.Struct, frozen=True):
 
 
 class RelayMessage(msgspec.Struct, frozen=True):
-    """Pass on a message of a worker."""
+    """Pass on a worker's message."""
 
     worker: Worker
     message: Any  # one of protocol.FromWorker
 
 
 class RelayOutput(msgspec.Struct, frozen=True):
-    """Show output of a worker. Empty: end of the stream."""
+    """Show a worker's output. Empty: end of the stream."""
 
     worker: Worker
     stream: Literal["stdout", "stderr", "diagnostics", "usage"]

@@ -10,7 +10,7 @@ from elastic.driver.agents.pool_events import PoolAction, SendToAgents
 from elastic.driver.events import Report
 from elastic.protocol.messages import Worker
 
-# seconds between two attempts to start an agent on a lost host: first, longest
+# seconds between two attempts to start an agent on a lost host: first and longest
 AGAIN_S = (2.0, 60.0)
 
 
@@ -19,17 +19,17 @@ class AgentRecord:
     """State of one host's agent."""
 
     name: str
-    agent: AgentId | None = None  # the last one that registered
+    agent: AgentId | None = None  # the last agent that registered
     here: bool = False  # it is connected and has reported its workers
     ends: bool = False  # it exits when dismissed
-    coming: bool = False  # it was started, outlives us, and has not connected yet
+    coming: bool = False  # it was started, may outlive this driver, and has not connected yet
     starts: list[Start] = field(default_factory=list)  # queued until it connects
     starting: bool = False  # an agent is being started
-    running: set[Worker] = field(default_factory=set)  # ordered or reported, without an exit
-    doomed: set[Worker] = field(default_factory=set)  # to be killed once the agent is connected
-    overdue_why: str = ""  # why it is lost if it is not connected in time
+    running: set[Worker] = field(default_factory=set)  # workers that were ordered or reported and have not exited
+    doomed: set[Worker] = field(default_factory=set)  # workers to kill once the agent is connected
+    overdue_why: str = ""  # reason for its loss if it does not connect in time
     again_s: float = AGAIN_S[0]  # seconds until the next attempt to start an agent here
-    given_up: bool = False  # the driver disconnected it, and does not wait for its return
+    given_up: bool = False  # the driver disconnected it and does not wait for its return
     trouble: str = ""  # last error of starting an agent, logged once
 
 
@@ -38,7 +38,7 @@ class DeadlineKind(enum.IntEnum):
 
     ARRIVAL = 1  # the host's agent must be connected
     RETRY = 2  # start an agent there again
-    RESIGNATION = 3  # no host was reachable for so long that all are lost
+    RESIGNATION = 3  # no host was reachable for so long that all hosts are lost
     BEAT = 4
 
 

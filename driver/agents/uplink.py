@@ -4,8 +4,8 @@
         ^                                            |
         +--- closed, silent, invalid data -----------+     ``closed`` is called with the reason
 
-It searches for the driver until it is cancelled, since the driver may be restarted, possibly elsewhere. Its owner
-decides how long that makes sense.
+It searches for the driver until it is cancelled, since the driver may be restarted, possibly on another host. The owner
+decides how long to search.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from elastic.protocol.handshake import ClientHandshake
 from elastic.protocol.messages import RELAY_LIMIT, ProtocolError, SendResult, encoded
 
 CONNECT_S = 5.0  # seconds to connect to one address and authenticate
-RETRY_S = (0.05, 1.0)  # seconds between two attempts: first, longest
+RETRY_S = (0.05, 1.0)  # seconds between two attempts: first and longest
 REJECTED = "the driver rejected this agent: see its log (another secret, another release, or TLS on one side only)"
 
 
 class NoDriver(Exception):
-    """No driver to connect to, or not the expected one. The text is the reason."""
+    """There is no driver to connect to, or it is not the expected one. The text is the reason."""
 
 
 class Uplink:
@@ -39,13 +39,13 @@ class Uplink:
     Args:
         agent: identity of the agent.
         secret: the job's secret.
-        find: returns numeric addresses and ports to try, in order; it may wait, and raises NoDriver.
+        find: returns numeric addresses and ports to try, in order; may wait, and may raise NoDriver.
         opened: called when both sides have authenticated.
         heard: called for each message.
         closed: called with the reason when an open connection ended.
         missing: called with the reason when no driver was found.
         lease_s: liveness timeout.
-        tls: context of the connection; None without TLS.
+        tls: TLS context of the connection; None: no TLS.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Uplink:
         self.bound = ""  # numeric address of this host in the last connection
         self._connection: Connection[AgentId] | None = None
         self._caller: ClientHandshake
-        self._proved: asyncio.Future[None]  # of the present attempt
+        self._proved: asyncio.Future[None]  # state of the current attempt
         self._ended: asyncio.Future[str]  # reason for the end of the open connection
 
     @property
     def backlog(self) -> int:
-        """Number of bytes that wait to be sent."""
+        """Number of bytes that are waiting to be sent."""
         return self._connection.backlog if self._connection is not None and self.open else 0
 
     async def run(self) -> None:
@@ -91,7 +91,7 @@ class Uplink:
                 reason = await self._ended
                 self._hang_up()
                 self._closed(reason)
-                # A driver that closes immediately would do so again, so that retries are delayed.
+                # A driver that closes the connection immediately would do so again, so retries are delayed.
                 quick = loop.time() - began < RETRY_S[1]
                 pause_s = min(2 * pause_s, RETRY_S[1]) if quick else RETRY_S[0]
                 await asyncio.sleep(pause_s)
@@ -99,7 +99,7 @@ class Uplink:
             self._hang_up()
 
     def send(self, message: AgentMessage) -> bool:
-        """Send a message without blocking. Returns False without a connection, in which case it is dropped."""
+        """Send a message without blocking. Returns False if there is no connection; the message is then dropped."""
         if self._connection is None or not self.open:
             return False
         body = encoded(message, RELAY_LIMIT)

@@ -1,8 +1,8 @@
 """The program ``elasticrun`` (also ``horovodrun``): converts flags to a validated Job, and returns its exit code.
 
-The only module of the driver that reads the environment. All mistakes that can be detected before anything is started
-are reported here, in one sentence with exit code 2. Precedence: command line, configuration file, environment,
-default.
+This is the only module of the driver that reads the environment. All mistakes that can be detected before anything is
+started are reported here, in one sentence and with exit code 2. Precedence: command line, configuration file,
+environment, default.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from elastic.rendezvous.nccl_settings import CONNECT_TIMEOUT_S
 
 T = TypeVar("T")
 
-# Used by workers only, and checked here so that a mistake is reported once, before the start.
+# Only workers use these variables. They are checked here so that a mistake is reported once, before the start.
 _WORKERS_SWITCHES = ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_DISABLE_GROUP_FUSION")
 _SAYS_NOTHING = {
-    ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"),  # Horovod's default, which is not a request
+    ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"),  # Horovod's default, so the user may not have set it
     ("HOROVOD_NUM_NCCL_STREAMS", "0"),
     ("HOROVOD_NUM_NCCL_STREAMS", "1"),
     ("HOROVOD_TIMELINE", "DYNAMIC"),  # the script sets the file
@@ -72,7 +72,7 @@ OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints", 
 TELLING = (*COMMANDS, *OTHER_COMMANDS[2:])
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
-_SLACK_S = 60.0  # a collective times out only long after its worker has been judged
+_SLACK_S = 60.0  # collectives time out long after the driver has decided about the worker
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_program(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Reject a misspelt command instead of running it as a program. Raises Invalid."""
+    """Raise Invalid for a misspelt command, which would otherwise be run as a program."""
     word = arguments[0] if arguments else ""
     if (
         word[:1] in ("", "-")
@@ -150,13 +150,13 @@ def _check_program(arguments: Sequence[str], environ: Mapping[str, str]) -> None
 
 
 def _called() -> str:
-    """Return the name under which the program was called."""
+    """Return the name by which the program was called."""
     name = os.path.basename(sys.argv[0])
     return name if name in NAMES else NAMES[0]
 
 
 def _run_unless_finished(options: Options, environ: Mapping[str, str]) -> int:
-    """Run the job unless it has finished before; return the exit code. Raises Invalid, OSError."""
+    """Run the job unless it has already finished; return the exit code. Raises Invalid, OSError."""
     same = same_command_of(options, environ)
     found = None if same is None else finished_before(same, options)
     if same is not None and found is not None:
@@ -205,7 +205,7 @@ def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Option
             flags.parse([word])
         except Invalid as error:
             raise Invalid(f"{source}: {error}") from None
-    # The last value wins, so the command line comes last.
+    # The last value takes precedence, so the command line is last.
     return flags.parse([*(word for word, _ in words), *arguments])
 
 
@@ -248,13 +248,13 @@ def make_job(
     """Validate all options and fill in the defaults. Creates the output folder.
 
     Args:
-        options: as given.
+        options: options as given by the user.
         environ: environment of the driver.
         this_host: recognizes names of this machine.
         cores: cores that the workers share; default: those of this process.
-        provider: engine that supplies the hosts.
+        provider: engine that supplies the hosts, if any.
 
-    Raises Invalid; files created until then are removed.
+    Raises Invalid, and then removes the files that it has created.
     """
     traces = StartCleanup()
     with traces.removed_on_error():
@@ -406,7 +406,7 @@ def _stdin_rank(options: Options, workers_max: int, *, by_agents: bool) -> int |
     if rank is not None:
         try:
             behind = os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
-        except OSError:  # another terminal
+        except OSError:  # standard input is another terminal
             behind = False
         if behind:
             raise Invalid(
@@ -439,8 +439,8 @@ def _torch_additions(
 ) -> dict[str, str]:
     """Return additional environment for scripts written for torch.distributed.
 
-    Without our backend, rank 0 would listen there. ``bind`` is empty if workers run on several hosts; ``first_host``
-    may then be known.
+    With another backend than this package's, rank 0 would listen at the address. ``bind`` is empty if workers run on
+    several hosts; ``first_host`` may then be known.
     """
     name = options.job_name or uuid.uuid4().hex
     env = {
@@ -469,7 +469,7 @@ def _command(options: Options, python: str) -> list[str]:
 
 
 def _stall_limits(options: Options) -> dict[str, Any]:
-    """Return the fields of `Settings` that limit how long others wait for a worker, in seconds; 0: unlimited."""
+    """Return the fields of `Settings` that limit how long other workers wait for one, in seconds; 0: unlimited."""
     if options.stall_check is False:
         return dict.fromkeys(("idle_s", "busy_warning_s", "busy_s", "gpu_hang_s"), 0.0)
     warning_s = _given(options.busy_warning, options.stall_warning)
@@ -487,7 +487,7 @@ def _stall_limits(options: Options) -> dict[str, Any]:
 
 
 def _own_timeout_s(options: Options, environ: Mapping[str, str]) -> float | None:
-    """Return the user's timeout for collectives; None if not given. Raises Invalid."""
+    """Return the user's timeout for collectives; None if the user gave none. Raises Invalid."""
     if options.gloo_timeout_seconds is not None:
         return options.gloo_timeout_seconds
     text = environ.get("ELASTIC_COLLECTIVE_TIMEOUT")
@@ -500,9 +500,8 @@ def _own_timeout_s(options: Options, environ: Mapping[str, str]) -> float | None
 
 
 def _collective_timeout_s(options: Options, environ: Mapping[str, str]) -> float:
-    """Return the timeout of collectives in Gloo, the last resort.
-
-    The driver identifies the cause of a hang much earlier.
+    """Return the timeout of collectives in Gloo. It is the last resort, since the driver finds the cause of a hang much
+    earlier.
     """
     own_s = _own_timeout_s(options, environ)
     if own_s is not None:
@@ -547,7 +546,7 @@ def _is_elastic(options: Options) -> bool:
 
 
 def _workers(options: Options) -> tuple[int, int, int, bool]:
-    """Return np, min, max, and whether the job is elastic."""
+    """Return the values of -np, --min-np and --max-np, and whether the job is elastic."""
     np, least, most = options.num_proc, options.min_num_proc, options.max_num_proc
     elastic = _is_elastic(options)
     if not elastic:
@@ -611,7 +610,7 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
     notes += [("warning", other) for other in others if other is not None]
     for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):
         value = environ.get(name, "")
-        # Set by this package for workers, also for a job within a job.
+        # This package sets these variables for workers, and a worker may start a job of its own.
         if value.lower() not in ("", "gloo"):
             why = "workers are started directly and communicate over shared memory, Gloo or NCCL"
             notes.append(("warning", f"{name}={value} has no effect: {why}"))
@@ -673,7 +672,7 @@ def _writable_file(path: str | None, traces: StartCleanup) -> str | None:
 
 
 def _writable_place(flag: str, path: str | None) -> str | None:
-    """Return the path after checks, without creating the file: an empty file is neither a timeline nor a report."""
+    """Check a path and return it. The file is not created, since an empty file is neither a timeline nor a report."""
     if path is None:
         return None
     folder = os.path.dirname(os.path.abspath(path))

@@ -13,14 +13,14 @@ _EXAMPLE = "elasticrun -np 4 python train.py"
 
 
 def run_by_python(command: Sequence[str], python: str) -> list[str]:
-    """Return the command with Python in front if it is a script that is not executable; otherwise unchanged."""
+    """Return the command, preceded by Python if it is a script that is not executable."""
     if command and command[0].endswith(".py") and not _runs_itself(command[0]):
         return [python, *command]
     return [*command]
 
 
 def check_command(command: Sequence[str], *, path: str | None) -> None:
-    """Raise Invalid with a sentence that says what to write instead. ``path``: value of PATH."""
+    """Raise Invalid with a sentence that suggests a correction. ``path``: value of PATH."""
     if not command:
         raise Invalid(f"no program given: put it after the flags, as in {_EXAMPLE}")
     program = command[0]

@@ -1,4 +1,4 @@
-"""Hosts whose agents are registered in etcd, updated through leases and a watch. Makes no decisions.
+"""Discovery of hosts whose agents are registered in etcd, updated through leases and a watch. Makes no decisions.
 
 It watches the keys of `driver/etcd/registration.py`. Hosts are listed in the order of their registration.
 """
@@ -16,7 +16,7 @@ from elastic.driver.etcd.keys import job_root, read_host
 
 
 class Watched(Protocol):
-    """The required part of `elastic.driver.etcd.client.EtcdClient`."""
+    """The part of `elastic.driver.etcd.client.EtcdClient` that this module uses."""
 
     def watch_prefix(self, prefix: str) -> AsyncGenerator[dict[str, Item], None]: ...
 
@@ -58,7 +58,7 @@ class EtcdDiscovery:
                             return
                         finally:
                             pending = None
-                    # Queried again, since the first answer shows that etcd is back.
+                    # Queried again, since the first answer shows that etcd is available again.
                     settling = self._etcd.unsettled_s(self._settle_s) > 0
                     kept = {**kept, **now} if settling else dict(now)
                     hosts = self._in_order(kept)

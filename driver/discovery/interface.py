@@ -1,4 +1,4 @@
-"""Interface of all discoveries, which yield lists of hosts and slots as they change. Makes no decisions.
+"""Interface of all discoveries, which yield the list of hosts and slots after each change. Makes no decisions.
 
 A discovery does not know limits, cooldowns or ranks, and never omits a host because of its failures.
 """
@@ -18,7 +18,7 @@ class ResourceDemand:
 
     Attributes:
         most: maximum number of workers, including standbys.
-        used: for each host the number of slots up to the last one with a worker.
+        used: for each host, the number of slots up to the last one with a worker.
         drained: hosts that an operator wants to empty. Their slots are in addition to ``most``.
     """
 
@@ -33,6 +33,6 @@ class Discovery(Protocol):
     def watch(self) -> AsyncIterator[dict[str, int]]:
         """Yield the complete list ``{host: slots}`` in order of preference, first the current one, then each new one.
 
-        Ends when the list can never change again. Never blocks the event loop, and never raises because a source
-        fails: the last valid list is kept, and one warning is logged. Called once per object.
+        Ends when the list can no longer change. Never blocks the event loop. If a source fails, the last valid list is
+        kept and one warning is logged. Called once per object.
         """

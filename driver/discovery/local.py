@@ -1,4 +1,5 @@
-"""Filters out the hosts of another discovery that are not this machine, if other machines cannot reach the workers."""
+"""Removes hosts that are not this machine from the list of another discovery. Used if other machines cannot reach the
+workers."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ class LocalDiscovery:
     """Yields the hosts of ``source`` that are this machine, and logs the others once.
 
     Args:
-        elsewhere: returns None for a name of this machine, else the reason why it is not. It may resolve names, so it
-            is called in a thread and must have its own timeout.
+        elsewhere: returns None for a name of this machine, otherwise the reason why it is not this machine. It may
+            resolve names, so it is called in a thread and must have its own timeout.
     """
 
     def __init__(self, source: Discovery, elsewhere: Callable[[str], str | None], log: Log) -> None:

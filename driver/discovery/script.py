@@ -1,10 +1,10 @@
 """Runs a script that prints the available hosts: ``host`` or ``host:slots``, one per line.
 
-If the script fails, hangs or prints invalid lines, the last valid list is kept, and the failure is logged once, as is
-its end. If it succeeds several times in a row without printing a host, the list becomes empty, and no workers are
-started. Until then the last valid list is kept, since a source may print nothing while it restarts.
+If the script fails, hangs or prints invalid lines, the last valid list is kept. The failure and its end are logged
+once. If it succeeds several times in a row without printing a host, the list becomes empty, and no workers are started.
+Until then the last valid list is kept, since a source may print nothing while it restarts.
 
-The script runs in its own process group, outside the event loop, so nothing waits for a script that hangs.
+The script runs in its own process group and outside the event loop, so a script that hangs does not block the driver.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from elastic.driver.network.hosts import parse_lines, show
 from elastic.errors import Invalid
 
 QUIET = 30  # number of attempts for which other failures are not logged
-EMPTY_RUNS = 3  # consecutive runs without a host until the list is empty
-_OUTPUT_LIMIT = 1 << 20  # kept bytes of each of stdout and stderr
+EMPTY_RUNS = 3  # number of consecutive runs without a host after which the list becomes empty
+_OUTPUT_LIMIT = 1 << 20  # maximum number of bytes kept from each of stdout and stderr
 
 
 def find_script(text: str, *, path: str | None = None) -> list[str]:
@@ -55,7 +55,7 @@ class ScriptDiscovery:
     """Runs ``command`` every ``interval_s`` seconds; a run may take ``timeout_s`` seconds.
 
     Args:
-        known: list of an earlier run (see `ask`). It is yielded first, without another run.
+        known: list from an earlier run (see `ask`), which is yielded first.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ScriptDiscovery:
                     self._log("warning", self._no_hosts(empty))
                     if empty < EMPTY_RUNS:
                         hosts = self._known
-                # The order is the preference, so a different order is a change.
+                # The order expresses preference, so a different order is a change.
                 if self._known is None or list(hosts.items()) != list(self._known.items()):
                     self._known = hosts
                     yield dict(hosts)

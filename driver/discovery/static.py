@@ -1,4 +1,5 @@
-"""Constant list from ``-H`` or a hostfile. With only ``-np``, this machine with as many slots as needed."""
+"""Constant list of hosts from ``-H`` or a hostfile. With only ``-np``, it contains this machine with as many slots as
+needed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class StaticDiscovery:
 
 
 class OwnSlots:
-    """This machine only, if its slots were not specified: as many as the job may have workers."""
+    """This machine only, if its slots were not specified. It has as many slots as the job may have workers."""
 
     def __init__(self, hosts: dict[str, int]) -> None:
         [(self._host, self.slots)] = hosts.items()
@@ -25,7 +26,8 @@ class OwnSlots:
         self._yielded = asyncio.Event()
 
     async def make_room(self, slots: int) -> None:
-        """Increase the number of slots to ``slots``, if it is smaller. Return when the watcher has received it."""
+        """Increase the number of slots to ``slots`` if it is smaller. Returns once the watcher has received the new
+        list."""
         if slots > self.slots:
             self.slots = slots
             self._yielded.clear()

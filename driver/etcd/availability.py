@@ -1,7 +1,7 @@
-"""Decision whether etcd is available, and the log lines about it. Pure.
+"""Decides whether etcd is available, and returns the log lines about it. Pure.
 
-A short silence is no problem: a member that dies is replaced by the next one, and an election takes a second. Only
-after ``grace_s`` without any answer a line is logged, and another one when etcd answers again.
+A short silence is not a problem: if a member dies, the next one is used, and an election takes a second. A line is
+logged only after ``grace_s`` without any answer, and another one when etcd answers again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Line = tuple[str, Reason]  # level and reason to log
 
 
 class Availability:
-    """Availability of etcd. ``name``: its address, for the log lines."""
+    """Availability of etcd. ``name``: its address for log lines."""
 
     def __init__(self, name: str, now: float, *, grace_s: float, gap_s: float) -> None:
         self._name = name
@@ -45,10 +45,10 @@ class Availability:
         return now - self._answered_at
 
     def unsettled_s(self, now: float, settle_s: float) -> float:
-        """Return the seconds until etcd has been back for ``settle_s`` after a silence.
+        """Return the seconds until etcd has been available for ``settle_s`` after a silence.
 
-        0 if it has, or was never silent. Within this time a vanished key may reappear: its lease expired because it
-        could not be renewed.
+        0 if this time is over, or if etcd was never silent. Within this time, a key that disappeared may return, since
+        its lease expired only because it could not be renewed.
         """
         if self._returned_at is None:
             return 0.0

@@ -1,7 +1,7 @@
-"""Client for the few operations on etcd that are needed, with failover between members. Decides nothing.
+"""Client for the operations on etcd that this package needs, with failover between members. Decides nothing.
 
-Every request has a deadline. If a member does not answer, the next one is tried immediately; if none does, this is
-logged once (see `availability`). Requests with ``within_s=None`` wait until etcd is back.
+Every request has a deadline. If a member does not answer, the next one is tried immediately. If no member answers, this
+is logged once (see `availability`). Requests with ``within_s=None`` wait until etcd is available again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Unchanged(NamedTuple):
 class Put(NamedTuple):
     key: str
     value: bytes
-    lease: int = 0  # deleted with this lease
+    lease: int = 0  # lease with which the key is deleted
 
 
 class EtcdClient:
@@ -51,11 +51,11 @@ class EtcdClient:
 
     Args:
         access: endpoints and credentials.
-        log: takes a level and a text.
+        log: called with a level and a text.
         root: prefix of all keys that are used; it must be readable.
         grace_s: silence after which etcd counts as unavailable.
 
-    Methods raise Unavailable (no answer in time; the request may have been carried out) and Rejected.
+    Methods raise Rejected, and Unavailable if there was no answer in time; the request may then have been carried out.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class EtcdClient:
         self._rpc = self._members.rpc
 
     async def open(self) -> None:
-        """Check that etcd is available and permits access. Raises Invalid with what to do, within 5 seconds."""
+        """Check that etcd is available and permits access. Raises Invalid with a remedy within 5 seconds."""
         await self._members.open()
 
     async def close(self) -> None:
@@ -77,11 +77,11 @@ class EtcdClient:
         await self._members.close()
 
     def tell(self, noticed: Callable[[Reason], None]) -> None:
-        """Set the callback for loss and return of etcd."""
+        """Set the callback for the loss and the return of etcd."""
         self._members.noticed = noticed
 
     def unsettled_s(self, settle_s: float) -> float:
-        """Return the seconds until etcd has been back for ``settle_s``: see `Availability.unsettled_s`."""
+        """See `Availability.unsettled_s`."""
         return self._members.unsettled_s(settle_s)
 
     # ---- keys
@@ -111,8 +111,8 @@ class EtcdClient:
     ) -> int | None:
         """Perform all operations atomically if all conditions hold, and return the revision; otherwise return None.
 
-        If an answer is lost, the request is repeated, so None may also mean that the first one has changed the
-        condition. etcd accepts at most 128 operations, and 1.5 MB.
+        If an answer is lost, the request is repeated, so None may also mean that the first attempt succeeded and
+        invalidated the conditions. etcd accepts at most 128 operations and 1.5 MB.
         """
         rpc = self._rpc
         request = rpc.TxnRequest(
@@ -149,7 +149,7 @@ class EtcdClient:
     # ---- leases
 
     async def grant(self, ttl_s: float, *, within_s: float | None = 5.0) -> int:
-        """Create a lease and return its id. etcd counts whole seconds, and uses at least 2."""
+        """Create a lease and return its ID. etcd counts whole seconds, at least 2."""
         request = self._rpc.LeaseGrantRequest(TTL=max(1, round(ttl_s)))
         return int(
             (await self._members.ask(lambda each: each.lease.LeaseGrant, request, within_s)).ID
@@ -167,7 +167,7 @@ class EtcdClient:
         return (float(answer.TTL), float(answer.grantedTTL)) if answer.TTL >= 0 else (0.0, 0.0)
 
     async def revoke(self, lease: int, *, within_s: float | None = 5.0) -> None:
-        """End a lease and delete its keys. It may have expired already."""
+        """End a lease, which may have expired already, and delete its keys."""
         request = self._rpc.LeaseRevokeRequest(ID=lease)
         with contextlib.suppress(LeaseExpired):
             await self._members.ask(lambda each: each.lease.LeaseRevoke, request, within_s)
@@ -175,7 +175,8 @@ class EtcdClient:
     # ---- changes
 
     async def watch(self, key: str) -> AsyncGenerator[Item | None, None]:
-        """Yield the key as it is, then after each change. Values may be repeated, and intermediate changes omitted."""
+        """Yield the current value of the key, then its value after each change. Values may be repeated, and
+        intermediate changes may be omitted."""
         async for items in self._watch(key, b""):
             yield items.get(key)
 
@@ -218,7 +219,7 @@ class EtcdClient:
         """Yield the events of each answer. Ends if etcd has compacted the required revision."""
         rpc = self._rpc
         create = rpc.WatchCreateRequest(key=key.encode(), range_end=end, start_revision=revision)
-        # A member without a leader would otherwise be silent forever.
+        # Otherwise a member without a leader would be silent forever.
         stream = connection.watches.Watch(metadata=(*connection.metadata, ("hasleader", "true")))
         try:
             await connection.outcome(stream.write(rpc.WatchRequest(create_request=create)), CALL_S)
@@ -231,7 +232,7 @@ class EtcdClient:
                 if answer.compact_revision:
                     return
                 if answer.canceled:
-                    # Also because the token has expired; the next connection gets a new one.
+                    # The token may have expired; the next connection gets a new one.
                     raise Unavailable(answer.cancel_reason or "the server cancelled the watch")
                 within_s = None  # `_pulse` closes the connection if etcd is unavailable
                 if answer.events:

@@ -1,6 +1,6 @@
 """One connection to one member of etcd, with errors of two kinds: no answer, or a rejection. Decides nothing.
 
-Messages and stubs are those of ``aetcd``; its client is not used, because it supports neither TLS nor several members.
+Uses the messages and stubs of ``aetcd``, but not its client, which supports neither TLS nor several members.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Unavailable(ElasticError):
 
 
 class AccessDenied(Unavailable):
-    """etcd answers but denies access. At startup this is reported to the user, later it is retried."""
+    """etcd answers but denies access. At startup, this is reported to the user; later, the request is retried."""
 
 
 class Rejected(ElasticError):
-    """etcd rejected the request; a retry would not help."""
+    """etcd rejected the request, and a retry would fail too."""
 
 
 class LeaseExpired(Rejected):
@@ -59,7 +59,7 @@ def load() -> Any:
         raise Invalid(
             f"etcd can't be used ({error.name} is missing): run pip install 'hvd-elastic[etcd]'"
         ) from None
-    finally:  # not to be inherited by workers
+    finally:  # workers must not inherit these variables
         for name, text in before.items():
             if text is None:
                 os.environ.pop(name, None)
@@ -67,7 +67,8 @@ def load() -> Any:
 
 
 class EtcdConnection:
-    """A connection that opens at the first call. ``closed``: closed here; every pending call raises Unavailable."""
+    """A connection that opens at the first call. ``closed``: this end has closed it, and every pending call raises
+    Unavailable."""
 
     def __init__(self, endpoint: str, access: EtcdAccess) -> None:
         self.endpoint = endpoint
@@ -111,7 +112,7 @@ class EtcdConnection:
     async def outcome(self, call: Awaitable[Answer], within_s: float | None = None) -> Answer:
         """Await a call, and translate its errors."""
         task = asyncio.ensure_future(call)
-        # In its own task, so that closing the channel does not look like a cancellation of the caller.
+        # In a separate task, so that closing the channel does not look like a cancellation of the caller.
         try:
             done, _ = await asyncio.wait({task}, timeout=within_s)
         except asyncio.CancelledError:
@@ -207,7 +208,7 @@ def _channel(rpc: Any, endpoint: str, access: EtcdAccess) -> Any:
 
 
 def _content(path: str, flag: str) -> bytes | None:
-    """Read a file. Repeated for each connection, so that renewed certificates are used."""
+    """Read a file. Called for each connection, so that renewed certificates are used."""
     if not path:
         return None
     with open(path, "rb") as file:

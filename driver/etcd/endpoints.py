@@ -1,6 +1,6 @@
-"""Requests to the members of etcd with failover, and log lines if none answers. Decides nothing.
+"""Requests to the members of etcd with failover, and log lines if no member answers. Decides nothing.
 
-`availability` decides whether etcd is unavailable. Meanwhile, requests without a deadline wait.
+`availability` decides whether etcd is available. While it is not, requests without a deadline wait.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Endpoints:
         self._connecting = asyncio.Lock()
         self._next = 0  # index of the endpoint to try next
         self._failures = 0  # failures since the last answer
-        # called when it is unavailable or back
+        # called when etcd becomes unavailable or available again
         self.noticed: Callable[[Reason], None] = lambda reason: None
         self._contact = Availability(self._name, self._now(), grace_s=grace_s, gap_s=GAP_S)
         self._closing: set[asyncio.Task[None]] = set()
         self._pulse_task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Check that etcd is available and permits access. Raises Invalid with what to do, within 5 seconds."""
+        """Check that etcd is available and permits access. Raises Invalid with a remedy within 5 seconds."""
         deadline = self._now() + OPEN_S - 0.5
         while True:
             troubles: dict[str, str] = {}
@@ -81,7 +81,7 @@ class Endpoints:
                 else:
                     self._pulse_task = asyncio.ensure_future(self._pulse())
                     return
-            # Members that are available may be about to elect a leader.
+            # The available members may be about to elect a leader.
             if set(troubles.values()) == {NOBODY_THERE} or self._now() >= deadline:
                 break
             await asyncio.sleep(0.1)
@@ -104,11 +104,12 @@ class Endpoints:
             await asyncio.sleep(0.01)
 
     def unsettled_s(self, settle_s: float) -> float:
-        """Return the seconds until etcd has been back for ``settle_s``: see `Availability.unsettled_s`."""
+        """See `Availability.unsettled_s`."""
         return self._contact.unsettled_s(self._now(), settle_s)
 
     async def ask(self, method: Method, request: Any, within_s: float | None) -> Any:
-        """Return the answer of any member. Raises Unavailable after ``within_s``; None: wait until etcd is back."""
+        """Return the answer of any member. Raises Unavailable after ``within_s``; None: wait until etcd is available
+        again."""
         deadline = None if within_s is None else self._now() + within_s
         while True:
             left_s = CALL_S if deadline is None else min(CALL_S, deadline - self._now())
@@ -159,14 +160,14 @@ class Endpoints:
         self.answered()
 
     def _leave(self, connection: EtcdConnection | None) -> None:
-        """Close a connection; the next request goes to the next member."""
+        """Close a connection. The next request is sent to the next member."""
         if connection is not None and connection is self._connection:
             self._connection = None
             self._next = (self._next + 1) % len(self._access.endpoints)
             self._close(connection)
 
     def _report(self, error: Exception, connection: EtcdConnection | None) -> None:
-        # Several calls may fail with one connection.
+        # Several calls may fail because of one connection.
         if connection is None or connection is self._connection:
             self._failures += 1
         self._leave(connection)
@@ -190,7 +191,8 @@ class Endpoints:
         self.noticed(reason)
 
     async def _pulse(self) -> None:
-        """Send requests while there are no others, since a watch does not distinguish silence from unavailability."""
+        """Send test requests when there are no others, since a watch cannot distinguish the absence of changes from
+        unavailability."""
         while not self.closed:
             await asyncio.sleep(max(0.05, PULSE_S - self._contact.silent_s(self._now())))
             if self._contact.silent_s(self._now()) >= PULSE_S and not self.closed:

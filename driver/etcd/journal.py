@@ -4,13 +4,12 @@
     journal/000000000017    1/1, followed by the lines of one record, as in a journal file
 
 A record is a batch of entries, a snapshot, or a take-over. A record that exceeds etcd's limit is split into pieces with
-their own numbers, and is valid once the last piece exists.
-Actions are omitted: they follow from the events, and a
-digest shows whether another driver computes the same. Every transaction is carried out only while this driver leads: a
-driver that was replaced can neither write nor act, because actions require a written record.
+their own numbers, and is valid once the last piece exists. Actions are omitted, since they can be recomputed from the
+events; a digest shows whether another driver computes the same actions. Transactions succeed only while this driver
+leads, so a driver that was replaced can neither write nor act, because actions require a written record.
 
-A snapshot changes N in one transaction, so that it is valid completely or not at all. Records before N are deleted
-with it and with later ones, as etcd limits the operations of a transaction.
+A snapshot changes N in one transaction, so that it is valid completely or not at all. Records before N are deleted in
+this and in later transactions, since etcd limits the number of operations of each.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class EtcdArchive:
         self._counting: list[int] = []
 
     async def past(self) -> RecoveredJob | None:
-        """Read the job to resume; waits for etcd. Raises Invalid."""
+        """Return the job to resume. Waits for etcd. Raises Invalid."""
         listing = await self._etcd.get_prefix(self._folder, within_s=None)
         kept = {key.removeprefix(self._folder): item.value for key, item in listing.items.items()}
         beginning = kept.pop("header", None)
@@ -157,7 +156,7 @@ class EtcdJournal(RecordJournal[PendingRecord]):
         await self.settle()
 
     async def _put(self, record: PendingRecord) -> None:
-        """Write a record piece by piece. A piece without an answer is written again, in the same place."""
+        """Write a record piece by piece. A piece that is not acknowledged is written again under the same key."""
         record.begun = True
         count = record.pieces
         while record.written < count:
@@ -174,7 +173,7 @@ class EtcdJournal(RecordJournal[PendingRecord]):
             record.written += 1
 
     async def _transact(self, puts: list[tuple[str, bytes]]) -> None:
-        """Write with as many deletions of obsolete records as fit."""
+        """Write, and delete as many obsolete records in the same transaction as fit."""
         deleted = list(islice(self._obsolete, DELETES))
         await self._leader.transact(puts, [self._key(number) for number in deleted])
         for _ in deleted:
@@ -188,7 +187,7 @@ class EtcdJournal(RecordJournal[PendingRecord]):
 
 
 def _records(numbers: Mapping[int, bytes], begins: int) -> Iterator[bytes]:
-    """Yield the complete records. Raises ValueError if one in the middle is missing."""
+    """Yield the complete records. Raises ValueError if a record in the middle is missing."""
     pieces: list[bytes] = []
     for expected, number in enumerate((n for n in numbers if n >= begins), start=begins):
         if number != expected:
@@ -196,7 +195,7 @@ def _records(numbers: Mapping[int, bytes], begins: int) -> Iterator[bytes]:
         head, _, body = numbers[number].partition(b"\n")
         index, count = map(int, head.split(b"/"))
         if index == 1:
-            pieces = []  # a driver ended before it had written the previous record completely
+            pieces = []  # a driver ended before it had completely written the previous record
         if index == len(pieces) + 1:
             pieces.append(body)
             if index == count:

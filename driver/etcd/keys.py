@@ -24,12 +24,12 @@ HOST_LIMIT = 253  # characters, as in DNS
 
 class HostRecord(msgspec.Struct, frozen=True):
     slots: int
-    incarnation: int  # incarnation of the agent; greater after each restart
+    incarnation: int  # incarnation of the agent, which grows with each restart
 
 
 class LeaderRecord(msgspec.Struct, frozen=True):
     term: int
-    address: str = ""  # empty: unknown yet
+    address: str = ""  # empty: not known yet
     port: int = 0
 
 

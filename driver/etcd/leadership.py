@@ -1,9 +1,9 @@
 """Leader election between drivers of a job, by a key in etcd. Decides nothing; etcd does.
 
-The seat is a key under a lease. A driver that takes it increments the job's term in the same transaction, and its
-later writes are conditional on that being the last change of the term. A driver that was stopped or disconnected and
-has been replaced can therefore write nothing when it continues. A driver that has lost the seat but was not replaced
-takes it again under the same term, since no other driver has acted in between.
+The seat is a key under a lease. A driver that takes it increments the job's term in the same transaction, and its later
+writes are conditional on that being the last change of the term. Therefore, a driver that was stopped or disconnected
+and then replaced cannot write anything when it continues. A driver that has lost the seat but was not replaced takes it
+again with the same term, since no other driver has acted in between.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic.driver.etcd.keys import LeaderRecord, job_root, read_leader, split_
 from elastic.driver.etcd.lease_guard import LeaseGuard
 from elastic.errors import ElasticError, Invalid
 
-RETAKE_S = 1.0  # time for the previous leader to take its seat again, once etcd is back
+RETAKE_S = 1.0  # time for the previous leader to take its seat again once etcd is available
 
 
 class LeadershipLost(ElasticError):
@@ -31,8 +31,8 @@ class LeadershipLost(ElasticError):
 class Leadership:
     """Leadership of a job. ``lost`` is set when another driver leads. ``term`` is 0 before this driver leads.
 
-    The seat is kept until `resign`, the end of this process, or a silence longer than ``ttl_s`` while another driver
-    waits. Resign before the connection to etcd is closed.
+    The seat is kept until `resign`, until the end of this process, or until etcd could not be reached for ``ttl_s``
+    while another driver waits. Resign before the connection to etcd is closed.
     """
 
     def __init__(self, etcd: EtcdClient, job: str, log: Log, *, ttl_s: float = 2.0) -> None:
@@ -45,7 +45,7 @@ class Leadership:
         self._log = log
         self._ttl_s = ttl_s
         self._record = LeaderRecord(0)
-        # holds while no other driver leads after this one
+        # condition that no other driver has led since this one
         self._guard_condition: Unchanged | None = None
         self._resigned = False
         self._lease = 0
@@ -55,7 +55,7 @@ class Leadership:
 
     @property
     def leads(self) -> bool:
-        """True if this driver leads, as far as it knows. Only a transaction is certain."""
+        """True if this driver leads, as far as it knows. Only a transaction can confirm this."""
         return self._guard_condition is not None and not self.lost.is_set()
 
     @property
@@ -91,9 +91,9 @@ class Leadership:
     async def transact(
         self, puts: Sequence[tuple[str, bytes]] = (), deletes: Sequence[str] = ()
     ) -> None:
-        """Write all of it if this driver leads; otherwise raise LeadershipLost. Waits while etcd is unavailable.
+        """Perform all operations if this driver leads; otherwise raise LeadershipLost. Waits while etcd is unavailable.
 
-        The keys are complete. At most 127 operations and 1.5 MB.
+        The keys include the prefix. At most 127 operations and 1.5 MB.
         """
         if not self.leads or self._guard_condition is None:
             raise self._leadership_lost()
@@ -133,7 +133,7 @@ class Leadership:
         raise Unavailable("the connection to etcd was closed")
 
     async def _take(self) -> bool:
-        """Take a free seat. Returns False if another driver was faster."""
+        """Take a free seat. Returns False if another driver has taken it."""
         while True:
             last = await self._etcd.get(self._term, within_s=None)
             try:
@@ -162,14 +162,14 @@ class Leadership:
                 taken = read_leader(seat.value)
                 if seat.lease != lease or taken is None:
                     return False
-                # it was this driver, and the answer was lost
+                # this driver had changed it, but the answer was lost
                 record, revision = taken, seat.changed
             self.term, self._record = record.term, record
             self._guard_condition = Unchanged(self._term, revision)
             return True
 
     async def _sit(self, *, anew: bool = False) -> None:
-        """Ensure that the seat is ours and up to date, or that its loss is known."""
+        """Ensure that this driver has the seat and its record is up to date, or that the loss is known."""
         async with self._seating:
             while self.leads and self._guard_condition is not None:
                 lease = await self._live_lease()
@@ -202,7 +202,7 @@ class Leadership:
         return self._lease
 
     async def _keep(self) -> None:
-        """Renew the lease, while waiting and while leading."""
+        """Renew the lease while waiting and while leading."""
         while not self.lost.is_set():
             await asyncio.sleep(self._ttl_s / 3)
             if not self._lease:

@@ -1,8 +1,9 @@
-"""Process that revokes the lease of a killed driver, so that its seat is free immediately. Decides and renews nothing.
+"""Process that revokes the lease of a killed driver, so that its seat is free immediately. It renews nothing. Decides
+nothing.
 
-It runs in its own session. Its standard input is a pipe from the driver: a line with the access to etcd, then one for
-each lease of the driver. When the driver's process exits, the last of them is revoked. If this fails, the lease
-expires by itself a little later.
+It runs in its own session. Its standard input is a pipe from the driver, which contains a line with the access to etcd,
+then a line for each lease of the driver. When the driver's process exits, the last lease is revoked. If this fails, the
+lease expires by itself a little later.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class LeaseGuard:
         self._write(str(lease).encode())
 
     def close(self) -> None:
-        """End the process: the lease was revoked, or may expire by itself."""
+        """End the process, after which the lease expires by itself unless it was revoked."""
         if self._popen is not None:
             self._popen.kill()
             assert self._popen.stdin is not None

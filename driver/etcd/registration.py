@@ -1,4 +1,4 @@
-"""Registration of an agent's host in etcd, under a lease, and the lookup of the driver. Decides little:
+"""Registration of an agent's host in etcd, under a lease, and lookup of the driver. Its decisions:
 
 the key is missing                      write it again, under a new lease if necessary
 a later agent of this host has it       it has taken over: this agent ends
@@ -33,7 +33,7 @@ LOOK_S = 0.25  # interval between two checks of a predecessor's lease
 
 
 class Registration:
-    """Registration of one host. Close it before the connection to etcd.
+    """Registration of one host. Must be closed before the connection to etcd.
 
     Args:
         etcd: client.
@@ -41,10 +41,10 @@ class Registration:
         host: name of the host.
         slots: its number of slots.
         incarnation: grows with every start of the host's agent.
-        log: takes a level and a text.
+        log: called with a level and a text.
         ttl_s: time to live of the lease.
 
-    ``ended`` is set when a later agent has taken over; ``why`` is then the logged reason.
+    ``ended`` is set when a later agent has taken over; ``why`` then contains the logged reason.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Registration:
     async def open(self) -> None:
         """Register the host. Waits until the lease of an agent that died has expired.
 
-        Raises Invalid if another live agent serves this host, Unavailable without etcd.
+        Raises Invalid if another live agent serves this host, and Unavailable if etcd cannot be reached.
         """
         await self._predecessor_ended()
         await self._claim(within_s=5.0)
@@ -85,7 +85,7 @@ class Registration:
         ]
 
     async def close(self) -> None:
-        """Take the host off the list."""
+        """Remove the host from the list."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -95,7 +95,8 @@ class Registration:
                 await self._etcd.revoke(self._lease, within_s=2.0)
 
     async def watch_driver(self) -> AsyncGenerator[LeaderAddress | None, None]:
-        """Yield the driver's address and term, then each change; None: no leader, or its address is unknown."""
+        """Yield the driver's address and term, then each change. None: there is no leader, or its address is
+        unknown."""
         last: LeaderAddress | None = None
         first = True
         async with contextlib.aclosing(self._etcd.watch(f"{self._root}driver")) as changes:
@@ -128,7 +129,7 @@ class Registration:
         return f"host {self._host} already has an agent in this job: stop that one, or pass another name with --host"
 
     async def _claim(self, *, within_s: float | None = None) -> None:
-        """Ensure that the key is ours, or that this agent has ended."""
+        """Ensure that the key belongs to this agent, or that this agent has ended."""
         async with self._claiming:
             while not self.ended.is_set():
                 item = await self._etcd.get(self._key, within_s=within_s)

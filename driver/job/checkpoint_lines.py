@@ -1,4 +1,5 @@
-"""Log lines about checkpoints: each one if they are rare, and all problems that need an operator."""
+"""Log lines about checkpoints: one for each checkpoint if they are rare, and one for each problem that an operator must
+solve."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from elastic.driver.job.checkpoint_shares import (
 )
 
 QUIET_S = 30.0  # minimum interval between two lines of a kind
-NAMED = 4  # workers named per group
+NAMED = 4  # maximum number of workers named per group
 
 
 class CheckpointLines:
-    """Log lines about checkpoints of one job. ``now``: clock in seconds; ``log``: takes a level and a text."""
+    """Log lines about the checkpoints of one job. ``now``: clock in seconds; ``log``: called with a level and a
+    text."""
 
     def __init__(self, now: Callable[[], float], log: Callable[[str, str], None]) -> None:
         self._now = now

@@ -1,4 +1,4 @@
-"""Coordination of a checkpoint: which ranks have written their share, when it is completed or dropped. Pure.
+"""Coordination of a checkpoint: which ranks have written their shares, and when it is completed or dropped. Pure.
 
     CheckpointDue from rank 0 --> MakeDurable to all
     ShareWritten from all     --> SealCheckpoint to rank 0 --> CheckpointWritten --> CheckpointDone to all
@@ -6,7 +6,7 @@
     replicas that differ      --> DropCheckpoint to all, ReplicaCorrupted or ReplicasDiffer
     NotFinite from all        --> ReplicasCorrupted, if they differed before
 
-The state belongs to one world: checkpoints not completed in it are dropped. The state need not survive the driver,
+The state belongs to one world: checkpoints that are not completed in it are dropped. It need not survive the driver,
 since ranks repeat unanswered messages until the next driver receives them.
 """
 
@@ -58,13 +58,13 @@ class CheckpointFailed:
     number: int
     who: Worker
     reason: str
-    # Other than a late message or an unfinished previous checkpoint.
+    # False: the cause is a late message or an unfinished previous checkpoint.
     unusual: bool
 
 
 @dataclass(frozen=True)
 class ReplicaCorrupted:
-    """A worker's replica differs from those of ``equal`` others, which were equal to it before."""
+    """A worker's replica differs from those of ``equal`` other workers, although all were equal before."""
 
     worker: Worker
     generation: int
@@ -75,7 +75,7 @@ class ReplicaCorrupted:
 
 @dataclass(frozen=True)
 class ReplicasDiffer:
-    """Replicas differ, and it is unknown which are right: no majority agrees, or they never were equal."""
+    """Replicas differ, and it is unknown which are correct, because there is no majority or they were never equal."""
 
     commit: Commit
     groups: list[list[Worker]]  # groups of workers that agree
@@ -87,7 +87,7 @@ class ReplicasDiffer:
 class ReplicasCorrupted:
     """Damaged memory of one worker corrupted all replicas through the gradients.
 
-    ``damaged``: workers that differed before from ``equal`` others; empty if unknown.
+    ``damaged``: workers that differed from ``equal`` others before; empty if unknown.
     """
 
     generation: int
@@ -129,7 +129,7 @@ class CheckpointShares:
         self._not_finite.clear()
 
     def handle(self, worker: Worker, message: Any) -> list[Action] | None:
-        """Handle a message; return the actions, or None if it is about something else."""
+        """Handle a message; return the actions, or None if it does not concern checkpoint shares."""
         if not isinstance(
             message, (CheckpointDue, NotFinite, ShareWritten, ShareDropped, CheckpointWritten)
         ):
@@ -154,7 +154,7 @@ class CheckpointShares:
                 written[worker] = message.digests
                 if len(written) == len(self._members):
                     return self._complete(number, message.commit, written)
-                if again:  # it has waited for long: repeat the request to the others
+                if again:  # this rank has waited for long: repeat the request to the others
                     silent = [each for each in self._members if each not in written]
                     return [SendToRanks(silent, MakeDurable(self._generation, number))]
             case ShareDropped(reason=reason):
@@ -171,7 +171,7 @@ class CheckpointShares:
     def _complete(
         self, number: int, commit: Commit, written: dict[Worker, dict[str, int]]
     ) -> list[Action]:
-        """Complete a checkpoint that all have written. Replicas that differ are never made durable."""
+        """Complete a checkpoint that all ranks have written. Replicas that differ are never made durable."""
         groups: dict[tuple[tuple[str, int], ...], list[Worker]] = {}
         for worker in self._members:
             groups.setdefault(tuple(sorted(written[worker].items())), []).append(worker)
@@ -219,11 +219,11 @@ class CheckpointShares:
         return SendToRanks(self._members, off)
 
     def _of_the_past(self, message: Any) -> list[Action]:
-        """Handle a message of an older world, in which only complete checkpoints count."""
+        """Handle a message from an earlier world, of which only complete checkpoints count."""
         return self._made(message) if isinstance(message, CheckpointWritten) else []
 
     def _made(self, message: CheckpointWritten) -> list[Action]:
-        """Report the newest checkpoint, once: rank 0 repeats a message until it is answered."""
+        """Report the newest checkpoint once, although rank 0 repeats its message until it is answered."""
         if self._newest is not None and message.commit <= self._newest:
             return []
         self._newest = message.commit

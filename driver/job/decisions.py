@@ -3,8 +3,8 @@
     answer = decisions.answer(event, now)            the actions of membership, which are written to the journal
     actions = decisions.follow(event, answer, now)   all actions to perform
 
-After an exception of membership it is not called again, and the job ends. An operator's first stop request sets the
-exit code and limits waiting; the second one kills immediately.
+After an exception in membership, it is not called again, and the job ends. An operator's first stop request sets the
+exit code and limits the time for waiting; the second request kills immediately.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Decider(Protocol):
 
 
 class JobDecisions:
-    """Decisions of one job. ``running`` and ``members``: those of the previous driver, if it resumes a job."""
+    """Decisions of one job. ``running`` and ``members``: workers and members under the previous driver, if this one
+    resumes a job."""
 
     def __init__(
         self,
@@ -61,11 +62,11 @@ class JobDecisions:
         self._leave_s = leave_s
         self._idle_s = idle_s  # see `Shutdown`
         self._failed: dict[Worker, Reason] = {}  # see `Shutdown`
-        self._let_go: set[Worker] = set()  # released workers whose exit was not handled yet
+        self._let_go: set[Worker] = set()  # released workers whose exit has not been handled yet
 
     @property
     def over(self) -> bool:
-        """Return whether no worker is left, so that the driver may exit."""
+        """Return whether no worker is left and the driver may exit."""
         return self.ending is not None and self.ending.over
 
     def next_deadline(self) -> float | None:
@@ -75,17 +76,18 @@ class JobDecisions:
         return min((at for at in (ending, decision) if at is not None), default=None)
 
     def answer(self, event: Event, now: float) -> list[Action]:
-        """Return the actions of membership. Its exceptions are passed on, after which it is not called again."""
+        """Return the actions of membership. An exception in membership is passed on, and membership is not called
+        again."""
         if self.raised:
             return []
         try:
             return self._membership.handle(event, now)
         except Exception:
-            self.raised = True  # its state is unreliable from now on
+            self.raised = True  # its state is unreliable from here on
             raise
 
     def follow(self, event: Event, answer: Sequence[Action], now: float) -> list[Action]:
-        """Return the answer's actions and those that the end of the job adds, in order."""
+        """Return the actions of the answer, with those that the end of the job adds, in order."""
         begun = self.ending is not None  # membership handles the exit that causes the end
         stopped = isinstance(event, StopRequested) and event.code is not None
         again = stopped and self.stop_code is not None

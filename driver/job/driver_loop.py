@@ -2,8 +2,8 @@
 
     mailbox -> decisions.answer(event, now) -> journal, until it is written -> perform each action
 
-Queued events are decided together and written together. Everything that happens arrives in the mailbox as an event: a
-failed start as an exit, a worker's message as the event of the same name, a signal as StopRequested.
+Queued events are decided and written together. Everything that happens arrives in the mailbox as an event: a failed
+start as an exit, a worker's message as the event of the same name, and a signal as StopRequested.
 """
 
 from __future__ import annotations
@@ -60,17 +60,18 @@ from elastic.protocol.messages import Address, Place, Worker
 from elastic.protocol.report_values import Report as WorkerReport
 
 AT_ONCE = 1000  # maximum number of events decided and written together
-LINE = 79  # columns of a text, after the log's prefix of 21
-WAIT_SLACK_S = 60.0  # a worker gives up waiting for a world only after the driver has
+LINE = 79  # columns of a text after the log's prefix of 21 columns
+WAIT_SLACK_S = 60.0  # workers give up waiting for a world only after the driver has
 Line = tuple[str, str]  # level and text for the log
 LAST_CHECKPOINT_S = 6.0  # seconds after SIGTERM; `docker stop` sends SIGKILL after 10 s
-# A process manager signals all processes of a job, and a wrapper may forward its SIGTERM: this is one request.
+# A process manager may signal all processes of a job, and a wrapper may forward its SIGTERM. Such signals are one
+# request.
 REPEATED_S = 1.0
 STOP_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class WorkerConnections(Protocol):
-    """The connections of all workers: a `ControlServer` that workers connect to, or an `AgentManager`."""
+    """The connections of all workers: a `ControlServer` to which workers connect, or an `AgentManager`."""
 
     async def open(
         self,
@@ -95,15 +96,15 @@ class WorkerConnections(Protocol):
 class JobRuntime:
     """A job, and the addresses at which its workers find the driver and each other.
 
-    ``by_agents``: agents start the workers and add the environment of their hosts. ``environ`` then has only additions
-    to it, and ``advertised``, ``bind`` and ``secret`` are unused.
+    ``by_agents``: agents start the workers and provide the environment of their hosts. ``environ`` then contains only
+    additions, and ``advertised``, ``bind`` and ``secret`` are unused.
     """
 
     settings: Settings
     command: Sequence[str]
     environ: Mapping[str, str]  # inherited by workers
     by_agents: bool = False
-    fixed_hosts: bool = False  # discovery yields a given list, which does not grow by itself
+    fixed_hosts: bool = False  # discovery yields a fixed list, which does not grow by itself
     secret: str = ""  # hexadecimal
     tls: TlsFiles | None = None
     interface: str = "127.0.0.1"  # address on which the control server listens
@@ -130,22 +131,22 @@ class Driver:
 
     Args:
         job: the job and its addresses.
-        membership: decides about the job.
+        membership: makes the decisions about the job.
         server: connections of the workers.
         launcher: starts and kills processes.
-        discovery: source of hosts.
+        discovery: source of the host list.
         journal: record of all events and decisions.
-        log: takes a level and a text.
-        noted: called with every event, its actions and time, like the journal.
+        log: called with a level and a text.
+        noted: called with every event, its actions and its time, as the journal is.
         tracing: collects timelines.
         past: state of the previous driver, if membership was restored from its journal.
         listening: awaited with the driver's address before anything else happens.
         reported: called with each report of a worker, in the event loop's thread.
-        leaves: called at SIGTERM, which then ends this driver and not the job.
+        leaves: called at SIGTERM, which then ends only this driver and not the job.
         answered: called with each answer to an operator's request.
         gone: called once no worker is left, before the last log line of a failed job.
 
-    After ``run``, ``places`` has the members of the last world, and ``results`` the values that workers sent.
+    After ``run``, ``places`` contains the members of the last world, and ``results`` the values that workers sent.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Driver:
         self.job = job
         self.results: dict[Worker, bytes] = {}
         self._versions = Versions()
-        self._promised: dict[Worker, Place] = {}  # places at their start; until the first world
+        self._promised: dict[Worker, Place] = {}  # places assigned at the start, used until the first world
         self.generation = past.generation if past else 0
         self.outcome = ""  # why the job ended
         self._adopts = past is not None
@@ -180,7 +181,7 @@ class Driver:
         self._leaves = leaves
         self._answered = answered
         self._gone = gone
-        self._last_line: Line | None = None  # reason of the failure, logged when no worker is left
+        self._last_line: Line | None = None  # reason for the failure, logged when no worker is left
         self._decisions = JobDecisions(
             membership,
             leave_s=job.settings.leave_s,
@@ -200,7 +201,7 @@ class Driver:
         self._checkpoints = CheckpointShares()
         self._slots = 0  # number of listed slots
         self._held: bool | None = None  # whether a member of the latest world held a commit
-        # whether a published world had a commit of the script, not only the state at the start; assumed after failover
+        # whether a published world had a commit of the script and not only the initial state; assumed after failover
         self._committed = self.generation > 0
         self._about_checkpoints = CheckpointLines(self._now, self._log)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -254,10 +255,10 @@ class Driver:
         self._launcher.dump(worker)
 
     async def run(self) -> int:
-        """Run the whole job and return its exit code; no worker is left then.
+        """Run the whole job and return its exit code once no worker is left.
 
         Raises:
-            OSError: it cannot listen.
+            OSError: the driver cannot listen.
         """
         self._loop = asyncio.get_running_loop()
         if self._early_stop is not None:
@@ -317,11 +318,11 @@ class Driver:
             async for hosts in self._discovery.watch():
                 self._post(events.HostsChanged(dict(hosts), self.job.fixed_hosts))
                 if listed:
-                    # A hint to scripts that wait for hosts; no worker has to stop.
+                    # A hint for scripts that wait for hosts; no worker has to stop.
                     self._server.broadcast(self.places, protocol.HostsListed())
                 listed = True
         except Exception as error:
-            # Adapters report errors of their sources themselves: this is a bug in one, and the known hosts remain
+            # Discoveries report errors of their sources themselves, so this is a bug in one, and the known hosts remain
             # valid.
             trouble = repr(error)
             self._log(
@@ -372,7 +373,7 @@ class Driver:
         self._exit_barrier.disconnected(worker)
 
     def _worker_disconnected(self, event: events.WorkerExited) -> None:
-        """Handle an exit, which must follow everything that the worker has sent."""
+        """Handle an exit, after all messages that the worker has sent."""
         self._exit_barrier.gone(event)
 
     def _stop(self, reason: str, code: int) -> None:
@@ -390,8 +391,8 @@ class Driver:
     def _signals(self) -> Iterator[None]:
         """Handle SIGHUP, SIGINT and SIGTERM as requests to stop the job.
 
-        If ``leaves`` is set, all but SIGINT stop only this driver. An ignored SIGHUP stays ignored, as under nohup.
-        Signals are handled in the main thread only.
+        If ``leaves`` is set, signals other than SIGINT stop only this driver. An ignored SIGHUP stays ignored, as under
+        nohup. Signals are handled only in the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -400,7 +401,7 @@ class Driver:
         assert loop is not None
 
         def forward(number: int, _: object) -> None:
-            # May be interrupted by the next signal, so it only forwards: the loop compares.
+            # The next signal may interrupt this function, so it only forwards the signal to the loop.
             if number == signal.SIGINT or self._leaves is None:
                 self._signalled = STOP_CODES[signal.Signals(number)]
             loop.call_soon_threadsafe(self._on_signal, signal.Signals(number), self._now())
@@ -414,7 +415,7 @@ class Driver:
             yield
         finally:
             for number, handler in before.items():
-                # None: not set from Python, so it cannot be restored.
+                # None: the handler was not set from Python and cannot be restored.
                 if handler is not None:
                     signal.signal(number, handler)
 
@@ -434,7 +435,7 @@ class Driver:
     # ---- one event -------------------------------------------------------------------------------------------------
 
     async def _handle(self, first: tuple[float, events.Event]) -> None:
-        """Handle this event and all that are queued behind it, each as of the time of its arrival."""
+        """Handle this event and all events queued after it, each with the time of its arrival."""
         decided: list[tuple[events.Event, list[events.Action]]] = []
         arrived: tuple[float, events.Event] | None = first
         while arrived is not None:
@@ -450,7 +451,8 @@ class Driver:
             await self._written(self._journal.rest())
 
     async def _written(self, writing: Coroutine[Any, Any, None]) -> None:
-        """Wait for the journal to be written. An operator's second stop request does not wait for a silent store."""
+        """Wait until the journal is written. An operator's second stop request ends the wait for a store that does not
+        answer."""
         self._settling = asyncio.ensure_future(writing)
         if self._hurried:
             self._settling.cancel()
@@ -602,14 +604,14 @@ class Driver:
         return None
 
     def _news(self, text: str) -> Line:
-        """Log a line; repetitions, as after each of thousands of reconnections, are logged at level debug."""
+        """Log a line. Repetitions, for example after thousands of reconnections, are logged at level debug."""
         level = "debug" if text == self._said_last else "info"
         self._said_last = text
         return (level, text)
 
     def _start(self, action: events.StartWorker) -> None:
         settings, job, worker, place = self.job.settings, self.job, action.worker, action.place
-        # A check may take longer than others take to start.
+        # A check may take longer than the start of other workers.
         wait_timeout_s = settings.health_check_s if settings.health_check else 0.0
         wait_timeout_s += 2 * settings.elastic_timeout_s + settings.start_timeout_s + WAIT_SLACK_S
         extra = dict(settings.env)
@@ -643,7 +645,8 @@ class Driver:
         actions: Sequence[events.StartWorker | events.KillWorker | events.LetGo],
         given: Sequence[Reason | None],
     ) -> None:
-        """Log actions on several workers for the same reason in one line, unless a report has stated the reason."""
+        """Log actions on several workers for the same reason in one line, unless a report has already stated the
+        reason."""
         by_reason: dict[str, list[Worker]] = {}
         for action in actions:
             if action.reason not in given:

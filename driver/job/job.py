@@ -1,4 +1,4 @@
-"""Definition of a job, complete and validated: what to run, where, and what to report. Created by `cli`."""
+"""Complete and validated definition of a job: its program, its hosts, and its reports. Created by `cli`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Stoppable(Protocol):
 class Job:
     """A job. At most one of ``hosts`` and ``script`` is set; without either, ``fleet`` supplies the hosts.
 
-    ``settings.env`` is added to every worker's environment; ``environ`` is that of the driver.
+    ``settings.env`` is added to every worker's environment; ``environ`` is the driver's environment.
     """
 
     command: list[str]  # the program and its arguments
     settings: Settings
     hosts: dict[str, int] | None  # host -> slots, in order of preference
-    script: list[str] | None  # the discovery script, with an absolute path, and its arguments
+    script: list[str] | None  # absolute path of the discovery script, and its arguments
     # settings for other hosts or driver failover; None: this machine only
     fleet: MultiHostPlan | None = None
     own_slots: bool = False  # the number of slots of this machine was not specified
@@ -68,17 +68,17 @@ class Job:
     log_timestamps: bool = True  # prefix the driver's log lines with the time
     # level and text of lines to log once
     notes: list[tuple[str, str]] = field(default_factory=list)
-    # Called if the start is refused: removes files that the checks created, unless the job has used them.
+    # Called if the start is refused. Removes files that the checks have created, unless the job has used them.
     refused: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
-        """The name by which commands find the job."""
+        """The name with which commands find the job."""
         return f"job-{os.getpid()}" if self.fleet is None else self.fleet.name
 
 
 async def first_hosts(job: Job, log: Log) -> dict[str, int]:
-    """Return the hosts that the discovery script lists now. Later failures of the script are only logged.
+    """Return the hosts that the discovery script prints now. Later failures of the script are only logged.
 
     Raises Invalid if the script fails or its output is not a list of hosts. An empty list is allowed: hosts may appear
     later.
@@ -93,19 +93,20 @@ async def first_hosts(job: Job, log: Log) -> dict[str, int]:
 def script_discovery(
     job: Job, known: dict[str, int], log: Log, *, only: ThisHost | None = None
 ) -> Discovery:
-    """Return the script's discovery, starting from its first list. ``only``: use no hosts other than this machine."""
+    """Return the discovery of the script, starting with its first list. ``only``: use only this machine."""
     assert job.script is not None
     script = ScriptDiscovery(job.script, log, default_slots=job.slots_per_host, known=known)
     return script if only is None else LocalDiscovery(script, only.elsewhere, log)
 
 
 def most_workers(cores: int) -> int:
-    """Return the default limit of workers on this machine, which protects it from a mistyped number."""
+    """Return the default limit of workers on this machine, which protects against a mistyped number."""
     return min(SLOTS_LIMIT, WORKERS_PER_CORE * cores)
 
 
 def listed_hosts(job: Job, workers_max: int) -> Discovery:
-    """Return the discovery of the given hosts, or of this machine with slots for all workers requested before."""
+    """Return the discovery of the given hosts, or of this machine with slots for all workers that were requested
+    before."""
     assert job.hosts is not None
     if not job.own_slots:
         return StaticDiscovery(job.hosts)
@@ -117,7 +118,7 @@ def listed_hosts(job: Job, workers_max: int) -> Discovery:
 def room_for(
     job: Job, discovery: Discovery, cores: int | None = None
 ) -> Callable[[int], Awaitable[str]] | None:
-    """Return a function that adds slots to this machine for a number of workers; None if the slots were specified.
+    """Return a function that adds slots to this machine for a number of workers; None if the slots are specified.
 
     The function returns "" or the reason for refusing. The limit is `most_workers`, unless the job had more before.
     ``cores``: default is the number that this process may use.

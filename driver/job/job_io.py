@@ -1,4 +1,4 @@
-"""Input and output of a driver for any kind of job: console, workers' output, metrics, timeline. Acts."""
+"""Input and output of a driver for all kinds of jobs: console, workers' output, metrics, timeline. Acts."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ class JobIO:
     line: Callable[[str], None] | None = None  # shows the state at the bottom of a terminal
     raised: dict[Worker, str] = field(default_factory=dict)  # tracebacks that workers have reported
     changing: threading.Lock = field(default_factory=threading.Lock)  # held while the view changes
-    epoch: float | None = None  # from the journal's clock to the view's; None: no event yet
+    epoch: float | None = None  # difference between the view's clock and the journal's; None: no event yet
     stopped: bool = False  # stopped by a signal: do not wait for a slow reader of the output
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
-        """Distribute a worker's report. ``reported``: a further receiver."""
+        """Distribute a worker's report. ``reported``: an additional receiver."""
         self.page.reported(report)
         if self.report is not None:
             self.report.report(report)
@@ -95,7 +95,7 @@ class JobIO:
             reported(report)
 
     def noted(self, event: Event, actions: Sequence[Action], now: float) -> None:
-        """Record an event and its actions. ``now``: on the journal's clock."""
+        """Record an event and its actions. ``now``: time on the journal's clock."""
         if isinstance(event, StopRequested):
             self.output.tracebacks.stopped = True
         if isinstance(event, WorkerRaised):
@@ -118,8 +118,8 @@ class JobIO:
     def log_remaining(self, *, last: bool = False) -> None:
         """Log exceptions of workers that were not logged yet.
 
-        ``last``: no worker is left. A worker that was killed before it sent its traceback to stderr had reported it
-        before.
+        ``last``: no worker is left. A worker may have reported an exception and been killed before it wrote its
+        traceback to stderr.
         """
         # A worker that reports why the job cannot continue has no traceback.
         unsent = [
@@ -133,7 +133,7 @@ class JobIO:
 
 @contextlib.contextmanager
 def open_job_io(job: Job) -> Iterator[JobIO]:
-    """Open a job's output, and log its notes. Raises Invalid or OSError if a file or a port is not available."""
+    """Open a job's output and log its notes. Raises Invalid or OSError if a file or a port is not available."""
     found: list[JobIO] = []
     stdout, stderr = job.streams or write_both(sys.stdout, sys.stderr)
     status: StatusLine | None = None
@@ -264,7 +264,7 @@ def _shown_by(status: StatusLine | None, output: Output) -> Callable[[str], None
     if status is None:
         return None
     line = status
-    # An empty chunk would not be written, so a space stands for it, which is not shown either.
+    # An empty chunk would not be written, so a space is used, which is not visible either.
     return lambda text: output.write_separately(line.show, text.encode(errors="replace") or b" ")
 
 
@@ -285,9 +285,8 @@ async def serve_page(job: Job, job_io: JobIO) -> None:
 
 
 def page_token(job: Job) -> str:
-    """Return the token that grants access to the page.
-
-    The next driver of a job with a given secret uses the same one.
+    """Return the token that grants access to the page. If the job has a given secret, the next driver uses the same
+    token.
     """
     if job.fleet is None or not job.fleet.given_secret:
         return secrets.token_hex(16)
@@ -306,7 +305,7 @@ def _asked_to_end() -> bool:
 
 @contextlib.contextmanager
 def _ctrl_c_ends_it() -> Iterator[None]:
-    """Let Ctrl-C end a blocking wait in this thread: asyncio's handler would only cancel a task, but no loop runs."""
+    """Make Ctrl-C end a blocking wait in this thread. asyncio's handler would only cancel a task, but no loop runs."""
     unwanted = (None, signal.SIG_IGN, signal.SIG_DFL)
     here = threading.current_thread() is threading.main_thread()
     if not here or signal.getsignal(signal.SIGINT) in unwanted:

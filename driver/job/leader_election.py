@@ -65,7 +65,7 @@ async def campaign(
 
 
 async def _unless_stopped(taking: asyncio.Future[int]) -> str:
-    """Wait for leadership. Return "" once acquired, or a text if Ctrl-C or SIGTERM occurred first."""
+    """Wait for leadership. Return "" once it is acquired, or a text if Ctrl-C or SIGTERM arrives first."""
     stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def asked(name: str) -> None:

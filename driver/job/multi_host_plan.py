@@ -1,6 +1,6 @@
 """Additional settings of a job on several hosts.
 
-A job is of this kind if a host is not this machine, hosts register in etcd, or the driver can be replaced by another.
+They apply if a host is another machine, if hosts register in etcd, or if another driver can replace this one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 AWAY_S = 600.0  # how long workers train without a driver if another may take over
 BOUND_AWAY_S = 30.0  # ... and if none will, in case only the connection was lost
 
-# Environment of the driver that is forwarded to all hosts: about training, not about the driver's machine.
+# The driver's variables that are forwarded to all hosts. They concern training, not the driver's machine.
 FORWARDED = re.compile(
     r"(HOROVOD|ELASTIC|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUBLAS|CUDA_LAUNCH|HF|TRANSFORMERS)_\w+"
     r"|PYTHONPATH|PYTHONHASHSEED|PYTHONUNBUFFERED|PYTHONWARNINGS|TZ|LANG|LC_ALL"
@@ -40,7 +40,7 @@ class MultiHostPlan:
 
     name: str  # name of the job
     secret: bytes = field(repr=False)
-    given_secret: bool  # the user gave the secret, so other processes have it too
+    given_secret: bool  # the user specified the secret, so other processes know it too
     etcd: EtcdAccess | None
     tls: TlsFiles | None
     ssh: SshOptions
@@ -54,7 +54,7 @@ class MultiHostPlan:
     by_etcd: bool  # hosts are the agents registered in etcd
     service: str | None  # headless service whose addresses are the hosts
     pods: PodSource | None  # hosts are pods listed by the Kubernetes API
-    needed: bool  # known to need agents
+    needed: bool  # hosts that are known to need agents
     provider: Provider | None = None  # supplies hosts and agents, instead of lists and ssh
 
     @property
@@ -63,12 +63,12 @@ class MultiHostPlan:
 
     @property
     def left_by_sigterm(self) -> bool:
-        """True if SIGTERM ends only this driver: Kubernetes replaces a driver's pod when its node is drained."""
+        """True if SIGTERM ends only this driver, since Kubernetes replaces a driver's pod when its node is drained."""
         return self.pods is not None and self.outlived
 
     @property
     def agents_come(self) -> bool:
-        """True if agents connect by themselves, so that none is started over ssh."""
+        """True if agents connect by themselves and are not started over ssh."""
         return self.by_etcd or self.service is not None or self.pods is not None
 
     def server_tls(self) -> ssl.SSLContext | None:
@@ -81,7 +81,7 @@ class MultiHostPlan:
 
 
 def provided(plan: MultiHostPlan, provider: Provider) -> MultiHostPlan:
-    """Return the plan with hosts from an engine."""
+    """Return the plan for a job whose hosts an engine supplies."""
     return replace(
         plan,
         provider=provider,

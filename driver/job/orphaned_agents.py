@@ -19,10 +19,10 @@ from elastic.errors import Invalid
 
 
 async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], log: Log) -> None:
-    """Detach the agents of the job in the journal at ``path``, as its own driver would at its end.
+    """Detach the agents of the job in the journal at ``path``, as its driver would have done at the end.
 
-    They look for a driver where the killed one listened. Waits until their workers are dead, within a limit.
-    ``listed``: hosts of the new job.
+    The agents search for a driver at the address of the killed one. Waits, within a limit, until their workers are
+    dead. ``listed``: hosts of the new job.
     """
     if plan.etcd or plan.provider or plan.agents_come:
         return  # these agents find the new driver, and clean up before they serve it
@@ -36,7 +36,7 @@ async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], l
         if past is None or past.over:
             return
         hosts = {worker.host for worker in past.membership.roster}
-    except Invalid:  # its end is missing, for example after a full disk
+    except Invalid:  # the end of the journal is missing, for example after a full disk
         hosts = set(listed)
     finally:
         archive.close()
@@ -68,7 +68,7 @@ async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], l
         while (here or hosts - called) and now() - began < (CLOSE_S if here else CALL_S):
             await asyncio.sleep(0.005)
     except OSError:
-        pass  # another process listens there now
+        pass  # another process now listens at the address
     finally:
         await server.close()
     if missing := ", ".join(sorted(hosts - called)):

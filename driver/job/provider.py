@@ -1,4 +1,4 @@
-"""Interface of an engine that supplies machines, such as Ray: it lists them and starts agents on them."""
+"""Interface of an engine that supplies machines, such as Ray. The engine lists machines and starts agents on them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from elastic.driver.launch.starter import Starter
 
 
 class Provider(Protocol):
-    """Supplies machines. Decides nothing about the job: the driver decides how many workers it has, and when."""
+    """Supplies machines. Does not decide about the job; the driver decides when it has how many workers."""
 
-    outlived: bool  # the job can outlive its driver and be resumed by another
+    outlived: bool  # the job can outlive its driver and be resumed by another driver
     fresh: bool  # this is the first driver of the job
     secret: bytes  # secret of the job
     lost: asyncio.Event | None  # set once another driver leads the job

@@ -17,7 +17,7 @@ from elastic.driver.membership.membership import describe_exit
 from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.protocol.messages import Place, Worker
 
-GRACE_S = 1.0  # seconds between the notification that the job is over and the kill
+GRACE_S = 1.0  # seconds from the notification that the job is over to the kill
 DEATH_S = 15.0  # seconds for killed processes to exit
 REMIND_S = 30.0  # interval between two log lines about awaited workers
 
@@ -56,7 +56,7 @@ class Shutdown:
         self._leave_s = leave_s
         self._idle_s = idle_s
         self._again = False
-        self._frozen: dict[Worker, tuple[float, str]] = {}  # frozen workers: since when, and how
+        self._frozen: dict[Worker, tuple[float, str]] = {}  # frozen workers, with the time and the cause
         self._members = dict(members)
         self._alive = set(alive)
         self._remind_at: float | None = None
@@ -125,11 +125,11 @@ class Shutdown:
 
     def _fail(self, now: float) -> None:
         self.code = 1
-        if self._again:  # the others may wait for it in a collective
+        if self._again:  # the others may be waiting for it in a collective
             self._remind_at, self._kill_at = None, now + self._leave_s
 
     def lost(self, workers: Collection[Worker], now: float) -> list[events.Action]:
-        """Handle workers whose host is lost, so that their exit is not observed."""
+        """Handle workers whose host is lost. Their exits are not observed."""
         members = sorted(self._alive & self._members.keys() & set(workers), key=self._rank)
         self._alive -= set(workers)
         if self.code != 0 or not members:
@@ -140,7 +140,8 @@ class Shutdown:
         return [events.Report("error", f"{named} was lost with its host {text}")]
 
     def stopped(self, code: int, now: float) -> None:
-        """Handle a stop request: the job can no longer succeed, and remaining workers are killed after GRACE_S."""
+        """Handle a stop request: the job cannot succeed any more, and the remaining workers are killed after
+        GRACE_S."""
         self.code = code
         self._remind_at = None
         if self._give_up_at is None:

@@ -1,4 +1,4 @@
-"""Assembly and execution of a validated job in this process. Decides only whether it needs agents."""
+"""Assembly and execution of a validated job in this process. Decides only whether the job needs agents."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Outcome:
     Args:
         code: its exit code.
         reason: why it ended.
-        results: pickled values of launched functions by rank; None if missing.
-        reports: the last report of each rank of the last world that has sent any.
+        results: pickled results of launched functions by rank; None for a missing result.
+        reports: the last report of each rank of the last world that has reported.
     """
 
     code: int
@@ -46,11 +46,11 @@ class Outcome:
 
 
 async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
-    """Run a job to its end; no worker is left when this returns.
+    """Run a job to its end. When this returns, no worker is left.
 
     Raises:
         Invalid: a problem was found before anything was started.
-        OSError: it cannot listen.
+        OSError: the driver cannot listen.
     """
     this_host = this_host or ThisHost()
     try:
@@ -90,7 +90,8 @@ async def _started(job: Job, job_io: JobIO, this_host: ThisHost) -> Outcome:
 
 
 async def _may_grow(fleet: MultiHostPlan) -> bool:
-    """Return whether a script that lists only this machine may list others later, whose workers must reach this one."""
+    """Return whether a script that lists only this machine may list other machines later, whose workers must reach this
+    one."""
     return not is_loopback(await listen_address(fleet.interfaces, (), grows=True))
 
 

@@ -1,4 +1,4 @@
-"""Files created by the checks of a start, which are removed if the start is refused. Acts."""
+"""Removes the files that were created by the checks of a start, if the start is refused. Acts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StartCleanup:
             raise
 
     def folder(self, path: str) -> None:
-        """Register a folder that is about to be created, with its parents. Only empty ones are removed."""
+        """Register a folder that is about to be created, and its parents. Only empty folders are removed."""
         made = Path(os.path.abspath(path))
         for folder in reversed([made, *made.parents]):
             if not folder.exists():
@@ -47,7 +47,7 @@ class StartCleanup:
             self._undo.append(lambda: _remove_unused(Path(path)))
 
     def run(self, storage: Storage, number: int) -> None:
-        """Register a claimed run. A run that has a checkpoint keeps its mark."""
+        """Register a claimed run. If the run has a checkpoint, its mark is kept."""
 
         def give_back() -> None:
             if all(name.run != number for name in catalog.names(storage)):

@@ -1,7 +1,7 @@
 """Execution of a job whose workers belong to agents: on several hosts, or with driver failover. Acts.
 
-In order: become leader, read the journal, listen, announce the address, adopt or begin. A driver that loses leadership
-in between exits without touching a worker, since the workers belong to another driver by then.
+The steps are, in order: become the leader, read the journal, listen, announce the address, and adopt or begin the job.
+A driver that loses the leadership in between exits without an effect on workers, which then belong to another driver.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ async def start_fleet(
 async def _past(
     job: Job, plan: MultiHostPlan, lead: LeaderLease | None, archive: Archive | None
 ) -> RecoveredJob | None:
-    """Return the job that this driver resumes, if any. Raises Invalid if it must not start a new one."""
+    """Return the job that this driver resumes, if any. Raises Invalid if it must not start a new job."""
     if archive is None:
         return None
     begun_alone = isinstance(archive, FileArchive) and not archive.outlives()
@@ -107,7 +107,7 @@ async def _past(
             " now. Pass --fresh to discard its remaining data and start a new job"
         )
     if begun_alone or (found is not None and found.ended is not None and unawaited):
-        return None  # its workers ended with their driver; or no driver has waited for its outcome
+        return None  # its workers ended with their driver, or no driver has waited for its outcome
     name = f"job {plan.name}" if lead is not None else f"the journal {job.journal}"
     return to_go_on_with(
         found,
@@ -135,8 +135,8 @@ def _bound(server: ControlServer[Any], interface: str, port: int, own: int) -> A
     """Bind the server and return its address. ``own``: the port of --driver-port.
 
     Raises:
-        Invalid: that port, or the previous driver's, is taken.
-        OSError: it cannot listen.
+        Invalid: this port, or that of the previous driver, is taken.
+        OSError: the driver cannot listen.
     """
     try:
         return server.bind(interface, port)
@@ -306,9 +306,9 @@ class _Run:
     # ---- addresses, agents and hosts -------------------------------------------------------------------------------
 
     async def _place(self, known: dict[str, int] | None) -> tuple[str, int]:
-        """Return the address and port to listen on. Agents without etcd know only the previous driver's."""
+        """Return the address and port to listen on. Without etcd, agents know only those of the previous driver."""
         movable = self.plan.etcd is not None or self.plan.provider is not None
-        movable = movable or self.plan.pods is not None  # another pod, with the name of a service
+        movable = movable or self.plan.pods is not None  # another pod with the name of a service
         if self.past is not None and not movable and self.past.address:
             return parse_address(self.past.address)
         if self.plan.pods is not None and self.plan.pods.address:
@@ -403,7 +403,7 @@ class _Run:
         await self._announce_desk(address.host)
 
     async def _announce_desk(self, interface: str) -> None:
-        """Announce the operators' address where agents look for the driver: in etcd or Ray."""
+        """Announce the address for operators in etcd or Ray, where agents also find the driver."""
         if self.lead is None and self.job.steered is None:
             return
         desk = self.job_io.desk
@@ -438,7 +438,7 @@ class _Run:
         )
         copy = None
         if self.job.journal is not None and not isinstance(archive, FileArchive):
-            # A copy that can be read here after etcd has discarded it, starting with this driver.
+            # A copy that begins with this driver and can be read after etcd has discarded the entries.
             at = writer.at if self.past is None else max(self.past.last_at, writer.at)
             state = None if self.past is None else snapshot.take_snapshot(self.membership)
             file = FileArchive(Path(self.job.journal))
@@ -450,9 +450,8 @@ class _Run:
         return journal if copy is None else JournalCopy(journal, copy)
 
     def _none_waiting(self) -> bool:
-        """Return whether all train and no worker is about to reconnect or exit.
-
-        Only then is a snapshot taken, since one of many workers takes long.
+        """Return whether all workers train and none is about to reconnect or exit. A snapshot is taken only then, since
+        it takes long in a large job.
         """
         membership = self.membership
         return membership.phase is Phase.TRAINING and membership.roster.first_exit_by() is None
@@ -488,7 +487,7 @@ class _Run:
                 task.add_done_callback(self._publishing.discard)
 
     async def _publish_generation(self, generation: int) -> None:
-        """Publish the generation, so that disconnected agents learn whether the job has continued without them."""
+        """Publish the generation, so that disconnected agents can detect that the job has continued without them."""
         assert self.lead is not None
         value = msgspec.json.encode({"generation": generation, "term": self.term, "job": self.id})
         with contextlib.suppress(LeadershipLost):

@@ -1,6 +1,6 @@
 """Local, readable copy of a journal that is kept elsewhere, from the start of this driver on. Makes no decisions.
 
-The next driver resumes from the original; the copy is for users and for checks.
+The next driver resumes from the original. The copy is for users and for checks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def copied_to(
     Args:
         file: the file to write.
         header: of the job.
-        state: snapshot of the state that the previous driver left; None if this is the first driver.
+        state: snapshot of the state at the end of the previous driver; None if this is the first driver.
         at: time of the snapshot.
         failed: called if the copy can no longer be written.
 

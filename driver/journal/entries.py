@@ -1,8 +1,8 @@
 """Entries of a journal, their encoding and their description. Pure: values and bytes. Makes no decisions.
 
-One JSON object per line. The first line is the header. It is followed by events with the resulting actions and, between
-them, lines from which another driver can resume without reading everything: snapshots of the whole state, and changes
-of the driver.
+One JSON object per line. The first line is the header. It is followed by events with the resulting actions. Between
+these are lines from which another driver can resume without reading the whole journal: snapshots of the complete state,
+and changes of the driver.
 
     {"journal": 2, "date": ..., "settings": {...}, "job": ..., "command": [...], "folder": ..., "writer": {...}}
     {"at": seconds, "event": {...}, "actions": [...]}
@@ -10,8 +10,8 @@ of the driver.
     {"resumed": {"term": 2, "address": ..., ...}}
     {"trouble": {...}, "at": seconds}
 
-A journal never contains secrets: no event contains the job's secret, and of the extra environment only the names are
-stored.
+A journal never contains secrets: no event contains the job's secret, and only the names of additional environment
+variables are stored.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
 
 FORMAT = 2
-ABANDONED = 0  # replaces the format if its driver could not continue to write it
+ABANDONED = 0  # replaces the format number if the driver could not continue the journal
 BEGINNING = b'{"journal":'  # beginning of a header, and thus of a journal
 SNAPSHOT = b'{"snapshot":'  # beginning of a line with a snapshot
 
 
 class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The driver that writes from here on: the first one or a successor.
+    """The driver that writes the following entries: the first driver or a successor.
 
-    ``at``, ``unix_s`` and ``boot`` are its clocks and the boot ID of its machine when it started.
+    ``at``, ``unix_s`` and ``boot`` are the values of its clocks and the boot ID of its machine when it started.
     """
 
     term: int = 1  # incremented by every driver of a job
     address: str = ""  # host:port
     date: str = ""
     pid: int = 0
-    at: float = 0.0  # time on the clock of the entries ...
-    offset_s: float = 0.0  # ... which is the machine's monotonic clock plus this
+    at: float = 0.0  # time on the clock of the entries, ...
+    offset_s: float = 0.0  # ... which is the machine's monotonic clock plus this offset
     unix_s: float = 0.0
     boot: str = ""
 
@@ -66,7 +66,7 @@ class Header(msgspec.Struct, frozen=True):
     begins: StartCheckpoint | None = None  # None: no checkpoint, or written by an earlier version
 
     def checked(self) -> Settings:
-        """Return the settings, without the values of the extra environment.
+        """Return the settings, without the values of additional environment variables.
 
         Raises:
             Invalid: the format or the settings are of another version, or the journal is incomplete.
@@ -85,13 +85,13 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, omit_defaults=True):
-    """One event. ``error`` is the exception that handling it raised, if any."""
+    """One event. ``error``: the exception that was raised while handling it, if any."""
 
     at: float
     event: Event
     actions: list[Action] = []
     error: str = ""
-    digest: int | None = None  # digest of the actions, if these are omitted
+    digest: int | None = None  # digest of the actions if these are omitted
 
 
 class Snapshot(msgspec.Struct):
@@ -107,7 +107,7 @@ class Resumed(msgspec.Struct):
 
 
 class TroubleLine(msgspec.Struct):
-    """A problem outside the driver, for example with etcd. For readers only; not used to resume."""
+    """A problem outside the driver, for example with etcd. It is for readers only and not used to resume."""
 
     trouble: Reason
     at: float
@@ -117,7 +117,7 @@ Line = Entry | Snapshot | Resumed | TroubleLine
 
 
 class _Line(msgspec.Struct):
-    """Any line as it is read. The parts of an entry are decoded by their own tags."""
+    """Any line of a journal, as read. The parts of an entry are decoded according to their tags."""
 
     at: float = 0.0
     event: msgspec.Raw = msgspec.Raw()
@@ -157,7 +157,8 @@ def header_of(
 
 
 def readable(words: Sequence[str]) -> list[str]:
-    """Return a printable command. Arguments may contain bytes that are not valid text, which JSON cannot represent."""
+    """Return a printable command. Arguments may contain bytes that are not valid text and that JSON cannot
+    represent."""
     return [word.encode(errors="backslashreplace").decode() for word in words]
 
 
@@ -213,7 +214,7 @@ def same(recorded: Action | None, now: Action | None) -> bool:
 
 
 def digest_of(actions: Sequence[Action]) -> int:
-    """Return a checksum of decisions, for comparing drivers if the actions are omitted."""
+    """Return a checksum of decisions, with which drivers are compared if the actions are omitted."""
     return zlib.crc32(_encoder.encode([*map(_decision, actions)])) if actions else 0
 
 
@@ -227,7 +228,7 @@ def _decision(action: Action) -> dict[str, Any]:
 
 
 def _kinds(fact: object) -> Any:
-    """Return the kind of a reason, and of the reasons among its facts."""
+    """Return the kind of a reason, and the kinds of reasons among its facts."""
     match fact:
         case Reason(kind, facts):
             causes = {name: found for name, each in facts.items() if (found := _kinds(each))}

@@ -1,8 +1,8 @@
-"""Journal of a job in a file, and the search for the state that another driver resumes from. Makes no decisions.
+"""Journal of a job in a file, and the search for the state from which another driver resumes. Makes no decisions.
 
-Each entry is in the file when `record` returns, so the next driver finds it however this one was killed. Entries are
-not synced to the disk. A machine that loses power may lose the latest entries, but then its workers are lost too. A
-lock on the file prevents a second driver from writing it while the first one runs.
+Each entry is in the file when `record` returns, so the next driver finds it even if this one is killed. Entries are not
+synced to disk: a machine that loses power may lose the latest entries, but then its workers are lost too. A lock on the
+file prevents a second driver from writing while the first one runs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class FileArchive:
             raise _not_writable(path, error) from error
 
     async def past(self) -> RecoveredJob | None:
-        """Return the job to resume, or None. Reads back to the last snapshot only.
+        """Return the job to resume, or None. Reads only from the last snapshot on.
 
         Raises:
             Invalid: the file cannot be read or is not a journal.
@@ -104,8 +104,8 @@ class FileArchive:
         """Make room for a new journal. The previous job's journal is kept with a numeric suffix, the newest as ``.1``.
 
         Raises:
-            Invalid: the journal cannot be kept, one of these files is not a journal or is in use by a driver, or this
-                file itself is the kept journal of an earlier job.
+            Invalid: the journal cannot be kept, one of these files is not a journal or is used by a driver, or this
+                file is itself the kept journal of an earlier job.
         """
         check_own(self.path)
         kept = [Path(f"{self.path}.{number}") for number in range(1, KEPT + 1)]
@@ -147,7 +147,7 @@ class FileArchive:
     async def go_on(
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> FileJournal:
-        """Resume. An incomplete last line, left by a crash, is cut off."""
+        """Resume the journal. An incomplete last line, left by a crash, is removed."""
         return FileJournal(self, Resumed(writer), self._end, policy, entries=past.replayed)
 
     def outlives(self) -> bool:
@@ -210,7 +210,7 @@ class FileJournal(Journal):
         return cls(FileArchive(path), header_of(settings, writer=writer_here()), 0, policy)
 
     async def settle(self) -> None:
-        """Do nothing: recorded entries are in the file already and outlive this process."""
+        """Do nothing: recorded entries are already in the file and outlive this process."""
 
     def trouble(self, at: float, reason: Reason) -> None:
         self._write(encoded(TroubleLine(reason, at)))
@@ -243,9 +243,8 @@ class FileJournal(Journal):
             self.failed(f"the journal {path} ends here: {error.strerror}{followed}")
 
     def _abandon(self) -> None:
-        """Mark the journal as incomplete, in place since that needs no space.
-
-        The next driver must not resume from it.
+        """Mark the journal as incomplete, so that the next driver does not resume from it. This overwrites bytes in
+        place and needs no space.
         """
         try:
             with open(self._archive.path, "r+b") as file:
@@ -253,14 +252,14 @@ class FileJournal(Journal):
                 if head == BEGINNING:
                     file.write(str(ABANDONED).encode())
         except OSError:
-            return  # the workers then show it: their generation is unknown to the journal
+            return  # workers then reveal this, since the journal does not contain their generation
 
 
 def check_own(path: Path) -> None:
-    """Check that the file is not a kept journal of another one.
+    """Check that the file is not the kept journal of an earlier job.
 
     Raises:
-        Invalid: it is.
+        Invalid: it is the kept journal of an earlier job.
     """
     if path.suffix not in (f".{number}" for number in range(1, KEPT + 1)):
         return
@@ -275,7 +274,7 @@ def check_own(path: Path) -> None:
 
 
 def _check_unwritten(path: Path) -> None:
-    """Check that no driver writes the file, since it would be moved and then lost.
+    """Check that no driver writes the file, which will be moved or removed.
 
     Raises:
         Invalid: a driver writes it.
@@ -291,11 +290,11 @@ def _check_unwritten(path: Path) -> None:
 
 
 def _has_journal(path: Path) -> bool:
-    """Return whether the file contains a journal, rather than nothing.
+    """Return whether the file contains a journal; False if it is empty.
 
     Raises:
-        Invalid: it contains something else.
-        OSError: it cannot be read.
+        Invalid: it contains other data.
+        OSError: the file cannot be read.
     """
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
@@ -310,7 +309,7 @@ def _has_journal(path: Path) -> bool:
 
 
 def _check(path: Path, first: bytes) -> None:
-    """Check the beginning of a file, however short.
+    """Check the beginning of a file, which may be short.
 
     Raises:
         Invalid: the file is not a journal.
@@ -326,13 +325,13 @@ def _no_journal(path: Path) -> Invalid:
 
 
 def _last(fd: int, what: bytes, end: int) -> int:
-    """Return the last offset of ``what`` before ``end``, or -1. Reads backwards, block by block."""
+    """Return the last offset of ``what`` before ``end``, or -1. Reads the file backwards in blocks."""
     while end > 0:
         start = max(0, end - BLOCK)
         found = os.pread(fd, end - start, start).rfind(what)
         if found >= 0:
             return start + found
-        end = start + len(what) - 1 if start else 0  # it may span two blocks
+        end = start + len(what) - 1 if start else 0  # a match may span two blocks
     return -1
 
 

@@ -1,4 +1,4 @@
-"""Record of every event and the resulting actions of membership, and its replay. Makes no decisions.
+"""Record of all events and the resulting actions of membership, and their replay. Makes no decisions.
 
     journal.record(now, event, actions)     right after each decision, in order
     await journal.settle()                  before acting on what was recorded
@@ -43,7 +43,7 @@ from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
 
-RING = 200  # entries kept in memory for the report of a failed assertion
+RING = 200  # number of entries kept in memory for the report of a failed assertion
 SNAPSHOT_EVERY = 2000  # entries
 FORCED = 8  # after FORCED * SNAPSHOT_EVERY entries, a snapshot is taken at any moment
 
@@ -58,7 +58,7 @@ Rebuilt = TypeVar("Rebuilt", bound=Machine)
 
 
 class ReplayDiffers(ElasticError):
-    """The same events led to other actions than those recorded: the code has changed, or is not deterministic."""
+    """The same events led to actions other than those recorded: the code has changed or is not deterministic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,9 @@ class SnapshotPolicy:
     Args:
         take: returns a snapshot of the state after the latest entry; None: take no snapshots.
         snapshot_every: number of entries between two snapshots.
-        failed: called once if the journal can no longer be written, for example on a full disk. The job continues.
-        suits: whether no worker is waiting for the driver, which does nothing else while it takes a snapshot.
+        failed: called once if the journal can no longer be written, for example because the disk is full. The job
+            continues.
+        suits: returns whether no worker is waiting for the driver, which is blocked while it takes a snapshot.
     """
 
     take: Callable[[], bytes] | None = None
@@ -82,8 +83,8 @@ class Journal:
     """Journal that keeps the latest entries in memory, and base class of those that store all of them.
 
     A snapshot is due after ``snapshot_every`` entries, but not before these are as large as the last snapshot, so that
-    it costs no more than the reading it saves. It is taken once the driver has no pending decision and the moment
-    suits, or at the latest after FORCED times as many entries.
+    writing it costs no more than the reading that it avoids. It is taken once the driver has no pending decision and
+    ``suits`` returns True, at the latest after FORCED times as many entries.
     """
 
     def __init__(self, policy: SnapshotPolicy | None = None, *, entries: int = 0) -> None:
@@ -111,10 +112,11 @@ class Journal:
             self._snapshot()
 
     def trouble(self, at: float, reason: Reason) -> None:
-        """Record a problem outside the driver, or its end, which leads to no decision. For readers of the journal."""
+        """Record a problem outside the driver, or its end, for readers of the journal. It leads to no decision."""
 
     async def settle(self) -> None:
-        """Wait until all recorded entries are available to the next driver, so that they may be acted upon."""
+        """Wait until all recorded entries are available to the next driver. Only then may their actions be carried
+        out."""
 
     async def rest(self) -> None:
         """Take a snapshot if one is due. Called when no decision is pending and everything recorded is settled."""
@@ -150,7 +152,7 @@ class Journal:
         assert self.take is not None
         try:
             data = self.take()
-        except SnapshotError as error:  # a bug; without snapshots, resuming only takes longer
+        except SnapshotError as error:  # this is a bug, but without snapshots, resuming only takes longer
             self.take = None
             self.failed(f"the journal gets no more snapshots: {error}")
             return
@@ -160,7 +162,7 @@ class Journal:
 
 
 class Archive(Protocol):
-    """Storage of the journal of one job, present or previous. While it is open, no other process writes to it."""
+    """Storage of the journal of one job, current or previous. While it is open, no other process writes to it."""
 
     async def past(self) -> RecoveredJob | None:
         """Return the job to resume, or None.
@@ -178,7 +180,7 @@ class Archive(Protocol):
         """Continue the journal with another driver."""
 
     def close(self) -> None:
-        """Release the storage. Has no effect once there is a journal, which is closed instead."""
+        """Release the storage. Has no effect once a journal was begun, which must be closed instead."""
 
 
 # ---- reading a file -------------------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ def read(path: Path) -> tuple[Settings, list[Entry]]:
 def replay(
     path: Path, machine: Callable[[Settings], Machine] = Membership
 ) -> list[tuple[Event, list[Action]]]:
-    """Feed the events to a new machine (Membership by default) and compare its actions with those recorded.
+    """Pass the events to a new machine (by default a Membership) and compare its actions with those recorded.
 
     Raises:
         ReplayDiffers: at the first difference.
@@ -262,7 +264,7 @@ def replay(
 
 
 def rebuilt(entries: Iterable[Entry], machine: Rebuilt) -> Rebuilt:
-    """Bring a machine to the state after the last entry. Its answers are compared and discarded.
+    """Bring a machine to the state after the last entry. Its actions are compared and discarded.
 
     Raises:
         ReplayDiffers: at the first difference.

@@ -1,4 +1,4 @@
-"""Record of a journal that is kept in a remote store, divided into pieces that the store accepts. Pure."""
+"""Record of a journal in a remote store, divided into pieces of a size that the store accepts. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PIECE = 768 * 1024  # bytes; etcd accepts 1.5 MiB per transaction
 
 @dataclass(eq=False)
 class PendingRecord:
-    """A record that is not, or not completely, written."""
+    """A record that has not been written completely."""
 
     data: bytearray
     begins: bool = False  # invalidates everything before it
@@ -22,7 +22,7 @@ class PendingRecord:
         return -(-len(self.data) // PIECE)
 
     def takes(self, line: bytes) -> bool:
-        """Return whether the line can be added to it."""
+        """Return whether the line can be added to the record."""
         return not (self.begins or self.begun) and len(self.data) + len(line) <= PIECE
 
     def next_piece(self) -> bytes:

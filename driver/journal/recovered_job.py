@@ -12,13 +12,13 @@ from elastic.driver.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveredJob:
-    """A job as its last driver left it."""
+    """State of a job at the end of its last driver."""
 
     header: Header
-    settings: Settings  # settings without the values of the extra environment
+    settings: Settings  # settings without the values of additional environment variables
     writer: Writer  # the last driver
     membership: Membership
-    last_at: float  # time of the latest entry on its clock
+    last_at: float  # time of the latest entry on the last driver's clock
     ended: EndJob | None  # the outcome, once decided; workers may not have been notified
     replayed: int  # number of entries read since the last snapshot
 

@@ -1,4 +1,4 @@
-"""Common base of journals that write records, in pieces, to a remote store. Makes no decisions.
+"""Base of journals that write records in pieces to a remote store. Makes no decisions.
 
 Entries that are recorded while another record is being written are combined in the next one. A snapshot is a separate
 record that invalidates everything before it.
@@ -20,7 +20,7 @@ R = TypeVar("R", bound=PendingRecord)
 
 
 class RecordJournal(Journal, Generic[R]):
-    """An open journal. It never fails: it waits for its store, or until another driver leads and writes its own."""
+    """An open journal. It never fails: it waits for its store, or until another driver leads."""
 
     def __init__(
         self, make: type[R], writer: Writer, policy: SnapshotPolicy | None, *, entries: int = 0

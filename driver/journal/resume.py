@@ -1,7 +1,7 @@
-"""Restoration of a job from its journal for another driver, and the time that has passed since.
+"""Restoration of a job from its journal for another driver, and the conversion of its clock.
 
-`past_of` applies entries to a Membership, restored from a snapshot or new. Times in a journal are those of the process
-that wrote it; `clock_offset` returns what to add to another clock.
+`past_of` applies entries to a Membership, which is new or restored from a snapshot. Times in a journal are on the clock
+of the process that wrote it; `clock_offset` returns the offset of another clock.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
 
 
 def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) -> list[str]:
-    """Describe how the command and settings differ from those the job started with."""
+    """Describe the differences between the command and settings and those with which the job started."""
     found = []
     if list(command) != past.command:
         found.append(f"the command is {_line(command)}, the job started with {_line(past.command)}")
@@ -99,7 +99,7 @@ def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) 
 
 
 def check_same_job(past: RecoveredJob, command: Sequence[str], settings: Settings) -> None:
-    """Check that command and settings are those the job started with.
+    """Check that the command and settings are those with which the job started.
 
     Raises:
         Invalid: they differ; the message lists all differences.
@@ -121,14 +121,14 @@ def to_go_on_with(
     fresh: bool,
     name: str,
 ) -> RecoveredJob | None:
-    """Return the job that a driver with this command must continue; None: it starts a new one.
+    """Return the job that a driver with this command must continue; None: it starts a new job.
 
     A completed job with the same command is returned too.
 
     Args:
         past: the job in the journal, if any.
         command, settings: of this driver.
-        resume: whether it may continue a job.
+        resume: whether this driver may continue a job.
         fresh: whether to discard an existing job.
         name: of the journal, for errors.
 
@@ -171,10 +171,11 @@ def _shown(value: object) -> str:
 
 
 def clock_offset(past: RecoveredJob, loop_time: float, *, unix_s: float, boot: str) -> float:
-    """Return what to add to a driver's clock, now ``loop_time``, to continue the job's clock.
+    """Return the offset that continues the job's clock when added to a driver's clock, which is now ``loop_time``.
 
-    If the machine has not rebooted, its clock has continued. Otherwise the time without a driver is known only from
-    dates, which may be wrong, so it is limited to the longest cooldown. The job's clock never goes back.
+    If the machine has not rebooted, its clock has continued. Otherwise, the time without a driver is known only from
+    the dates of the system clock, which may be wrong, so it is limited to the longest cooldown. The job's clock never
+    goes backwards.
     """
     if boot and boot == past.writer.boot:
         now = loop_time + past.writer.offset_s
@@ -185,9 +186,8 @@ def clock_offset(past: RecoveredJob, loop_time: float, *, unix_s: float, boot: s
 
 
 def writer_here(*, term: int = 1, address: str = "", past: RecoveredJob | None = None) -> Writer:
-    """Return this process as the driver that writes from now on.
-
-    Its clock is the clock of asyncio's loops plus ``offset_s``.
+    """Return a description of this process as the driver that writes from now on. Its clock is the clock of asyncio's
+    loops plus ``offset_s``.
     """
     at, unix_s, boot = time.monotonic(), time.time(), ""
     with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Valid part of a journal that several drivers have written, each in its own chapters, piece by piece. Pure.
+"""Determines the valid part of a journal that several drivers have written in pieces, each in its own chapters. Pure.
 
-A chapter begins with a record that starts a journal over, or with one that names the record it continues from. The
-valid records are found from the end. Records that a replaced driver wrote too late are not on this path, nor are
-incomplete ones. See `elastic.driver.ray.journal`.
+The first record of a chapter either invalidates everything before it, or names the record that it continues. The valid
+records are found by following these references backwards from the end. Incomplete records and records that a replaced
+driver wrote too late are not on this path. See `elastic.driver.ray.journal`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _heads = msgspec.json.Decoder(Head)
 
 @dataclass(eq=False)
 class SegmentedRecord(PendingRecord):
-    """A record whose pieces have heads. ``after``: the place that it continues from."""
+    """A record whose pieces have heads. ``after``: the place from which it continues."""
 
     after: Place | None = None
 
@@ -51,7 +51,7 @@ class SegmentedRecord(PendingRecord):
 
 
 def chapter_name(turn: int, number: int, writer: str) -> str:
-    """Return the name of a chapter. Sorted names are in the order of their turns."""
+    """Return the name of a chapter. The order of sorted names is that of the turns."""
     return f"{turn:06d}-{number:06d}-{writer}"
 
 
@@ -62,7 +62,7 @@ def writer_of(chapter: str) -> tuple[int, str]:
 
 
 def counting(chapters: Mapping[str, Mapping[int, bytes]]) -> tuple[list[bytes], Place | None]:
-    """Return the valid records, from the last beginning on, and the end of the last one.
+    """Return the valid records since the last beginning, and the end of the last record.
 
     Args:
         chapters: the pieces of each chapter by number.

@@ -1,8 +1,8 @@
-"""Processes that a starter has created: each receives its bootstrap, is watched until it is ready, and is reaped.
+"""Child processes of a starter. Each receives its bootstrap, is watched until it is ready, and is reaped.
 
 Makes no decisions. Each process has its own session, so that neither Ctrl-C nor the end of a terminal reaches it. Its
-standard input stays open while this process lives, which is how the agent knows about it, unless the agent outlives
-it. The exit is detected with a pidfd, not by end of file on the output, which other processes may hold open.
+standard input stays open while this process lives, so that an agent that must not outlive this process detects its end.
+The exit is detected with a pidfd, not by the end of the output, which other processes may hold open.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from elastic.driver.sinks import Log
 from elastic.version import __version__
 
 KEPT_BYTES = 64 * 1024  # bytes kept of the end of the output
-# limit of warnings passed on that an agent prints besides its connection to the driver
+# maximum number of forwarded warnings that an agent prints outside its connection to the driver
 SAID_LINES = 20
 REAP_S = 1.0
-# May be in the driver's environment. An agent receives them in its bootstrap.
+# The driver's environment may contain these variables. An agent receives them in its bootstrap.
 WITHHELD = frozenset({"ELASTIC_JOB_SECRET", "ELASTIC_ETCD_PASSWORD"})
 
 _READY = re.compile(rb"%s (\S+)\r?\n" % READY.encode())
@@ -38,9 +38,7 @@ _LOGGED = re.compile(r"elastic \| (?:\d\d:\d\d:\d\d \| )?(?:(warning|error): )?(
 
 
 def as_logged(line: str) -> tuple[str, str]:
-    """Return level and text of a line of an agent's log.
-
-    Any other line, for example of a traceback, is a warning.
+    """Return the level and text of a line of an agent's log. Any other line, such as part of a traceback, is a warning.
     """
     if found := _LOGGED.match(line):
         return found[1] or "debug", found[2].strip()
@@ -50,7 +48,8 @@ def as_logged(line: str) -> tuple[str, str]:
 class ChildProcess:
     """One child process.
 
-    ``heard`` is called with each line that it prints once it is ready, ``gone`` when no more follow.
+    Once the process is ready, ``heard`` is called with each line that it prints. ``gone`` is called after the last
+    line.
     """
 
     def __init__(
@@ -96,11 +95,11 @@ class ChildProcess:
         self._send()
 
     def said(self) -> str:
-        """Return the end of its output, of both streams."""
+        """Return the end of the process's output from both streams."""
         return self._printed.decode("utf-8", "replace")
 
     def hang_up(self) -> None:
-        """Close its standard input, which means that its parent has exited."""
+        """Close its standard input, which tells the process that its parent has exited."""
         if not self._input.closed:
             self._loop.remove_writer(self._input.fileno())
             self._input.close()
@@ -112,7 +111,7 @@ class ChildProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def release(self) -> None:
-        """Release the resources of the process, whether it has ended or not."""
+        """Release the resources of the process, even if it has not ended."""
         self.hang_up()
         self._close_output()
         self._conclude()
@@ -121,7 +120,7 @@ class ChildProcess:
             os.close(self._pidfd)
             self._pidfd = None
         if self._popen.returncode is None:
-            # It continues to run, and Popen would warn that nothing waits for it.
+            # The process continues to run, and Popen would warn that it was not waited for.
             self._popen.returncode = 0
 
     def _send(self) -> None:
@@ -136,7 +135,7 @@ class ChildProcess:
             self._loop.add_writer(self._input.fileno(), self._send)
 
     def _read(self) -> bool:
-        """Read one chunk. Return False if there is none now, or at the end of the output."""
+        """Read one chunk. Return False if there is none at present, or at the end of the output."""
         if self._output.closed:
             return False
         try:
@@ -198,7 +197,7 @@ class ChildProcess:
             os.close(self._pidfd)
             self._pidfd = None
         self.hang_up()
-        for _ in range(16):  # limited, since a grandchild may continue to write
+        for _ in range(16):  # limited, since a grandchild may keep writing
             if not self._read():
                 break
         at_its_end = self._output.closed
@@ -208,17 +207,17 @@ class ChildProcess:
             self.gone()
         elif self.code != 0 or not self.outlives:
             self._close_output()
-        # Otherwise it moved to the background and left the pipe to its child, which reports when it is ready.
+        # Otherwise the process moved to the background, and its child reports on the pipe when it is ready.
 
 
 class ChildProcesses:
     """All processes of one starter.
 
     Args:
-        describe: called with host and process; returns the reason why a process ended that had been ready.
+        describe: called with host and process; returns the reason why a ready process ended.
         at_once: maximum number of processes that are being started at the same time.
         ready_s: time limit for one start, once it is its turn.
-        close_s: time limit for the end of all processes; one second more is added.
+        close_s: time limit for the end of all processes; one second is added.
     """
 
     def __init__(
@@ -253,9 +252,9 @@ class ChildProcesses:
         """Start ``command`` on a host, send it the bootstrap, and return when it is ready.
 
         Args:
-            explain: called with the process and the release that it reported, returns the reason why the process is
-                useless. The release is None if the process ended before, or was killed at the time limit (its ``code``
-                is then None).
+            explain: called with the process and the release that it reported; returns the reason why the process cannot
+                be used. The release is None if the process ended before it was ready, or was killed at the time limit
+                (its ``code`` is then None).
             first: bytes to send before the bootstrap.
 
         Raises:
@@ -297,7 +296,7 @@ class ChildProcesses:
         if release != __version__:
             raise StartFailed(await explain(process, release))
         if process.outlives:
-            if process in self._all:  # not in the background already
+            if process in self._all:  # it has not already moved to the background
                 self._left.add(process)
                 process.hang_up()
         elif process.ended.is_set():  # immediately
@@ -337,7 +336,7 @@ class ChildProcesses:
         """End all processes, within a time limit.
 
         Args:
-            spare: leave processes alone that outlive this one, since each of them is an agent.
+            spare: do not end processes that outlive this one, since these are agents.
         """
         self._closed = True
         self._serving.clear()

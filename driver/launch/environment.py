@@ -1,4 +1,4 @@
-"""Environment of a worker that is about to be started. Pure."""
+"""The environment of a worker that is about to be started. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from elastic.driver.network.credentials import TlsFiles
 from elastic.protocol.messages import Address, Place, Worker
 from elastic.rendezvous import nccl_settings
 
-# These give drivers and agents secrets with which a worker, or any process that reads its environment, could
-# impersonate one.
+# Variables with secrets of drivers and agents, with which a worker, or a process that reads its environment, could
+# impersonate them.
 _KEPT_BACK = {
     "ELASTIC_JOB_SECRET",
     "ELASTIC_SECRET_FILE",
@@ -36,11 +36,11 @@ def worker_environment(
 
     Args:
         inherited: the driver's own environment.
-        place: provisional; the final one is sent after the worker has connected.
+        place: provisional place; the final one is sent after the worker has connected.
         driver, secret, bind, tls: see `host_environment`.
         threads: see `defaults`.
-        extra: the job's additional variables, with its timeouts. Like ``inherited``, they override the defaults, but
-            not the worker's identity.
+        extra: the job's additional variables, including its timeouts. Like ``inherited``, they override the defaults
+            but not the worker's identity.
     """
     env = {
         **defaults(threads),
@@ -59,11 +59,11 @@ def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def defaults(threads: int) -> dict[str, str]:
-    """Return the defaults, which users may override. ``threads`` is this worker's share of the cores."""
+    """Return the defaults, which users may override. ``threads``: this worker's share of the cores."""
     return {
         **nccl_settings.DEFAULTS,
         "OMP_NUM_THREADS": str(threads),
-        # hides Gloo's messages about dead peers; the driver logs one line instead
+        # hides Gloo's messages about dead peers, for which the driver logs one line
         "TORCH_CPP_LOG_LEVEL": "FATAL",
         "PYTHONUNBUFFERED": "1",
     }
@@ -72,7 +72,7 @@ def defaults(threads: int) -> dict[str, str]:
 def job_environment(
     worker: Worker, place: Place, elastic: bool, wait_timeout_s: float
 ) -> dict[str, str]:
-    """Return the variables that depend on worker and job, but not on the host.
+    """Return the variables that depend on the worker and the job but not on the host.
 
     The ``HOROVOD_`` names are those by which scripts and other libraries detect how they were started.
 
@@ -98,7 +98,7 @@ def job_environment(
 
 
 def _as_torchrun(worker: Worker, place: Place) -> dict[str, str]:
-    """Return the variables that torchrun sets. A group is a host, and there is one role."""
+    """Return the variables that torchrun sets. Each host is a group, and there is only one role."""
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.size),
@@ -122,10 +122,11 @@ def host_environment(
 
     Args:
         driver: address of the driver, or of the host's agent, to connect to.
-        secret: hexadecimal. Only its user can read a process's environment, but every user can read its arguments.
+        secret: hexadecimal. It is not an argument, because every user can read a process's arguments, but only its
+            owner can read its environment.
         bind: address on which a worker may listen for its peers.
     """
-    # Whatever listens at the rendezvous address does not speak HTTP, as other libraries would expect.
+    # No server that speaks HTTP, as other libraries would expect, listens at the rendezvous address.
     return {
         "ELASTIC_DRIVER": str(driver),
         "ELASTIC_SECRET": secret,
@@ -139,5 +140,5 @@ def host_environment(
 
 
 def threads_per_worker(cores: int, workers: int) -> int:
-    """Return an equal share of the cores. Torch's default, all cores in every worker, is many times too much."""
+    """Return an equal share of the cores. With torch's default, every worker would use threads for all cores."""
     return max(1, cores // max(1, workers))

@@ -26,7 +26,7 @@ class Launcher(Protocol):
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Start ``command`` as this worker, with exactly this environment.
 
-        Never raises for external failures: a missing program or a lost host is reported as an exit with code 127 or
+        Does not raise for external failures: a missing program or a lost host is reported as an exit with code 127 or
         126 and a ``reason``.
         """
 
@@ -40,10 +40,10 @@ class Launcher(Protocol):
         """Inspect these processes. A WorkerProbed is reported for each. Unknown workers are ignored."""
 
     def dump(self, worker: Worker) -> None:
-        """Make the worker write the stacks of its threads, if it can. Unknown workers are ignored."""
+        """Make the worker write the stacks of its threads, if possible. Unknown workers are ignored."""
 
     def give_up(self, host: str, why: str) -> None:
-        """Declare a host that does not respond lost, which reports `HostLost`.
+        """Declare an unresponsive host lost. `HostLost` is then reported.
 
         Does nothing if its agent is in this process.
         """

@@ -1,4 +1,4 @@
-"""Starts workers on this machine, through an agent within the driver's process."""
+"""Starts workers on this machine, through an agent in the driver's process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from elastic.protocol.messages import Worker
 
 
 class LocalLauncher:
-    """Launcher that runs all workers here, regardless of their host names.
-
-    Several "hosts" on one machine are fine for tests.
+    """Launcher that runs all workers on this machine, regardless of their host names. Tests use several "hosts" on one
+    machine.
     """
 
     def __init__(

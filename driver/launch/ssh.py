@@ -1,7 +1,7 @@
-"""Starts agents on other hosts with the user's ssh, whose configuration sets user, port, key and jump host.
+"""Starts agents on other hosts with the user's ssh, whose configuration determines user, port, key and jump host.
 
 The remote command is constant, so that no shell there can misinterpret a name. All parameters are sent on standard
-input: first two lines with the Pythons to try, then the bootstrap. ssh stays connected for as long as the agent
+input: two lines with the Python interpreters to try, then the bootstrap. ssh stays connected as long as the agent
 depends on the driver, and detects a connection that was lost silently.
 """
 
@@ -34,10 +34,11 @@ CLOSE_S = 10.0
 
 
 def remote(module: str) -> str:
-    """Return the command that runs a module on another host, with the first of two Pythons that exists there.
+    """Return the command that runs a module on another host with the first of two Python interpreters that exists
+    there.
 
-    The Pythons are the first two lines of standard input. Any login shell parses the command, since its quoted part
-    contains no quotes, backslashes, newlines or exclamation marks.
+    The interpreters are the first two lines of standard input. Any login shell can parse the command, since its quoted
+    part contains no quotes, backslashes, newlines or exclamation marks.
     """
     return (
         "exec /bin/sh -c 'IFS= read -r a; IFS= read -r b; "
@@ -91,7 +92,7 @@ class SshOptions:
 
 
 class SshStarter:
-    """Starts agents with ssh. Create it in the event loop.
+    """Starts agents with ssh. Must be created in the event loop.
 
     Args:
         environ: environment of ssh itself, for ssh-agent. It is not passed to agents.
@@ -155,7 +156,7 @@ class SshStarter:
 def ssh_command(options: SshOptions, host: str, words_there: str) -> list[str]:
     """Return the command that runs ``words_there`` on ``host``.
 
-    It contains no secrets, and the host cannot be mistaken for an option.
+    The command contains no secrets, and ssh cannot mistake the host for an option.
     """
     settings = {
         "BatchMode": "yes",  # no prompts
@@ -163,7 +164,7 @@ def ssh_command(options: SshOptions, host: str, words_there: str) -> list[str]:
         "ServerAliveInterval": options.alive_s,
         "ServerAliveCountMax": options.alive_count,
         "LogLevel": "DEBUG1",  # reports the keys that were tried
-        "ControlMaster": "no",  # may use an existing connection, but must not leave one behind
+        "ControlMaster": "no",  # may use an existing shared connection but must not create one
         "ClearAllForwardings": "yes",
         "RemoteCommand": "none",
     }

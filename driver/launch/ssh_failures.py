@@ -1,4 +1,4 @@
-"""Explains in one sentence why an agent could not be started, from the output of ssh and the remote command. Pure.
+"""Explains in one sentence, from the output of ssh and the remote command, why an agent could not be started. Pure.
 
 ssh runs with its first level of debug messages (``debug1:``), which contain the keys it has tried.
 """
@@ -69,8 +69,8 @@ def why_no_agent(
 
     Args:
         code: exit code of the command that should have become the agent; None: it did not exit in time.
-        ours: release of this program.
-        release: other release that the agent reported, or None.
+        ours: release of this package.
+        release: different release that the agent reported, or None.
     """
     if release is not None:
         return (

@@ -9,7 +9,7 @@ from elastic.protocol.messages import Worker
 
 
 def rank_of(environ: Mapping[str, str]) -> int | None:
-    """Return the rank in a worker's environment; None: it has none."""
+    """Return the rank in a worker's environment, or None if it has none."""
     text = environ.get("HOROVOD_RANK", "")
     return int(text) if text.isdecimal() else None
 
@@ -18,8 +18,8 @@ def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
     """Check ``--stdin``.
 
     Args:
-        rank: None: no worker reads standard input.
-        by_agents: workers are started by other processes.
+        rank: rank of the worker that reads standard input; None: none.
+        by_agents: agents in other processes start the workers.
 
     Raises:
         Invalid: no worker could read it.
@@ -38,7 +38,7 @@ def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
 
 
 class StandardInput:
-    """Standard input of a job, for the worker with one rank. ``rank`` None: for no worker.
+    """Standard input of a job, which the worker with the given rank receives. ``rank`` None: no worker receives it.
 
     One worker at a time receives it. Once that worker has ended, the next worker that starts in its slot or with its
     rank receives the rest of the input.

@@ -16,8 +16,8 @@ from elastic.errors import ElasticError
 # printed by the agent, followed by its release, once it has checked its bootstrap
 READY = "hvd-elastic agent ready"
 AGENT_MODULE = "elastic.driver.agents.agent_process"
-# Runs a module like python -m, but does not import from the working directory, for example a user's socket.py. It can
-# be enclosed in double quotes within a shell's single quotes.
+# Runs a module as python -m does, but does not import from the working directory, which may contain a socket.py. The
+# text can be enclosed in double quotes within a shell's single quotes.
 RUN_MODULE = (
     "import sys; sys.path[:] = filter(None, sys.path);"
     " import runpy; runpy.run_module(sys.argv[1], None, __name__, True)"
@@ -25,10 +25,11 @@ RUN_MODULE = (
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
-    """Parameters of an agent process. Exactly one of ``drivers`` and ``etcd`` is set, and says where the driver is."""
+    """Parameters of an agent process. Exactly one of ``drivers`` and ``etcd`` is set and contains the location of the
+    driver."""
 
     job: str
-    host: str  # name under which it is listed
+    host: str  # name in the list of hosts
     secret: str  # the job's secret, hexadecimal
     drivers: list[str] = []  # host:port; names are resolved at each attempt
     # File with one address per line, read at each attempt; overrides ``drivers``.
@@ -36,7 +37,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     etcd: EtcdAccess | None = None
     tls: TlsFiles | None = None
     slots: int = 0  # 0: the number of GPUs, or of cores if there are none
-    # Interface names or networks; the first that this host has carries the workers' data. Empty: any.
+    # Names of interfaces or networks. Workers use the first one that this host has. Empty: any.
     interfaces: list[str] = []
     outlives: bool = False  # continues after the process that started it has exited
     folder: str = ""  # working directory of workers; empty: the one that the driver specifies
@@ -56,9 +57,8 @@ class Starter(Protocol):
     """Starts agent processes. All methods are called in the thread of the driver's event loop."""
 
     async def start(self, bootstrap: Bootstrap) -> None:
-        """Start the agent of ``bootstrap.host``, and return once it runs and has read its bootstrap.
-
-        Whether it reaches the driver turns out later.
+        """Start the agent of ``bootstrap.host``, and return once it runs and has read its bootstrap. It may not have
+        reached the driver yet.
 
         Raises:
             StartFailed: no agent runs; raised within a time limit.

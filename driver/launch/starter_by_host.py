@@ -13,8 +13,8 @@ class StarterByHost:
     """Starter that delegates to ``here`` for this machine's names and to ``there`` for all other hosts.
 
     Args:
-        elsewhere: returns None for a name of this machine, else the reason why it is not. It may resolve names, so it
-            is called in a thread and must have its own timeout.
+        elsewhere: returns None for a name of this machine, otherwise the reason why it is not this machine. It may
+            resolve names, so it is called in a thread and must have its own timeout.
     """
 
     def __init__(

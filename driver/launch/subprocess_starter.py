@@ -16,9 +16,9 @@ CLOSE_S = 10.0
 
 
 class ChildStarter:
-    """Starts agents as child processes. Create it in the event loop.
+    """Starts agents as child processes. Must be created in the event loop.
 
-    Several agents with different names may run on this machine, for tests.
+    In tests, several agents with different names may run on this machine.
 
     Args:
         environ: environment of agents and their workers, except for the driver's secrets.

@@ -1,4 +1,4 @@
-"""Known environment variables, to report mistyped ones. Pure."""
+"""Known environment variables, for detecting mistyped ones. Pure."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _HOROVODS = re.compile(
     r"|GPU\w*|ALLOW_\w+|DEBUG|CMAKE|CUDA_\w+|ROCM_\w+|MPI_(HOME|CXX\w*)|NCCL_\w+|\w+_(HOME|INCLUDE|LIB|LINK)"
     r"|MPICXX_SHOW|VERSION|REPO)"
 )
-_OF_ELASTICSEARCH = re.compile(r"ELASTIC_(APM_\w+|PORT)")  # similar to one of this program
+_OF_ELASTICSEARCH = re.compile(r"ELASTIC_(APM_\w+|PORT)")  # similar to a variable of this package
 _ALIKE = 0.8  # similarity, at most 1; allows for one or two letters
 
 
 def unread(environ: Mapping[str, str], flags: Collection[str]) -> list[str]:
-    """Return a sentence for each variable that looks like one of this program but has no effect.
+    """Return a sentence for each variable that resembles one of this package's but has no effect.
 
-    Since other programs use ``ELASTIC_`` too, only names similar to a known variable are reported there.
+    Other programs also use the prefix ``ELASTIC_``, so with it, only names similar to a known variable are reported.
 
     Args:
-        flags: variables that stand for flags.
+        flags: variables that correspond to flags.
     """
     sentences = []
     offered = OF_USERS.union(flags)

@@ -53,7 +53,7 @@ class Failures(Part):
         if not (self.settings.elastic or self.worlds.stopping or self.worlds.all_go):
             self._record_complaint(record, self._broken(record, event))
         elif self.worlds.phase is not Phase.GATHERING:
-            # Many workers report the same failure; only the first report of a generation gets here.
+            # Many workers report the same failure; only the first report of a generation is handled here.
             worker, text = str(event.worker), event.reason
             broke = because(ReasonKind.COLLECTIVE_BROKE, worker=worker, text=text)
             if event.calls:
@@ -89,7 +89,7 @@ class Failures(Part):
             self._record_complaint(record, verdict)
 
     def _broken(self, record: WorkerRecord, event: WorkerFailed | WorkerStranded) -> Reason:
-        """Return why a job of a fixed size ends with a broken collective."""
+        """Return the reason why a broken collective ends a job of a fixed size."""
         if event.differs:
             return because(ReasonKind.CALLS_DIFFER, text=event.reason)
         return because(ReasonKind.LOST_PEER, who=self.worlds.named(record), text=event.reason)
@@ -108,14 +108,14 @@ class Failures(Part):
         trace = event.traceback.rstrip()
         if not self.settings.elastic:
             if self.worlds.root_cause_search is None:
-                by = self.actions.now + self.settings.leave_s  # its exit reports the exit code
+                by = self.actions.now + self.settings.leave_s  # the exit event contains the exit code
                 self.worlds.root_cause_search = RootCauseSearch(by, by, None)
             name, summary = self.worlds.named(record), event.summary
             verdict = because(ReasonKind.SCRIPT_RAISED, who=name, summary=summary, trace=trace)
             self.worlds.root_cause_search.name_root_cause(event.worker, verdict)
             return
         if event.worker in self.worlds.world.places and event.calls:
-            # All ranks received the same calls, and would again after a retry.
+            # All ranks received the same calls, and would receive them again after a retry.
             self.worlds.end(1, because(ReasonKind.TENSORS_DIFFER, summary=event.summary))
         if event.worker in self.worlds.world.places and not event.hardware:
             earlier = self.worlds.exceptions.repeats(event)
@@ -139,9 +139,8 @@ class Failures(Part):
         self.worlds.lose(record, lost)
 
     def quit(self, event: WorkerQuit) -> None:
-        """Handle a worker that is about to exit; the others, disconnected from it, continue immediately.
-
-        Its interpreter, with torch loaded, takes seconds to end.
+        """Handle a worker that is about to exit. The others have disconnected from it and continue immediately, since
+        an interpreter that has loaded torch takes seconds to exit.
         """
         record = self.roster.get(event.worker)
         if record is None or record.killed_for or not self.settings.elastic:
@@ -222,9 +221,9 @@ class Failures(Part):
         return not (self.worlds.trained or self.worlds.completed or failed)
 
     def _explains_a_complaint(self, record: WorkerRecord, event: WorkerExited) -> bool:
-        """Return whether this exit is the cause of a reported failure and all workers may restart.
+        """Return whether this exit explains a reported failure and all workers may restart.
 
-        Elastic jobs only: a member was killed, and others reported the failure before its exit.
+        Only in elastic jobs: a member was killed, and others reported the failure before its exit was known.
         """
         search = self.worlds.root_cause_search
         killed = event.code < 0 or record.killed_for is not None
@@ -236,7 +235,7 @@ class Failures(Part):
     def _restart_all(self, why: Reason) -> None:
         """Restart all workers from the beginning.
 
-        No worker had entered elastic.run, and those that wait for a lost peer cannot continue.
+        No worker has entered elastic.run, and workers that wait for a lost peer cannot continue.
         """
         text = "no worker had entered elastic.run, so all start from the beginning"
         self.actions.log("warning", f"{why}; {text}")
@@ -249,9 +248,8 @@ class Failures(Part):
     # ---- the cause -------------------------------------------------------------------------------------------------
 
     def _record_complaint(self, record: WorkerRecord, verdict: Reason) -> None:
-        """Record that a worker cannot continue because of another one.
-
-        The next exit explains the failure; if none follows, ``verdict`` is the reason.
+        """Record that a worker cannot continue because of another one. The next exit explains the failure. If there is
+        none, ``verdict`` is the reason.
         """
         if self.worlds.root_cause_search is None:
             if self.worlds.completed:

@@ -1,9 +1,9 @@
 """Decisions about health checks: a worker is admitted once the check of its slot has passed. Pure.
 
-The check runs beside the start of each worker (`processes.health_check_run`). Until it has passed, init() of the
-worker is not answered, so the worker can't become ready and is in no world; no world waits for it except the first,
-briefly. A slot whose check fails cools down like any slot whose worker failed, and its next worker is checked again;
-unlike others, it is never given up, since an operator may repair its host.
+The check runs beside the start of each worker (`processes.health_check_run`). Until it has passed, init() of the worker
+is not answered, so the worker cannot become ready and is in no world. Only the first world waits for it, and only
+briefly. A slot whose check fails cools down like any slot whose worker failed, and its next worker is checked again. It
+is never given up, since an operator may repair its host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class HealthChecks(Part):
     def checked(self, event: WorkerHealthChecked) -> None:
         record = self.roster.get(event.worker)
         if record is None or not record.unchecked or record.killed_for:
-            return  # it is gone or checked already: an agent repeats results
+            return  # the worker has exited or is already checked, since agents repeat results
         if record.stage is WorkerStage.DISMISSED:
             return
         if event.outcome is HealthOutcome.PASSED:
@@ -36,7 +36,7 @@ class HealthChecks(Part):
         yield from (each.check_by for each in held if not each.killed_for)
 
     def overdue(self) -> None:
-        """Treat a result that does not arrive like a check that timed out."""
+        """Treat a missing result like a check that timed out."""
         for record in self.roster.at(WorkerStage.HELD):
             if self.actions.expired(record.check_by) and not record.killed_for:
                 line = "no result has arrived"
@@ -55,7 +55,8 @@ class HealthChecks(Part):
             self.worlds.welcome(record)
 
     def _failed(self, record: WorkerRecord, event: WorkerHealthChecked) -> None:
-        """Keep the worker out, and let its slot cool down. A result is logged once, until another one follows."""
+        """Reject the worker, and let its slot cool down. A result is logged only if it differs from the previous
+        one."""
         slots, worker = self.staff.slots, record.worker
         reason = because(
             ReasonKind.UNHEALTHY,
@@ -74,5 +75,5 @@ class HealthChecks(Part):
 
 
 def _alike(one: Reason, other: Reason) -> bool:
-    """Return whether two checks failed in the same way. Their last lines may have times or numbers."""
+    """Return whether two checks failed in the same way. Times and numbers in their last lines may differ."""
     return all(one.facts.get(name) == other.facts.get(name) for name in ("outcome", "code"))

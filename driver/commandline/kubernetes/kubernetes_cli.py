@@ -41,7 +41,7 @@ NAME = re.compile(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?")
 IMAGE = re.compile(
     r"[A-Za-z0-9][\w./-]*(:\d+/[\w./-]+)?(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?", re.ASCII
 )
-VERBS = {"status": 1, "logs": 1, "stop": 1, "scale": 2}  # number of following words
+VERBS = {"status": 1, "logs": 1, "stop": 1, "scale": 2}  # number of words that follow
 
 
 @dataclass
@@ -92,7 +92,7 @@ def kubernetes_parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code: for run, the job's. Raises Invalid."""
+    """Run the command and return its exit code; for `run`, that of the job. Raises Invalid."""
     made = kubernetes_parser()
     verb, rest = (arguments[0], [*arguments[1:]]) if arguments else ("-h", [])
     if verb != RUN and verb not in VERBS:
@@ -166,7 +166,7 @@ def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, A
 
 
 def image_parts(image: str) -> tuple[str, str, str]:
-    """Return repository, tag and digest; a registry's port is not a tag."""
+    """Return repository, tag and digest of an image. The port of a registry is not a tag."""
     rest, _, digest = image.partition("@")
     head, colon, tag = rest.rpartition(":")
     if not colon or "/" in tag:
@@ -191,7 +191,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
     except NameTaken:  # a job that was started at the same time has taken the name
         raise
     except Invalid:
-        _uninstall(release, if_there=True)  # helm does not remove what it has created
+        _uninstall(release, if_there=True)  # helm does not remove the objects that it has created
         raise
     _say(f"installed job {release.name} in namespace {release.namespace}")
     if options.detach:
@@ -204,7 +204,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
         code = release.follow(_write, _say)
     except KeyboardInterrupt:
         code = 130
-    except (Invalid, BrokenPipeError):  # the reader of our output may have exited
+    except (Invalid, BrokenPipeError):  # the reader of the output may have exited
         _say(f"the release still exists; remove it with `elasticrun k8s stop {where}`")
         raise
     _uninstall(release)
@@ -213,7 +213,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
 
 
 def _uninstall(release: ChartRelease, *, if_there: bool = False) -> None:
-    """Remove the release, ignoring further Ctrl-C; if that fails, print how to do it later."""
+    """Remove the release and ignore further Ctrl-C. If this fails, print how to remove it later."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:

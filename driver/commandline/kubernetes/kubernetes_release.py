@@ -1,4 +1,4 @@
-"""One release of the chart: helm installs and removes it, the Kubernetes API returns its state. Acts."""
+"""One release of the chart. Helm installs and removes it, and the Kubernetes API returns its state. Acts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHART = Path(__file__).parents[3] / "charts" / "hvd-elastic"
 HELM_S = 120.0
 LOOK_S = 1.0
 AWAY_S = 300.0  # seconds without an answer of the API server while a job is followed
-# Errors of helm about a name in use: at its first check, and if two install it at the same time.
+# Helm's errors about a name in use: at its first check, and if two processes install it at the same time.
 TAKEN = ("name that is still in use", "release: already exists")
 STAMP = re.compile(rb"^(\d{4}-\d\d-\d\dT\S+Z) ?(.*)$", re.DOTALL)
 
@@ -58,7 +58,7 @@ class ChartRelease:
         Args:
             files: values files, as helm's ``--values``.
             values: values.
-            settings: as helm's ``--set``. Of these three, later ones take precedence.
+            settings: as helm's ``--set``. These take precedence over ``values``, which take precedence over ``files``.
 
         Raises NameTaken if another process has installed a release of this name.
         """
@@ -84,7 +84,7 @@ class ChartRelease:
         return NameTaken(f"{where}: pass another --name")
 
     def stop(self) -> None:
-        """Remove the release. Raises Invalid if there is none of this name, or it is of another chart."""
+        """Remove the release. Raises Invalid if there is no release of this name, or if it belongs to another chart."""
         chart = self._chart()
         if chart is None:
             raise self._no_job()
@@ -104,7 +104,7 @@ class ChartRelease:
         return next((str(each["chart"]) for each in json.loads(found)), None)
 
     def uninstall(self, *, if_there: bool = False) -> None:
-        """Remove the release. ``if_there``: ignore that there is none."""
+        """Remove the release. ``if_there``: do not fail if there is none."""
         self._helm("uninstall", self.name, *["--ignore-not-found"] * if_there)
 
     def scale(self, pods: int) -> int:
@@ -132,7 +132,7 @@ class ChartRelease:
         return before
 
     def lines(self) -> list[str]:
-        """Return the state as text lines, with warnings of Kubernetes."""
+        """Return the state as lines of text, with warnings from Kubernetes."""
         return [*table(self._job(), self._pods(), wanted(self._workers())), *self._warnings()]
 
     def _warnings(self) -> list[str]:
@@ -173,7 +173,7 @@ class ChartRelease:
     # ---- one call --------------------------------------------------------------------------------------------------
 
     def _copy_log(self, pod: str, write: Callable[[bytes], object], silence: ApiSilence) -> None:
-        """Copy a pod's log to its end, with reconnections."""
+        """Copy a pod's log until its end, and reconnect if necessary."""
         last = b""
         while True:
             try:
@@ -237,7 +237,7 @@ class ChartRelease:
         return self._ours(self._json(read, f"{self.name}-{WORKER}", self.namespace))
 
     def _ours(self, found: Json) -> Json:
-        """Check that an object belongs to this chart, since others may have the same name. Raises Invalid."""
+        """Check that an object belongs to this chart, since other objects may have the same name. Raises Invalid."""
         if (found["metadata"].get("labels") or {}).get("app.kubernetes.io/name") != CHART.name:
             raise self._no_job()
         return found
@@ -302,7 +302,7 @@ class NameTaken(Invalid):
 
 
 class ApiSilent(Exception):
-    """The API server did not answer now. ``unasked``: an answer was interrupted."""
+    """The API server did not answer. ``unasked``: an answer was interrupted."""
 
     def __init__(self, why: str, *, unasked: bool = False) -> None:
         super().__init__(why)

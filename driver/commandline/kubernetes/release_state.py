@@ -11,12 +11,13 @@ from datetime import datetime
 from elastic.driver.discovery.kubernetes.objects import Json, natural
 
 DRIVER, WORKER = "driver", "worker"
-WARNINGS, WORDS = 10, 300  # warnings shown, newest first; characters of each
+WARNINGS, WORDS = 10, 300  # maximum number of warnings shown, newest first, and of characters of each
 
 
 @dataclass(frozen=True)
 class PodState:
-    """State of one pod. ``trouble``: Kubernetes' reason why it does not run; empty if it runs or has ended."""
+    """State of one pod. ``trouble``: why the pod does not run, according to Kubernetes; empty if it runs or has
+    ended."""
 
     name: str
     component: str
@@ -48,13 +49,13 @@ class Wait:
 
 @dataclass(frozen=True)
 class JobOver:
-    """Next step: none, the job has ended with this exit code."""
+    """There is no next step: the job has ended with this exit code."""
 
     code: int
 
 
 def pod_state(pod: Json) -> PodState:
-    """Return the state of a pod in the API's format. Raises nothing for any pod of the API."""
+    """Return the state of a pod in the API's format. Never raises."""
     about, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
     containers = status.get("containerStatuses") or [{}]
@@ -125,14 +126,15 @@ def least_pods(job: Json, workers: Json) -> int:
 
 
 def least_instead(job: Json, workers: Json, pods: int) -> int | None:
-    """Return the number of pods that the job needs if it cannot continue with ``pods``; None if it can."""
+    """Return the minimum number of pods if the job cannot continue with ``pods`` of them; None if it can."""
     least = least_pods(job, workers)
     enough = saves(job) if pods == 0 else pods >= least
     return None if enough else least
 
 
 def _our_words(owner: Json) -> list[str]:
-    """Return elasticrun's arguments in the pods of a Job or StatefulSet, without those of the program."""
+    """Return elasticrun's arguments in the pods of a Job or StatefulSet, without the user's program and its
+    arguments."""
     args = owner["spec"]["template"]["spec"]["containers"][0].get("args") or ()
     return [*itertools.takewhile(lambda word: word != "--", args)]
 
@@ -180,7 +182,7 @@ def warnings(events: Iterable[Json], name: str, now: datetime) -> list[str]:
         rf"|StatefulSet/{re.escape(name)}-worker|Job/{re.escape(name)}-driver"
         rf"|PersistentVolumeClaim/{re.escape(name)}-journal"
     )
-    found: dict[tuple[str, str, str], tuple[str, int]] = {}  # time of the last one, and count
+    found: dict[tuple[str, str, str], tuple[str, int]] = {}  # time of the last warning, and their number
     for event in events:
         about, series = event.get("involvedObject") or {}, event.get("series") or {}
         if not ours.fullmatch(f"{about.get('kind', '')}/{about.get('name', '')}"):

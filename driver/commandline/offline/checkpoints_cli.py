@@ -30,7 +30,7 @@ DESCRIPTION = """\
 List the checkpoints of a folder, oldest first, and show which of them are complete.
 
 elasticrun checkpoints export writes one of them as a single file for torch.load."""
-ATTEMPTS = 5  # at exporting a checkpoint that a running job removes
+ATTEMPTS = 5  # attempts to export a checkpoint while a running job removes checkpoints
 EXPORT = "export"  # first word of the command line
 EXPORT_DESCRIPTION = """\
 Write the newest checkpoint of a folder, or the given commit, as one file with whole tensors. No job is needed."""
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
 def _verified(storage: Storage, entry: CheckpointEntry) -> CheckpointEntry:
     """Verify a checkpoint.
 
-    A checkpoint that a running job has removed meanwhile is reported as incomplete, not as damaged. Raises OSError.
+    If a running job removes the checkpoint meanwhile, it is reported as incomplete instead of damaged. Raises OSError.
     """
     trouble = "" if entry.manifest is None else catalog.verify(storage, entry.manifest)
     if not trouble:
@@ -173,7 +173,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 
 def _check_place(out: str) -> None:
-    """Raises Invalid if no file of this name can be written, before anything is read."""
+    """Raise Invalid if no file of this name can be written. Called before anything is read."""
     format_of(out)
     folder = os.path.dirname(out) or "."
     if not os.path.isdir(folder):
@@ -183,7 +183,8 @@ def _check_place(out: str) -> None:
 def _exported(
     storage: Storage, which: str, options: ExportOptions
 ) -> tuple[Manifest, str, list[SkippedValue]]:
-    """Export a checkpoint. If a running job removes it meanwhile, export the newest one then, unless ``which`` is set.
+    """Export a checkpoint. If a running job removes it meanwhile, export the checkpoint that is then the newest, unless
+    ``which`` is set.
 
     Raises Invalid, OSError.
     """

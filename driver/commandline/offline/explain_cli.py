@@ -103,7 +103,7 @@ def as_text(reading: JournalReading) -> list[str]:
 
 
 def as_page(reading: JournalReading) -> str:
-    """Return the explanation as a page of HTML."""
+    """Return the explanation as an HTML page."""
     found = findings(reading.story, reading.source)
     command = shlex.join(reading.header.command)
     return page(PageJob(reading.story, reading.rows, found, command, reading.offset))

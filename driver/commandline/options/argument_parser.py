@@ -26,14 +26,14 @@ LAUNCH, RAY = FUNCTIONS = ("elastic.launch", "elastic.ray")
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Uses of an option besides its flag.
+    """Uses of an option in addition to its flag.
 
     Args:
         functions: functions that accept it as a keyword argument.
-        keyword: its name there; default: the name of the field.
-        typed: its type there; default: the type of the field.
+        keyword: name of the keyword argument; default: the name of the field.
+        typed: type of the keyword argument; default: the type of the field.
         setting: field of the driver's `Settings` that has its value.
-        for_workers: workers read it too, from the environment variables of its flags.
+        for_workers: workers also read the option, from the environment variables of its flags.
     """
 
     functions: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ def given(names: str, value: Any, text: str = argparse.SUPPRESS, **more: Any) ->
 
 
 def add_declared(add: Group, kind: Any, *names: str) -> None:
-    """Add the flags that a class of options declares, for all or some of its fields."""
+    """Add the flags that a class of options declares for all or some of its fields."""
     known = {each.name: each.metadata.get("flags", ()) for each in fields(kind)}
     for name in names or kind.__annotations__:
         for arguments, more in known[name]:
@@ -133,7 +133,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return add
 
     def with_one(self, arguments: Sequence[str], options: object, wanted: str) -> str:
-        """Parse the arguments and return the one word that is not a flag; flags become attributes of ``options``.
+        """Parse the arguments and return the only word that is not a flag. Flags become attributes of ``options``.
 
         Raises Invalid with the text ``wanted`` if there is not exactly one.
         """
@@ -149,7 +149,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return words[0]
 
     def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Split into our flags and the program.
+        """Split words into elasticrun's flags and the program.
 
         The program starts at the first word that is neither a flag nor a flag's value.
         """
@@ -169,7 +169,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return list(arguments[:position]), list(arguments[position:])
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments; the error about an unknown flag suggests the most similar one."""
+        """Parse the arguments. The error about an unknown flag suggests the most similar flag."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown and unknown[0].startswith("-"):
             flags = [name for action in self.actions for name in action.option_strings]
@@ -192,7 +192,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help formatter that shows ``-np, --num-proc N`` instead of the value after each spelling."""
+    """Help formatter that shows ``-np, --num-proc N`` instead of repeating the value after each spelling."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32, width=100)
@@ -203,7 +203,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class NameList(argparse.Action):
-    """Action of a repeatable flag whose values may each have several names, separated by commas."""
+    """Action of a repeatable flag. Each value may contain several names, separated by commas."""
 
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
         names = [name.strip() for name in values.split(",") if name.strip()]
@@ -213,7 +213,8 @@ class NameList(argparse.Action):
 
 
 class IgnoredFlag(argparse.Action):
-    """Action that records a flag without effect. ``const``: False for a switch that turns an absent feature off."""
+    """Action that records a flag without effect. ``const``: False for a switch that disables a feature that does not
+    exist here."""
 
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
         options.without_meaning[self.dest] = bool(self.const)
@@ -262,7 +263,7 @@ def seconds(text: str) -> float:
 
 
 def cores(text: str) -> str:
-    """Parse core numbers separated by commas; returned without spaces."""
+    """Parse core numbers separated by commas, and return them without spaces."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
         raise argparse.ArgumentTypeError(

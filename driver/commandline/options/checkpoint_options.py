@@ -1,4 +1,4 @@
-"""Checkpoint flags: the commit from which a job begins, and the workers' settings.
+"""Evaluation of the checkpoint flags: the commit from which a job begins, and the workers' settings.
 
 All problems of a checkpoint folder are detected here, before anything is started.
 """
@@ -47,7 +47,8 @@ class CheckpointPlan:
 def checkpoint_plan(
     options: Options, *, elastic: bool, traces: StartCleanup | None = None
 ) -> CheckpointPlan:
-    """Check that the folder can be read and written. Raises Invalid. Files created are registered in ``traces``."""
+    """Check that the folder can be read and written. Files that are created are registered in ``traces``. Raises
+    Invalid."""
     traces = traces or StartCleanup()
     if options.checkpoint_dir is None:
         for option in fields(CheckpointFlags):
@@ -98,9 +99,9 @@ _ELSEWHERE = ("hostfile", "host_discovery_script", "etcd", "kubernetes_service")
 
 
 def same_command_of(options: Options, environ: Mapping[str, str]) -> SameCommand | None:
-    """Return the command for the check whether it has finished before.
+    """Return the command for checking whether it has already finished.
 
-    None if this cannot be known, since all of the job must run on this machine. Raises Invalid.
+    None if this cannot be determined, which requires that all of the job runs on this machine. Raises Invalid.
     """
     elsewhere = any(getattr(options, name) is not None for name in _ELSEWHERE)
     drivers = options.kubernetes or options.resume or options.standby
@@ -162,7 +163,7 @@ def _look(options: Options, storage: Storage) -> tuple[int, Begin, Notes]:
     notes: Notes = []
     begin = _begin(options, storage, notes)
     run = catalog.claim_run(storage)
-    # Another job may have started at the same moment: the earlier number has priority.
+    # Another job may have started at the same moment; the lower number has priority.
     other = catalog.writing_here(storage, before=run) if alone else None
     if other is not None:
         catalog.give_back_run(storage, run)

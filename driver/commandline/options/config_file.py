@@ -81,7 +81,7 @@ def _near(key: str, known: list[str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that rejects duplicate keys, where YAML would silently use the last."""
+    """Loader that rejects duplicate keys, of which YAML would silently use the last."""
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False

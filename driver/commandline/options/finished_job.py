@@ -1,9 +1,11 @@
-"""Detection of a command that has finished before, so that it would not train further. Acts; starts nothing.
+"""Detection of a command that has already finished, so that running it again would not train further. Acts; starts
+nothing.
 
-It has finished if a job with the same flags, program, environment and folder ended with exit code 0 after its training
-function returned, if its last commit is still the newest durable one, and if the modules that it imported, the files
-that its workers read, and the programs and settings around it are unchanged. In case of doubt,
-for example if workers may have read unobserved files, it has not: the job then resumes from its last commit.
+A command counts as finished if a job with the same flags, program, environment and folder ended with exit code 0 after
+its training function returned, if its last commit is still the newest durable one, and if the modules that it imported,
+the files that its workers read, and the programs and settings next to it are unchanged. In case of doubt, for example
+if workers may have read files unobserved, the command does not count as finished, and the job resumes from its last
+commit.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from elastic.checkpoints.files.storage import Storage
 FINISHED = "finished.json"
 # Files next to a script that may determine how long it trains.
 KINDS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
-MOST_FILES = 5000  # limit of examined files; a larger folder is not the folder of a script
-MOST_READ = 64 << 20  # bytes of all files, read at each start
+MOST_FILES = 5000  # maximum number of examined files; a folder with more is not the folder of a script
+MOST_READ = 64 << 20  # maximum total size in bytes, since all files are read at each start
 _SEPARATORS = re.compile("[=,:;@]")
 # Variables of a terminal or a login, which may differ for the same command.
 _PASSING = ("_", "COLUMNS", "DISPLAY", "LINES", "OLDPWD", "SHLVL", "STY", "INVOCATION_ID")
@@ -36,7 +38,7 @@ _PASSING_BEGINNINGS = ("SSH_", "TERM", "TMUX", "VSCODE_", "WAYLAND_", "WINDOW", 
 
 
 class RerunReason(enum.Enum):
-    """Why a job that has finished runs again."""
+    """Why a finished job runs again."""
 
     COMMAND = "its arguments, flags, environment or folder changed"
     FILES = "its script or a file next to it or named by the command changed"
@@ -99,7 +101,7 @@ class SameCommand:
         return RerunReason.FILES if found.files != self.files else RerunReason.READ
 
     def _record(self) -> FinishedJob | None:
-        """Return the record of a finished job; None if there is none that can be read."""
+        """Return the record of a finished job; None if there is no readable record."""
         try:
             return msgspec.json.decode(self.storage.read(FINISHED), type=FinishedJob)
         except (FileNotFoundError, msgspec.MsgspecError):
@@ -114,7 +116,7 @@ class SameCommand:
         if self.files is None or returned is None or returned.commit.run != run:
             return False
         after = self._files_now()
-        # A file that changed meanwhile may be a result, or may have been edited.
+        # A file that changed meanwhile may be a result of the job, or may have been edited.
         if after is None or any(after.get(path) != was for path, was in self.files.items()):
             return False
         if self._newest(returned.commit) is None:
@@ -152,10 +154,10 @@ def same_command(
 
 
 def program_files(command: Sequence[str], folder: str, without: str) -> dict[str, str] | None:
-    """Return signatures of the files and folders that the command names, and of programs and settings around them.
+    """Return signatures of the files and folders that the command names, and of programs and settings next to them.
 
-    These are searched in the files' folders and in ``folder``. ``without``: the checkpoint folder, which is excluded.
-    None: there are too many.
+    Programs and settings are searched in the folders of these files and in ``folder``. ``without``: the checkpoint
+    folder, which is excluded. Returns None if there are too many files.
     """
     paths = {os.path.abspath(path) for word in command for path in _paths(word)}
     named = {path for path in paths if os.path.isfile(path)}
@@ -183,7 +185,7 @@ def program_files(command: Sequence[str], folder: str, without: str) -> dict[str
             if looked_at > MOST_FILES:
                 return None
             listed.append((path, finished_training.signature(path, by_time=True)))
-        # A folder that is empty at first is for results.
+        # A folder that is empty at the start is for results.
         if listed:
             listing = repr(sorted(listed)).encode(errors="surrogateescape")
             found[os.path.join(root, "")] = f"listing:{hashlib.sha256(listing).hexdigest()}"
@@ -191,7 +193,8 @@ def program_files(command: Sequence[str], folder: str, without: str) -> dict[str
 
 
 def _paths(argument: str) -> Iterator[str]:
-    """Yield the possible paths in an argument of a command: ``--data=a,b:c``, ``@file``, or a quoted shell command."""
+    """Yield the possible paths in an argument of a command, such as ``--data=a,b:c``, ``@file``, or a quoted shell
+    command."""
     parts = {argument}
     with contextlib.suppress(ValueError):  # unbalanced quotes
         parts.update(shlex.split(argument))

@@ -532,7 +532,8 @@ class Options(
     OutputFlags,
     GeneralFlags,
 ):
-    """Flags as given. None: not given, so that the file, the environment and the defaults can supply a value."""
+    """Flags as given by the user. None: not given, so that the configuration file, the environment and the defaults can
+    supply a value."""
 
     command: list[str] = field(default_factory=list)
     without_meaning: dict[str, bool] = field(default_factory=dict)  # flag -> switched on
@@ -613,7 +614,7 @@ def declared() -> Iterator[tuple[Field[Any], Use]]:
 
 
 def settings_of(options: Options) -> dict[str, Any]:
-    """Return the fields of `Settings` that given options set as they are."""
+    """Return the fields of `Settings` to which given options are copied unchanged."""
     values = ((use.setting, getattr(options, option.name)) for option, use in declared())
     return {setting: value for setting, value in values if setting and value is not None}
 
@@ -697,7 +698,7 @@ def _add_without_meaning(add: Group) -> None:
 
 
 def why_without_meaning(flag: str) -> str:
-    """Return why a flag has no effect here, as a clause."""
+    """Return a clause that explains why a flag has no effect here."""
     if flag.startswith("--autotune"):
         return "autotuning is not supported; set --fusion-threshold-mb and --cycle-time-ms instead"
     return {

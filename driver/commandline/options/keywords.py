@@ -36,7 +36,7 @@ def flag_of(option: Field[Any]) -> str:
 
 
 def accepts(function: str) -> Callable[[Function], Function]:
-    """Show each keyword argument instead of ``**options`` in the signature, for ``help()`` and editors."""
+    """Show the keyword arguments instead of ``**options`` in the signature, for ``help()`` and editors."""
 
     def shown(given: Function) -> Function:
         signature = inspect.signature(given)
@@ -55,7 +55,7 @@ def accepts(function: str) -> Callable[[Function], Function]:
 
 
 def words_of(function: str, given: Mapping[str, Any]) -> list[str]:
-    """Return keyword arguments of a function as words of a command line. None and False: not given.
+    """Return keyword arguments of a function as words of a command line. None and False mean not given.
 
     Raises:
         TypeError: the function has no such argument.

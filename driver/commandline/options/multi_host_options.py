@@ -33,9 +33,8 @@ PASSWORD = "ELASTIC_ETCD_PASSWORD"
 
 
 def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool) -> MultiHostPlan:
-    """Return the plan for agents and driver failover.
-
-    ``elsewhere``: a known host is not this machine. Raises Invalid.
+    """Return the plan for agents and driver failover. ``elsewhere``: one of the known hosts is another machine. Raises
+    Invalid.
     """
     etcd = etcd_access(options, environ)
     sources = (options.hosts, options.hostfile, options.host_discovery_script)
@@ -178,7 +177,7 @@ def _forwarded(exported: list[str], environ: Mapping[str, str]) -> dict[str, str
 
 
 def _secret_beside(journal: str) -> bytes:
-    """Return the job's secret, stored next to the journal for the next driver that resumes from it."""
+    """Return the job's secret, which is stored next to the journal for the next driver that resumes the job."""
     path = f"{os.path.abspath(journal)}.secret"
     if not os.path.exists(path):
         from elastic.driver.network.secret import make_secret_file

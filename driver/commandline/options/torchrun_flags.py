@@ -1,7 +1,8 @@
 """torchrun's flags: conversion to elasticrun's, or the reason why they are rejected. Decides; starts nothing.
 
-torchrun is started on every host, with flags for finding the others; elasticrun is started once, and finds or starts
-the others itself. Flags about the location of hosts are therefore rejected, with a sentence that names the equivalent.
+torchrun is started on every host, with flags for finding the other hosts. elasticrun is started once, and finds the
+other hosts or starts agents on them. Flags about the location of hosts are therefore rejected, with a sentence that
+names the equivalent.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ BACKENDS = ("elastic", "off")
 
 
 def add_refused(add: Group) -> None:
-    """Add the flags of torchrun that are rejected with an error that says what to do."""
+    """Add the flags of torchrun that are rejected, with an error that explains the alternative."""
     for names, (valued, _) in REFUSED.items():
         rest: dict[str, Any] = {} if valued else {"nargs": 0}
         add(

@@ -49,7 +49,7 @@ FOLLOW_S = 0.2
 class Verb:
     """One command.
 
-    ``words``: minimum and maximum number of arguments. ``named``: whether an additional first one is the job.
+    ``words``: minimum and maximum number of arguments. ``named``: whether an additional first argument is the job.
     """
 
     usage: str
@@ -159,7 +159,7 @@ def main(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int
 
 
 def _parted(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return flags and words, which may be mixed."""
+    """Split arguments into flags and words, which may be mixed."""
     own: list[str] = []
     words: list[str] = []
     rest = list(arguments)
@@ -172,7 +172,7 @@ def _parted(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[list[str]
 
 
 def _is_job(word: str) -> bool:
-    """Return whether a first word is a job, since it cannot be a rank or a slot."""
+    """Return whether a first word is a job: it cannot be a rank or a slot."""
     return not word.isdecimal() and ":" not in word
 
 

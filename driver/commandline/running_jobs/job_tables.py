@@ -36,7 +36,7 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
     if job["ended"] is not None:
         lines.append(f"  ended with exit code {job['ended'][0]}: {job['ended'][1]}")
     lines.append(f"  {'; '.join(_progress(state))}")
-    if values.get("shards"):  # a driver of an earlier version does not report it
+    if values.get("shards"):  # drivers of earlier versions do not report it
         lines.append(f"  {values['shards']['text']}")
     last = [each for each in state["add"]["recoveries"] if each["kind"] == "recovery"][-1:]
     lines += [
@@ -55,7 +55,7 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
     for host, row in rows["hosts"].items():
         if row["state"] != "up":
             lines.append(f"  host {host} is {row['state']}{row['note'] and ': '}{row['note']}")
-    # a driver of an earlier version reports none
+    # drivers of earlier versions report none
     lines += [
         f"  {because(ReasonKind.UNHEALTHY, **each)}; no worker is admitted there until one passes"
         for each in values.get("unhealthy", ())

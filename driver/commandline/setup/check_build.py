@@ -1,4 +1,4 @@
-"""Report for ``--check-build``. Torch is queried in its own process, and is not loaded here."""
+"""Report for ``--check-build``. Torch is queried in a separate process and is not loaded here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def version() -> str:
 
 
 def other_horovod() -> str | None:
-    """Return a warning if Horovod itself is installed too, else None."""
+    """Return a warning if Horovod itself is also installed, otherwise None."""
     found = _version_of("horovod")
     if found is None:
         return None
@@ -63,7 +63,7 @@ def other_horovod() -> str | None:
 
 
 def other_elastic() -> str | None:
-    """Return a warning if the package elastic, which computes elastic constants, is installed too, else None."""
+    """Return a warning if the package elastic, which computes elastic constants, is also installed, otherwise None."""
     found = _version_of("elastic")
     if found is None:
         return None
@@ -74,7 +74,7 @@ def other_elastic() -> str | None:
 
 
 def probe(python: str = sys.executable, timeout_s: float = 120.0) -> Build:
-    """Import torch in its own process, which may take long from a cold disk. Errors are reported in the result."""
+    """Import torch in a separate process, which may take long from a cold disk. Errors are reported in the result."""
     try:
         done = subprocess.run(
             [python, "-c", _PROBE],
@@ -138,7 +138,7 @@ def describe(build: Build) -> str:
 
 
 def _version_of(distribution: str) -> str | None:
-    from importlib import metadata  # slow: imports the mail parser and sockets
+    from importlib import metadata  # slow to import: loads the mail parser and sockets
 
     try:
         return metadata.version(distribution)

@@ -1,4 +1,4 @@
-"""``elasticrun doctor``: check whether this host, and others over ssh, have what training needs."""
+"""``elasticrun doctor``: check whether this host, and other hosts over ssh, are ready for training."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def lines(host: str, found: Sequence[Check]) -> list[str]:
-    """Return a line for each check, followed by what to do, if anything."""
+    """Return a line for each check, followed by the remedy, if any."""
     result = [f"{host}:"]
     for each in found:
         result.append(f"  {each.level.value:<5}{each.what:<15}{each.found}")
@@ -124,6 +124,6 @@ def checks_by_ssh(host: str, ssh: SshOptions, environ: Mapping[str, str]) -> lis
         return [
             Check("hvd-elastic", Level.FAIL, reason, f"install hvd-elastic=={__version__} there")
         ]
-    # The answer takes time: a clock within this interval counts as equal to this one.
+    # The answer takes time: a clock within this interval counts as equal to this machine's.
     ahead_s = facts.at - min(max(facts.at, began), ended)
     return checks(facts, version=__version__, several=True, ahead_s=ahead_s)

@@ -1,4 +1,4 @@
-"""Evaluation of a host's facts: checks, with what to do about failed ones. Pure."""
+"""Evaluation of a host's facts: checks, and remedies for failed ones. Pure."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class HostFacts(msgspec.Struct, frozen=True):
     python: str
     at: float
     build: Build
-    driver_gpus: int  # listed by the kernel's driver
-    port_trouble: str  # why no port of loopback can be opened and reached; empty if one can
+    driver_gpus: int  # GPUs listed by the kernel's driver
+    port_trouble: str  # why no port of loopback can be opened and reached; empty if this works
     addresses: list[str]  # addresses other than loopback, with their interfaces
     shm_bytes: int | None  # size of /dev/shm; None if it is missing
     shm_free: int
-    foreign: list[str]  # files in our installed folders that are foreign or modified
+    foreign: list[str]  # files in the installed folders of this package that are foreign or modified
     health_code: int  # exit code of the built-in health check: 0, 1, or 3 for a wrong result
-    health: str  # what it printed
-    others: list[str]  # packages known to install into them
+    health: str  # its output
+    others: list[str]  # packages known to install files into these folders
 
 
 class Level(enum.Enum):
@@ -40,7 +40,7 @@ class Level(enum.Enum):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """Result of one check. ``do``: what to change if ``level`` is not OK."""
+    """Result of one check. ``do``: the remedy if ``level`` is not OK."""
 
     what: str
     level: Level
@@ -53,7 +53,8 @@ def checks(
 ) -> list[Check]:
     """Return all checks of a host.
 
-    ``version``: of hvd-elastic on this machine. ``ahead_s``: the host's clock relative to this one.
+    ``version``: version of hvd-elastic on this machine. ``ahead_s``: seconds by which the host's clock is ahead of this
+    machine's.
     """
     return [
         _versions(host, version),

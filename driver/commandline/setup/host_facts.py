@@ -1,4 +1,4 @@
-"""Facts of this host for ``elasticrun doctor``. Acts: queries the system, and torch in its own process.
+"""Facts of this host for ``elasticrun doctor``. Acts: queries the system, and torch in a separate process.
 
 Run as a program on another host, it prints the facts as one line of JSON.
 """
@@ -59,9 +59,8 @@ def facts() -> HostFacts:
 
 
 def foreign_files(distribution: str) -> list[str]:
-    """Return files in the folders of an installed distribution that are missing in its RECORD, or differ from it.
-
-    Empty in a checkout, which has no RECORD of them.
+    """Return the files in the folders of an installed distribution that are missing in its RECORD or differ from it.
+    Empty in a checkout, which has no RECORD.
     """
     try:
         recorded = metadata.distribution(distribution).files or []

@@ -1,7 +1,6 @@
-"""Calls of the Kubernetes API for discovery; all of them may block. Requires the package `kubernetes`.
+"""Calls of the Kubernetes API for discovery, all of which may block. Requires the package `kubernetes`.
 
-Objects are the API's JSON: the client's models of 1,000 pods would take seconds and much memory, and little of them is
-used.
+Objects are the API's JSON, because the client's models of 1,000 pods would take seconds and much memory.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Resource(enum.Enum):
 
 
 class KubernetesApi(Protocol):
-    """Pods with a label selector in one namespace, and all nodes. Methods raise ApiError, and take bounded time."""
+    """Pods with a label selector in one namespace, and all nodes. Methods raise ApiError and have time limits."""
 
     namespace: str
     selector: str
@@ -64,7 +63,7 @@ class KubernetesApi(Protocol):
         """
 
     def delete_by_force(self, name: str, uid: str) -> None:
-        """Delete a pod whose end nothing will report. Does nothing if another pod has its name by now."""
+        """Delete a pod whose end will not be reported. Does nothing if another pod has taken its name."""
 
 
 def connection() -> tuple[Any, str]:
@@ -91,7 +90,7 @@ def connection() -> tuple[Any, str]:
 
     try:
         of_pod(settings)
-        # The client would use a token for a minute, even one that is rejected.
+        # The client would use a token for a minute, even if it is rejected.
         settings.refresh_api_key_hook = of_pod
         with contextlib.suppress(OSError), open(NAMESPACE_FILE) as file:
             found = file.read().strip()
@@ -112,7 +111,7 @@ def connection() -> tuple[Any, str]:
 
 
 class ApiClient:
-    """API of the cluster in which this process is a pod, else that of the kubeconfig.
+    """API of the cluster in which this process is a pod, otherwise of the cluster in the kubeconfig.
 
     Raises:
         Invalid: neither exists.

@@ -1,10 +1,10 @@
 """Finds the pods behind a headless service by name resolution: each of their addresses is a host.
 
-If the name server fails or returns no address, the last valid list is kept, and the failure is logged once, as is its
-end. Kubernetes returns ready pods, or all running ones if the service has ``publishNotReadyAddresses: true``.
+If the name server fails or returns no address, the last valid list is kept. The failure and its end are logged once.
+Kubernetes returns ready pods, or all running ones if the service has ``publishNotReadyAddresses: true``.
 
-In a dual-stack service each pod has two addresses and would count twice. So only the family of the first answer is
-used: IPv4, if it contains any.
+In a dual-stack service, each pod has two addresses and would count twice. Therefore only one address family is used:
+IPv4 if the first answer contains an IPv4 address.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ TIMEOUT_S = 5.0
 
 
 class HeadlessServiceDiscovery:
-    """Looks ``name`` up every ``interval_s`` seconds. Each of its addresses is a host with ``slots`` slots.
-
-    Existing hosts keep their order, and new ones are appended.
+    """Resolves ``name`` every ``interval_s`` seconds. Each of its addresses is a host with ``slots`` slots. Existing
+    hosts keep their order, and new ones are appended.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Follows objects of one kind in a thread: lists them once, then watches for changes. Makes no decisions.
 
-After a watch has ended, the next one continues from its version. If the API server no longer has that version, for
+After a watch has ended, the next one continues from the same version. If the API server no longer has that version, for
 example after a restart, the objects are listed again. Each kind of failure is reported once, and retried with
 increasing pauses.
 """
@@ -46,7 +46,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class WatchFailed:
-    """The API server failed to answer. ``error`` None: it answers again."""
+    """The API server did not answer. ``error`` None: it answers again."""
 
     kind: Resource
     error: ApiError | None
@@ -83,7 +83,7 @@ class ListWatch:
         ).start()
 
     def close(self) -> None:
-        """Stop. The thread ends with its pending answer; nothing more is reported."""
+        """Stop. The thread ends after its pending answer, and nothing more is reported."""
         self._over.set()
 
     def run(self) -> None:
@@ -94,7 +94,7 @@ class ListWatch:
                 self._follow()
             except ApiError as error:
                 self._pause(self._trouble(error))
-            # From the client, which runs programs and reads files to get its tokens.
+            # The client runs programs and reads files to get its tokens.
             except Exception as error:
                 self._pause(self._trouble(ApiError(ApiErrorKind.OTHER, repr(error)[:200])))
             else:
@@ -143,7 +143,7 @@ class ListWatch:
             self._version = ""
             return FIRST_PAUSE_S
         if error.why is ApiErrorKind.FORBIDDEN:
-            self._version = ""  # an account that may list but not watch lists repeatedly
+            self._version = ""  # an account that may list but not watch has to list repeatedly
         if error.why is not self._failed:
             self._failed = error.why
             self._report(WatchFailed(self._kind, error))

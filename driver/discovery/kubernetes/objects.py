@@ -1,6 +1,6 @@
-"""Pods and nodes of Kubernetes as this driver uses them, made from the API's JSON. Pure.
+"""The properties of Kubernetes pods and nodes that the driver uses, from the API's JSON. Pure.
 
-Fields that are missing or have an unexpected type are ignored, so that no foreign object can crash the driver.
+Missing fields and fields of an unexpected type are ignored, so that no object can crash the driver.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Hosts are the pods with a label selector in one namespace, from a watch of the Kubernetes API.
+"""Discovery of hosts as the pods with a label selector in one namespace, by a watch of the Kubernetes API.
 
 Makes no decisions.
 
 Each running pod is a host, named by its address. A pod that is being deleted, or whose node is about to end, remains a
-host until it is gone, and the job is notified of its end. While the API server does not respond, nothing changes.
+host until it has ended, and the job is notified in advance. While the API server does not respond, the list does not
+change.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PodDiscovery:
     """Yields ``{address: slots}``, and reports the end of hosts to ``noticed``.
 
     Args:
-        fallback: used if the API server does not authorize this service account to list pods.
+        fallback: discovery to use if the API server does not authorize this service account to list pods.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class PodDiscovery:
     # ---- output ----------------------------------------------------------------------------------------------------
 
     def _introduce(self, hosts: dict[str, int]) -> None:
-        """Log which pods the hosts are: logs refer to hosts by address, users know their pods."""
+        """Log which pod each host is, since logs name hosts by address but users know the names of pods."""
         new = [host for host in hosts if host not in (self._hosts or {})]
         if new:
             places = ", ".join(f"{host} is {self._pods.place_of(host)}" for host in new[:SAID])
@@ -161,12 +162,12 @@ class PodDiscovery:
             if ending is not None:
                 left_s = None if ending.at is None else max(0.0, ending.at - now)
                 self._noticed(HostLeaving(host, Notice(ending.text, left_s)))
-            elif host in hosts:  # otherwise it is missing from the list
+            elif host in hosts:  # otherwise the pod is missing from the list
                 self._noticed(HostStaying(host))
         self._endings = endings
 
     def _clean(self) -> None:
-        """Delete pods by force that keep a StatefulSet from creating another. See `Pods.overdue`."""
+        """Force the deletion of pods that prevent a StatefulSet from creating a replacement. See `Pods.overdue`."""
         now = self._now()
         for pod in self._pods.overdue(now):
             if self._deletes and now - self._tried.get(pod.uid, 0.0) >= DELETE_AGAIN_S:

@@ -4,9 +4,9 @@
                     deletion requested, or its node is about to end: a notice with the remaining time
                     deletion is overdue: not a host; if its node is unreachable, the pod may be deleted by force
 
-Kubernetes keeps a pod of a lost node in deletion until it is reported gone, and a StatefulSet creates no other pod
-before. Its process may continue there. This is harmless: its host was removed when its lease expired, and it belongs
-to a generation that has ended.
+Kubernetes keeps the pod of a lost node in the state of deletion until its end is reported, and a StatefulSet does not
+create a replacement before. The pod's process may continue to run. This is harmless, since the host was removed when
+its lease expired, and the process belongs to a generation that has ended.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Pods:
         node = node_of(object)
         if node is None:
             return
-        # A deleted node is unreachable; its pods may be listed for a while.
+        # A deleted node is unreachable, but its pods may be listed for a while.
         self._nodes[node.name] = KubernetesNode(node.name, reachable=False) if deleted else node
         self._date_taints(now)
 
@@ -92,7 +92,7 @@ class Pods:
         return {address: self._slots or max(1, running[address].gpus) for address in self._order}
 
     def endings(self, now: float) -> dict[str, PodEnding]:
-        """Return the announced ends of hosts: the earlier one of the pod's and its node's."""
+        """Return the announced end of each host: that of its pod or of its node, whichever is earlier."""
         hosts = self.hosts(now)
         found = {}
         for pod in self._newest():
@@ -104,7 +104,7 @@ class Pods:
         return found
 
     def overdue(self, now: float) -> list[Pod]:
-        """Return the pods that only a forced deletion removes."""
+        """Return the pods that can only be removed by a forced deletion."""
         return [
             pod
             for pod in self._pods.values()
@@ -112,7 +112,7 @@ class Pods:
         ]
 
     def next_look(self, now: float) -> float | None:
-        """Return the seconds until a pod becomes overdue, if there is no update before."""
+        """Return the seconds until a pod becomes overdue if there is no update before."""
         ends = [pod.ends_at + OVERDUE_S for pod in self._pods.values() if pod.ends_at is not None]
         later = [at - now for at in ends if at > now]
         return min(later) if later else None
@@ -125,7 +125,8 @@ class Pods:
         return address
 
     def _newest(self) -> list[Pod]:
-        """Return the running pods. If two have the same address, the later one, since addresses are reused."""
+        """Return the running pods. If two pods have the same address, return only the later one, since addresses are
+        reused."""
         running = sorted((pod for pod in self._pods.values() if pod.runs), key=lambda p: p.created)
         return [*{pod.address: pod for pod in running}.values()]
 
@@ -147,7 +148,7 @@ class Pods:
 
 
 def _late(pod: Pod, now: float) -> bool:
-    """Return whether its node should have ended the pod by now."""
+    """Return whether the pod's node should have ended it by now."""
     return pod.ends_at is not None and now >= pod.ends_at + OVERDUE_S
 
 

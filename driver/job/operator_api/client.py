@@ -38,12 +38,13 @@ _from_desk: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 
 
 class JobUnreachable(ElasticError):
-    """The driver of a job cannot be reached: it has exited, another one has taken over, or the key is another job's."""
+    """The driver of a job cannot be reached: it has exited, another driver has taken over, or the key belongs to
+    another job."""
 
 
 @dataclass(frozen=True)
 class JobAddress:
-    """The address and key with which a job is reached."""
+    """The address and key for reaching a job."""
 
     name: str
     address: str
@@ -52,10 +53,10 @@ class JobAddress:
 
 
 def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = None) -> JobAddress:
-    """Find a job that runs on this machine: by name, by journal, by its driver's process, or the only one.
+    """Find a job on this machine by name, by journal, by its driver's process, or as the only one that runs.
 
     Raises:
-        Invalid: no single job matches; the message lists the running jobs.
+        Invalid: no job or several jobs match; the message lists the running jobs.
     """
     jobs = found = records(environ)
     which, whose, path, hint = "job of this user", "", "", ""
@@ -180,7 +181,7 @@ def _user() -> str:
 def _name_of(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
-    except KeyError:  # a container may have no name for the user
+    except KeyError:  # a container may not have a name for the user ID
         return str(uid)
 
 

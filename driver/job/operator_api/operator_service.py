@@ -1,7 +1,7 @@
 """Server for operators of a running job: their requests become events for membership. Acts.
 
-It listens on loopback, found by `runtime_folder`, and, if agents connect from other machines, on the address that
-these use. Connections are authenticated and sealed like any control connection.
+It listens on loopback, where `runtime_folder` finds it, and, if agents connect from other machines, also on the address
+that the agents use. Connections are authenticated and sealed like any control connection.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from elastic.protocol.messages import Address, Worker
 
 ANSWER_S = 10.0  # seconds for a decision of membership, which takes milliseconds
 STACKS_S = 3.0  # seconds for stacks to be written
-QUIET_S = 0.25  # ... and for nothing to follow, after which they are complete
+QUIET_S = 0.25  # ... and seconds without further lines after which the stacks are complete
 AT_ONCE = 64  # concurrent requests
 STOP_CODE = 143  # the same exit code as after SIGTERM
 
@@ -55,7 +55,7 @@ Grow = Callable[[int], Awaitable[str]]
 
 
 async def _no_room(workers: int) -> str:
-    """Used if the hosts are specified elsewhere."""
+    """Default of ``grow``, used if the hosts are specified."""
     return ""
 
 
@@ -76,13 +76,14 @@ class OperatorAccess:
     command: Sequence[str]
     journal: str
     environ: Mapping[str, str]
-    standby: bool = False  # its driver waits to replace another one, possibly on this machine
+    standby: bool = False  # the driver is waiting to replace another one, possibly on this machine
 
 
 class OperatorService:
     """Answers the operators of one driver.
 
-    ``grow`` adds slots on this machine for a number of workers if hosts were not specified; it returns "" or a reason.
+    ``grow`` adds slots on this machine for a number of workers if hosts were not specified. It returns "", or the
+    reason for refusing.
     """
 
     def __init__(self, job: OperatorAccess, page: LivePage, log: Log) -> None:

@@ -1,9 +1,9 @@
-"""Records of the jobs that run on this machine, for commands of the same user, in a private folder.
+"""Records of the jobs on this machine, in a private folder, for commands of the same user.
 
     $XDG_RUNTIME_DIR/hvd-elastic/PID-PORT.json, or hvd-elastic-UID/ in the folder for temporary files
 
 Each driver writes a file with its address and the operators' key, and keeps it locked while it runs. A folder that
-belongs to another user, or that others can access, is not used.
+belongs to another user, or that other users can access, is not used.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def records(environ: Mapping[str, str]) -> list[JobRecord]:
 
 
 def _read(path: Path) -> JobRecord | None:
-    """Read a record; None if no process keeps it locked."""
+    """Read a record. Return None if no process keeps it locked."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

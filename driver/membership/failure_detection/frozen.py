@@ -1,6 +1,6 @@
 """Handling of workers that cannot run or cannot be reached. Deterministic.
 
-Their processes are alive as far as is known, so no collective fails, but their world makes no progress:
+Their processes have not exited as far as is known, so no collective fails, but their world makes no progress:
 
     frozen    its agent has found it unable to run (stopped, or its container is paused): fenced immediately if another
               worker trains with it, is about to, or waits for it; a worker that is alone in its world may have been
@@ -9,8 +9,8 @@ Their processes are alive as far as is known, so no collective fails, but their 
     lost      its whole host is gone, agent included: given up at once, since nothing can be killed there; if all
               members run there, no worker could continue without the host, and it is awaited
 
-Given up means that the world continues without the worker. If it wakes later, its generation is over and its messages
-are ignored.
+"Given up" means that the world continues without the worker. If the worker resumes later, its generation is over and
+its messages are ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Frozen(Part):
         self._hosts_awaited: dict[str, tuple[float, Reason]] = {}  # deadline and reason
 
     def handle(self, event: Event) -> bool:
-        """Handle a report of an agent or host; return whether it was one."""
+        """Handle an event about an agent or a host; return whether it was one."""
         match event:
             case WorkerFrozen():
                 self.has_frozen(event)
@@ -84,7 +84,7 @@ class Frozen(Part):
             self._alone_said.discard(record.worker)
 
     def fence(self) -> None:
-        """Fence frozen members before any other decision, since a world with one would only wait for it."""
+        """Fence frozen members before any other decision, since a world with a frozen member would wait for it."""
         for record in [*self.roster.frozen.values()]:
             reason = because(ReasonKind.FROZEN, how=record.frozen)
             if self._has_company(record):
@@ -95,10 +95,10 @@ class Frozen(Part):
                 self.actions.log("warning", f"{text}; no other worker trains, so it is not killed")
 
     def _has_company(self, record: WorkerRecord) -> bool:
-        """Return whether a worker that can run trains with it, or will in the next world.
+        """Return whether a worker that can run trains with the frozen one, or will train with it in the next world.
 
-        Joining workers lack a member's progress, so no member is given up for them. If all members are frozen, one
-        of them must remain.
+        Joining workers do not have the progress of a member, so no member is given up for them. If all members are
+        frozen, one of them must remain.
         """
         member = record.worker in self.worlds.world.places
         return any(
@@ -114,9 +114,8 @@ class Frozen(Part):
     # ---- a whole host ----------------------------------------------------------------------------------------------
 
     def host_lost(self, event: HostLost) -> None:
-        """Handle a lost host, whose processes can be neither killed nor awaited.
-
-        Its slots remain taken until an exit is reported.
+        """Handle a lost host, on which no process can be killed and no exit observed. Its slots stay occupied until
+        exits are reported.
         """
         host, text = event.host, event.reason
         reason = because(ReasonKind.LOST_HOST, host=host, text=text)

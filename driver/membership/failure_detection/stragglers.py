@@ -1,7 +1,8 @@
 """Detection of stragglers: workers that never wait while all others wait for them. Pure.
 
-Every worker regularly reports the share of its time spent in collectives. In a balanced world, all wait about equally
-little. If one worker is slow, all others wait for it, and it never waits itself. Stragglers are only reported.
+Every worker regularly reports the share of its time that it spends in collectives. In a balanced world, all workers
+wait about equally little. If one worker is slow, all others wait for it, and it never waits itself. Stragglers are only
+reported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Stragglers:
         for group, belongs in ((self._little, share < LITTLE), (self._much, share > MUCH)):
             (group.add if belongs else group.discard)(worker)
         found: frozenset[Worker] = frozenset()
-        others = len(self._share) - 1  # relative to any one of those that wait little
+        others = len(self._share) - 1  # compared with the workers that wait little
         if self._little and 2 * others >= self.size - 1 and 2 * len(self._much) > others:
             found = frozenset(self._little)
         before, self.named = self.named, found

@@ -1,11 +1,11 @@
-"""Detection of workers that hold up the others, and the response: log, fence or ignore. Deterministic.
+"""Detection of workers that hold up the others, and the reaction: log, fence or ignore. Deterministic.
 
 Members report when a collective has lasted a second. While some are inside one, ready, or have returned, the remaining
-members are suspects and their processes are probed; `suspicion` judges the results. A member that is alone holds up no
-other. If all members are inside, but not in the same collective, the script is wrong: no worker is fenced, and the log
-shows where each one waits.
+members are suspects and their processes are probed; `suspicion` judges the results. A single member holds up no other.
+If all members are inside, but not in the same collective, the script is wrong: no worker is fenced, and the log shows
+where each one waits.
 
-Whether the hosts of suspects respond at all is checked much sooner: `unresponsive_hosts`.
+`unresponsive_hosts` checks much sooner whether the hosts of suspects respond at all.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from elastic.protocol.calls import Called
 from elastic.protocol.messages import COPY, GRADIENTS, SHARDS_COMMIT, Launches, Worker
 
 SOON_S = 0.001
-ALL_INSIDE_S = 30.0  # seconds for which all remaining members wait before the cause is examined
+ALL_INSIDE_S = 30.0  # seconds for which all remaining members must wait before the cause is examined
 SILENT_S = 15.0  # three times the interval at which a waiting worker reports
 NAMED = 4  # workers that get their own log line at a time
 
 
 class Stuck(Part):
-    """Monitors the members. Checks them once others have waited for some time."""
+    """Monitors the members, and checks them once others have waited for some time."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -55,17 +55,17 @@ class Stuck(Part):
         self._look_at: float | None = None  # None: no worker waits
         self._repeated_at = 0.0  # time of the last repeated report of a wait
         self._watched = 0  # generation of the data
-        self._where = ""  # where the others wait
+        self._where = ""  # place at which the others wait
         self._lines = NAMED  # log lines left until the next check
-        self._unnamed = 0  # suspects without a log line
+        self._unnamed = 0  # number of suspects without a log line
         self._all_inside_said = ""
         self._idle = IdleWorld()
-        # Time at which members were last known to hold up the others.
+        # Last time at which members were known to hold up the others.
         self._stalled_at: float | None = None
 
     @property
     def stragglers(self) -> frozenset[Worker]:
-        """The workers that slow the others down although all make progress."""
+        """Workers that slow down the others although all make progress."""
         return self._stragglers.named
 
     # ---- reports ---------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Stuck(Part):
                 self._forget()
 
     def _still(self, suspicion: Suspicion) -> WorkerRecord | None:
-        """Return the suspect, unless it has made progress since, is ready or has returned."""
+        """Return the suspect, unless it has since made progress, become ready or returned."""
         record = self.roster.get(suspicion.worker)
         if record is None or record.killed_for or record.moved_at > suspicion.since:
             return None
@@ -219,7 +219,7 @@ class Stuck(Part):
             self.actions.log("info", text)
 
     def _watch_idle(self) -> None:
-        """Log the members' lines if none has completed a step for long although no worker waits."""
+        """Log the members' script lines if no member has completed a step for a long time although none waits."""
         if self.worlds.phase is not Phase.TRAINING or not self.actions.expired(self._idle.due):
             return
         now = self.actions.now
@@ -236,7 +236,8 @@ class Stuck(Part):
             self.actions.log("warning", self._idle.sentence(sorted(lines), now))
 
     def _ask_hosts(self) -> None:
-        """Ask the hosts that have suspects but no waiting worker; if their agents do not answer, waiting is useless."""
+        """Send a request to the hosts that have suspects but no waiting worker. If their agents do not answer, the
+        hosts are given up."""
         if not self.settings.silence_s:
             return
         if self.worlds.phase is Phase.ENDING or not self._any_waiting():
@@ -268,7 +269,7 @@ class Stuck(Part):
     def _any_waiting(self) -> bool:
         """Return whether a worker waits.
 
-        Called after every event, so it must be cheap; the details are checked later.
+        Called after every event, so it must be fast; the details are checked later.
         """
         match self.worlds.phase:
             case Phase.TRAINING | Phase.PREPARING:
@@ -334,7 +335,7 @@ class Stuck(Part):
             self.actions.add(events.ProbeWorkers(to_probe))
 
     def _discard_silent_waits(self) -> None:
-        """Suspect workers that no longer report their wait, while others do: they may be stuck."""
+        """Suspect workers that have stopped reporting their wait while others still report: they may be stuck."""
         for record in [*self.roster.inside.values()]:
             if record.said_at < self._repeated_at - SILENT_S:
                 record.inside = ""
@@ -455,7 +456,7 @@ class Stuck(Part):
             wrong = because(kind, for_s=limit_s, where=text)
             self.actions.log("error", str(wrong))
             if len(called) == 1:
-                return  # different counts are no proof
+                return  # different counts alone prove nothing
             if not self.settings.elastic:
                 self.worlds.end(1, wrong)
             calls = [Called(0, s.inside, s.line) for s in inside]
@@ -470,7 +471,8 @@ class Stuck(Part):
             self.actions.log("warning", f"{text} for {limit_s:g} s; {why}")
 
     def _where_all(self, inside: list[WorkerRecord]) -> str:
-        """Describe the collectives in which ranks wait. Those with the fewest ranks, which diverged, come first."""
+        """Describe the collectives in which ranks wait. Collectives with the fewest ranks, which have diverged, are
+        first."""
         groups: dict[tuple[str, int], list[WorkerRecord]] = {}
         for record in inside:
             groups.setdefault((record.inside, record.entered), []).append(record)
@@ -486,7 +488,7 @@ class Stuck(Part):
     # ---- GPUs that hang --------------------------------------------------------------------------------------------
 
     def _hangs(self) -> Iterator[HangFinding]:
-        """Return the hangs in groups whose ranks all wait. A phase that is marked as long has none."""
+        """Return the hangs in groups whose ranks all wait. There are none in a phase that is marked as long."""
         if self.worlds.phase is Phase.GATHERING or any(s.killed_for for s in self.worlds.live()):
             return
         groups: dict[str, list[RankReport]] = {}
@@ -497,7 +499,7 @@ class Stuck(Part):
         found = (
             judge(each, self.settings, self.worlds.give_up.worlds_hung) for each in groups.values()
         )
-        # Findings that blame a worker come first.
+        # Findings with a culprit are first.
         yield from sorted((each for each in found if each is not None), key=lambda f: not f.blamed)
 
     def _hung(self, finding: HangFinding) -> None:
@@ -537,5 +539,5 @@ def _at(waiters: Iterable[WorkerRecord], before: str = " ") -> str:
 
 
 def _counts(gpu: Iterable[Launches]) -> list[tuple[str, int, int, int, bool]]:
-    """The counts that show progress of a GPU."""
+    """Return the counts that show the progress of a GPU."""
     return [(each.group, each.launched, each.arrived, each.done, each.failed) for each in gpu]

@@ -1,4 +1,4 @@
-"""Classification of a worker that others wait for: stuck, slow or excused. Pure; `stuck` determines the waits.
+"""Classification of workers for which others wait as stuck, slow or excused. Pure; `stuck` determines the waits.
 
                      no worker waits for it any more, or it made progress: forgotten
                         ^
@@ -9,8 +9,8 @@
                         +--under a debugger, or in a phase marked as long--> EXCUSED: only logged
 
 A worker's process is observed from outside, because a heartbeat thread proves nothing about the training thread. A
-worker that uses the processor or moves bytes is busy; a long step is no reason to kill it for a long time. A worker
-that does neither while others wait for it is idle: a deadlock, or a lost peer of another service.
+worker that uses the processor or moves bytes is busy. Since a step may be long, it is killed only after a long time. A
+worker that does neither while others wait for it is idle, because of a deadlock or a lost peer of another service.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process
 
 
 def probe_every_s(settings: Settings) -> float:
-    """Return the interval between probes of workers that others wait for, and the delay of the first one."""
+    """Return the interval between probes of workers for which others wait, which is also the delay of the first
+    probe."""
     limits = [limit / 6 for limit in (settings.idle_s, settings.busy_s) if limit > 0]
     limits += [settings.gpu_hang_s / 2] if settings.gpu_hang_s > 0 else []
     return max(0.1, min([PROBE_S, *limits]))
@@ -54,13 +55,13 @@ class Next(enum.Enum):
 
 @dataclass
 class Suspicion:
-    """Suspicion against one worker that others wait for. ``_at`` and ``since`` are times on the caller's clock."""
+    """Suspicion against one worker for which others wait. ``_at`` and ``since`` are times on the caller's clock."""
 
     worker: Worker
-    since: float  # time since which the others wait for it
+    since: float  # time since which others wait for it
     phase: str = ""
     fenced_when_busy: bool = True
-    patient: bool = False  # idle counts as busy: a fence would end the job
+    patient: bool = False  # an idle worker counts as busy, because a fence would end the job
     verdict: Verdict = Verdict.UNKNOWN
     idle_since: float = 0.0
     traced: bool = False
@@ -74,7 +75,7 @@ class Suspicion:
     )
 
     def wait_since(self, since: float) -> None:
-        """Restart the wait: the earlier waiters may have made progress."""
+        """Restart the wait, since the earlier waiters may have made progress."""
         self.since = max(self.since, since)
         self.idle_since = max(self.idle_since, self.since)
 
@@ -89,9 +90,9 @@ class Suspicion:
             return
         self.cpu = (event.cpu_s - before.cpu_s) / seconds
         self.io = (event.io_bytes - before.io_bytes) / seconds
-        # Less than before: a child has exited, and its figures are no longer included.
+        # The value has decreased because a child has exited and is no longer included.
         lively = self.cpu < 0 or self.io < 0 or self.cpu >= BUSY_CPU or self.io >= BUSY_IO
-        # A process that is runnable at every check would compute but gets no processor.
+        # A process that is runnable at every check but has used no processor time is waiting for a processor.
         starved = before.state == RUNNABLE == event.state
         if lively or starved or event.state == ON_DISK:
             self.verdict = Verdict.BUSY
@@ -101,7 +102,7 @@ class Suspicion:
             self.verdict = Verdict.IDLE
 
     def fence_due(self, settings: Settings) -> float | None:
-        """Return when it will be condemned if its state does not change; None: never."""
+        """Return when the worker will be condemned if its state does not change; None: never."""
         match self.verdict:
             case Verdict.IDLE if settings.idle_s > 0 and self.patient:
                 return (
@@ -114,7 +115,7 @@ class Suspicion:
         return None
 
     def judge(self, settings: Settings, now: float) -> Next:
-        """Judge by the current information."""
+        """Judge the worker by the current information."""
         due = self.fence_due(settings)
         if due is not None and due <= now:
             return Next.CONDEMN if self.fence_at is None else Next.NOTHING
@@ -134,7 +135,8 @@ class Suspicion:
         return Next.NAME
 
     def describe(self, settings: Settings, now: float) -> tuple[str, str]:
-        """Return its state and the consequence, if any: ``idle``, ``it is fenced in 25 s (--idle-timeout)``."""
+        """Return the worker's state and the consequence, if any: ``idle``, ``it is fenced in 25 s
+        (--idle-timeout)``."""
         due = self.fence_due(settings)
         left = "" if due is None else f"to be fenced in {due - now:.0f} s"
         match self.verdict:
@@ -153,7 +155,7 @@ class Suspicion:
         return str(self.verdict.value), ""
 
     def reason(self, now: float, where: str) -> Reason:
-        """Return why it is fenced. ``where``: where the others waited."""
+        """Return why the worker is fenced. ``where``: place at which the others waited."""
         if self.verdict is Verdict.IDLE:
             return because(ReasonKind.IDLE, for_s=now - self.idle_since, where=where)
         return because(ReasonKind.BUSY, for_s=now - self.since, rates=self.rates(), where=where)
@@ -163,12 +165,12 @@ class Suspicion:
 
 
 class Suspicions:
-    """All workers that others wait for."""
+    """All workers for which others wait."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._all: dict[Worker, Suspicion] = {}
-        self._condemned: dict[Worker, Suspicion] = {}  # in the order in which they will be fenced
+        self._condemned: dict[Worker, Suspicion] = {}  # in the order of the fences
 
     def get(self, worker: Worker) -> Suspicion | None:
         return self._all.get(worker)
@@ -177,7 +179,8 @@ class Suspicions:
         return len(self._all)
 
     def only(self, suspects: Iterable[Suspicion]) -> list[Suspicion]:
-        """Set the present suspects. Known information about them is kept, that about others is discarded."""
+        """Set the current suspects. Information about these is kept, and information about other workers is
+        discarded."""
         known = self._all
         self._all = {}
         for new in suspects:
@@ -194,7 +197,7 @@ class Suspicions:
         return list(self._all.values())
 
     def drop(self, worker: Worker) -> bool:
-        """Remove a worker that made progress or is gone. Returns whether it was condemned."""
+        """Remove a worker that made progress or has exited. Returns whether it was condemned."""
         self._all.pop(worker, None)
         return self._condemned.pop(worker, None) is not None
 

@@ -1,12 +1,12 @@
-"""Detection of hosts that do not respond although workers wait for them. Pure; `stuck` determines which wait for which.
+"""Detection of unresponsive hosts for which workers wait. Pure; `stuck` determines the waits.
 
     others wait --half of silence_s--> asked --no answer for the other half, in two checks--> silent: given up
                                          |
                                          +--all have answered: asked again after silence_s, as long as others wait
 
-A host's kernel acknowledges packets whether its processes run or not, so it cannot distinguish a stopped agent (a
-paused machine, one that swaps) from a busy one. Nothing is lost as long as no worker waits for it. Once all others wait
-only for workers on hosts that do not answer, the wait could last forever.
+A host's kernel acknowledges packets even if the host's processes do not run, so acknowledgements cannot distinguish a
+stopped agent (on a paused or swapping machine) from a busy one. This is harmless as long as no worker waits for the
+host. If all others wait only for workers on hosts that do not answer, the wait could last forever.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# Answers may have arrived without being read yet, so the last check follows their deadline by this time.
+# Answers may have arrived but not been read yet, so the last check is this time after their deadline.
 READ_S = 0.05
-LATE_S = 0.5  # a check this late means that the driver itself was paused and has missed answers
+LATE_S = 0.5  # if a check is this late, the driver itself was paused and has missed answers
 
 
 @dataclass
@@ -30,7 +30,7 @@ class UnresponsiveHosts:
     _last_look: bool = False  # answers were due at the previous check
 
     def begin(self, since: float, now: float) -> None:
-        """Begin a wait: others have been waiting since ``since``."""
+        """Begin a wait, which has lasted since ``since``."""
         self.look_at = max(since + self.silence_s / 2, now)
 
     def end(self) -> None:
@@ -41,14 +41,14 @@ class UnresponsiveHosts:
             self._unanswered.clear()
 
     def answered(self, host: str) -> bool:
-        """Record an answer of the host. Returns whether one was requested."""
+        """Record an answer from the host. Returns whether an answer was requested."""
         if host not in self._unanswered:
             return False
         self._unanswered.remove(host)
         return True
 
     def for_s(self, now: float) -> float:
-        """Return how long ago the hosts were asked."""
+        """Return the seconds since the hosts were asked."""
         return now - (now if self._asked_at is None else self._asked_at)
 
     def silent(self, now: float) -> frozenset[str]:
