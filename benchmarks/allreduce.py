@@ -1,14 +1,15 @@
-"""Time of an allreduce among workers of one host, compared with Gloo and with copying as much memory, in one run.
+"""Time of an allreduce between workers of one host, compared with Gloo and with copying the same amount of memory.
 
     python benchmarks/allreduce.py [--workers 2 4] [--rounds 30] [--sizes-mb 0.0625 1 10 100 256] [--json FILE]
 
-Four variants take turns in the same processes: our group, in place, on memory that the workers share; our group on an
-ordinary tensor, which must be copied there and back; torch's ProcessGroupGloo with its defaults; and the minimum
-traffic without a reduction: all ranks copy private buffers of the same size concurrently. To reduce, every rank
-must at least read its input once and write the result once.
+Four variants alternate in the same processes: hvd-elastic's group in place on memory that the workers share;
+hvd-elastic's group on an ordinary tensor, which must be copied to shared memory and back; torch's ProcessGroupGloo with
+its defaults; and, as the lower bound, concurrent copies of private buffers of the same size, since a reduction must
+read every input and write every result at least once.
 
-Small tensors are reduced many times in a row, and the mean is taken. Before the measurement, every variant must prove
-on every rank that it sums. The share of plain copies is their time divided by ours: 1.0 is the limit of the memory.
+Small tensors are reduced many times in a row, and the mean is reported. Before the measurement, every variant must
+compute a correct sum on every rank. The share of plain copies is their time divided by hvd-elastic's: 1.0 is the limit
+of the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
 
 
 def arena_zeros(elements: int) -> tuple[torch.Tensor, bool]:
-    """Return zeros, in memory that the workers share if there is any, and whether they are there."""
+    """Return zeros, in shared memory if it exists, and whether they are in shared memory."""
     tensor, mine = arena.zeros(elements, torch.float32), arena.mine()
     lies_there = mine is not None and mine.offset_of(tensor.data_ptr(), tensor.nbytes) is not None
     return tensor, lies_there

@@ -1,4 +1,4 @@
-"""Cost of durable commits to the training: an MLP with Adam that commits each step, in alternating blocks.
+"""Cost of durable commits for training: an MLP with Adam that commits each step, in alternating blocks.
 
     plain      commits in memory only
     durable    each tenth commit is also written to disk: ELASTIC_CHECKPOINT_DIR

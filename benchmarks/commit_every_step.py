@@ -1,10 +1,11 @@
-"""Cost of a commit after every step: the GPT example's step with and without it, in one run, in alternating blocks.
+"""Cost of a commit after every step: steps of the GPT example with and without commits, in alternating blocks.
 
     python benchmarks/commit_every_step.py [--ranks 2 4] [--rounds 30] [--block 5] [--json FILE]
 
-One job trains one model: a block of steps with a commit after each, a block of as many without, in turn. The result is
-the ratio of the two blocks of a round, with the slowest rank's times. For comparison: the time of the call after a
-step, and of one copy of as many bytes between existing buffers, which is the minimum for any snapshot of changing data.
+One job trains one model. Blocks of steps with a commit after each alternate with blocks of the same length without
+commits. The result is the ratio of the two blocks of a round, with the slowest rank's times. Also reported are the time
+of the call after a step, and that of a copy of the same number of bytes between existing buffers, which is the minimum
+for a snapshot of changing data.
 
 Before the measurement, a restore must reproduce the commit.
 """

@@ -1,4 +1,4 @@
-"""Cost of leading very many workers: one real driver, and light agents that use its protocol, on loopback.
+"""Cost of driving very many workers: a real driver, and lightweight agents that use its protocol, on loopback.
 
     python benchmarks/control_plane.py [--workers 8000] [--slots 8] [--losses 3] [--idle-s 40] [--json FILE]
 
@@ -55,7 +55,9 @@ class Figures:
     losses: list[Loss] = field(default_factory=list)
     idle: float = 0.0  # share of one core
     idle_messages_per_s: float = 0.0  # messages per second without signs of life
-    resumed_s: float = 0.0  # time from the start of another driver until it leads all agents
+    resumed_s: float = (
+        0.0  # time from the start of another driver until all agents are connected to it
+    )
     resumed_cpu_s: float = 0.0
     peak_mb: float = 0.0  # maximum of both drivers
 
@@ -81,7 +83,7 @@ def measure(workers: int, slots: int, losses: int, idle_s: float) -> Figures:
             adopted = job.wait(Adopted, lambda it: it.term == 2)
             figures.resumed_s = adopted.at - job.began_at
             figures.resumed_cpu_s = job.cpu_s()
-            # It really leads: it notices a loss, and forms a world.
+            # The new driver works: it notices a loss and forms a world.
             figures.losses.append(lose(job, hosts.pop()))
         figures.peak_mb = max(figures.peak_mb, job.peak_mb())
         return figures

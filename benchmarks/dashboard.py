@@ -1,4 +1,4 @@
-"""Cost of the live page to the driver: one real driver, light agents, and viewers that read everything.
+"""Cost of the live page for the driver: a real driver, lightweight agents, and viewers that read everything.
 
     python benchmarks/dashboard.py [--workers 1000] [--viewers 10] [--idle-s 20] [--losses 3] [--json FILE]
 
@@ -6,7 +6,8 @@ The same job runs twice: without a page, and with it and its viewers. It measure
 its memory, and, for hosts that are lost one after the other, the time from the decision in the journal until each
 viewer has it.
 
-Limits for 1,000 workers and 10 viewers: 1 % of a core and 20 MB more than without; a change is shown within 200 ms.
+Limits for 1,000 workers and 10 viewers, compared with a job without the page: 1 % of a core and 20 MB; a change is
+shown within 200 ms.
 """
 
 from __future__ import annotations

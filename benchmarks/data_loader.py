@@ -1,10 +1,10 @@
-"""Speed of `elastic.data.DataLoader` compared with torch's, and its cost for a commit.
+"""Speed of `elastic.data.DataLoader` compared with torch's loader, and its effect on the cost of a commit.
 
-An epoch of the same dataset, samples and batch size through either loader, in turn, without and with loader workers. A
-round's ratio is samples per second of our loader divided by those of torch's. With ``--shards 8`` ours returns steps of
-8 micro-batches of that size, each loaded with its own seed, as for exact training. Then a commit of a state with the
-loader is compared with one without it, and the committed bytes are shown, for a small and a large dataset. Finally
-torchdata's StatefulDataLoader must continue with another number of ranks, if it is installed.
+The two loaders alternately read an epoch of the same dataset with the same batch size, without and with loader workers.
+The ratio of a round is hvd-elastic's samples per second divided by torch's. With ``--shards 8``, hvd-elastic's loader
+returns steps of 8 micro-batches of that size, each loaded with its own seed, as for exact training. Then a commit of a
+state with the loader is compared with one without it, and the committed bytes are shown, for a small and a large
+dataset. Finally torchdata's StatefulDataLoader must continue with another number of ranks, if it is installed.
 """
 
 from __future__ import annotations

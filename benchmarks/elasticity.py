@@ -2,13 +2,13 @@
 
     python benchmarks/elasticity.py [--models tiny gpt] [--workers 2] [--rounds 20] [--json FILE]
 
-Two jobs of one script: one is led by elasticrun; the other has a fixed world and no driver. Both commit after every
-step. They train in turn, a block of steps each, while the other one waits for an order of this program. The result is
-the ratio of the two blocks of a round, with the slowest worker's times.
+There are two jobs with the same script: one is run by elasticrun, the other has a fixed world and no driver. Both
+commit after every step. They alternately train a block of steps while the other job waits. The result is the ratio of
+the two blocks of a round, with the slowest worker's times.
 
-Before and after each block the kernel's count of segments with data on each worker's connection to the driver is read;
-also for an equally long time without training, because an idle connection has traffic, too. The difference is the cost
-of a step. At the end, the workers of a job must have identical weights.
+The kernel's count of segments with data on each worker's connection to the driver is read before and after each block,
+and for an equally long time without training, because an idle connection also has traffic. The difference is the cost
+of the steps. At the end, the workers of a job must have identical weights.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _hear(stream: Any) -> dict[str, Any]:
 
 
 class Jobs:
-    """Both jobs, and a connection to each worker. Use as a context manager; it leaves no process behind."""
+    """Both jobs, and a connection to each worker. A context manager that leaves no process behind."""
 
     def __init__(self, model: str, workers: int) -> None:
         self._workers = workers

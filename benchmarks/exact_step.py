@@ -1,4 +1,5 @@
-"""Cost of a step in shards, compared with an ordinary one of as many workers, and with its computation alone.
+"""Cost of a step in shards, compared with an ordinary step of the same number of workers, and with its computation
+alone.
 
     python benchmarks/exact_step.py [--models mlp gpt] [--ranks 2 4] [--shards 8] [--rounds 30] [--json FILE]
     python benchmarks/exact_step.py --memory [--models mlp] [--ranks 1 2 4 8] [--shards 8] [--rounds 3]
@@ -19,8 +20,8 @@ A gradient that is a partial by itself, as all are with 8 workers, stays where b
 rank can access it there. `copied` is `beside` with one copy of each of these to shared memory, as in an ordinary step
 of this package and in DDP. A sum of several gradients is written there in any case.
 
-Every rank computes in one thread. The tests show that losses and weights are identical everywhere; here the ranks'
-models are compared at the end.
+Every rank computes in one thread. Tests check that losses and weights are identical everywhere; this program compares
+the ranks' models at the end.
 
 --memory: the peak PSS (see memory.py) of the largest worker, read each time that backward has created a gradient;
 compared with that of an ordinary step, in separate processes. Limit: log2(S) + 1 additional gradients.

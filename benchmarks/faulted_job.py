@@ -1,6 +1,6 @@
 """Runs the stepper job under elasticrun, sends signals to its workers and observes its steps, journal and processes.
 
-It also has the options and the table that these benchmarks share.
+It also contains the options and the table that these benchmarks share.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Strike:
 
 
 class Disturbed(Job):
-    """A running job. Use as a context manager; it leaves no process behind.
+    """A running job. A context manager that leaves no process behind.
 
     It trains an MLP of this width, by ``script``, optionally with ``way`` ddp, fsdp or zero; or ``example`` names one
     of `stepped_example`.
@@ -132,7 +132,8 @@ class Disturbed(Job):
     def finish(self) -> int | None:
         """Let a full world finish, and return the exit code.
 
-        None: workers have finished training, but not exited within a minute; the measurements are valid anyway.
+        None: workers have finished training but have not exited within a minute, in which case the measurements are
+        still valid.
         """
         last = self.until(lambda: self.full(20), "a full world", START_S)
         request = self.folder / "stop.new"
@@ -144,7 +145,8 @@ class Disturbed(Job):
             return None
 
     def full(self, steps: int) -> list[Step] | None:
-        """Return the last step of each worker once all members of a complete newest world have made ``steps`` in it."""
+        """Wait until the newest world is complete and all its members have made ``steps`` steps; return the last step
+        of each worker."""
         recent = self._recent()
         newest = max((s.generation for s in recent), default=0)
         counts: dict[int, list[Step]] = {}

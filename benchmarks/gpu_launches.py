@@ -3,12 +3,12 @@
     python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py [--parameters 100] [--json FILE]
     python tests/harness/fake_cuda/start.py 2 python benchmarks/gpu_launches.py --fsdp 4 [--json FILE]
 
-With --fsdp the whole step of a model of that many layers, each sharded by FSDP2, is counted over the process group of
-this package and over torch's NCCL.
+With --fsdp, the whole step of a model with that many layers, each sharded by FSDP2, is counted with the process group
+of this package and with torch's NCCL.
 
 A count is that of a step with reduction minus that of one without, of one rank of two. The counts are those of a real
 GPU; launches of operators on many tensors are counted as torch's multi_tensor_apply would split them. The host's time
-is not that of a GPU machine, where a launch has another cost.
+differs from that on a machine with GPUs, where a launch has a different cost.
 """
 
 from __future__ import annotations

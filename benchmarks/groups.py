@@ -1,8 +1,9 @@
-"""Shared code of the reduction benchmarks: ranks as processes, a world and a Gloo group in each, turns, checks.
+"""Shared code of the reduction benchmarks: starts ranks as processes with a world and a Gloo group, alternates
+variants, and checks results.
 
 Every rank is in a world of `elastic` without a driver, and in torch's default process group over Gloo, which is the
-reference and synchronizes the ranks before each turn. Variants take turns in the same processes, in alternating order,
-so that other load on the machine disturbs all of them. The slowest rank's time counts.
+reference and synchronizes the ranks before each turn. Variants alternate in the same processes, in changing order, so
+that other load on the machine affects all of them. The slowest rank's time counts.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ Found = TypeVar("Found")
 
 
 class WrongResult(Exception):
-    """The measured code has a wrong result: its time means nothing."""
+    """The measured code has a wrong result, so its time is meaningless."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Addresses by which the ranks find each other: the world's store, and torch's."""
+    """Addresses with which the ranks find each other: the stores of the world and of torch."""
 
     host: str
     ours: int
@@ -87,7 +88,7 @@ def leave() -> None:
 
 
 def ours() -> Collectives:
-    """Return a group of all ranks, as an optimizer would get it."""
+    """Return a group of all ranks, created as for an optimizer."""
     return lifecycle.current().group("benchmark", CPU)
 
 
@@ -100,9 +101,9 @@ def named(group: Collectives) -> str:
 
 
 def prove(reduce: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> None:
-    """Raise WrongResult unless this sums all elements of the ranks' tensors on every rank.
+    """Raise WrongResult unless the variant sums all elements of the ranks' tensors on every rank.
 
-    The numbers are small and whole, so that any order of summation gives the same bits. ``tensor`` is set to zeros.
+    The numbers are small integers, so that any order of summation gives the same bits. ``tensor`` is set to zero.
     """
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     flat = tensor.view(-1)
@@ -146,7 +147,8 @@ def sum_with(group: Collectives) -> Callable[[torch.Tensor], None]:
 def take_turns(
     ways: Mapping[str, Callable[[], None]], rounds: int, *, warmup: int = 3, repeats: int = 1
 ) -> dict[str, list[float]]:
-    """Return the seconds of each round of the slowest rank, by variant; with ``repeats``, the mean of several calls."""
+    """Return the slowest rank's seconds of each round, by variant. With ``repeats``, each is the mean of several
+    calls."""
     names = list(ways)
     times = torch.zeros(rounds, len(names), dtype=torch.float64)
     for turn in range(-warmup, rounds):

@@ -1,11 +1,11 @@
-"""Gain of reducing on each host first, compared with Gloo over all ranks at once, between hosts with slow links.
+"""Gain of reducing on each host first, compared with Gloo over all ranks, between hosts with slow links.
 
     python benchmarks/hierarchy.py [--hosts 4] [--workers 2] [--rate 1gbit] [--sizes-mb 1 10 100] [--orders hosts dealt]
         [--congestion reno]
 
-Hosts are network namespaces on one switch, and each link has a limited rate in either direction. Needs root. Our group
-and torch's ProcessGroupGloo with its defaults take turns in the same processes. Ranks are numbered host by host, as in
-a new job; or round-robin over the hosts, as happens after workers have joined and left.
+Hosts are network namespaces on one switch, and each link has a limited rate in each direction. Requires root.
+hvd-elastic's group and torch's ProcessGroupGloo with its defaults alternate in the same processes. Ranks are numbered
+host by host, as in a new job; or round-robin over the hosts, as happens after workers have joined and left.
 
 The bound of the links counts bytes only. In a ring of n each rank sends 2 (n-1)/n times the size of the tensor. In our
 group only hosts are in the ring, so that much leaves each host. Gloo's ring has all ranks in it: numbered host by host,
@@ -16,7 +16,7 @@ messages can be faster than its rate.
 
 TCP's congestion control is reno, which every kernel allows here, whatever this machine uses: bbr takes the short bursts
 of two lanes on one link for a slow link, and sends every fifth 1 MB so slowly that it takes 50 to 100 ms. Both variants
-must prove first that they sum.
+must first compute a correct sum.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def ask(
 
 
 def wait(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Wait until all have ended. Ends the benchmark if one fails, or at the deadline; the network ends the others."""
+    """Wait until all processes have ended. Ends the benchmark if one fails, or at the deadline; closing the network
+    ends the others."""
     deadline = time.monotonic() + LONGEST_S
     while any(process.poll() is None for process in processes):
         failed = [rank for rank, process in enumerate(processes) if process.poll()]

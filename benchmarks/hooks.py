@@ -1,12 +1,11 @@
-"""Host time per parameter in a step, compared with torch's DistributedDataParallel, in one run, in alternating turns.
+"""Host time per parameter in a step, compared with torch's DistributedDataParallel in alternating rounds.
 
     python benchmarks/hooks.py [--parameters 1000] [--elements 16] [--rounds 60]
 
 One process in a world of two, whose other rank is simulated and whose collectives end immediately, is compared with DDP
-with one rank: the rest is the host's work per parameter in backward and after it.
-It measures the training thread's CPU time,
-minus that of a step without any reduction. "A hook alone" is an empty Python function that is called for every
-parameter: the minimum with hooks.
+on one rank. What remains is the host's work per parameter during and after backward. It measures the training thread's
+CPU time, minus that of a step without any reduction. "A hook alone" is an empty Python function that is called for
+every parameter: the minimum with hooks.
 """
 
 from __future__ import annotations

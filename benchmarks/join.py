@@ -1,7 +1,7 @@
-"""Cost of a joining worker to the others: the longest gap between an old worker's steps while one joins.
+"""Cost of a joining worker for the others: the longest gap between steps of an old worker during the join.
 
-A worker is killed and its slot's next incarnation joins. The gap is measured from the newcomer's start (its imports use
-the machine's cores, too) until a second after its first step.
+A worker is killed and its slot's next incarnation joins. The gap is measured from the newcomer's start (its imports
+also use the machine's cores) until one second after its first step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Results of benchmarks: medians with quartiles, ratios by round, limits met or missed. Pure."""
+"""Results of benchmarks: medians with quartiles, ratios by round, and limits. Pure."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
-    """Return the ratio round by round, because other load in a round disturbs both."""
+    """Return the ratio of each round, because other load in a round affects both variants."""
     return spread([a / b for a, b in zip(above, below, strict=True)])
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:
-    """Return the order of a turn.
+    """Return the order of the variants in a round.
 
-    Each name is first as often as last, and before its neighbours as often as after them, because a variant that leaves
-    the machine busy must not always disturb the same other one.
+    Each name is first as often as last, and before its neighbours as often as after them, so that a variant that leaves
+    the machine busy does not always affect the same other variant.
     """
     first = turn // 2 % len(names)
     rotated = [*names[first:], *names[:first]]

@@ -2,12 +2,12 @@
 
     python benchmarks/memory.py [--models mlp gpt] [--ranks 2] [--steps 10] [--rounds 3] [--json FILE]
 
-It measures PSS: a page that several processes share counts with a share of it in each, so that the sum over the workers
-has every page once. Memory that is shared with other workers is therefore included, and so is what peers map of each
-other. It is read when all workers have trained for some steps and hold their last gradients. Jobs with our optimizer
-and with DDP take turns; both import the same modules, whose memory is also shown.
+It measures PSS, in which a page that several processes share is divided among them, so that the sum over the workers
+counts each page once. Memory that is shared with other workers or mapped from peers is therefore included. PSS is read
+when all workers have trained for some steps and hold their last gradients. Jobs with DistributedOptimizer and with DDP
+alternate. Both import the same modules, whose memory is also shown.
 
-Limit: 1.05 times the snapshot more than DDP.
+Limit: DDP's memory plus 1.05 times the snapshot.
 """
 
 from __future__ import annotations

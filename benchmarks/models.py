@@ -135,7 +135,7 @@ MODELS: dict[str, Callable[[int], Training]] = {
 
 
 def make(name: str, rank: int) -> Training:
-    """Create a training. Models are equal on all ranks and each time, the data differs between ranks."""
+    """Create a training. Models are equal on all ranks and in all calls; the data differ between ranks."""
     torch.manual_seed(0)
     return MODELS[name](rank)
 
@@ -161,7 +161,7 @@ def bytes_of_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 class Steps:
-    """Training steps, one per call, over the batches in turn."""
+    """Training steps, one per call, which use the batches in turn."""
 
     def __init__(
         self, training: Training, predict: nn.Module, optimizer: torch.optim.Optimizer

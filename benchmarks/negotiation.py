@@ -1,4 +1,4 @@
-"""Cost of matching collectives by name: small allreduces compared with plain torch.distributed, in one run.
+"""Cost of matching collectives by name: small allreduces compared with plain torch.distributed.
 
     python benchmarks/negotiation.py [--workers 2] [--rounds 30] [--json FILE]
 
@@ -9,8 +9,8 @@ The ratio of the two of a round is much more stable on a shared machine than eit
 training, so that after the first round only the cached negotiation is measured.
 
 Limits: 1,024 tensors of 1 KB at least 3 times faster than without names, because they are fused; one of 1 MB at most
-1.2 times slower. 1,024 of 1 MB are left out: they need a gigabyte for each kind in each worker, and measure bandwidth
-only.
+1.2 times slower. 1,024 tensors of 1 MB are not measured: each kind would need a gigabyte in each worker and measure
+only bandwidth.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def measured(count: int, each: int, rounds: int) -> Answer:
 
 
 def check(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """Check that both variants reduce: otherwise the results mean nothing."""
+    """Check that both variants reduce, since otherwise the results would be meaningless."""
     for tensors in (ours, theirs):
         for number, tensor in enumerate(tensors):
             tensor.fill_(number + distributed.get_rank())

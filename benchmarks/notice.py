@@ -1,4 +1,4 @@
-"""Cost to the other workers when a machine announces its end.
+"""Cost for the other workers when the end of a machine is announced.
 
 The job has two hosts with two workers each. One host announces its end two seconds ahead: its workers leave, and
 remaining ones are killed after these two seconds.

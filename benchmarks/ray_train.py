@@ -1,4 +1,4 @@
-"""Loss of a node of a Ray cluster: hvd-elastic compared with Ray Train, on the same cluster, at the same step.
+"""Loss of a node of a Ray cluster: hvd-elastic compared with Ray Train, on the same cluster and at the same step.
 
 Both train the same small model with three workers on three nodes. One node is killed: its raylet and all its processes.
 Ray Train restarts its workers from the last checkpoint, one every 10 steps; hvd-elastic continues with the other two.
@@ -188,7 +188,7 @@ def kills(cluster: RayCluster, job: Stepping, count: int) -> dict[str, list[floa
 
 
 def inventory(cluster: RayCluster) -> dict[str, int]:
-    """Return the number of our actors, placement groups and processes in the cluster."""
+    """Return the number of hvd-elastic's actors, placement groups and processes in the cluster."""
     ours = (
         "elastic.driver.agents.agent_process",
         "elastic.launcher.run_function",

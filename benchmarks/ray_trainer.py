@@ -1,4 +1,5 @@
-"""The job of Ray Train that `ray_train.py` compares with ours: the same model, the same steps, the same lines.
+"""The Ray Train job that `ray_train.py` compares with hvd-elastic, with the same model, the same steps, and the same
+output.
 
     ray_trainer.py FOLDER WORKERS STEP_S
 

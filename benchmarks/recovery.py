@@ -1,7 +1,7 @@
 """Time lost by a killed worker: from SIGKILL of a random worker to the slowest survivor's next step in the new world.
 
-For comparison, the same loss with bare Gloo in the same run: processes that only allreduce, get an order from their
-parent immediately, destroy the group, create a new one and allreduce again.
+For comparison, the same loss is measured with bare Gloo in the same run: processes that only allreduce are notified by
+their parent immediately, destroy the group, create a new one, and allreduce again.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def bare_gloo(workers: int, kills: int, rng: random.Random) -> list[float]:
     c10d: Any = distributed
 
     def serve() -> Any:
-        """Start a store before the clients connect, so that there is no race of clients and server."""
+        """Start a store before the clients connect, so that there is no race between clients and server."""
         return c10d.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
     for _ in range(kills):

@@ -1,4 +1,4 @@
-"""Time of shutdown() + init() in one process, together in all workers of a job, repeatedly."""
+"""Time of shutdown() + init(), called repeatedly in all workers of a job at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benefit of a standby, its cost while it waits, and the start time of the next one.
+"""Benefit of a standby, its cost while it waits, and the start time of the next standby.
 
 A job of two workers and one standby, without and with a preloaded process. A random worker is killed repeatedly. The
 world is full again when every member of a world of two has the state and is in its training function; the next step is

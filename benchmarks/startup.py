@@ -1,4 +1,4 @@
-"""Time from the command to the end of rank 0's first step, compared with torchrun and DDP in turns."""
+"""Time from the command to the end of rank 0's first step, alternating with torchrun and DDP."""
 
 from __future__ import annotations
 

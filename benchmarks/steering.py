@@ -1,11 +1,11 @@
-"""Time until an operator's command is in effect, and lost steps: on one machine, with agents and etcd, on Ray.
+"""Time until an operator's command takes effect, and lost steps: on one machine, with agents and etcd, and on Ray.
 
     python benchmarks/steering.py [--launchers machine etcd ray] [--json FILE]
 
 A job of four workers is scaled to 8, then to 3; one worker is removed; it is scaled to 5, and a host of some workers is
-drained. It measures the time until each member of the first world with the requested members has made a step in it,
-from when the last newcomer was ready to train, or from the command without newcomers. Newcomers' imports are not
-included.
+drained. It measures the time until each member of the first world with the requested members has made a step. The time
+begins when the last newcomer is ready to train or, if there are no newcomers, with the command, so the imports of
+newcomers are not included.
 """
 
 from __future__ import annotations

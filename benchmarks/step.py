@@ -1,15 +1,16 @@
-"""Time of a training step, compared with torch's DistributedDataParallel and torchft, in one run, round by round.
+"""Time of a training step, compared with torch's DistributedDataParallel and torchft round by round.
 
     python benchmarks/step.py [--models mlp gpt convnet] [--ranks 1 2 4] [--rounds 40] [--json FILE]
 
-Every rank has equal models, each trained by another variant: with DistributedOptimizer; with DDP at its defaults; with
-torchft's, if it is installed; and alone, without any reduction. They take turns, a step each, in changing order. The
-result is the ratio of two steps of a round; on a shared machine it is much more stable than either time. The slowest
-rank's times are taken. Each rank computes in one thread.
+Every rank has several equal models, each trained by a different variant: with DistributedOptimizer; with DDP at its
+defaults; with torchft's DDP, if it is installed; and without any reduction. The variants alternate after each step, in
+changing order. The result is the ratio of two steps of a round, which is much more stable on a shared machine than
+either time. The slowest rank's times count. Each rank computes in one thread.
 
-Scaling efficiency is the time of a step without reduction divided by that of ours: both with as many ranks, which
-compete for the same cores, so that 1.0 means that reducing has no cost. Before the measurement, every variant must
-prove that its gradients are the mean over the ranks; at the end, that the ranks have identical weights.
+Scaling efficiency is the time of a step without reduction divided by that of DistributedOptimizer, both with the same
+number of ranks, which compete for the same cores, so that 1.0 means that the reduction has no cost. Before the
+measurement, the gradients of every variant must be the mean over the ranks; at the end, the ranks must have identical
+weights.
 
 Decided with earlier results, when every bucket was reduced over Gloo (2 ranks on 2 busy cores, ratio to DDP in the same
 run):
@@ -21,7 +22,7 @@ run):
     collectives at a time       1     2     4
     5 layers of 20 MB         1.00  0.89  1.00                (at 25 MB)
 
-So buckets are full at 8 MB, and two of them are reduced at a time over Gloo. None of this was measured over NCCL.
+Therefore buckets are full at 8 MB, and two buckets are reduced at a time with Gloo. This was not measured with NCCL.
 """
 
 from __future__ import annotations

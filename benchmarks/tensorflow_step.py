@@ -1,15 +1,16 @@
 """Cost of a gradient reduction in a step, through the APIs of torch and of TensorFlow.
 
-Two workers, an MLP of 25M parameters. A step of TensorFlow and the same step of torch, each with the reduction and on
-its rank alone, take turns in one job: the cost of the reduction is the difference of the two. The slower rank counts. A
-step of TensorFlow's own ``MultiWorkerMirroredStrategy`` in a separate job is shown for comparison.
+There are two workers and an MLP of 25M parameters. A step of TensorFlow and the same step of torch, each with and
+without the reduction, alternate in one job. The cost of the reduction is the difference between the steps with and
+without it. The slower rank counts. A step of TensorFlow's own ``MultiWorkerMirroredStrategy`` in a separate job is
+shown for comparison.
 
 Then the reduction by itself, of those gradients and of 1,000 small ones: torch's in place, in memory that the ranks
 share, where gradients of a step must be copied first; torch's into new tensors; and TensorFlow's, whose tensors are
 read-only, so that the results are new tensors.
 
-Limits: the reduction adds at most 1.1 times as much to TensorFlow's step as to torch's, 1,000 small gradients take at
-most 2 ms more, and a step is faster than with the strategy.
+Limits: the reduction adds at most 1.1 times as much time to TensorFlow's step as to torch's, 1,000 small gradients take
+at most 2 ms longer, and a step is faster than with the strategy.
 
     python benchmarks/tensorflow_step.py --steps 40
 """

@@ -1,4 +1,5 @@
-"""Makes `harness` and `stress`, in the folder of the tests, importable by benchmarks. Import it before them."""
+"""Makes `harness` and `stress`, which are in the folder of the tests, importable by benchmarks. Must be imported before
+them."""
 
 import sys
 from pathlib import Path

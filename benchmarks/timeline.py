@@ -1,13 +1,13 @@
-"""Cost of a timeline to a training step: the same processes train with and without one, in turns, paired.
+"""Cost of a timeline for a training step: the same processes train with and without a timeline, in alternating blocks.
 
     python benchmarks/timeline.py [--workers 2] [--pairs 40] [--steps 100] [--tensors 1] [--json FILE]
 
 The model is small (784 - 128 - 10, a batch of 64), so that a step takes milliseconds; each step also averages
 ``--tensors`` numbers by name, as scripts do with their metrics. A block is ``--steps`` steps; one of each pair of
-blocks is recorded, in alternating order. The result is the ratio within a pair, of the slowest worker's times: on a
-shared machine it is much more stable than either time. Even more stable, if other processes use the cores, is the ratio
-of the CPU time of all workers. It includes their sending threads, but not the driver, which writes. The quickest blocks
-of each kind are those without other load.
+blocks is recorded, in alternating order. The result is the ratio of the slowest worker's times within a pair, which is
+much more stable on a shared machine than either time. If other processes use the cores, the ratio of the CPU time of
+all workers is even more stable. It includes their sending threads, but not the driver, which writes the file. The
+quickest blocks of each kind are those without other load.
 
 Starting and ending a timeline is not measured; sending and writing, which run during the training on the same cores,
 are included.

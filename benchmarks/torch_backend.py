@@ -1,13 +1,14 @@
-"""Time of torch.distributed's collectives, and of a step of DDP, over our backend compared with Gloo, in one run.
+"""Time of torch.distributed's collectives, and of a step of DDP, with the backend of this package compared with Gloo.
 
     python benchmarks/torch_backend.py [--ranks 2 4] [--rounds 20] [--sizes-kb 1 64 1024 10240 102400] [--json FILE]
     python benchmarks/torch_backend.py --models mlp gpt convnet --sizes-kb
     python benchmarks/torch_backend.py --fsdp mlp gpt --sizes-kb
     python benchmarks/torch_backend.py --zero mlp gpt --sizes-kb
 
-Both process groups have the same ranks, in the same processes, and take turns on equal tensors, through torch's own
-functions. The result is the ratio of two calls of a round: below 1, ours is faster. A size is that of a rank's input of
-an allreduce, and the total that a rank receives from the others if it gets a part from each.
+Both process groups have the same ranks in the same processes, and are used alternately with equal tensors through
+torch's own functions. The result is the ratio of two calls of a round: below 1, the backend of this package is faster.
+A size is that of a rank's input of an allreduce, and the total that a rank receives from the others if it gets a part
+from each.
 
 ``--fsdp``: a step of a model whose layers are each sharded by FSDP2 (``fully_shard``), without commits. ``--zero``: a
 step of DDP with ZeroRedundancyOptimizer over both, one of DistributedOptimizer with zero=1 compared with that over
@@ -191,7 +192,7 @@ def zero_steps(name: str, group: Any) -> models.Steps:
 def prove_gradients(ways: dict[str, models.Steps]) -> None:
     """Check the gradients after the first step.
 
-    Later, rounding in another order moves a ReLU of the convnet across zero.
+    Later, rounding in a different order may move an input of a ReLU in the convnet across zero.
     """
     for way in ways.values():
         way()
@@ -207,7 +208,7 @@ def prove_gradients(ways: dict[str, models.Steps]) -> None:
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a gradient that is a DTensor, else the gradient."""
+    """Return this rank's rows of a gradient that is a DTensor, otherwise the gradient."""
     assert parameter.grad is not None
     return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
 

@@ -1,7 +1,8 @@
 """Torchft for the step benchmark: its lighthouse, a manager in each rank, and its DistributedDataParallel.
 
-Optional: install it with ``pip install torchft``; without it, the benchmark says so. Every rank is a separate replica
-group, as in torchft's elastic mode, and uses the defaults: a quorum and a vote for each step, over its own Gloo group.
+Optional; install it with ``pip install torchft``. If it is missing, the benchmark reports this. Every rank is a
+separate replica group, as in torchft's elastic mode, and uses the defaults: a quorum and a vote for each step, over its
+own Gloo group.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ JOIN_MS = 60_000  # time that the lighthouse waits for all, so that the first qu
 
 
 def why_not() -> str:
-    """Return why torchft can't be used; empty if it can."""
+    """Return why torchft cannot be used; empty if it can."""
     if importlib.util.find_spec("torchft") is None:
         return "not installed"
     try:

@@ -1,4 +1,4 @@
-"""Steps of shards with one worker that is slower than the others for a while: divided by speed, and evenly.
+"""Steps of shards with one worker that is slower than the others for a while, divided by speed and evenly.
 
     python benchmarks/unequal.py [--ranks 4] [--shards 16] [--factor 3] [--shard-ms 20] [--json FILE]
 
@@ -7,8 +7,8 @@ in the middle third of the steps. Workers that sleep do not share cores, so the 
 each. The ideal step is that of all workers' speeds added up: with 4 workers, of which one is 3 times slower, 16 shards
 take as long as 4.8 shards of a fast worker.
 
-The same run is made twice, with `by_speed` and without, step by step in turn in the same processes, and the weights are
-compared after each step: they have the same bits.
+Runs with and without `by_speed` alternate step by step in the same processes. After each step, the weights of both must
+have the same bits.
 """
 
 from __future__ import annotations

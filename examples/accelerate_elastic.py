@@ -1,8 +1,8 @@
-"""An Accelerate loop in a world that loses and gains workers: elastic's three lines are marked by (*).
+"""An Accelerate loop whose workers may leave and join. The three lines for hvd-elastic are marked by (*).
 
     elasticrun -np 3 --min-np 1 python examples/accelerate_elastic.py
 
-Kill any of its processes, rank 0 too: training continues in the middle of the epoch. docs/transformers.md.
+Kill any of its processes, even rank 0: training continues in the middle of the epoch. See docs/transformers.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Trains with DistributedDataParallel, and continues when workers are lost or join.
 
-The lines that make a loop over steps elastic are marked; docs/pytorch.md has the changes of a script with epochs.
+The lines that make a loop over steps elastic are marked. docs/pytorch.md shows the changes to a script with epochs.
 
     elasticrun -np 3 --min-np 1 examples/ddp_elastic.py --steps 200
 

@@ -1,4 +1,4 @@
-"""Handwritten digits (scikit-learn's 1,797 images of 8 x 8), written for Horovod's API only.
+"""Handwritten digits (scikit-learn's 1,797 images of 8 x 8). Uses only Horovod's API.
 
     elasticrun -np 4 --min-np 1 python examples/digits.py
     python examples/kill_workers.py -- python examples/digits.py      # the same, with random SIGKILLs

@@ -1,12 +1,12 @@
-r"""Training with bit-identical results, whatever workers join or die: the last line is equal in every run.
+r"""Training with bit-identical results, even if workers join or die: the last line is the same in every run.
 
     OMP_NUM_THREADS=1 python examples/exact.py
     OMP_NUM_THREADS=1 elasticrun -np 3 --min-np 1 python examples/exact.py          # kill any of its processes
     OMP_NUM_THREADS=1 python -m elastic.chaos exact --mean-time-between-faults 2 -- \
       elasticrun -np 3 --min-np 1 python examples/exact.py
 
-A step is 8 micro-batches, on any number of workers. BatchNorm, dropout and augmentation show that they are reproduced,
-too. docs/exact.md lists what is set, checked and refused.
+A step has 8 micro-batches, on any number of workers. BatchNorm, dropout and augmentation are reproduced too.
+docs/exact.md lists the settings, the checks, and unsupported features.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAUSE_S = float(os.environ.get("PAUSE", "0.05"))
 
 
 class Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """Noise with a bright quarter, which is the label; mirrored at random."""
+    """Noise with a bright quarter, which is the label. Pictures are mirrored at random."""
 
     def __len__(self) -> int:
         return 500

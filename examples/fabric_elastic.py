@@ -1,8 +1,8 @@
-"""A Fabric loop in a world that loses and gains workers: elastic's lines are marked by (*).
+"""A Fabric loop whose workers may leave and join. The lines for hvd-elastic are marked by (*).
 
     elasticrun -np 3 --min-np 1 python examples/fabric_elastic.py
 
-Kill any of its processes, rank 0 too: training continues in the middle of the epoch. docs/lightning.md.
+Kill any of its processes, even rank 0: training continues in the middle of the epoch. See docs/lightning.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ inputs = torch.randn(options.samples, 8, generator=torch.Generator().manual_seed
 data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
 model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-# It raises after its last step; the steps of one worker are enough for any number of workers.
+# The schedule raises after its last step; the number of steps of one worker is enough for any number of workers.
 most = options.epochs * -(-options.samples // BATCH)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=most)
 loader = elastic.data.DataLoader(data, batch_size=BATCH, shuffle=True)  # (*)

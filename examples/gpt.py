@@ -3,9 +3,9 @@
     elasticrun -np 4 --min-np 2 python examples/gpt.py      # or `make train`, which adds faults and a report
     python examples/gpt.py --steps 50                       # without a launcher: a world of one
 
-Everything elastic is in `train`: the decorator, the state with the loader in it, and `commit`. The current rank 0
-appends one JSON object per step to OUT/metrics.jsonl, where the later line of a step counts, and reports the same, for
-the page that `elasticrun --report FILE` writes.
+All code for elasticity is in `train`: the decorator, the state that contains the loader, and `commit`. The current rank
+0 appends one JSON object per step to OUT/metrics.jsonl, in which the last line of a step counts, and reports the same
+values for the page that `elasticrun --report FILE` writes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def show(step: int, loss: float, workers: int, tokens_per_s: float, seconds: flo
 
 @torch.no_grad()
 def validation_loss(windows: int = 256) -> float:
-    """Return nats per byte over the first held-out windows, which the workers share."""
+    """Return the loss in nats per byte over the first validation windows, which are divided between the workers."""
     mine = range(elastic.rank(), min(windows, len(validation)), elastic.size())
     total = torch.zeros(2, dtype=torch.float64)
     for start in range(0, len(mine), args.batch_size):

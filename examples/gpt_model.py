@@ -1,4 +1,4 @@
-"""A small GPT over bytes, and its training text: Python's standard library. It does not depend on workers."""
+"""A small GPT over bytes, and its training text, Python's standard library. It does not depend on the workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to
 
 
 class Attention(nn.Module):
-    """Causal, with rotary positions and normalized queries and keys. (B, T, C) -> (B, T, C)."""
+    """Causal attention with rotary positions and normalized queries and keys. (B, T, C) -> (B, T, C)."""
 
     cos: Tensor
     sin: Tensor
@@ -70,7 +70,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, context) for _ in range(layers))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
-            # Outputs to the stream start at zero: initially each block is the identity.
+            # Output weights are initially zero, so that each block begins as the identity.
             if name.endswith(("out.weight", "down.weight", "head.weight")):
                 nn.init.zeros_(parameter)
             else:
@@ -126,7 +126,7 @@ def standard_library(limit: int) -> tuple[bytes, bytes]:
 
 
 def sources(folder: Path) -> Iterator[Path]:
-    """Iterate over the sources outside of skipped folders, which may have tens of thousands of files."""
+    """Iterate over the sources, without skipped folders, which may contain tens of thousands of files."""
     for entry in sorted(folder.iterdir()):
         if entry.suffix == ".py":
             yield entry

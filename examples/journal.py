@@ -1,4 +1,4 @@
-"""Reader of `elasticrun --journal FILE` while the job runs: members, process ids, events.
+"""Reads the journal of `elasticrun --journal FILE` while the job runs: members, process IDs, events.
 
 One JSON object per line: ``{"at": seconds, "event": {...}, "actions": [{...}, ...]}``.
 """
@@ -40,7 +40,8 @@ def actions(file: Path, *kinds: str) -> Iterator[tuple[float, Json]]:
 def pids(file: Path) -> list[int]:
     """Return the processes of the newest world in the order of their ranks.
 
-    There are none before the first world and after the end of training: a worker that dies later fails the job.
+    There are none before the first world or after the end of training, since the death of a worker would then fail the
+    job.
     """
     if any(actions(file, "EndJob")):
         return []

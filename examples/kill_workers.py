@@ -37,7 +37,7 @@ def main() -> int:
                     time.sleep(0.05)
                 kills += kill_one(journal.pids(story), chance)
         except KeyboardInterrupt:
-            pass  # the job was interrupted, too, and ends by itself
+            pass  # the job was also interrupted and ends by itself
         finally:
             code = finish(job)
         print(f"\n{kills} workers were killed; the job exited with {code}")
@@ -58,7 +58,7 @@ def kill_one(pids: list[int], chance: random.Random) -> int:
 
 
 def finish(job: subprocess.Popen[bytes]) -> int:
-    """Return the exit code. A job that is still running was interrupted; it gets some time to end by itself."""
+    """Return the exit code. A job that is still running was interrupted, and gets some time to end by itself."""
     try:
         return job.wait(timeout=30)
     except subprocess.TimeoutExpired:

@@ -1,8 +1,8 @@
-"""Lightning's Trainer in a world that loses and gains workers: elastic's two lines are marked by (*).
+"""Lightning's Trainer with workers that may leave and join. The two lines for hvd-elastic are marked by (*).
 
     elasticrun -np 3 --min-np 1 python examples/lightning_elastic.py
 
-Kill any of its processes, rank 0 too: training continues in the middle of the epoch. docs/lightning.md.
+Kill any of its processes, even rank 0: training continues in the middle of the epoch. See docs/lightning.md.
 """
 
 from __future__ import annotations

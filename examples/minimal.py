@@ -1,8 +1,8 @@
-"""The smallest elastic training: a line is fitted while workers join and leave.
+"""The smallest elastic training script: fits a line while workers join and leave.
 
     elasticrun -np 4 --min-np 1 python examples/minimal.py
 
-Kill any of its processes, rank 0 too: the others continue from the last commit. Without elasticrun, it is a world of
+Kill any of its processes, even rank 0: the others continue from the last commit. Without elasticrun, it is a world of
 one.
 """
 

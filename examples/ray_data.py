@@ -1,20 +1,22 @@
-"""Trains from a stream of Ray Data that is redistributed when workers join or leave: every row counts once an epoch.
+"""Trains from a stream of Ray Data that is redistributed when workers join or leave. Every row counts once per epoch.
 
     python examples/ray_data.py                                          # starts a local Ray
     RAY_ADDRESS=auto python examples/ray_data.py --workers 8 --min-workers 2     # on a node of a cluster
 
-An actor, the *feed*, runs the stream and numbers its blocks; the rows are sent directly from where they were created to
-the worker that trains on them. In a step of a world of N workers rank r takes block ``position + r``, and ``position``
-is part of the committed state. So only the blocks of a lost worker are distributed again, to the next world.
+An actor, the *feed*, runs the stream and numbers its blocks. The rows are sent directly from the node on which they
+were created to the worker that trains on them. In a step with N workers, rank r takes block ``position + r``, and
+``position`` is part of the committed state. Therefore only the blocks of a lost worker are distributed again, to the
+next world.
 
-Guarantee: in the history of commits each row of an epoch is trained on exactly once, whatever happens to workers and to
-nodes with workers. Steps that are undone by a failure are repeated, and were never committed. If the feed itself is
-lost, Ray restarts it and it runs the epoch's stream from its beginning, up to the workers' position. Then the same
-holds if the stream returns the same blocks again: `preserve_order` (set below), a fixed number of blocks to read (by
-default Ray counts CPUs for that), seeds for shuffles, functions that depend only on their rows.
+Guarantee: in the history of commits, each row of an epoch is trained on exactly once, regardless of failures of workers
+and their nodes. Steps that a failure undoes were never committed, and are repeated. If the feed itself is lost, Ray
+restarts it, and it repeats the epoch's stream from the beginning up to the workers' position. The guarantee then holds
+if the stream returns the same blocks again. This requires `preserve_order` (set below), a fixed number of blocks to
+read (by default, Ray derives it from the number of CPUs), seeds for shuffles, and functions that depend only on their
+rows.
 
-Ray recreates blocks that are lost with a node. The feed ends with its caller. Ray Data needs a CPU in addition to those
-of the workers.
+Ray recreates blocks that are lost with a node. The feed ends with its caller. Ray Data needs one CPU in addition to the
+workers' CPUs.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ Position = tuple[int, int]  # epoch, and the number of its blocks that were trai
 
 
 class Epoch:
-    """The stream of one epoch, forward only, and its blocks that may be requested again."""
+    """The stream of one epoch, which only moves forward, and the blocks that may be requested again."""
 
     def __init__(self, dataset: ray.data.Dataset) -> None:
         self._stream: Iterator[Any] = (
@@ -65,7 +67,7 @@ class Epoch:
 
 
 class Feed:
-    """An actor. ``dataset`` creates the stream of an epoch, ``rows`` is the maximum of a block."""
+    """An actor. ``dataset`` creates the stream of an epoch; ``rows`` is the maximum number of rows in a block."""
 
     def __init__(self, dataset: Callable[[int], ray.data.Dataset], rows: int) -> None:
         context = ray.data.DataContext.get_current()
@@ -100,7 +102,8 @@ class Feed:
 
 
 def dataset_of(epoch: int, rows: int) -> ray.data.Dataset:
-    """Create points with a target value; blocks in another order each epoch. A real dataset reads files."""
+    """Create points with a target value. Each epoch has a different order of blocks. A real dataset would read
+    files."""
     import numpy as np
 
     def points(batch: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +122,7 @@ def train(config: dict[str, Any]) -> dict[str, float]:
     import elastic
 
     elastic.init()
-    # For Ray, a worker is a separate program, which joins the cluster in which it runs.
+    # To Ray, a worker is a separate program, which joins the cluster on which it runs.
     ray.init(namespace=os.environ["RAY_NAMESPACE"], log_to_driver=False)
     feed = ray.get_actor(config["feed"])
     torch.manual_seed(0)
@@ -151,7 +154,7 @@ def train(config: dict[str, Any]) -> dict[str, float]:
             loss = (model(x).squeeze(1) - y).square().sum()
             loss.backward()
             optimizer.synchronize()
-            # Blocks differ in size, and after the end there is none: the mean is over the rows of this step.
+            # Blocks differ in size, and some ranks may have none at the end, so the mean is over the rows of this step.
             mine = torch.tensor([len(ids), int(ids.sum()), not block])
             rows, numbers, without = elastic.allreduce(mine, name="rows", op=elastic.Sum).tolist()
             if rows:
@@ -160,7 +163,7 @@ def train(config: dict[str, Any]) -> dict[str, float]:
                 with optimizer.skip_synchronize():
                     optimizer.step()
 
-            # A failure may go back by one commit: to this position.
+            # A failure may return to the previous commit, which has this position.
             state.safe = (state.epoch, state.position)
             state.position += elastic.size()
             state.rows += rows
@@ -182,7 +185,7 @@ def train(config: dict[str, Any]) -> dict[str, float]:
 
 
 def columns(block: Any | None) -> tuple[Any, Any, Any]:
-    """Convert a block to tensors; empty ones without a block."""
+    """Convert a block to tensors, which are empty if there is no block."""
     import torch
 
     if block is None:

@@ -1,4 +1,4 @@
-"""The small GPT on a Ray cluster, from a laptop to hundreds of spot nodes: workers join and leave with the nodes.
+"""The small GPT on a Ray cluster, from a laptop to hundreds of spot nodes. Workers join and leave with the nodes.
 
     python examples/ray_gpt.py                                             # starts a local Ray
     RAY_ADDRESS=auto python examples/ray_gpt.py --workers 8 --min-workers 2   # on a node of a cluster

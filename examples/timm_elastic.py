@@ -1,9 +1,9 @@
-"""A loop like timm's train.py with EMA and AMP, in a world that loses and gains workers: elastic's lines have (*).
+"""A loop like timm's train.py, with EMA and AMP, whose workers may leave and join. Lines for hvd-elastic have (*).
 
     elasticrun -np 3 --min-np 1 python examples/timm_elastic.py
 
-DDP, autocast, a gradient scaler, clipping, a cosine schedule with warmup, and an average of the weights that is
-validated. Kill any of its processes, rank 0 too: training continues in the middle of the epoch. docs/pytorch.md.
+It uses DDP, autocast, a gradient scaler, clipping, a cosine schedule with warmup, and validation of averaged weights.
+Kill any of its processes, even rank 0: training continues in the middle of the epoch. See docs/pytorch.md.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Block(nn.Module):
 
 
 def schedule(step: int) -> float:
-    """Return the factor of warmup and cosine; a world of fewer workers has more steps, and stays at the last value."""
+    """Return the factor of warmup and cosine decay. With fewer workers there are more steps, and the last value is
+    kept."""
     steps = options.epochs * options.samples / BATCH
     share = min(1.0, step / steps)
     return min(1.0, (step + 1) / WARMUP) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
@@ -89,7 +90,7 @@ def validate() -> float:
 
 @elastic.run  # (*)
 def train(state: elastic.TorchState) -> None:
-    optimizer.zero_grad()  # of an interrupted accumulation
+    optimizer.zero_grad()  # gradients of an interrupted accumulation
     while state.epoch < options.epochs:
         loader.set_epoch(state.epoch)
         model.train()

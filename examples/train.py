@@ -1,10 +1,10 @@
-"""Training of a small GPT under faults: four workers, one is killed, its slot is used again, a fifth slot is added.
+"""Training of a small GPT under faults: one of four workers is killed and replaced, and later a fifth slot is added.
 
     make train                                # or: python examples/train.py --out out
 
-Starts elasticrun with examples/gpt.py and injects faults from outside: after a third of the steps it kills a worker
-with SIGKILL, after two thirds host discovery lists one more slot. Ends with the output of `elasticrun explain`, and
-OUT/report.html.
+Starts elasticrun with examples/gpt.py and injects faults from outside: after a third of the steps, it kills a worker
+with SIGKILL; after two thirds, host discovery lists another slot. At the end, it prints the output of `elasticrun
+explain`. The report is OUT/report.html.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
         trouble(job, args, hosts)
         code = job.wait()
     except KeyboardInterrupt:
-        code = stop(job)  # the job got Ctrl-C, too, and ends by itself
+        code = stop(job)  # the job also received Ctrl-C and ends by itself
     except BaseException:
         job.terminate()
         stop(job)

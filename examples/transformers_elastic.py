@@ -1,8 +1,9 @@
-"""Hugging Face's Trainer in a world that loses and gains workers: elastic's line is marked by (*).
+"""Hugging Face's Trainer with workers that may leave and join. The line for hvd-elastic is marked by (*).
 
     elasticrun -np 3 --min-np 1 python examples/transformers_elastic.py
 
-A small GPT-2 with random weights learns to count. Kill any of its processes. docs/transformers.md.
+A small GPT-2 with random weights learns to count. Kill any of its processes: training continues. See
+docs/transformers.md.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ INTERNALS = {
 
 
 def refuse(front_end: str, instead: str) -> ImportError:
-    """Return the error for a missing front end: an ImportError, as scripts that try several front ends expect."""
+    """Return the error for a missing front end. It is an ImportError, which scripts that try several front ends
+    expect."""
     return ImportError(
         f"horovod.{front_end} is not provided by hvd-elastic, which trains models of PyTorch, TensorFlow,"
         f" Keras and MXNet; {instead}",
@@ -88,7 +89,7 @@ def refuse_internals() -> None:
 
 
 def need_keras(front_end: str) -> None:
-    """Import the Keras that this process uses; otherwise as `need`."""
+    """Import the Keras that this process uses; otherwise like `need`."""
     from elastic.rendezvous import environment
 
     need("tf_keras" if environment.legacy_keras() else "keras", front_end)

@@ -1,4 +1,5 @@
-"""Fits a line in so many steps, each of which waits a little, so that there is time to kill something: demo.py STEPS"""
+"""Fits a line in the given number of steps, with a pause after each that leaves time to kill a process: demo.py
+STEPS"""
 
 from __future__ import annotations
 

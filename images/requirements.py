@@ -1,4 +1,4 @@
-"""Prints what hvd-elastic with these extras needs, as pip's requirements: requirements.py EXTRA,..."""
+"""Prints the requirements of hvd-elastic with these extras for pip: requirements.py EXTRA,..."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""Of mkdocs: links from a page to files beside docs/ become their names, for the site does not hold those files."""
+"""Hook of mkdocs that replaces links to files outside docs/ by their names, since the site does not contain these
+files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The public names of `elastic`, grouped as docs/reference/python.md shows them, with an example of each.
 
-Every example runs as it stands, after `PRELUDE` and the ones before it of the same group.
+Every example runs unchanged after `PRELUDE` and the previous examples of its group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ inputs, targets = torch.randn(8, 4), torch.randn(8, 1)
 
 
 class Entry(NamedTuple):
-    """Names that are shown together, and the lines that use them."""
+    """Names that are shown together, and the example lines that use them."""
 
     names: str
     example: str

@@ -1,4 +1,4 @@
-"""Write what is generated from the code: the pages of docs/reference, and the types of keyword arguments.
+"""Write the files that are generated from the code: the pages of docs/reference, and the types of keyword arguments.
 
     python docs/site/reference.py           # write the files
     python docs/site/reference.py --check   # list outdated files, and exit with 1 if there are any
@@ -174,7 +174,7 @@ def metrics() -> str:
 
 def _metric_rows() -> Iterator[str]:
     figures = JobMetrics(TimeSpent(JobView()))
-    # There are some that begin with the first.
+    # Some names begin with the name of the first metric.
     figures.view.note(CheckpointMade(Commit(1, 1)), [], 0.0)
     figures.rates.step = 1
     for at in (0.0, 5.0):

@@ -2,8 +2,8 @@
 
     horovodrun -np 4 python horovod_imagenet.py --batches-per-allreduce 2 --fp16-allreduce
 
-Warm-up of the learning rate over the first epochs, gradient accumulation over several batches, compression, averaged
-metrics, and checkpoints written by rank 0. When restarted, it resumes from the last checkpoint that rank 0 finds.
+It uses learning-rate warmup, gradient accumulation, compression, averaged metrics, and checkpoints written by rank 0.
+After a restart, it resumes from the last checkpoint that rank 0 finds.
 """
 
 import argparse
@@ -92,7 +92,7 @@ class Metric:
         return self.sum / self.n
 
 
-# Rank 0 finds the last checkpoint; all resume from it.
+# Rank 0 finds the last checkpoint, from which all ranks resume.
 resume_from_epoch = 0
 for try_epoch in range(args.epochs, 0, -1):
     if os.path.exists(args.checkpoint_format.format(epoch=try_epoch)):
@@ -161,7 +161,7 @@ def train(epoch):
         if cuda:
             data, target = data.cuda(), target.cuda()
         optimizer.zero_grad()
-        # In pieces, so that a batch of this size need not fit into memory at once.
+        # Computed in parts, since a batch of this size may not fit into memory.
         pieces = list(range(0, len(data), args.batch_size))
         for i in pieces:
             data_batch = data[i : i + args.batch_size]

@@ -3,7 +3,7 @@
     horovodrun -np 2 --min-np 1 -H localhost:2 python examples/horovod/keras_elastic.py
     KERAS_BACKEND=torch horovodrun -np 2 --min-np 1 -H localhost:2 python examples/horovod/keras_elastic.py
 
-A step's samples are the same with one worker or several, so the losses are too, whatever is lost on the way.
+The samples of a step do not depend on the number of workers, so the losses are the same even if workers are lost.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def train(state):
             hvd.elastic.UpdateBatchStateCallback(state),
             hvd.elastic.UpdateEpochStateCallback(state),
             Report(),
-            hvd.elastic.CommitStateCallback(state),  # last: the world may change here
+            hvd.elastic.CommitStateCallback(state),  # must be last, since the world may change here
         ],
         shuffle=False,
         verbose=0,

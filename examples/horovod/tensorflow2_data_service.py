@@ -40,7 +40,7 @@ for epoch in range(args.epochs):
         with tf.GradientTape() as tape:
             logits = images @ weights
             loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-        # Ranks get batches when they ask for them, so one may get more: each trains independently for an epoch.
+        # Ranks get batches on request, so their numbers may differ: each rank trains independently for an epoch.
         weights.assign_sub(0.01 * tape.gradient(loss, weights))
         samples += len(labels)
     weights.assign(hvd.allreduce(weights))

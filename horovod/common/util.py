@@ -1,4 +1,4 @@
-"""Build options under the path without a framework, and small functions of Horovod that scripts import."""
+"""Build options, at the path without a framework, and small functions of Horovod that scripts import."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether a framework finds a GPU here."""
+    """Return whether a framework finds a GPU on this machine."""
     return extension_available(ext_base_name) and check_has_gpu()
 
 
 @contextlib.contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Set environment variables for the block; those given as None are not changed."""
+    """Set environment variables during the block; variables with the value None are not changed."""
     given = {name: value for name, value in kwargs.items() if value is not None}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)

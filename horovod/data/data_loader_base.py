@@ -35,10 +35,10 @@ class BaseDataLoader:
 
 
 class AsyncDataLoaderMixin:
-    """Prefetching: ``class MyAsyncLoader(AsyncDataLoaderMixin, MyLoader)``, the mixin first.
+    """Adds prefetching: ``class MyAsyncLoader(AsyncDataLoaderMixin, MyLoader)``, with the mixin first.
 
-    ``async_loader_queue_size`` is the number of batches to prefetch; 0 reads in the caller's thread. An exception of
-    ``_iterate`` is raised in place of its batch. The thread of an abandoned pass is stopped.
+    ``async_loader_queue_size`` is the number of batches to prefetch; with 0, batches are read in the caller's thread.
+    An exception in ``_iterate`` is raised in place of the batch. The thread of an abandoned pass is stopped.
     """
 
     def __init__(self, async_loader_queue_size: int = 64, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +120,7 @@ class _Ahead:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
-            # The thread may be inside the user's read, which can't be interrupted.
+            # The thread may be inside the user's read, which cannot be interrupted.
             self._thread.join(CLOSE_S)
 
 

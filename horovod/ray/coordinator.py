@@ -1,4 +1,4 @@
-"""Environment of workers that are placed and started by other software, such as Ray Train."""
+"""Environment of workers that other software, such as Ray Train, places and starts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ANSWER_S = 60.0  # time for a task without a CPU to start on a node that has wor
 
 
 class Coordinator:
-    """Registration of workers one by one, with ranks from 0 on, followed by calls of the two other methods."""
+    """Registers workers one by one, with ranks from 0 on. Call the two other methods after the last registration."""
 
     def __init__(self, settings: Any) -> None:
-        """Take ``timeout_s`` from ``settings``: the time for all workers to call ``hvd.init()``."""
+        """Create a coordinator. ``settings.timeout_s`` is the time for all workers to call ``hvd.init()``."""
         self.settings = settings
         self.hostnames: set[str] = set()
         self._nodes: dict[int, str] = {}  # by rank

@@ -21,7 +21,8 @@ from horovod.torch.mpi_ops import *  # noqa: F403
 
 
 def _warn_of_another_horovod() -> None:
-    """Warn if two distributions have this import name: the order of installation decides which one a script gets."""
+    """Warn if two distributions have this import name, since the order of installation determines which one a script
+    imports."""
     try:
         version = metadata.version("horovod")
     except metadata.PackageNotFoundError:

@@ -10,7 +10,7 @@ from elastic.api.compression import Compression, FP16Compressor, NoneCompressor
 
 
 class Compressor:
-    """Base of compressors of scripts. Optional: any class with the two methods can be used."""
+    """Optional base class of a script's compressors. Any class with the two methods can be used."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -32,7 +32,7 @@ class HostDiscoveryScript(HostDiscovery):
         """Run the script, for at most SCRIPT_S seconds.
 
         Raises:
-            Invalid: (a ValueError) the script can't be run or prints an invalid line.
+            Invalid: (a ValueError) the script cannot be run or prints an invalid line.
             RuntimeError: the script fails or does not end.
         """
         from elastic.driver.discovery.script import find_script
@@ -68,9 +68,8 @@ class FixedHosts(HostDiscovery):
 
 
 class HostManager:
-    """Keeps the result of a discovery, and compares it with the next one.
-
-    There is no ``blacklist`` here: the driver decides about failed hosts.
+    """Stores the result of a discovery and compares it with the next one. There is no ``blacklist``, since the driver
+    decides about failed hosts.
     """
 
     def __init__(self, discovery: HostDiscovery) -> None:
@@ -91,7 +90,8 @@ class HostManager:
         return dict(self._hosts)
 
     def update_available_hosts(self) -> HostUpdateResult:
-        """Run the discovery again; return which hosts or slots were added or removed. Raises its exceptions."""
+        """Run the discovery again; return whether hosts or slots were added or removed. Exceptions of the discovery are
+        passed on."""
         before, self._hosts = self._hosts, dict(self._discovery.find_available_hosts_and_slots())
         result = HostUpdateResult.no_update
         for host in {*before, *self._hosts}:

@@ -1,6 +1,6 @@
 """Horovod's notifications of host changes.
 
-They arrive over the worker's connection to the driver, so a worker runs no service that could be connected to.
+They arrive over the worker's connection to the driver, so a worker runs no service for them.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class TfDataServiceConfig:
 
     Args:
         dispatcher_side: the job in which dispatchers run, "compute" or "training".
-        addresses: addresses of the service by which the jobs find each other.
+        addresses: addresses of the service with which the jobs find each other.
         key: secret of that service.
         timeout: seconds for both jobs to be ready.
 
@@ -71,7 +71,7 @@ class TfDataServiceConfig:
         return ComputeClient(self.addresses, self.key, verbose, self.timeout)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, with the key in hexadecimal."""
+        """Return the fields as a dict, with the key in hexadecimal."""
         return {**vars(self), "key": self.key.hex()}
 
     @staticmethod
@@ -181,7 +181,7 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
     Raises:
         Invalid: this rank has no dispatcher.
         TimeoutException: the compute job was not ready in time.
-        ConnectionError: the compute job has ended, or the dispatcher can't be reached.
+        ConnectionError: the compute job has ended, or the dispatcher cannot be reached.
     """
     one = compute_config.dispatchers == 1
     if not one and not 0 <= rank < compute_config.dispatchers:
@@ -221,7 +221,7 @@ def send_to_data_service(
         round_robin: with ``reuse_dataset``: the ranks take turns. The dataset must be endless.
 
     Raises:
-        Invalid: if dispatchers run in the training job, which requires `tf_data_service` instead.
+        Invalid: dispatchers run in the training job; use `tf_data_service` instead.
         NotInitialized: with ``reuse_dataset`` before ``hvd.init()``.
     """
     if compute_config.dispatcher_side == "training":
@@ -248,7 +248,8 @@ tf.data.Dataset.send_to_data_service = send_to_data_service
 
 
 def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
-    """Run one rank of a compute job: a worker, on some ranks also a dispatcher, until a training ends it.
+    """Run one rank of a compute job until a training job ends it. Each rank is a worker, and some ranks are also
+    dispatchers.
 
     Raises:
         Invalid: the size of the job differs from the configuration.
@@ -268,7 +269,8 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     own = compute_config.dispatcher_side == "compute" and index % workers == 0
     with _dispatcher(dispatcher_id, compute) if own else contextlib.nullcontext():
         address = compute.wait_for_dispatcher_registration(dispatcher_id, compute_config.timeout)
-        # If it did not answer, WorkerServer would hold the GIL and retry forever, regardless of the timeout.
+        # If the dispatcher did not answer, WorkerServer would hold the GIL and retry forever, regardless of the
+        # timeout.
         _check_reached(address, dispatcher_id, compute_config.timeout)
         protocol, _, where = address.partition("://")
         worker = tf.data.experimental.service.WorkerServer(

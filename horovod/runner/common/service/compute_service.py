@@ -1,4 +1,4 @@
-"""Service by which a compute job and the training jobs that use it find each other: addresses, registrations, end.
+"""Service with which a compute job and the training jobs that use it find each other: addresses, registrations, end.
 
 It uses the sealed frames of `elastic.rendezvous.store` and answers only callers that have the key.
 """
@@ -108,7 +108,8 @@ class ComputeClient:
         self._call(lambda: self._store.announce(_worker(dispatcher_id, worker_id), 0))
 
     def wait_for_dispatcher_worker_registration(self, dispatcher_id: int, timeout: float) -> None:
-        """Wait until all workers of a dispatcher serve; a single dispatcher is used for any id. Raises IndexError."""
+        """Wait until all workers of a dispatcher serve. If there is a single dispatcher, it is used for any ID. Raises
+        IndexError."""
         dispatchers, workers = self._shape()
         if dispatchers == 1:
             dispatcher_id = 0
@@ -117,7 +118,7 @@ class ComputeClient:
             self._hear(_worker(dispatcher_id, worker_id), timeout)
 
     def shutdown(self) -> None:
-        """End the compute job when no training needs it any more."""
+        """End the compute job. Call it when no training job needs the data any more."""
         _ended.add(self._service)  # first, because the service may end before its answer arrives
         self._call(lambda: self._store.announce(_END, 0))
 
@@ -126,7 +127,7 @@ class ComputeClient:
         self._shape()
 
     def wait_for_shutdown(self) -> None:
-        """Wait for the end without a deadline, while the service exists.
+        """Wait without a deadline for the end of the compute job, as long as the service exists.
 
         A service that this process has shut down may exit before the next request; this also counts as the end.
         """

@@ -1,4 +1,5 @@
-"""A key for workers to authenticate each other. Jobs have their own secrets; this is for settings that need one."""
+"""A key with which workers authenticate each other. Jobs have their own secrets; this key is for settings that require
+one."""
 
 from __future__ import annotations
 
