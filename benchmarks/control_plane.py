@@ -55,9 +55,8 @@ class Figures:
     losses: list[Loss] = field(default_factory=list)
     idle: float = 0.0  # share of one core
     idle_messages_per_s: float = 0.0  # messages per second without signs of life
-    resumed_s: float = (
-        0.0  # time from the start of another driver until all agents are connected to it
-    )
+    # Time from the start of another driver until all agents are connected to it.
+    resumed_s: float = 0.0
     resumed_cpu_s: float = 0.0
     peak_mb: float = 0.0  # maximum of both drivers
 

@@ -22,9 +22,8 @@ from elastic.driver.processes.prepared_processes import PREPARED
 from elastic.protocol.messages import Worker
 
 MARK = "ELASTIC_CHAOS"  # environment variable whose value is unique for each job
-RUN_S = (
-    0.3  # how long a slowed worker runs between pauses: longer than the agent's sampling interval
-)
+# How long a slowed worker runs between pauses: longer than the agent's sampling interval.
+RUN_S = 0.3
 # how long a worker with a flipped bit counts as a victim, since the flip may have no visible effect
 FLIPPED_S = 5.0
 REFRESH_S = 0.1  # interval at which a partition checks for new sockets of its victim

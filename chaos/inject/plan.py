@@ -25,11 +25,8 @@ KINDS = {
 }
 FLIPPED = {"flip-weights": "weights", "flip-moments": "moments", "flip-gradients": "gradients"}
 SPOILS_FILE = "flip-file"
-LASTING = {
-    "freeze": (0.5, 8.0),
-    "slow": (2.0, 10.0),
-    "partition": (3.0, 10.0),
-}  # for_s of drawn faults
+# Duration of drawn faults, in seconds.
+LASTING = {"freeze": (0.5, 8.0), "slow": (2.0, 10.0), "partition": (3.0, 10.0)}
 FACTOR = 3.0
 MEAN_LEAST_S = 0.05  # minimum mean time between drawn faults, since the journal is checked only fifty times a second
 SECONDS_MAX = 1e6

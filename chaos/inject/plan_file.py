@@ -47,10 +47,8 @@ def read_plan(text: str, name: str) -> plan.Plan:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise Invalid(f"{name} is not TOML: {error}") from None
-    except (
-        ValueError,
-        RecursionError,
-    ):  # a number with thousands of digits, or deeply nested brackets
+    # A number with thousands of digits, or deeply nested brackets.
+    except (ValueError, RecursionError):
         raise Invalid(
             f"{name} contains a number that is too long, or is nested too deeply"
         ) from None

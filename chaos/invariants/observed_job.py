@@ -29,9 +29,8 @@ class LiveWorker:
     said_at_first: int = 0  # ... on its first connection
     resumed: int = 0
     readies: int = 0  # number of its latest Ready
-    reconnected: bool = (
-        False  # its connection was replaced, so it may repeat messages in another order
-    )
+    # Its connection was replaced, so it may repeat messages in another order.
+    reconnected: bool = False
     overtaken_in: int = 0  # newest generation in which messages may be reordered
     digested: tuple[int, Commit] | None = None  # generation and commit of its newest digest
     returned: int = 0  # generation in which its function returned
@@ -62,9 +61,8 @@ class ObservedJob:
         self.incarnations: dict[tuple[str, int], int] = {}  # the last worker started in each slot
         # the last worker that exited in each slot
         self.departed: dict[tuple[str, int], tuple[Worker, LiveWorker]] = {}
-        self.ended_well: dict[
-            tuple[str, int], LiveWorker
-        ] = {}  # workers that exited with code 0 without a request
+        # Workers that exited with code 0 without a request.
+        self.ended_well: dict[tuple[str, int], LiveWorker] = {}
         self.hosts: dict[str, int] = {}
         self.going_hosts: dict[str, float] = {}  # announced ends of hosts
         self.drained: set[str] = set()  # hosts that an operator has drained

@@ -22,13 +22,11 @@ class Epoch:
     """The counted samples of one epoch."""
 
     seen: dict[int, Commit] = field(default_factory=dict)  # sample -> the first commit with it
-    repeats: dict[Commit, list[int]] = field(
-        default_factory=dict
-    )  # samples that have been reported
+    # Samples that have been reported.
+    repeats: dict[Commit, list[int]] = field(default_factory=dict)
     last: Commit | None = None  # the latest commit with samples of this epoch
-    fresh: dict[int, int] = field(
-        default_factory=dict
-    )  # generation -> samples that were reported first in it
+    # Generation -> samples that were reported first in it.
+    fresh: dict[int, int] = field(default_factory=dict)
     # Commits with missing reports: their number, and the maximum length of such a report.
     silent: dict[Commit, tuple[int, int]] = field(default_factory=dict)
 
@@ -42,9 +40,8 @@ class SampleHistory:
     """Checks worlds and reports in the order of the journal. Methods return what is wrong, or an empty string."""
 
     def __init__(self, samples: int = 0) -> None:
-        self._samples = (
-            samples  # number of samples in the dataset; 0: the number of reported samples
-        )
+        # Number of samples in the dataset; 0: the number of reported samples.
+        self._samples = samples
         self._sizes: dict[int, int] = {}
         self._kept: dict[int, int] = {}  # generation -> number of its last commit in the chain
         self._settled = 0  # commits of older generations can no longer be undone

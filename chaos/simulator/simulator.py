@@ -48,9 +48,8 @@ class Outcome:
     happened: int = 0  # events of all kinds
     messages: int = 0
     crashes: int = 0  # number of crashes of the driver
-    places: Counter[str] = field(
-        default_factory=Counter
-    )  # places at which processes were killed or frozen
+    # Places at which processes were killed or frozen.
+    places: Counter[str] = field(default_factory=Counter)
 
 
 class Violation(AssertionError):

@@ -438,9 +438,8 @@ class AgentPool:
         host.starts.append(order)
         if (host.name, DeadlineKind.ARRIVAL) in self._due:
             return  # a running agent is expected
-        if (
-            self._starts_agents
-        ):  # an attempt to start an agent ends by itself, with a reason if it fails
+        # An attempt to start an agent ends by itself, with a reason if it fails.
+        if self._starts_agents:
             self._start_agent(host)
         else:
             self._expect(host, CALL_S, "its agent has not connected to this driver")

@@ -25,9 +25,8 @@ class AgentRecord:
     coming: bool = False  # it was started, may outlive this driver, and has not connected yet
     starts: list[Start] = field(default_factory=list)  # queued until it connects
     starting: bool = False  # an agent is being started
-    running: set[Worker] = field(
-        default_factory=set
-    )  # workers that were ordered or reported and have not exited
+    # Workers that were ordered or reported and have not exited.
+    running: set[Worker] = field(default_factory=set)
     doomed: set[Worker] = field(default_factory=set)  # workers to kill once the agent is connected
     overdue_why: str = ""  # reason for its loss if it does not connect in time
     again_s: float = AGAIN_S[0]  # seconds until the next attempt to start an agent here

@@ -60,10 +60,8 @@ T = TypeVar("T")
 # Only workers use these variables. They are checked here so that a mistake is reported once, before the start.
 _WORKERS_SWITCHES = ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_DISABLE_GROUP_FUSION")
 _SAYS_NOTHING = {
-    (
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        "0",
-    ),  # Horovod's default, so the user may not have set it
+    # Horovod's default, so the user may not have set it.
+    ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"),
     ("HOROVOD_NUM_NCCL_STREAMS", "0"),
     ("HOROVOD_NUM_NCCL_STREAMS", "1"),
     ("HOROVOD_TIMELINE", "DYNAMIC"),  # the script sets the file

@@ -172,9 +172,8 @@ class Driver:
         self.job = job
         self.results: dict[Worker, bytes] = {}
         self._versions = Versions()
-        self._promised: dict[
-            Worker, Place
-        ] = {}  # places assigned at the start, used until the first world
+        # Places assigned at the start, used until the first world.
+        self._promised: dict[Worker, Place] = {}
         self.generation = past.generation if past else 0
         self.outcome = ""  # why the job ended
         self._adopts = past is not None

@@ -79,9 +79,8 @@ class JobIO:
     line: Callable[[str], None] | None = None  # shows the state at the bottom of a terminal
     raised: dict[Worker, str] = field(default_factory=dict)  # tracebacks that workers have reported
     changing: threading.Lock = field(default_factory=threading.Lock)  # held while the view changes
-    epoch: float | None = (
-        None  # difference between the view's clock and the journal's; None: no event yet
-    )
+    # Difference between the view's clock and the journal's; None: no event yet.
+    epoch: float | None = None
     stopped: bool = False  # stopped by a signal: do not wait for a slow reader of the output
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:

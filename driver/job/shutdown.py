@@ -56,9 +56,8 @@ class Shutdown:
         self._leave_s = leave_s
         self._idle_s = idle_s
         self._again = False
-        self._frozen: dict[
-            Worker, tuple[float, str]
-        ] = {}  # frozen workers, with the time and the cause
+        # Frozen workers, with the time and the cause.
+        self._frozen: dict[Worker, tuple[float, str]] = {}
         self._members = dict(members)
         self._alive = set(alive)
         self._remind_at: float | None = None

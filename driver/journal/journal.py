@@ -152,9 +152,8 @@ class Journal:
         assert self.take is not None
         try:
             data = self.take()
-        except (
-            SnapshotError
-        ) as error:  # this is a bug, but without snapshots, resuming only takes longer
+        # This is a bug, but without snapshots, resuming only takes longer.
+        except SnapshotError as error:
             self.take = None
             self.failed(f"the journal gets no more snapshots: {error}")
             return

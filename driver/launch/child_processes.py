@@ -38,7 +38,7 @@ _LOGGED = re.compile(r"elastic \| (?:\d\d:\d\d:\d\d \| )?(?:(warning|error): )?(
 
 
 def as_logged(line: str) -> tuple[str, str]:
-    """Return the level and text of a line of an agent's log. Any other line, such as part of a traceback, is a warning."""
+    """Return the level and text of a line of an agent's log. Any other line, such as a traceback's, is a warning."""
     if found := _LOGGED.match(line):
         return found[1] or "debug", found[2].strip()
     return ("warning" if line.strip() else "debug"), line[:500]

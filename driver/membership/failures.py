@@ -108,9 +108,8 @@ class Failures(Part):
         trace = event.traceback.rstrip()
         if not self.settings.elastic:
             if self.worlds.root_cause_search is None:
-                by = (
-                    self.actions.now + self.settings.leave_s
-                )  # the exit event contains the exit code
+                # The exit event contains the exit code.
+                by = self.actions.now + self.settings.leave_s
                 self.worlds.root_cause_search = RootCauseSearch(by, by, None)
             name, summary = self.worlds.named(record), event.summary
             verdict = because(ReasonKind.SCRIPT_RAISED, who=name, summary=summary, trace=trace)

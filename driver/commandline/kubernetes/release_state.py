@@ -11,10 +11,8 @@ from datetime import datetime
 from elastic.driver.discovery.kubernetes.objects import Json, natural
 
 DRIVER, WORKER = "driver", "worker"
-WARNINGS, WORDS = (
-    10,
-    300,
-)  # maximum number of warnings shown, newest first, and of characters of each
+# Maximum number of warnings shown, newest first, and of characters of each.
+WARNINGS, WORDS = 10, 300
 
 
 @dataclass(frozen=True)
@@ -185,9 +183,8 @@ def warnings(events: Iterable[Json], name: str, now: datetime) -> list[str]:
         rf"|StatefulSet/{re.escape(name)}-worker|Job/{re.escape(name)}-driver"
         rf"|PersistentVolumeClaim/{re.escape(name)}-journal"
     )
-    found: dict[
-        tuple[str, str, str], tuple[str, int]
-    ] = {}  # time of the last warning, and their number
+    # Time of the last warning, and their number.
+    found: dict[tuple[str, str, str], tuple[str, int]] = {}
     for event in events:
         about, series = event.get("involvedObject") or {}, event.get("series") or {}
         if not ours.fullmatch(f"{about.get('kind', '')}/{about.get('name', '')}"):

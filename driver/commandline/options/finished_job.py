@@ -29,9 +29,8 @@ from elastic.checkpoints.files.storage import Storage
 FINISHED = "finished.json"
 # Files next to a script that may determine how long it trains.
 KINDS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
-MOST_FILES = (
-    5000  # maximum number of examined files; a folder with more is not the folder of a script
-)
+# Maximum number of examined files; a folder with more is not the folder of a script.
+MOST_FILES = 5000
 MOST_READ = 64 << 20  # maximum total size in bytes, since all files are read at each start
 _SEPARATORS = re.compile("[=,:;@]")
 # Variables of a terminal or a login, which may differ for the same command.

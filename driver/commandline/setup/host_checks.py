@@ -27,9 +27,8 @@ class HostFacts(msgspec.Struct, frozen=True):
     addresses: list[str]  # addresses other than loopback, with their interfaces
     shm_bytes: int | None  # size of /dev/shm; None if it is missing
     shm_free: int
-    foreign: list[
-        str
-    ]  # files in the installed folders of this package that are foreign or modified
+    # Files in the installed folders of this package that are foreign or modified.
+    foreign: list[str]
     health_code: int  # exit code of the built-in health check: 0, 1, or 3 for a wrong result
     health: str  # its output
     others: list[str]  # packages known to install files into these folders

@@ -38,9 +38,8 @@ from elastic.protocol.calls import Called
 from elastic.protocol.messages import COPY, GRADIENTS, SHARDS_COMMIT, Launches, Worker
 
 SOON_S = 0.001
-ALL_INSIDE_S = (
-    30.0  # seconds for which all remaining members must wait before the cause is examined
-)
+# Seconds for which all remaining members must wait before the cause is examined.
+ALL_INSIDE_S = 30.0
 SILENT_S = 15.0  # three times the interval at which a waiting worker reports
 NAMED = 4  # workers that get their own log line at a time
 
