@@ -13,7 +13,7 @@ from harness.job import Job
 
 pytestmark = pytest.mark.forked
 
-SOON = "--idle-timeout 3"
+SOON = "--idle-timeout 2"
 STALLING = ["python", SCRIPTS / "stalling.py"]
 
 
@@ -47,7 +47,7 @@ def test_a_worker_that_never_enters_the_collective_is_fenced(job, how, where):
 
 
 def test_a_busy_worker_is_named_and_later_fenced(job):
-    flags = "--idle-timeout 3 --busy-warning 2 --busy-timeout 5"
+    flags = "--idle-timeout 2 --busy-warning 1 --busy-timeout 3"
     training = stalling(job, 3, "slot=1,step=4,place=forward,how=loop", flags)
     training.wait_for(wording.WARNING_RANK_LOCALHOST_KEEPS)
     assert training.fences() == {}
