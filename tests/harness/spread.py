@@ -45,14 +45,18 @@ LONGEST = (
     "tests/integration/jobs/test_matrix.py",
     "tests/integration/jobs/test_stalls.py",
     "tests/integration/jobs/test_hostile.py",
-    "tests/integration/jobs/test_sharded.py",
+    "sharded jobs",
 )
-# Modules that share a Ray cluster, which ends at the first other test: tests/integration/ray/conftest.py.
+# Modules that share a Ray cluster, which ends at the first other test: tests/integration/ray/conftest.py. And those
+# whose jobs are forks of a process with further imports: harness/sharded_jobs.py.
 TOGETHER = {
     "test_horovod_ray": "two Ray nodes",
     "test_ray_agents": "two Ray nodes",
     "test_ray_discovery": "Ray with Redis",
     "test_ray_journal": "Ray with Redis",
+    "test_sharded": "sharded jobs",
+    "test_sharded_checkpoints": "sharded jobs",
+    "test_zero": "sharded jobs",
 }
 
 # They compute, and have generous deadlines: the filler runs them, at a lower priority.
@@ -81,9 +85,10 @@ def scope(nodeid: str) -> str:
     for folder in ("cluster", "conformance", "frameworks"):
         if f"/{folder}/" in module:
             return f"{folder} {size[0]}" if size else folder
-    if module.startswith("tests/integration/ray/"):
-        return TOGETHER.get(Path(module).stem, module)
-    return nodeid if Path(module).stem in SPREAD else module
+    stem = Path(module).stem
+    if module.startswith("tests/integration/") and stem in TOGETHER:
+        return TOGETHER[stem]
+    return nodeid if stem in SPREAD else module
 
 
 def together(nodeids: Iterable[str]) -> list[str]:
