@@ -1,6 +1,7 @@
 """Wrong gradients injected into real jobs, and what became of them; and the cost of looking for them.
 
-    python benchmarks/verify.py [--injections 1000] [--verify 0.0625] [--jobs 2] [--seed 0] [--json FILE]
+    python benchmarks/verify.py [--injections 1000] [--first 0] [--verify 0.0625] [--jobs 2] [--seed 0] [--json FILE]
+    python benchmarks/verify.py --read FILE ...
     python benchmarks/verify.py --cost [--models mlp gpt] [--steps 256] [--ranks 4] [--json FILE]
 
 An injection is one job of 4 workers, under elasticrun, with 8 shards: from a drawn step on, a bit is flipped in
@@ -8,6 +9,8 @@ gradients of one worker, or in a product of one of its models, in each pass or i
 Half of the faults begin in a step in which the worker is checked, the others in any step. Counted are those that are
 found, after how many steps, innocent workers that were named, and jobs whose every commit, up to the last one, has the
 bits of an undisturbed process. A fault that changes no bit of any commit is no fault, and counted by itself.
+
+`--read` shows the results of several earlier calls, each with `--json`, as one table.
 
 `--cost` compares steps of `Shards(verify=1/64)` with those of `Shards()`, in turn in the same processes. In most steps
 nothing is verified, so the figure is the ratio of the sums over all steps, by round of `1 / verify` steps.
@@ -206,15 +209,27 @@ def run(injection: Injection, share: float) -> InjectionResult:
 
 def inject(options: Any) -> tuple[dict[str, Any], list[Mark]]:
     share = options.verify
-    injections = [drawn(number, options.seed, share) for number in range(options.injections)]
+    numbers = range(options.first, options.first + options.injections)
+    injections = [drawn(number, options.seed, share) for number in numbers]
     undisturbed()
     began = time.monotonic()
+    results = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        results = []
         for result in pool.map(functools.partial(run, share=share), injections):
             results.append(result)
             if len(results) % 50 == 0:
                 print(f"{len(results)} jobs in {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return show(results, share)
+
+
+def read(files: Sequence[Path]) -> list[InjectionResult]:
+    rows = [each for file in files for each in json.loads(file.read_text())["results"]]
+    return [
+        InjectionResult(**{**each, "injection": Injection(**each["injection"])}) for each in rows
+    ]
+
+
+def show(results: list[InjectionResult], share: float) -> tuple[dict[str, Any], list[Mark]]:
     console = results_output.console()
     found = results_output.table(
         f"{len(results)} injections, verify={share:g}",
@@ -344,6 +359,8 @@ def main() -> None:
     parser = results_output.options_of(__doc__)
     parser.add_argument("--injections", type=int, default=1000)
     parser.add_argument("--verify", type=float, default=1 / 16, help="of the jobs")
+    parser.add_argument("--first", type=int, default=0, help="number of the first injection")
+    parser.add_argument("--read", type=Path, nargs="+", help="files with results")
     parser.add_argument("--jobs", type=int, default=2, help="at the same time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cost", action="store_true")
@@ -353,7 +370,10 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=4)
     parser.add_argument("--steps", type=int, default=256)
     options = parser.parse_args()
-    figures, marks = cost(options) if options.cost else inject(options)
+    if options.read:
+        figures, marks = show(read(options.read), options.verify)
+    else:
+        figures, marks = cost(options) if options.cost else inject(options)
     results_output.conclude(results_output.console(), options.json, figures, marks)
 
 

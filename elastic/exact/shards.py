@@ -62,8 +62,8 @@ class Shards:
     change only at commits. Otherwise, they differ by at most one. The results are the same.
 
     ``verify`` is the share of the shards that two ranks compute, such as 1/64. If their gradients differ, the others
-    compute the shard, too, and the worker that was wrong leaves the job: see docs/exact.md. In a step with such shards,
-    the loop runs more often; see `verifying`.
+    compute the shard, too, and the worker that was wrong leaves the job: see docs/verification.md. In a step with such
+    shards, the loop runs more often; see `verifying`.
 
     Raises:
         Invalid: ``count`` or ``seed`` is not a whole number in range, or ``verify`` not a number from 0 to 1.
@@ -536,6 +536,13 @@ class Shards:
         if (size, generation) == self._said or step.rank != 0:
             return
         self._said = size, generation
+        if self.verify and size < 3:
+            log.warning(
+                "verify: %s",
+                "a single worker has no other one to compare gradients with"
+                if size == 1
+                else "of two workers whose gradients differ, only one that contradicts itself can be identified",
+            )
         share = assignment.balance(self.count, size)
         if share < 1.0:
             spare = max(0, size - self.count)
@@ -552,8 +559,7 @@ class Shards:
     def layout(self) -> list[str]:
         """Return the lines that must agree on all ranks."""
         kind = "exact" if self.exact else "in the order of ranks"
-        verified = f" verify {self.verify}" if self.verify else ""
-        return [f"shards {self.count} seed {self.seed} {kind}{verified}"]
+        return [f"shards {self.count} seed {self.seed} {kind}"]
 
     @property
     def arithmetic(self) -> list[str]:

@@ -306,6 +306,8 @@ class ShardsStateHandler(DictPart):
 
     def layout(self) -> list[str]:
         lines = [f"{self.name} {line}" for line in self.value.layout]
+        if self.value.verify:
+            lines.append(f"{self.name}.verify {self.value.verify}")
         return lines if self._allowed() else lines + self._arithmetic()
 
     def _allowed(self) -> bool:
@@ -316,11 +318,15 @@ class ShardsStateHandler(DictPart):
         return [f"{self.name}.{line}" for line in self.value.arithmetic]
 
     def comparable(self, layout: str) -> str:
-        """Return the part of the layout that a checkpoint must match; with --allow-inexact without the arithmetic."""
-        if not self._allowed():
-            return layout
-        prefix = f"{self.name}.arithmetic."
-        return "\n".join(line for line in layout.splitlines() if not line.startswith(prefix))
+        """Return the part of the layout that a checkpoint must match.
+
+        Without the share of verified shards, which changes no result, and with --allow-inexact without the arithmetic.
+        """
+        left_out = [f"{self.name}.verify "]
+        if self._allowed():
+            left_out.append(f"{self.name}.arithmetic.")
+        lines = layout.splitlines()
+        return "\n".join(line for line in lines if not line.startswith(tuple(left_out)))
 
     def resume_from(self, layout: str) -> None:
         """Compare the arithmetic of a loaded checkpoint, unless it was written with --allow-inexact."""

@@ -15,6 +15,7 @@ from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.sharded.reducer import ShardReducer
 from elastic.runtime import lifecycle
+from elastic.state.handlers.part import ShardsStateHandler
 from harness.small_worlds import ranks_as_threads
 
 STEPS, COUNT = 12, 8
@@ -274,6 +275,14 @@ def test_shards_when_the_share_is_no_share_then_it_is_refused(share):
 def test_shards_when_not_exact_then_verify_is_refused():
     with pytest.raises(Invalid):
         Shards(8, exact=False, verify=0.5)
+
+
+def test_layout_when_the_share_differs_then_workers_are_refused_and_checkpoints_are_not():
+    one, other = (ShardsStateHandler(Shards(8, verify=share), "shards") for share in (0.5, 0.25))
+    lines, others = "\n".join(one.layout()), "\n".join(other.layout())
+    assert lines != others and one.comparable(lines) == other.comparable(others)
+    none = ShardsStateHandler(Shards(8), "shards")
+    assert none.comparable("\n".join(none.layout())) == one.comparable(lines)
 
 
 def test_over_when_batches_are_a_list_then_verify_is_refused(ranks):

@@ -25,3 +25,13 @@ def test_lightning_refuses_shards():
         with raises(Invalid):
             torch_process_group.refuse_shards(loader(shards))
     torch_process_group.refuse_shards(loader(None))
+
+
+@pytest.mark.slow
+def test_strategy_when_shards_are_verified_then_it_is_refused():
+    pytest.importorskip("lightning", reason="pip install hvd-elastic[lightning]")
+    from elastic.integrations.lightning.strategy import ElasticStrategy
+
+    ElasticStrategy(shards=Shards(4))
+    with pytest.raises(Invalid):
+        ElasticStrategy(shards=Shards(4, verify=0.5))
