@@ -32,6 +32,5 @@ def test_strategy_when_shards_are_verified_then_it_is_refused():
     pytest.importorskip("lightning", reason="pip install hvd-elastic[lightning]")
     from elastic.integrations.lightning.strategy import ElasticStrategy
 
-    ElasticStrategy(shards=Shards(4))
-    with pytest.raises(Invalid):
+    with raises(Invalid):
         ElasticStrategy(shards=Shards(4, verify=0.5))
