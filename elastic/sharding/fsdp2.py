@@ -225,7 +225,13 @@ def _remesh_param(param: Any, info: Any) -> torch.Tensor:
         requires_grad=parameter.requires_grad,
     )
     model._fsdp_orig_uid = param._orig_param_uid  # type: ignore[attr-defined]
-    param._init_sharded_param(model, param.device, None, info)
+    # The parameter that torch creates here is discarded. Creating it as a DTensor would propagate its sharding, which
+    # takes 1 ms for each shape.
+    param.to_sharded_dtensor = lambda local: local
+    try:
+        param._init_sharded_param(model, param.device, None, info)
+    finally:
+        del param.to_sharded_dtensor
     if param.post_forward_mesh_info is not None:
         param._init_sharded_post_forward_param_metadata(model)
     # Zeros, since FSDP2 also gathers the padding of the last shard.

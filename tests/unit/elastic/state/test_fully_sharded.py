@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -327,6 +328,21 @@ def test_another_mesh_leaves_parameters_the_same_objects_with_the_rows_of_their_
         assert each._local_tensor is locals_[name]
         rows = len(torch.empty(each.shape[0]).chunk(2)[1:][0]) if each.shape[0] > 1 else 0
         assert locals_[name].shape == (rows, *each.shape[1:])
+
+
+def test_remeshing_a_model_propagates_no_sharding(four):
+    from torch.distributed.tensor import DTensor
+
+    model, dispatcher = network(), DTensor._op_dispatcher.sharding_propagator
+    with patch.object(
+        dispatcher,
+        "propagate_op_sharding_non_cached",
+        wraps=dispatcher.propagate_op_sharding_non_cached,
+    ) as propagate:
+        fsdp2.remesh(model, distributed.device_mesh.init_device_mesh("cpu", (4,)))
+        assert not propagate.called
+        model[0].weight.detach()
+        assert propagate.called
 
 
 def test_a_mesh_that_a_broken_world_has_left_is_not_that_of_all_ranks(four):
