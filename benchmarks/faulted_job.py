@@ -202,6 +202,13 @@ def options_of(doc: str | None) -> argparse.ArgumentParser:
         default="stepper.py",
         help="a small Keras model under fit, instead of a loop with torch",
     )
+    parser.add_argument(
+        "--jax",
+        dest="script",
+        action="store_const",
+        const="jax_stepper.py",
+        help="an MLP in JAX, instead of a loop with torch",
+    )
     return parser
 
 

@@ -229,6 +229,7 @@ class Fixed(enum.Enum):
     PARAMETERS = "sharded parameters"
     MODULE = "fully sharded module"
     OPTIMIZER = "sharded optimizer"
+    JAX_PROGRAM = "program of jax.distributed"
 
 
 class NotElastic(Invalid, NotImplementedError):

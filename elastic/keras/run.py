@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from elastic import run_loop
 from elastic.keras import tensors
@@ -20,25 +19,8 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
 
             return of_tensorflow.run(func)
         case "jax":
-            return run_loop.run(_unwrapping(func))
+            from elastic.jax import training
+
+            return training.run(func)
         case _:
             return run_loop.run(func)
-
-
-def _unwrapping(func: Callable[..., Value]) -> Callable[..., Value]:
-    """Raise the error of a collective inside a compiled step, in place of the error that JAX reports for it."""
-    import jax
-
-    @functools.wraps(func)
-    def training(*args: Any, **kwargs: Any) -> Value:
-        tensors.raised.clear()
-        try:
-            return func(*args, **kwargs)
-        except jax.errors.JaxRuntimeError as error:
-            if not tensors.raised:
-                raise
-            cause = tensors.raised.pop()
-            tensors.raised.clear()
-            raise cause from error
-
-    return training

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from elastic.api.arrays import to_numpy, to_torch, value_of
+from elastic.api.arrays import to_numpy, value_of
 from elastic.api.keras_version import keras
 from elastic.errors import Invalid
 from elastic.rendezvous import environment
 
-raised: deque[BaseException] = deque(maxlen=8)  # errors of collectives in a step compiled by JAX
 BACKENDS = ("tensorflow", "torch", "jax")
 
 if keras.backend.backend() == "tensorflow":
@@ -73,21 +70,12 @@ def _in_jax(
     compute: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], tensors: Sequence[Any]
 ) -> list[Any]:
     import jax
-    from jax.experimental import io_callback
 
-    if not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
-        return [jax.numpy.asarray(to_numpy(each)) for each in compute(list(map(value_of, tensors)))]
+    from elastic.jax import compiled
 
-    def run(*arrays: Any) -> list[Any]:
-        try:
-            results = compute([to_torch(np.asarray(array)) for array in arrays])
-        except BaseException as error:
-            raised.append(error)
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        return [to_numpy(result) for result in results]
-
-    kinds = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
-    return list(io_callback(run, kinds, *tensors, ordered=True))
+    if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
+        return compiled.call(compute, tensors)
+    return [jax.numpy.asarray(to_numpy(each)) for each in compute(list(map(value_of, tensors)))]
 
 
 def where(

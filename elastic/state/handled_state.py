@@ -359,6 +359,8 @@ class HandledState(_OfThisProcess, ObjectState):
         handled = {name: each.value for name, each in self._handlers.items()}
         shard_checks.check_schedules(handled)
         shard_checks.check_optimizers(handled)
+        for part in self._of_ours():
+            part.check()
         values = self._copied(self._values())
         if self._sharded is not None:
             self._save_shards(self._sharded, values)

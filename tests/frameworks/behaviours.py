@@ -22,6 +22,8 @@ def of(module: str) -> list[str]:
 def call(rank: int, size: int, module: str, name: str) -> Any:
     """In a rank's process."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    importlib.import_module("mxnet" if module == "in_mxnet" else "tensorflow")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    framework = {"in_mxnet": "mxnet", "in_jax": "jax"}.get(module, "tensorflow")
+    importlib.import_module(framework)
     found = importlib.import_module(f"frameworks.{module}")
     return getattr(found, name)(rank, size)

@@ -54,6 +54,7 @@ ROOMS = """
     elastic.run_loop
     elastic.tensorflow.graphs
     elastic.tensorflow
+    elastic.jax
     elastic.keras
     elastic.mxnet
     elastic.integrations
@@ -292,8 +293,8 @@ def test_every_folder_has_its_place():
 
 def test_a_room_itself_is_empty():
     """Rooms that are packages for users give names, some at their first use; failpoints is a room of one door."""
-    doors = "elastic elastic.data elastic.failpoints elastic.integrations.lightning elastic.ray"
-    doors += " elastic.state elastic.torch_backend"
+    doors = "elastic elastic.data elastic.failpoints elastic.integrations.lightning elastic.jax"
+    doors += " elastic.ray elastic.state elastic.torch_backend"
     files = sources("elastic", "driver", "chaos")
     full = {dotted(file) for file in files if file.name == "__init__.py" and file.read_text()}
     assert full == set(doors.split())

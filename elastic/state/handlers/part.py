@@ -70,6 +70,13 @@ class Part(StateHandler):
         """Like `pack`, for a commit: tensors need not be detached."""
         return self.pack()
 
+    def check(self) -> None:
+        """Check, before anything is copied, that the value can be committed.
+
+        Raises:
+            Invalid: it can't; the last commit stays complete.
+        """
+
     def seems_unchanged(self) -> bool:
         """Return False if there is evidence that the value may have changed since the last call."""
         return True

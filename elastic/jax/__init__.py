@@ -1,0 +1,36 @@
+"""Elastic training of plain JAX: ``import elastic.jax``. See docs/jax.md."""
+
+from elastic.api.compression import Compression
+from elastic.collectives.interface import Op
+from elastic.jax import unsupported_modes as _modes
+from elastic.jax.collectives import allgather, allreduce, broadcast
+from elastic.jax.gradients import distributed_gradients
+from elastic.jax.state import JaxState
+from elastic.jax.training import run
+
+Adasum, Average, Max, Min, Product, Sum = (
+    Op.ADASUM,
+    Op.AVERAGE,
+    Op.MAX,
+    Op.MIN,
+    Op.PRODUCT,
+    Op.SUM,
+)
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "JaxState",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "distributed_gradients",
+    "run",
+]
+
+_modes.refuse_initialize()

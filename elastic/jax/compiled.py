@@ -1,0 +1,59 @@
+"""Collectives in functions that JAX compiles: each runs when the function runs, through ``io_callback``."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.experimental import io_callback
+
+from elastic.api.arrays import to_numpy, to_torch
+from elastic.errors import Invalid
+
+Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+_raised: deque[BaseException] = deque(maxlen=8)  # errors of callbacks, which JAX reports as its own
+
+
+def call(compute: Compute, arrays: Sequence[Any]) -> list[Any]:
+    """Call ``compute`` on these traced arrays each time the function runs, in the order of the calls.
+
+    ``compute`` takes and returns CPU tensors; its results have the shapes and dtypes of ``arrays``.
+
+    Raises:
+        Invalid: JAX can't run it here: within ``vmap``, or in a function of which a gradient is computed.
+    """
+
+    def run(*values: Any) -> list[Any]:
+        try:
+            results = compute([to_torch(np.asarray(value)) for value in values])
+        except BaseException as error:
+            _raised.append(error)
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        return [to_numpy(result) for result in results]
+
+    kinds = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    try:
+        return list(io_callback(run, kinds, *arrays, ordered=True))
+    except (ValueError, NotImplementedError) as error:
+        raise Invalid(
+            "a collective can't run inside jax.vmap or a function that jax.grad differentiates"
+            f" ({type(error).__name__}: {error}): call it on the results of these functions, for example on the"
+            " gradients that jax.grad returns"
+        ) from error
+
+
+def forget_errors() -> None:
+    """Discard the errors of earlier callbacks."""
+    _raised.clear()
+
+
+def cause() -> BaseException | None:
+    """Return the error of the last callback, once, or None."""
+    found = _raised.pop() if _raised else None
+    _raised.clear()
+    return found

@@ -1,0 +1,185 @@
+"""States of scripts that train with JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import torch
+
+from elastic.api.arrays import to_numpy, to_torch
+from elastic.errors import Invalid, StateMismatch
+from elastic.jax import arrays, trees, unsupported_modes
+from elastic.jax.trees import Flat, Leaf, Tree
+from elastic.state import registry
+from elastic.state.handled_state import HandledState
+from elastic.state.handlers.part import Part
+
+
+class TreePart(Part):
+    """Handler of a `Tree`. Arrays are committed as tensors, numbers and strings as values, all other leaves stay."""
+
+    value: Tree
+    _flat: Flat  # without leaves
+    _leaves: tuple[Leaf, ...]
+
+    def _adopt_value(self) -> None:
+        flat = trees.flatten(self.value.value)
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+            if isinstance(leaf, jax.Array):
+                arrays.check_device(leaf, f"{self.what}.{path}")
+        self._flat, self._leaves = flat.without_leaves(), tuple(map(Leaf.of, flat.leaves))
+
+    def layout(self) -> list[str]:
+        return [
+            f"{self.name}.{path} {leaf}"
+            for path, leaf in zip(self._flat.paths, self._leaves, strict=True)
+        ]
+
+    def seems_unchanged(self) -> bool:
+        return False  # torch cannot detect JAX's writes
+
+    def own(self) -> Any:
+        # After an interrupted step, the live tree may have another layout than the committed one.
+        return self._flat, self._leaves
+
+    def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        flat = self.look()
+        self._flat = flat.without_leaves()
+        return self._contents(flat)
+
+    def check(self) -> None:
+        self.look()
+
+    def look(self) -> Flat:
+        """Return the live tree, flattened.
+
+        Raises:
+            Invalid: it has another layout than before, which a joining worker could not have; or an array was donated.
+        """
+        flat = trees.flatten(self.value.value, self._flat)
+        leaves = tuple(map(Leaf.of, flat.leaves))
+        if flat.paths is not self._flat.paths or leaves != self._leaves:
+            differs = trees.first_difference((self._flat.paths, self._leaves), (flat.paths, leaves))
+            if differs is not None:
+                path, before, now = differs
+                raise Invalid(
+                    f"{self.what}.{path} was {before} when the state was created, and is {now} now: create the state"
+                    " with trees of their final layout, because a worker that joins starts with that layout"
+                )
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise Invalid(
+                    f"{self.what}.{path} was donated to a compiled function, which has deleted it: assign the"
+                    " function's result to the state before the commit"
+                )
+        self._leaves = leaves
+        return flat
+
+    def _contents(self, flat: Flat) -> tuple[Any, dict[str, torch.Tensor]]:
+        tensors: dict[str, torch.Tensor] = {}
+        values: dict[str, Any] = {}
+        for path, leaf, described in zip(flat.paths, flat.leaves, self._leaves, strict=True):
+            if described.sharding is not None:
+                tensors[path] = arrays.view(leaf)
+            elif described.shape is not None:
+                tensors[path] = to_torch(leaf)
+            elif described.kept is None:
+                values[path] = leaf
+        return {"values": values}, tensors
+
+    def described(self, structure: Any, own: Any, tensors: dict[str, torch.Tensor]) -> Any:
+        return {**tensors, **structure["values"]}
+
+    def place(
+        self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
+    ) -> None:
+        if restoring:
+            flat, leaves = own
+        else:
+            flat, leaves = self._flat, self._leaves
+        found = {**fresh, **structure["values"]}
+        made = []
+        for path, leaf in zip(flat.paths, leaves, strict=True):
+            if leaf.shape is None and leaf.kept is not None:
+                made.append(leaf.kept)
+            elif path in found:
+                made.append(_value(found[path], leaf))
+            else:
+                raise StateMismatch(
+                    f"{self.what}.{path} is missing from the state of the other workers or of the checkpoint: run the"
+                    " same script on all workers"
+                )
+        self.value.value = flat.rebuild(made)
+
+    def equal_everywhere(self, structure: Any) -> set[str] | None:
+        return set()  # statistics of batches, for example, may differ between workers
+
+    def bytes_to_come(self) -> int:
+        _, tensors = self._contents(self.look())
+        return sum(each.nbytes for each in tensors.values() if not each.is_cuda)
+
+
+def _value(found: Any, leaf: Leaf) -> Any:
+    """Return a leaf with a committed content."""
+    if leaf.sharding is not None:
+        return arrays.array_like(found, leaf.sharding, weak=leaf.weak, key=leaf.key)
+    return found if leaf.shape is None else to_numpy(found)
+
+
+class JaxState(HandledState):
+    """State of a script that trains with JAX: trees of arrays and other values, given by keyword.
+
+    A tree is any pytree that contains an array of JAX (dicts, lists, NamedTuples, states of optax, modules of Equinox),
+    or a module or optimizer of Flax NNX. Assign the new tree in each step, as in ``state.params = params``; modules of
+    Flax are restored in place. Arrays, PRNG keys, numpy arrays, numbers and strings in a tree are committed, restored
+    and sent to workers that join; other leaves, such as functions, stay as they are. All other values are copied, like
+    those of an `elastic.ObjectState`.
+
+    ``commit`` copies the arrays to host memory, so that they may be donated to compiled functions. ``restore`` makes
+    new arrays with exactly the committed bits, on the same device.
+
+    Args:
+        rng: also commit and restore this worker's random generators (numpy, random, torch). JAX has none: keep PRNG
+            keys in the state.
+        **kwargs: the trees and other values, available as attributes.
+
+    Raises:
+        Invalid: an array is on several devices, was donated, or its dtype is unknown to torch (4-bit integers); a value
+            can't be copied. ``commit()`` raises it also if a tree has another layout than when the state was created,
+            with the path of the first difference.
+        NotElastic: ``jax.distributed`` is initialized.
+
+    Example::
+
+        state = elastic.jax.JaxState(params=params, opt_state=optimizer.init(params), step=0)
+        state.params, state.opt_state = update(state.params, state.opt_state, batch)
+        state.step += 1
+        state.commit()  # a failure from here on restores this step
+    """
+
+    def __init__(self, rng: Any = False, **kwargs: Any) -> None:
+        unsupported_modes.check_not_distributed()
+        values = {n: Tree(v) if trees.has_arrays(v) else v for n, v in kwargs.items()}
+        super().__init__(values, rng)
+        for name in (each for each, value in values.items() if isinstance(value, Tree)):
+            del self.__dict__[name]  # so that `__getattr__` returns the tree, not its holder
+
+    def _tree(self, name: str) -> TreePart | None:
+        part = self.__dict__.get("_handlers", {}).get(name)
+        return part if isinstance(part, TreePart) else None
+
+    def __getattr__(self, name: str) -> Any:
+        if (part := self._tree(name)) is not None:
+            return part.value.value
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        part = self._tree(name)
+        if part is None or isinstance(value, Tree):
+            super().__setattr__(name, value)
+        else:
+            part.value.value = value
+
+
+registry.set_handler_registry([(Tree, TreePart), *registry.get_handler_registry()])

@@ -1,0 +1,41 @@
+"""``elastic.run`` for functions that train with JAX."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import jax
+
+from elastic import run_loop
+from elastic.jax import compiled
+
+Value = TypeVar("Value")
+Given = ParamSpec("Given")
+
+
+def run(func: Callable[Given, Value]) -> Callable[Given, Value]:
+    """Decorator of a training function whose first argument is a state: like `elastic.run`.
+
+    In addition, an error of a collective inside a compiled function is raised as itself; JAX reports it as a
+    JaxRuntimeError.
+    """
+    return run_loop.run(unwrapping(func))
+
+
+def unwrapping(func: Callable[Given, Value]) -> Callable[Given, Value]:
+    """Raise the error of a collective inside a compiled function, in place of the error that JAX reports for it."""
+
+    @functools.wraps(func)
+    def training(*args: Given.args, **kwargs: Given.kwargs) -> Value:
+        compiled.forget_errors()
+        try:
+            return func(*args, **kwargs)
+        except jax.errors.JaxRuntimeError as error:
+            cause = compiled.cause()
+            if cause is None:
+                raise
+            raise cause from error
+
+    return training
