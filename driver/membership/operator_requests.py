@@ -4,7 +4,8 @@ No progress is lost: workers leave at a check that all members have agreed on. E
 effect, or with the reason for refusing it.
 
     scale    set the size of the largest world; surplus members leave, highest ranks first
-    drain    no workers start on the host; its workers leave if enough others stay, as after a preemption notice
+    drain    no workers start on the host; its workers leave if enough others stay, as after a preemption notice;
+             off: workers start there again, also in quarantined slots
     remove   the worker leaves, and its slot stays empty unless there are too few workers, as after SIGTERM
 """
 
@@ -23,6 +24,8 @@ from elastic.driver.reasons import Fact, Reason, ReasonKind, because
 from elastic.driver.settings import UNBOUNDED
 
 NAMED = 4  # maximum number of drained hosts named in an answer
+# Reasons for which the workers of a host leave until `drain --off`.
+LEFT_OUT = (ReasonKind.DRAINED, ReasonKind.QUARANTINED)
 
 
 class OperatorRequests(Part):

@@ -158,9 +158,8 @@ class Notices(Part):
         self.staff.slots.reopen(host)
         for record in self.roster.hosts.get(host, {}).values():
             leaving = record.leaving
-            drained = (
-                leaving is not None and leaving.kind is ReasonKind.DRAINED
-            )  # an operator may also have asked it to leave
+            # An operator may also have asked it to leave.
+            drained = leaving is not None and leaving.kind in LEFT_OUT
             if record.in_plans and not drained and (record.noticed or leaving == why):
                 record.leaving, record.noticed = None, False
 

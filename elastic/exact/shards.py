@@ -2,8 +2,9 @@
 
 A step computes every shard once. A rank computes the shards assigned to it in the present world (`assignment`), in
 ascending order. All randomness in a shard depends on (seed, step, shard) only. Components that sum gradients or keep
-buffers listen for the start and end of a step. Communicates only in `Shards.mean` and, about every fourth step, to
-exchange the speeds of the ranks, by which `load_balancing` decides how many shards each of them has.
+buffers listen for the start and end of a step. Communicates only in `Shards.mean`, in steps that verify shards
+(`verifier`), and about every fourth step, to exchange the speeds of the ranks, by which `load_balancing` decides how
+many shards each of them has.
 """
 
 from __future__ import annotations

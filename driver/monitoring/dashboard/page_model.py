@@ -51,6 +51,7 @@ STACK_LIMIT = 16_000  # characters of the stacks of one worker
 STACK_S = 5.0  # stderr within this time after a request may contain stacks
 SLOW_S = 1.0  # minimum interval between two walks over all workers ...
 SLOW_EACH_S = 0.002  # ... plus this time for each worker
+EVIDENCE = ("step", "shard", "digest", "right", "witnesses", "agreed")  # facts of a wrong gradient
 REPORTED_S = 60.0  # a rank that has not reported for this long is replaced by the next one
 
 

@@ -38,6 +38,7 @@ class Cause(enum.Enum):
     STUCK = "stuck"
     GPU_HANGS = "gpu hangs"
     DAMAGED = "damaged"  # bits in its memory or its parameters changed
+    MISCOMPUTED = "miscomputed"  # its gradients were wrong
     TOO_SLOW = "too slow"  # too slow to call init(), to become ready, or to leave
     DISCONNECTED = "disconnected"
     HOST_LOST = "host lost"
