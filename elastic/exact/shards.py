@@ -115,6 +115,7 @@ class Shards:
         self._begun_with: weakref.ref[Context] | None = None  # the runtime
         self._thread_count: int | None = None  # number of threads at this process's last step
         self._done = 0  # number of this rank's shards that have begun
+        self._computed = False  # all of them have ended
         self._optimizer_steps = 0  # number of steps at the start of the step
         self._said: tuple[int, int] | None = None
         self._committed = False  # a state has saved it

@@ -53,7 +53,7 @@ VOLATILE: list[tuple[str, str]] = [
     (r"\b20\d\d-\d\d-\d\d\b", "DATE"),
     (r"\bLinux \d+\.\d[\w.+-]*, \d+ cores\b", "MACHINE"),
     (r"\b\d\d:\d\d:\d\d\b", "TIME"),
-    (r"\b(process (?:number |ID )?)\d{2,}", r"\1PID"),
+    (r"\b(process,? (?:number |ID )?)\d{2,}", r"\1PID"),
     (r"\b(descriptor|byte) \d+\b", r"\1 N"),
     (r"(?<=[:-])[0-9a-f]{8}\b", "ID"),
     (r"(?<=\+)\d+\.\d{3}\b", "SECONDS"),

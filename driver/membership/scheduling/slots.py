@@ -52,6 +52,7 @@ class Slots:
             self._closed.pop(host, None)
             self._drained.discard(host)  # if the host returns, it is another machine
             self.unhealthy = {s: why for s, why in self.unhealthy.items() if s[0] != host}
+            self._release(host)
         # The host is listed again or has more slots: vacated slots may be used again.
         grown = {host for host, count in hosts.items() if count > self._hosts.get(host, 0)}
         self._left = {slot for slot in self._left if slot[0] not in grown}
