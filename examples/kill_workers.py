@@ -77,7 +77,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.command = [word for word in args.command if word != "--"]
     if not args.command:
-        parser.error("which program? e.g.: -- python examples/digits.py")
+        parser.error("no program given, as in: -- python examples/digits.py")
     return args
 
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from elastic.protocol.messages import Worker
 
 KINDS = {
-    "kill": "SIGKILL: the process is gone at once",
-    "leave": "SIGTERM: it leaves at its next commit",
-    "freeze": "SIGSTOP, and SIGCONT for_s later",
-    "slow": "stopped again and again for for_s, so that it runs at 1/factor of its speed",
-    "partition": "all its TCP packets are dropped for for_s; needs root and nft",
-    "cut": "its connections to other workers are closed from outside; needs root and ss",
-    "flip-weights": "one bit of its weights becomes another one; needs --checkpoint-dir",
-    "flip-moments": "the same of the state of its optimizers",
-    "flip-gradients": "the same of its gradients, after all ranks have added them up",
-    "flip-file": "one bit of a file of the newest checkpoint becomes another one",
+    "kill": "SIGKILL: the process ends immediately",
+    "leave": "SIGTERM: the worker leaves at its next commit",
+    "freeze": "SIGSTOP, followed by SIGCONT after for_s",
+    "slow": "stopped repeatedly during for_s, so that it runs at 1/factor of its speed",
+    "partition": "all TCP packets of the worker are dropped during for_s; needs root and nft",
+    "cut": "connections to other workers are closed from outside; needs root and ss",
+    "flip-weights": "one bit of the weights is flipped; needs --checkpoint-dir",
+    "flip-moments": "one bit of the optimizer state is flipped; needs --checkpoint-dir",
+    "flip-gradients": "one bit of the reduced gradients is flipped; needs --checkpoint-dir",
+    "flip-file": "one bit in a file of the newest checkpoint is flipped; needs --checkpoint-dir",
 }
 FLIPPED = {"flip-weights": "weights", "flip-moments": "moments", "flip-gradients": "gradients"}
 SPOILS_FILE = "flip-file"

@@ -62,7 +62,7 @@ def read_plan(text: str, name: str) -> plan.Plan:
     if chance is not None and not isinstance(chance, dict):
         _Where(text, name, "random", 0).fail("random", "write [random], followed by its keys")
     if not faults and not chance:
-        raise Invalid(f"{name} has no fault: pass [random] or [[fault]]")
+        raise Invalid(f"{name} contains no faults: add [random] or [[fault]]")
     return plan.Plan(
         tuple(_fault(each, _Where(text, name, "fault", n)) for n, each in enumerate(faults)),
         None if chance is None else _chance(chance, _Where(text, name, "random", 0)),

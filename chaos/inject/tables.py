@@ -28,7 +28,7 @@ def show(report: Report, console: Console | None = None) -> None:
         console.print(_faults(report.faults))
     if len(report.faults) > FAULTS_SHOWN:
         console.print(
-            f"the last {FAULTS_SHOWN} of {len(report.faults)} faults; --json has them all"
+            f"the last {FAULTS_SHOWN} of {len(report.faults)} faults; --json writes all of them"
         )
     if report.recoveries:
         console.print(_recoveries(report.recoveries))

@@ -71,8 +71,9 @@ def check(batches: object, shards: GivenShards, committed: bool, *, verified: bo
         )
     if committed and not batches.in_state:
         raise Invalid(
-            "the loader is in no state, so commits lack its position and training would continue with other samples"
-            " after a failure: add the loader, as in TorchState(..., shards=shards, loader=loader)"
+            "the loader is not in the state, so commits lack its position and training would "
+            "continue with other samples after a failure: add it, as in TorchState(..., "
+            "shards=shards, loader=loader)"
         )
 
 

@@ -141,7 +141,7 @@ def _out_of_memory(_: str) -> None:
         hoard = [bytearray(HOARD_BYTES // 8) for _ in range(16)]
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-    raise AssertionError(f"{len(hoard)} blocks of memory were allocated in spite of the limit")
+    raise AssertionError(f"{len(hoard)} blocks of memory were allocated despite the limit")
 
 
 def _wait(name: str) -> None:

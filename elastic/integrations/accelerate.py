@@ -93,7 +93,7 @@ def refuse(accelerator: Accelerator) -> None:
     if kind in _UNSUPPORTED:
         raise NotElastic(
             f"this Accelerator trains with {_UNSUPPORTED[kind]}, which divides the model over a fixed number of"
-            " ranks, but an elastic job needs a whole model on each: leave the plugin out",
+            " ranks, but an elastic job needs a whole model on each: omit the plugin",
             Fixed.MODULE,
         )
     if lifecycle.active() is None:

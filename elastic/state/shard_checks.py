@@ -59,8 +59,9 @@ def check_optimizers(values: Mapping[str, Any]) -> None:
         for each in shards.optimizers:
             if id(each) not in known:
                 raise Invalid(
-                    f"an optimizer, {type(each).__name__}, is in no state, but its gradients are summed over"
-                    f" state.{name}: a joining worker would start with other moments; add it, as in TorchState(...,"
+                    f"the state lacks the optimizer {type(each).__name__}, whose gradients are "
+                    f"summed over state.{name}, so a joining worker would start with different "
+                    "moments: add it, as in TorchState(...,"
                     " optimizer=optimizer, shards=shards)"
                 )
 
@@ -78,8 +79,9 @@ def check_schedules(values: Mapping[str, Any]) -> None:
         step = getattr(value, "step", None)
         if getattr(step, "_wrapped_by_lr_sched", False) and id(value) not in followed:
             raise Invalid(
-                f"a scheduler sets the learning rate of state.{name} and is in no state, so a joining worker would"
-                " restart its schedule; add it, as in TorchState(..., scheduler=scheduler)"
+                f"the state lacks a scheduler that sets the learning rate of state.{name}, so a "
+                "joining worker would restart the schedule: add it, as in TorchState(..., "
+                "scheduler=scheduler)"
             )
 
 

@@ -235,7 +235,8 @@ class ElasticProcessGroup(FollowingGroup):
             if each.numel() != one.numel():
                 raise ValueError(
                     f"{name}: tensors of {list(each.shape)} and {list(one.shape)} have different numbers of"
-                    " elements: pass all ranks one shape, or use all_to_all_single with split sizes"
+                    " elements: pass tensors of equal sizes, or use all_to_all_single with split "
+                    "sizes"
                 )
 
 

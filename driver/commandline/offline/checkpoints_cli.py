@@ -224,7 +224,7 @@ def _newest(storage: Storage) -> Manifest:
         catalog.refuse_newer(storage, found)
         if found.manifest is not None:
             return found.manifest
-        print(f"{storage.url}/{name} is passed over: {found.trouble}", file=sys.stderr)
+        print(f"{storage.url}/{name} is skipped: {found.trouble}", file=sys.stderr)
     if not storage.exists():
         raise Invalid(f"{storage.url} does not exist")
     raise Invalid(f"{storage.url} has no checkpoint that can be exported")

@@ -93,7 +93,7 @@ def refuse(
     holders = 0 if place is None or not world.elastic else place.holders
     joining = found.other is not None and found.first < holders <= found.other
     if joining and list(own) == found.lines:
-        raise CollectiveFailed(f"{message}; what differs from rank {found.first} leaves")
+        raise CollectiveFailed(f"{message}; workers that differ from rank {found.first} leave")
     raise StateMismatch(
         f"{message} (this is rank {rank}): pass DistributedOptimizer the same parameters and options on every rank"
     )

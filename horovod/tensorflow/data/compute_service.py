@@ -353,7 +353,8 @@ def _watch(compute: ComputeClient) -> None:
         except ConnectionError as error:
             if threading.main_thread().is_alive():
                 log.error(
-                    "the compute job is gone, but TensorFlow keeps waiting for its data: end this training"
+                    "the compute job has ended, but TensorFlow keeps waiting for its data: end "
+                    "this training"
                     " (%s)",
                     error,
                 )
