@@ -36,7 +36,7 @@ IN_A_STEP = (
 class ExpectedEnd(enum.Enum):
     """How a cell ends."""
 
-    GOES_ON = "goes on"
+    GOES_ON = "continues"
     REGROUPS = "regroups"
     RECOVERS = "recovers"
     LEAVES = "leaves"
