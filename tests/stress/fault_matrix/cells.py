@@ -89,7 +89,7 @@ MEANINGS = {
     SHUTDOWN: "training has ended, but the process has not",
     WRITING: "the background thread has written half of its share of a durable commit",
     SHARES: (
-        "the same thread of rank 0 has written the index after all shares, but not the manifest"
+        "the background thread of rank 0 has written the index after all shares, but not the manifest"
     ),
     MANIFEST: "the manifest is written, but no process has been notified",
     RESUME: "all members were killed; rank 0 of the new workers starts to read the newest checkpoint",
@@ -99,12 +99,12 @@ MEANINGS = {
     STANDBY: (
         "a standby replaces rank 3, and has received the header of the state, but not its tensors"
     ),
-    PREPARED: "a prepared process has become a worker, in which the script has started",
+    PREPARED: "a preloaded process has become a worker, and the script has started in it",
     SHARD_COPY: "sharded state (FSDP2): a commit has begun, and this rank's shard is not copied yet",
-    SHARD_MIRROR: "... the shard is copied, and not mirrored on other ranks",
-    SHARD_SEAL: "... the shard is mirrored, and it is not known yet that all are",
-    SHARD_TRAVEL: "... rank 1 was killed (or a worker joins), and the rows of the new shards have arrived",
-    SHARD_PLACING: "... the same, and the rows are in the parameters and the optimizer",
+    SHARD_MIRROR: "the shard is copied, but not mirrored on other ranks",
+    SHARD_SEAL: "the shard is mirrored, but it is not known yet whether all shards are",
+    SHARD_TRAVEL: "rank 1 was killed (or a worker joins), and the rows of the new shards have arrived",
+    SHARD_PLACING: "as before, and the rows have been copied to the parameters and the optimizer",
 }
 IN_BACKGROUND = (WRITING, SHARES, MANIFEST)  # not in the thread that trains
 COMMITS_SHARDS = (SHARD_COPY, SHARD_MIRROR, SHARD_SEAL)

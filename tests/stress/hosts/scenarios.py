@@ -38,30 +38,30 @@ def host_killed(bench: HostCluster) -> ScenarioOutcome:
         job.start()
         at = bench.network.kill_host(VICTIM)
         job.trains(REST, after=at)
-        job.measure("a host of four loses its power", at, survivors=3, mark=CUT)
+        job.measure("one of four hosts loses power", at, survivors=3, mark=CUT)
         bench.network.heal(VICTIM)
         at = time.monotonic()
         job.start_agent(VICTIM)
         job.trains(HOSTS, after=at)
-        job.measure("it comes back, and joins", at, survivors=3, mark=Mark(failed=0))
+        job.measure("the host returns, and its worker joins", at, survivors=3, mark=Mark(failed=0))
         return job.finish()
 
 
 def link_cut(bench: HostCluster) -> ScenarioOutcome:
     """All packets to and from a host are dropped."""
-    return _cut(bench, "link cut", "both ways", bench.network.cut)
+    return _cut(bench, "link cut", "in both directions", bench.network.cut)
 
 
 def link_cut_from(bench: HostCluster) -> ScenarioOutcome:
     """Packets from a host are dropped."""
     cut = bench.network.cut_one_way
-    return _cut(bench, "link cut from", "nothing that it sends arrives", lambda h: cut(h, "from"))
+    return _cut(bench, "link cut from", "for packets from the host", lambda h: cut(h, "from"))
 
 
 def link_cut_towards(bench: HostCluster) -> ScenarioOutcome:
     """Packets to a host are dropped."""
     cut = bench.network.cut_one_way
-    return _cut(bench, "link cut towards", "nothing arrives at it", lambda h: cut(h, "towards"))
+    return _cut(bench, "link cut towards", "for packets to the host", lambda h: cut(h, "towards"))
 
 
 def _cut(bench: HostCluster, name: str, how: str, cut: Callable[[str], float]) -> ScenarioOutcome:
@@ -69,10 +69,10 @@ def _cut(bench: HostCluster, name: str, how: str, cut: Callable[[str], float]) -
         job.start()
         at = cut(VICTIM)
         job.trains(REST, after=at)
-        job.measure(f"the link of a host is cut: {how}", at, survivors=3, mark=CUT)
+        job.measure(f"the link of a host is cut {how}", at, survivors=3, mark=CUT)
         at = bench.network.heal(VICTIM)
         job.trains(HOSTS, after=at)
-        job.measure("the link is whole again", at, survivors=3, mark=Mark(failed=0))
+        job.measure("the link works again", at, survivors=3, mark=Mark(failed=0))
         return job.finish()
 
 
@@ -90,7 +90,7 @@ def slow_link(bench: HostCluster) -> ScenarioOutcome:
 
 def long_way(bench: HostCluster) -> ScenarioOutcome:
     """A host has a round-trip time of 200 ms. Each step needs several round trips."""
-    delay, how = bench.network.delay, "200 ms there and back"
+    delay, how = bench.network.delay, "a round-trip time of 200 ms"
     # Ten round trips: to regroup, to connect, and for the four collectives of a first step.
     recovers = Mark(next_step_ms=2000, interrupted=True)
     return _bad_link(bench, "long way", how, lambda host: delay(host, 0.1), recovers)
@@ -121,7 +121,7 @@ def etcd_killed(bench: HostCluster) -> ScenarioOutcome:
         job.trains(HOSTS, after=time.monotonic())
         bench.start_etcd()
         job.trains(HOSTS, after=time.monotonic())
-        job.measure(f"etcd is away for {LASTS_S:g} s", at, survivors=4, mark=UNNOTICED)
+        job.measure(f"etcd is unavailable for {LASTS_S:g} s", at, survivors=4, mark=UNNOTICED)
         at = kill_worker(job, ANOTHER)
         job.trains(HOSTS, after=at)
         job.measure("a worker is killed after its return", at, survivors=3, mark=RECOVERS)
@@ -131,7 +131,12 @@ def etcd_killed(bench: HostCluster) -> ScenarioOutcome:
         bench.start_etcd()
         job.trains(HOSTS, after=at)
         mark = Mark(next_step_ms=1e3 * AWAY_S + 2500, interrupted=True)  # changes wait for etcd
-        job.measure(f"and one while etcd is away for {AWAY_S:g} s", at, survivors=3, mark=mark)
+        job.measure(
+            f"a worker is killed while etcd is unavailable for {AWAY_S:g} s",
+            at,
+            survivors=3,
+            mark=mark,
+        )
         return job.finish()
 
 
@@ -142,7 +147,7 @@ def driver_killed(bench: HostCluster) -> ScenarioOutcome:
         stand_by(job)
         followed = job.followed()
         at = job.drivers[0].kill()
-        _adopted(job, "SIGKILL to the driver, one stands by", at, followed(at), ADOPTED)
+        _adopted(job, "SIGKILL to the driver, with a standby driver", at, followed(at), ADOPTED)
         return job.finish()
 
 
@@ -153,7 +158,7 @@ def drivers_host_killed(bench: HostCluster) -> ScenarioOutcome:
         stand_by(job)
         followed = job.followed()
         at = bench.network.kill_host(DRIVER)
-        _adopted(job, "the driver's host loses its power", at, followed(at), ADOPTED_BY_LEASE)
+        _adopted(job, "the driver's host loses power", at, followed(at), ADOPTED_BY_LEASE)
         return job.finish()
 
 
@@ -167,7 +172,7 @@ def drivers_link_cut(bench: HostCluster) -> ScenarioOutcome:
         adopted_ms = followed(at)
         bench.network.heal(DRIVER)
         code = job.drivers[0].wait()
-        what = f"the driver's link is cut, and healed (it ends with code {code})"
+        what = f"the driver's link is cut and restored (it ends with code {code})"
         _adopted(job, what, at, adopted_ms, ADOPTED_BY_LEASE)
         return job.finish()
 
@@ -196,7 +201,7 @@ def driver_resumed(bench: HostCluster) -> ScenarioOutcome:
         followed = job.followed()
         at = job.drivers[0].kill()
         job.start_driver_by_ssh("--resume")
-        _adopted(job, "SIGKILL to the driver, `--resume` at once", at, followed(at), ADOPTED)
+        _adopted(job, "SIGKILL to the driver, immediate `--resume`", at, followed(at), ADOPTED)
         return job.finish()
 
 
@@ -220,7 +225,7 @@ def driver_and_worker_killed(bench: HostCluster) -> ScenarioOutcome:
         os.kill(victim, signal.SIGKILL)
         adopted_ms = followed(at)
         job.trains(HOSTS, after=at)
-        what = "SIGKILL to driver and a worker at once"
+        what = "SIGKILL to the driver and a worker at the same time"
         job.measure(what, at, survivors=3, mark=ADOPTED_HURT, adopted_ms=adopted_ms)
         return job.finish()
 
@@ -239,7 +244,7 @@ def two_drivers(bench: HostCluster) -> ScenarioOutcome:
         adopted_ms = followed(at)
         acts.signal(signal.SIGCONT)
         code = acts.wait()
-        what = f"the one of two that acts is stopped, and continued (it ends with code {code})"
+        what = f"the leader of two drivers is stopped and continued (it ends with code {code})"
         _adopted(job, what, at, adopted_ms, ADOPTED_BY_LEASE)
         return job.finish()
 
@@ -250,11 +255,11 @@ def agent_killed(bench: HostCluster) -> ScenarioOutcome:
         job.start()
         at = job.agents[VICTIM].kill()
         job.trains(REST, after=at)
-        job.measure("SIGKILL to an agent: its worker ends with it", at, survivors=3, mark=RECOVERS)
+        job.measure("SIGKILL to an agent, whose worker ends too", at, survivors=3, mark=RECOVERS)
         at = time.monotonic()
         job.start_agent(VICTIM)
         job.trains(HOSTS, after=at)
-        job.measure("it is started again", at, survivors=3, mark=Mark(failed=0))
+        job.measure("the agent is started again", at, survivors=3, mark=Mark(failed=0))
         return job.finish()
 
 
@@ -265,7 +270,9 @@ def ssh(bench: HostCluster) -> ScenarioOutcome:
         job.trains(HOSTS, timeout=START_S)
         at = bench.network.kill_host(VICTIM)
         job.trains(REST, after=at)
-        job.measure("a host started by ssh loses its power", at, survivors=3, mark=CUT)
+        job.measure(
+            "a host whose agent was started over ssh loses power", at, survivors=3, mark=CUT
+        )
         return job.finish()
 
 
