@@ -219,20 +219,17 @@ class Verifier:
         )
         for each in evidence:
             runtime.report_miscomputed(each)
-        with runtime.guard(WAIT):
-            raise CollectiveFailed(text)
-        raise AssertionError("the guard has raised an error")
+        # All ranks learn the result before one leaves the group.
+        self._raise_together(CollectiveFailed(text))
 
     def _give_up(self, check: ShardCheck, computed: Sequence[Computed]) -> NoReturn:
         assert self._step is not None
-        runtime = lifecycle.current()
         error = GradientsDiffer(
             self._step.number,
             check.shard,
             [(each.rank, f"{each.digest:016x}") for each in computed],
         )
-        with runtime.guard(WAIT):
-            agreement.raise_together(runtime.group(PURPOSE, torch.device("cpu")), error)
+        self._raise_together(error)
 
     def _compare_ranks(self, found: Sequence[FirstStep]) -> dict[ShardCheck, list[Computed]]:
         """Return votes about ranks that contradict themselves.
@@ -255,9 +252,7 @@ class Verifier:
                 " verify"
             )
         if error is not None:
-            runtime = lifecycle.current()
-            with runtime.guard(WAIT):
-                agreement.raise_together(runtime.group(PURPOSE, torch.device("cpu")), error)
+            self._raise_together(error)
         return {
             ShardCheck(each.shard, rank, rank): [
                 Computed(rank, each.first_digest),
@@ -265,6 +260,12 @@ class Verifier:
             ]
             for rank, each in changing
         }
+
+    def _raise_together(self, error: Exception) -> NoReturn:
+        runtime = lifecycle.current()
+        with runtime.guard(WAIT):
+            agreement.raise_together(runtime.group(PURPOSE, torch.device("cpu")), error)
+        raise AssertionError("unreachable")
 
     def _exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Return the rows of all ranks. Collective. Raises PeerLost."""

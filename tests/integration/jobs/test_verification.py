@@ -67,6 +67,8 @@ def test_worker_when_its_gradients_are_wrong_then_it_is_named_and_no_bit_of_it_s
     ((worker, facts),) = fenced(training)
     assert worker == ["localhost", rank, 1] and facts["step"] == first
     assert facts["digest"] != facts["right"] and len(facts["witnesses"].split(", ")) == 3
+    (broke,) = training.actions("BreakWorld")
+    assert broke["reason"]["facts"]["killed_for"]["kind"] == "miscomputed"
     later = [m["worker"] for world in training.worlds()[2:] for m in world["members"]]
     assert later and all(each[1] != rank for each in later), "its slot is quarantined"
 

@@ -8,6 +8,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
+from elastic.collectives import agreement
 from elastic.data import DataLoader, optimizer_steps
 from elastic.errors import GradientsDiffer, Invalid, PeerLost
 from elastic.exact import verification
@@ -133,6 +134,20 @@ def test_training_when_a_rank_is_always_wrong_then_all_name_it_before_the_step(r
         assert len(report.witnesses) == 3 and report.digest != report.right
         assert 5 <= report.step < 5 + bound + 1 and steps == report.step
         assert report.agreed < 5
+
+
+def test_training_when_a_rank_is_named_then_all_ranks_know_before_one_leaves(ranks, monkeypatch):
+    """A rank that leaves a group breaks collectives of the others."""
+    waited = []
+
+    def wait(group: Any, real: Any = agreement.wait_for_all) -> None:
+        world: Any = lifecycle.current()
+        waited.append((world.place.rank, len(world.miscomputed)))
+        real(group)
+
+    monkeypatch.setattr(agreement, "wait_for_all", wait)
+    named(ranks, 4, 1.0, lambda rank, step, *_: rank == 1 and step > 2)
+    assert sorted(waited) == [(rank, 1) for rank in range(4)]
 
 
 def test_training_when_a_rank_was_wrong_once_then_it_is_named(ranks):
