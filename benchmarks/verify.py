@@ -244,7 +244,7 @@ def show(results: list[InjectionResult], share: float) -> tuple[dict[str, Any], 
                 if (each.injection.kind, each.injection.rarity) == (kind, rarity)
             ]
             if some:
-                how = "each pass" if rarity == 1 else f"every {rarity}th pass"
+                how = "each pass" if rarity == 1 else f"1 of {rarity} passes"
                 found.add_row(f"{kind}, {how}", *row(some, share))
     found.add_row("all", *row(results, share))
     console.print(found)
