@@ -199,6 +199,9 @@ class ReadAhead:
     def ids(self, epoch: int, places: range) -> list[int]:
         return self._source.ids(epoch, places)
 
+    def load(self, epoch: int, dealing: SamplePartition, step: range, part: int) -> Any:
+        return self._source.load(epoch, dealing, step, part)
+
     def begin(
         self, position: Position, dealing: SamplePartition, mine: list[int]
     ) -> Iterator[Loaded]:

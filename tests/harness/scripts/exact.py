@@ -287,7 +287,7 @@ def main() -> None:
         }
     )
     if "OPERATOR" in os.environ:
-        models["mlp"][2].register_forward_hook(may_flip)
+        models.get_submodule("mlp.2").register_forward_hook(may_flip)
     shards = elastic.Shards(
         SHARDS,
         seed=SEED,

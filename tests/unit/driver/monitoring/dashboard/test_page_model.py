@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,13 @@ def test_worker_joins_the_world():
 
 def test_slot_when_its_worker_computed_wrongly_then_it_is_shown_until_an_operator_releases_it():
     page = training(A, B, C)
-    facts = {"step": 17, "shard": 5, "digest": "ff", "right": "fe", "witnesses": "h:0#1"}
+    facts: dict[str, Any] = {
+        "step": 17,
+        "shard": 5,
+        "digest": "ff",
+        "right": "fe",
+        "witnesses": "h:0#1",
+    }
     for quarantine, place in (("host", "h"), ("slot", "h:1")):
         wrong = because(ReasonKind.MISCOMPUTED, **facts, agreed=9, quarantine=quarantine)
         page.view.note(events.TimePassed(), [events.KillWorker(B, wrong)], 20.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import msgspec
 import pytest
@@ -96,7 +97,13 @@ class TrainingStory:
 
 
 def test_finding_when_a_worker_was_outvoted_then_it_has_the_evidence_and_an_advice():
-    facts = {"step": 17, "shard": 5, "digest": "ff", "right": "fe", "witnesses": "h:0#1"}
+    facts: dict[str, Any] = {
+        "step": 17,
+        "shard": 5,
+        "digest": "ff",
+        "right": "fe",
+        "witnesses": "h:0#1",
+    }
     wrong = because(ReasonKind.MISCOMPUTED, **facts, agreed=9, quarantine="slot")
     death = of_fence(Worker("h", 2), wrong, 1.0, 2)
     assert death is not None and death.cause is Cause.MISCOMPUTED
