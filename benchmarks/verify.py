@@ -12,15 +12,14 @@ bits of an undisturbed process. A fault that changes no bit of any commit is no 
 
 `--read` shows the results of several earlier calls, each with `--json`, as one table.
 
-`--cost` compares steps of `Shards(verify=1/64)` with those of `Shards()`, in turn in the same processes. In most steps
-nothing is verified, so the figure is the ratio of the sums over all steps, by round of `1 / verify` steps.
+`--cost` compares steps of `Shards(verify=...)` with those of `Shards()`, in turn in the same processes: it takes medians
+of steps with checks and of others. Checks are more frequent than with `verify=1/64`, for which the mean is computed.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import random
 import statistics
@@ -45,6 +44,7 @@ import tests_on_path  # noqa: F401
 from elastic.exact import assignment, verification
 from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
+from elastic.runtime import lifecycle
 from harness.history import SCRIPTS
 from harness.job import Job
 from measurements import Mark, spread
@@ -60,6 +60,8 @@ GRADIENTS = 24  # gradients of a pass of the script's models
 KINDS = ("gradient", "operator")
 RARITIES = (1, 1, 2, 4)  # every n-th pass is wrong, on average
 COST = 1.03
+SAMPLED = 1 / 8  # share of the shards that is verified while the cost is measured
+WARM = 4  # steps that are not counted
 
 
 @dataclass(frozen=True)
@@ -315,42 +317,54 @@ class VerifiedSteps:
         return time.perf_counter() - began
 
 
-def measure(name: str, share: float, count: int, steps: int) -> list[float]:
-    """Return the ratios of rounds."""
-    verified, plain = VerifiedSteps(name, share, count), VerifiedSteps(name, 0.0, count)
-    for _ in range(3):
-        verified(), plain()
+@dataclass(frozen=True)
+class CostAnswer:
+    """Ratios of steps to those of the other training, in steps with checks and without."""
+
+    checked: list[float]
+    unchecked: list[float]
+
+    def at(self, between: float) -> float:
+        """Return the mean ratio if every ``between``-th step has checks, from the medians of both kinds."""
+        checked, unchecked = map(statistics.median, (self.checked, self.unchecked))
+        return unchecked + (checked - unchecked) / between
+
+
+def measure(name: str, count: int, steps: int) -> CostAnswer:
+    verified, plain = VerifiedSteps(name, SAMPLED, count), VerifiedSteps(name, 0.0, count)
     ranks = distributed.get_world_size()
-    period = math.ceil(verification.steps_between(assignment.assign(count, ranks), share))
-    ratios = []
-    for _ in range(max(1, steps // period)):
+    held = assignment.assign(count, ranks)
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for step in range(WARM + steps):
         took = [0.0, 0.0]
-        for step in range(period):
-            for way in (0, 1) if step % 2 else (1, 0):
-                took[way] += (verified, plain)[way]()
+        for way in (0, 1) if step % 2 else (1, 0):
+            took[way] = (verified, plain)[way]()
         slowest = torch.tensor(took, dtype=torch.float64)
         distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
-        ratios.append(float(slowest[0] / slowest[1]))
+        checks = verification.checks(held, SAMPLED, 0, lifecycle.current().generation, step)
+        if step >= WARM:
+            found[bool(checks)].append(float(slowest[0] / slowest[1]))
     weights = zip(verified.model.parameters(), plain.model.parameters(), strict=True)
     same = all(torch.equal(one, other) for one, other in weights)
     groups.agree("weights are the same bits with and without verification", same, "differ")
-    return ratios
+    return CostAnswer(found[True], found[False])
 
 
 def cost(options: Any) -> tuple[dict[str, Any], list[Mark]]:
     console = results_output.console()
+    share, held = options.cost_verify, assignment.assign(options.shards, options.ranks)
+    between = verification.steps_between(held, share)
     found = results_output.table(
-        f"verify={options.cost_verify:g} on {options.ranks} workers, {options.shards} shards",
-        *("model", "step to one without verification"),
+        f"verify={share:g} on {options.ranks} workers, {options.shards} shards, to steps without",
+        *("model", "step with checks", "other steps", f"mean, checks in every {between:g}th step"),
     )
     figures, marks = {}, []
     for name in options.models:
-        ratios = groups.ask(
-            measure, options.ranks, name, options.cost_verify, options.shards, options.steps
-        )
-        figures[name] = ratios
-        found.add_row(name, spread(ratios).text(3))
-        marks.append(Mark(f"step of the {name}", COST, statistics.median(ratios)))
+        answer = groups.ask(measure, options.ranks, name, options.shards, options.steps)
+        figures[name] = answer
+        kinds = [spread(each).text(3) for each in (answer.checked, answer.unchecked)]
+        found.add_row(name, *kinds, f"{answer.at(between):.3f}")
+        marks.append(Mark(f"step of the {name}", COST, answer.at(between)))
     console.print(found)
     return figures, marks
 

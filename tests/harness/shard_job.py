@@ -340,12 +340,12 @@ class DrawnWorld(World):
 class Member:
     """The process of a rank. It has its own numbers until it receives those of others."""
 
-    def __init__(self, schedule: ShardSchedule, number: int) -> None:
+    def __init__(self, schedule: ShardSchedule, number: int, verify: float = 0.0) -> None:
         self.toy = toy = Toy(schedule)
         with torch.no_grad():
             toy.numbers.add_(float(number))
             toy.statistic.add_(float(number))
-        self.shards = shards = Shards(schedule.count, seed=SEED)
+        self.shards = shards = Shards(schedule.count, seed=SEED, verify=verify)
         self.loader = DataLoader(
             range(schedule.length),
             shuffle=True,
@@ -377,10 +377,15 @@ class Member:
 
 
 class ShardJob:
-    """Runs one schedule. Raises AssertionError at the first commit that differs from the reference."""
+    """Runs one schedule. Raises AssertionError at the first commit that differs from the reference.
 
-    def __init__(self, schedule: ShardSchedule, setattr: SetAttr) -> None:
+    ``verify``: the share of the shards that two ranks compute.
+    """
+
+    def __init__(self, schedule: ShardSchedule, setattr: SetAttr, verify: float = 0.0) -> None:
         self.schedule = schedule
+        self.verify = verify
+        self.second_passes = 0
         self.rng = random.Random(schedule.seed)
         self.generation = 0
         self.late: list[DrawnWork] = []  # of older worlds, still in progress
@@ -451,7 +456,9 @@ class ShardJob:
     def _on_rank(self, rank: int, size: int) -> None:
         self._own.world = world = DrawnWorld(self, size, rank, self._meeting)
         held = self._living[rank]
-        member = held or Member(self.schedule, 100 * rank + self.generation if rank else 0)
+        member = held or Member(
+            self.schedule, 100 * rank + self.generation if rank else 0, self.verify
+        )
         try:
             if self._sends:
                 member.state.transfer(world.group("state", torch.device("cpu")), 0)
@@ -494,7 +501,10 @@ class ShardJob:
                 losses = []
                 for ids in shards.over(step):
                     number = shards.step
-                    self._compute(number, loader.shard)
+                    if shards.verifying:
+                        self.second_passes += 1
+                    else:
+                        self._compute(number, loader.shard)
                     loss = toy.loss(number, loader.shard, ids, loader.weight)
                     loss.backward()
                     losses.append(loss.detach())
@@ -550,9 +560,9 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def run(seed: int, setattr: SetAttr) -> ShardJob:
+def run(seed: int, setattr: SetAttr, verify: float = 0.0) -> ShardJob:
     """Raise AssertionError with the schedule."""
-    job = ShardJob(drawn(seed), setattr)
+    job = ShardJob(drawn(seed), setattr, verify)
     try:
         job.run()
     except Exception as error:

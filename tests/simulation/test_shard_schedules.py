@@ -50,6 +50,28 @@ def test_in_many_more_jobs(monkeypatch, first):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_commits_when_shards_are_verified_then_they_have_the_bits_of_a_plain_loop(
+    monkeypatch, share
+):
+    """While ranks die, join, and have other shards in most steps."""
+    jobs = []
+    for seed in range(6, 6 + IN_EACH_RUN):
+        with monkeypatch.context() as patch:
+            jobs.append(run(seed, patch.setattr, share))
+    assert sum(job.deaths for job in jobs) and sum(job.rebalanced for job in jobs)
+    assert sum(job.second_passes for job in jobs) > 50 * share
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_commits_when_shards_are_verified_in_many_more_jobs(monkeypatch, first):
+    for seed in range(first, first + 50):
+        with monkeypatch.context() as patch:
+            run(seed, patch.setattr, (0.1, 0.5, 1.0)[seed % 3])
+
+
+@pytest.mark.slow
 def test_a_seed_is_a_job(monkeypatch):
     first, second = clean(7, monkeypatch), clean(7, monkeypatch)
     assert first.schedule == drawn(7)
