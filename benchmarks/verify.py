@@ -5,15 +5,15 @@
     python benchmarks/verify.py --cost [--models mlp gpt] [--steps 256] [--ranks 4] [--json FILE]
 
 An injection is one job of 4 workers, under elasticrun, with 8 shards: from a drawn step on, a bit is flipped in
-gradients of one worker, or in a product of one of its models, in each pass or in some (see `Injection`).
-Half of the faults begin in a step in which the worker is checked, the others in any step. Counted are those that are
+gradients of one worker, or in a product of one of its models, in each pass or in some (see `Injection`). Half of the
+faults begin in a step in which the worker is checked, the others in any step. Counted are those that are
 found, after how many steps, innocent workers that were named, and jobs whose every commit, up to the last one, has the
 bits of an undisturbed process. A fault that changes no bit of any commit is no fault, and counted by itself.
 
 `--read` shows the results of several earlier calls, each with `--json`, as one table.
 
-`--cost` compares steps of `Shards(verify=...)` with those of `Shards()`, in turn in the same processes: it takes medians
-of steps with checks and of others. Checks are more frequent than with `verify=1/64`, for which the mean is computed.
+`--cost` compares steps of `Shards(verify=...)` with those of `Shards()`, by turns in the same processes: medians of
+steps with checks and of others. Checks are more frequent than with `verify=1/64`, for which the mean is computed from both.
 """
 
 from __future__ import annotations
