@@ -13,7 +13,8 @@ bits of an undisturbed process. A fault that changes no bit of any commit is no 
 `--read` shows the results of several earlier calls, each with `--json`, as one table.
 
 `--cost` compares steps of `Shards(verify=...)` with those of `Shards()`, by turns in the same processes: medians of
-steps with checks and of others. Checks are more frequent than with `verify=1/64`, for which the mean is computed from both.
+steps with checks and of others. Checks are more frequent than with `verify=1/64`, for which the mean is computed from
+both.
 """
 
 from __future__ import annotations
