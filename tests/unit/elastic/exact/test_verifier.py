@@ -184,6 +184,17 @@ def test_training_when_two_ranks_always_differ_then_the_error_has_both_digests(r
     assert len({str(error) for _, _, error in found}) == 1
 
 
+@pytest.mark.parametrize(
+    ("size", "share", "warnings"), [(1, 0.5, 1), (2, 0.5, 1), (4, 0.5, 0), (2, 0, 0)]
+)
+def test_log_when_too_few_workers_can_vote_then_one_warning_says_so(
+    ranks, caplog, size, share, warnings
+):
+    ranks(size, lambda rank: Run(share).train(2))
+    found = [each for each in caplog.records if each.name == "elastic.exact"]
+    assert [each.levelname for each in found] == ["WARNING"] * warnings
+
+
 def test_training_when_the_model_is_not_deterministic_then_no_step_is_taken(ranks):
     """A pass that depends on the passes before."""
     found = named(ranks, 3, 1 / 64, lambda rank, step, shard, count: count > 1, kind=Invalid)
