@@ -51,6 +51,11 @@ class TreePart(Part):
     def check(self) -> None:
         self.look()
 
+    def save(self) -> None:
+        super().save()
+        # From here on, the script may donate its arrays, and JAX does not know of copies in flight from a GPU.
+        self.snapshot.complete()
+
     def look(self) -> Flat:
         """Return the live tree, flattened.
 
