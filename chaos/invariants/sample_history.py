@@ -22,10 +22,10 @@ class Epoch:
     """The counted samples of one epoch."""
 
     seen: dict[int, Commit] = field(default_factory=dict)  # sample -> the first commit with it
-    # Samples that have been reported.
+    # Commit -> its samples that had been counted before.
     repeats: dict[Commit, list[int]] = field(default_factory=dict)
     last: Commit | None = None  # the latest commit with samples of this epoch
-    # Generation -> samples that were reported first in it.
+    # Generation -> number of samples that were counted first in it.
     fresh: dict[int, int] = field(default_factory=dict)
     # Commits with missing reports: their number, and the maximum length of such a report.
     silent: dict[Commit, tuple[int, int]] = field(default_factory=dict)

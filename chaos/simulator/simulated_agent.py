@@ -218,7 +218,7 @@ class SimulatedAgent:
     # ---- faults ----------------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """Crash, with its workers."""
+        """Crash the agent and its workers."""
         if not self.alive:
             return
         self.alive = self.frozen = False

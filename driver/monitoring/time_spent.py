@@ -97,7 +97,7 @@ class Spent:
             if taken > 0:
                 self.stalled[part] = self.stalled.get(part, 0.0) + taken
                 seconds -= taken
-        if seconds > 0:  # a stall before its last report that was not yet known then
+        if seconds > 0:  # part of a stall that was not known at the worker's last report
             self.stalled[most[1]] = self.stalled.get(most[1], 0.0) + seconds
 
     def measured(self, report: Times, doing: Part) -> Mapping[str, float] | None:

@@ -33,7 +33,8 @@ class ProgressCounter:
         self._said: tuple[int, int] | None = None  # the collective that was reported last
         self._said_at = 0.0
         self._said_phase = ""
-        self._completed = 0  # collectives since the last pace report; so are the fields below
+        # Since the last pace report: number of collectives, and the time spent waiting in them.
+        self._completed = 0
         self._waited_s = 0.0
         self._window: tuple[int, float] | None = None  # generation and start time
         self._begun_with: messages.Commit | None = None

@@ -22,7 +22,7 @@ class Slots:
     def __init__(self, settings: Settings) -> None:
         self.known = False  # whether discovery has returned a list
         self.fixed = False  # whether the list cannot grow by itself
-        self.version = 0  # incremented when a slot may have become free
+        self.version = 0  # incremented when a slot may have become usable
         # Slots whose program exited with code 0 outside elastic.run.
         self.completed: set[Slot] = set()
         self.cooldown = Cooldown(

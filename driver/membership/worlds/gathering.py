@@ -46,7 +46,7 @@ class Gathering:
     short_by: float | None = None  # deadline while too few workers are ready and none is awaited
     said: tuple[int, int] | None = None  # last logged shortage: ready and needed workers
     _more: int = 0  # number of lost workers that the reason does not name
-    # seconds after the beginning at which the awaited workers are logged next
+    # seconds from the beginning until the awaited workers are logged again
     remind_after_s: float = 0.0  # 0: that of the kind of gathering
 
     def __post_init__(self) -> None:

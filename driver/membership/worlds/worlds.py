@@ -140,7 +140,7 @@ class Worlds:
         if not self.staff.slots.completed or next(self.roster.in_plans(), None) is not None:
             return
         if self.staff.next_slot_at() is not None:
-            return  # a failed one is restarted
+            return  # a failed program is restarted
         if self.staff.slots.any_given_up():
             self.end(1, self.give_up.spent())
         if self.staff.settings.elastic and not self.generation:
