@@ -492,7 +492,7 @@ class TellAwaited(Action):
 
 
 class DumpStacks(Action):
-    """Write the Python stacks of all threads of a process, whatever it is doing."""
+    """Write the Python stacks of all threads of a process. This works in any state of the process."""
 
     worker: Worker
     reason: Reason

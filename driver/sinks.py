@@ -45,7 +45,7 @@ class Sink(Protocol):
         """Return the end of the worker's stderr so far, about 20 KB at most, including its final exception."""
 
     def cause(self, worker: Worker) -> ExitCause:
-        """Return what the worker reported so far of the reason for its exit."""
+        """Return the reason for the exit, as far as the worker has reported it."""
 
     def drop(self, worker: Worker) -> None:
         """Discard a worker that has exited and whose streams are finished."""

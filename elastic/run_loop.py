@@ -75,12 +75,12 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
     """Decorate a training function whose first argument is a State; return what the function returns.
 
     The function is called again after every change of the world, with the state of the last commit (after a failure) or
-    the present one (after a planned change).
+    the current one (after a planned change).
 
     ``sys.exit`` in the function removes this worker from the job; the other workers continue immediately.
 
     A script may train again, with another such function or another fit() of a trainer, once the first has returned on
-    all workers. That training is not elastic; a log line says so.
+    all workers. That training is not elastic, which is logged.
 
     Raises:
         StateMismatch: this worker's state does not match that of the other workers.

@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--precision", default="32-true")
     parser.add_argument(
-        "--shards", type=int, help="batches of a step, whatever the world: docs/exact.md"
+        "--shards", type=int, help="batches of a step, in every world: docs/exact.md"
     )
     parser.add_argument(
         "--device", default="cpu", help="as Lightning's accelerator: cpu, gpu, auto"

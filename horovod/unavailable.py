@@ -19,7 +19,7 @@ _NATIVE = "no extension is compiled; its functions are those of horovod.torch, h
 _PRIVATE = (
     "this is private to Horovod; use what horovod.tensorflow, horovod.keras or horovod.ray exports"
 )
-# Modules of Horovod 0.28.1 without a counterpart, and what to use instead. Their submodules are refused, too.
+# Modules of Horovod 0.28.1 without a counterpart, and their alternatives. Importing their submodules also fails.
 INTERNALS = {
     **dict.fromkeys(
         [

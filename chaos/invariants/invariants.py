@@ -7,7 +7,7 @@ proportional to the number of resulting actions.
     ONE GENERATION     Worlds are numbered without a gap. Each worker that trained in the last world is in the next, or
                        was let go, fenced or lost before. Orders about a world go to its live members and carry its
                        generation. Not visible: whether a process obeyed before it answered.
-    NO OLDER COMMIT    No worker outside the present world, unless fenced or leaving, reports a commit that is newer
+    NO OLDER COMMIT    No worker outside the current world, unless fenced or leaving, reports a commit that is newer
                        than the one this world began from. Not visible: unreported commits.
     NEVER BACK         A world begins from the newest commit that its old members reported, rank 0 holds it, and no
                        remaining worker reports less than it held before, nor an older commit after a newer one of the
@@ -123,7 +123,7 @@ class Invariants:
         self._job_end = JobEnd(self.job)
         self._explained = False
         self._recoveries = 0
-        self._term = 0  # term of the present driver
+        self._term = 0  # term of the current driver
         self._resumed_at = 0  # line at which another driver continued, until its first event
 
     @property

@@ -37,7 +37,8 @@ class Epoch:
 
 
 class SampleHistory:
-    """Checks worlds and reports in the order of the journal. Methods return what is wrong, or an empty string."""
+    """Checks worlds and reports in the order of the journal. Methods return a description of a violation, or an empty
+    string."""
 
     def __init__(self, samples: int = 0) -> None:
         # Number of samples in the dataset; 0: the number of reported samples.
@@ -94,7 +95,7 @@ class SampleHistory:
         return self._settle(before=self._settled)
 
     def restored(self, commit: Commit) -> None:
-        """Record that the present world continues from a newer checkpoint than was known when it began."""
+        """Record that the current world continues from a newer checkpoint than was known when it began."""
         before = self._kept_before or {}
         for old in [each for each in self._kept if each < commit.generation]:
             self._kept.pop(old)

@@ -1,8 +1,8 @@
 """Output of workers: passed on line by line with a rank prefix. Decides nothing.
 
 The prefix of a line is the worker's current rank, ``[2] ``, or ``[host:slot] `` while it has none. Bytes are passed on
-unchanged, whatever their encoding. A carriage return also ends a line, so that progress bars work. If a folder is
-given, the same bytes are also written without a prefix to its files ``rank.<r>/stdout`` and ``rank.<r>/stderr``.
+unchanged in any encoding. A carriage return also ends a line, so that progress bars work. If a folder is given, the
+same bytes are also written without a prefix to its files ``rank.<r>/stdout`` and ``rank.<r>/stderr``.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ nothing; it is logged once, and once more when Ray answers again. Calls to Ray m
 away, so they run in a thread, one at a time, with a deadline.
 
 Lifetime of placement groups in Ray 2.60, as tested on a cluster: with lifetime ``None`` they end with the Ray job of
-their creator, whatever happens to the actor that created them; those created by a *detached* actor end with its
-process, even if Ray restarts it. With lifetime ``detached`` they outlive everything until `close` or `remove_claims`.
-A driver that is a detached actor therefore needs ``detached=True``, and the next one finds them by name.
+their creator, even if the actor that created them has ended earlier; those created by a *detached* actor end with its
+process, even if Ray restarts it. With lifetime ``detached`` they outlive everything until `close` or `remove_claims`. A
+driver that is a detached actor therefore needs ``detached=True``, and the next one finds them by name.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class _Corrupted(Exception):
 
 
 class _Dropped(Exception):
-    """This checkpoint is no longer wanted."""
+    """This checkpoint is not needed any more."""
 
 
 @dataclass

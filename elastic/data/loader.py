@@ -39,7 +39,7 @@ class GivenShards(Protocol):
 
     @property
     def held(self) -> Sequence[int]:
-        """The shards of this rank in the present world, ascending. Reading them counts as fetching a step."""
+        """The shards of this rank in the current world, ascending. Reading them counts as fetching a step."""
 
     @property
     def assigned(self) -> Sequence[int]:
@@ -58,7 +58,7 @@ class DataLoader:
     Args:
         dataset: map-style (with ``__len__`` and ``__getitem__``) or iterable: a stream, which every rank reads whole.
         batch_size: samples per rank and step; None if a sample of the dataset is already a batch.
-        global_batch_size: alternative to ``batch_size``: samples per step over all ranks, whatever their number.
+        global_batch_size: alternative to ``batch_size``: samples per step over all ranks, for any number of ranks.
         shuffle, seed: the order of torch's ``DistributedSampler``.
         sampler, batch_sampler: any sampler that draws for the whole job and is deterministic given the seeds of torch,
             random and numpy.
@@ -150,7 +150,7 @@ class DataLoader:
 
     @property
     def epoch(self) -> int:
-        """The present epoch, from 0."""
+        """The current epoch, from 0."""
         return self._progress.position.epoch
 
     @property
@@ -178,7 +178,7 @@ class DataLoader:
         self._progress.ahead = operator.index(batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch, or continue it if it is the present one.
+        """Start an epoch, or continue it if it is the current one.
 
         Call this before each epoch, as with torch's ``DistributedSampler``.
         """
@@ -194,12 +194,12 @@ class DataLoader:
         self._progress.settle()
 
     def __len__(self) -> int:
-        """Number of steps of a whole epoch in the present world. Raises TypeError for a stream."""
+        """Number of steps of a whole epoch in the current world. Raises TypeError for a stream."""
         return self._dealing().steps(self._length())
 
     @property
     def remaining(self) -> int:
-        """Number of steps left in the present epoch in the present world. Raises TypeError for a stream."""
+        """Number of steps left in the current epoch in the current world. Raises TypeError for a stream."""
         return self._dealing().steps(max(0, self._length() - self.position.consumed))
 
     def __iter__(self) -> Iterator[Any]:
@@ -309,7 +309,7 @@ class DataLoader:
         self._gradients.count()
 
     def _begin(self, world: World, again: bool) -> Iterator[Loaded]:
-        """Divide the rest of the epoch among the ranks of the present world, and start to load this rank's part.
+        """Divide the rest of the epoch among the ranks of the current world, and start to load this rank's part.
 
         ``again``: this iteration began earlier in this world, with other parts.
         """
@@ -363,7 +363,7 @@ class DataLoader:
             self._handed.append((Position(self.epoch, step.stop), self.epoch, samples))
 
     def _next_of(self, number: int) -> World:
-        """Check, before each batch, that this pass can continue, and return the present world. Raises Invalid."""
+        """Check, before each batch, that this pass can continue, and return the current world. Raises Invalid."""
         if number != self._passes:
             raise Invalid(
                 "a second iteration of this loader started, and a loader has only one position, so the older"

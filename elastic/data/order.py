@@ -26,7 +26,7 @@ def sequential(length: int) -> torch.Tensor:
 
 
 class EpochOrder:
-    """Cache of the present epoch's order, since every recovery needs it again."""
+    """Cache of the current epoch's order, since every recovery needs it again."""
 
     def __init__(self, draw: Callable[[int, int], Any]) -> None:
         self._draw = draw  # (length, epoch) -> the order, as a sliceable object

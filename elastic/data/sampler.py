@@ -102,14 +102,14 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore epoch and progress, and divide the remaining samples among the present world."""
+        """Restore epoch and progress, and divide the remaining samples among the current world."""
         self.epoch = state_dict["epoch"]
         self.processed_num = min(state_dict["processed_num"], len(self.dataset))
         self._trained = {}  # uncommitted samples are trained again, on any rank
         self.reset()
 
     def reset(self) -> None:
-        """Divide the remaining samples among the workers of the present world."""
+        """Divide the remaining samples among the workers of the current world."""
         self._dealt_to = rank, size, _ = present_world()
         self.rank, self.num_replicas = rank, size
         self._start = self.processed_num

@@ -133,7 +133,7 @@ class DiLoCo:
         return min(self.merged)
 
     def step(self) -> None:
-        """Count an inner step, and send and merge what is due.
+        """Count an inner step, and send and merge the fragments that are due.
 
         Call it after each step of the inner optimizer. It communicates only in steps in which a fragment is sent or
         merged. If the world breaks meanwhile and the object is in a state, the merge is repeated in the next world, and

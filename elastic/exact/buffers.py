@@ -238,8 +238,8 @@ class BufferKeeper:
     def _exchange(self, step: ShardStep, buffers: list[torch.Tensor]) -> None:
         """Broadcast the buffers changed by shard 0 from the rank that holds it. Raises PeerLost.
 
-        If the same buffers changed as in the previous step, one message says so and contains their values. Otherwise
-        two more messages follow: which buffers changed, and their values.
+        If the same buffers changed as in the previous step, a single message indicates this and contains their values.
+        Otherwise two more messages follow: which buffers changed, and their values.
         """
         runtime = lifecycle.current()
         if self._generation != runtime.generation:

@@ -88,7 +88,7 @@ class LoadBalancer:
 
     Attributes:
         division: number of shards by rank.
-        pending: the division to adopt at the next commit; None if the present one remains.
+        pending: the division to adopt at the next commit; None if it does not change.
     """
 
     def __init__(self, shards: int, ranks: int) -> None:

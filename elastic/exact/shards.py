@@ -1,6 +1,6 @@
 """`Shards`: the global batch of a run as a fixed number of micro-batches, for any size of the world.
 
-A step computes every shard once. A rank computes the shards assigned to it in the present world (`assignment`), in
+A step computes every shard once. A rank computes the shards assigned to it in the current world (`assignment`), in
 ascending order. All randomness in a shard depends on (seed, step, shard) only. Components that sum gradients or keep
 buffers listen for the start and end of a step. Communicates only in `Shards.mean`, in steps that verify shards
 (`verifier`), and about every fourth step, to exchange the speeds of the ranks, by which `load_balancing` decides how
@@ -181,7 +181,7 @@ class Shards:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """This rank's shards in the present world. They do not change in this world if the script reads them before
+        """This rank's shards in the current world. They do not change in this world if the script reads them before
         each commit."""
         self._fetched = self._fetched or self._present is None
         return self.assigned
@@ -193,7 +193,7 @@ class Shards:
         return step.held[step.rank]
 
     def looping(self) -> bool:
-        """Return whether the script is within the loop over a step's shards, in the present world."""
+        """Return whether the script is within the loop over a step's shards, in the current world."""
         runtime = lifecycle.active()
         if self._present is None or self._begun_with is None or runtime is None:
             return False
@@ -515,7 +515,7 @@ class Shards:
         return self._assigned[1]._replace(number=self.step)
 
     def _of_last_loop(self) -> ShardStep:
-        """Return the last complete step of the present world; before the first one, the next step."""
+        """Return the last complete step of the current world; before the first one, the next step."""
         step = self._step()
         if self._ended is None or self._assigned is None:
             return step

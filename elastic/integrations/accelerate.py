@@ -190,7 +190,7 @@ def _order(sampler: Any) -> dict[str, Any]:
 
 
 def follow(accelerator: Accelerator) -> None:
-    """Update Accelerate's copies of rank and size to the present world."""
+    """Update Accelerate's copies of rank and size to the current world."""
     place = lifecycle.place()
     # Accelerate checks for local process 0, but the worker of that slot may be lost while others train.
     setattr(PartialState, "is_local_main_process", property(_speaks))  # noqa: B010 - not for mypy

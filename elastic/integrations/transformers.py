@@ -1,7 +1,7 @@
 """Hugging Face's Trainer in an elastic job: `ElasticTrainer` in place of ``Trainer``. See docs/transformers.md.
 
 The Trainer's own loop runs. Within an epoch, it resumes from the last commit with the number of batches that remain in
-the present world.
+the current world.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ElasticTrainerMixin:
         return prepared
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create the Trainer's own schedule, which then follows the number of steps of the present world."""
+        """Create the Trainer's own schedule, which then follows the number of steps of the current world."""
         given = self.lr_scheduler is not None
         create = super().create_scheduler  # type: ignore[misc]
         made = create(num_training_steps, optimizer)
@@ -159,7 +159,7 @@ class ElasticTrainerMixin:
             factor.resume(schedule.last_epoch, self.state.epoch / self.args.num_train_epochs)
 
     def go_on(self, first: Epoch, loader: DataLoader) -> None:
-        """Run from the position of the state to the end, in the present world."""
+        """Run from the position of the state to the end, in the current world."""
         epochs = self._epochs(first)
         steps = self._steps
         accelerate.follow(self.accelerator)
@@ -242,7 +242,7 @@ class _Steps:
     def __init__(self) -> None:
         self.epoch = 0
         self.done = 0  # optimizer steps of this epoch
-        self.all = 0  # ... plus those left in the present world
+        self.all = 0  # ... plus those left in the current world
         self.begun = False
         self.count = 0
         self.changed = schedules.ScheduleLengthChange()

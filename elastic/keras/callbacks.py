@@ -361,7 +361,7 @@ class UpdateBatchStateCallback(_Position):
     def __init__(self, state: ObjectState) -> None:
         super().__init__(state)
         self.steps_per_epoch: int | None = None
-        self._begun_at = 0  # batches of the present epoch that were completed earlier
+        self._begun_at = 0  # batches of the current epoch that were completed earlier
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         # Valid for this fit() only: the number of steps may differ in another world.

@@ -1,4 +1,4 @@
-"""Collectives on numbers, arrays and tensors, for metrics and the like. Results are tensors of Keras's backend.
+"""Collectives on numbers, arrays and tensors, for example for metrics. Results are tensors of Keras's backend.
 
 On TensorFlow they may be called in a ``tf.function``, where they return symbolic tensors. A step compiled by JAX may
 call those whose result has the shape of their argument.

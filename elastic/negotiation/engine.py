@@ -1,7 +1,7 @@
 """Run the collectives that a script calls by name: request them, and start them in the order that was decided.
 
-`coordinator` on rank 0 decides what may run and when; `fusion` decides what is fused. Each generation has one engine,
-created by its first such collective.
+`coordinator` on rank 0 decides which collectives may run and when; `fusion` decides which of them are fused. Each
+generation has one engine, created by its first such collective.
 
 The waiting thread drives: inside `Pending.wait` it sends what was submitted, receives decisions and starts what they
 contain, so that a blocking call needs no thread switch. While no thread waits, the engine's own thread drives, one

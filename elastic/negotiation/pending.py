@@ -204,7 +204,8 @@ class Pending:
         return self._engine is None or self._engine.failed
 
     def wait(self) -> None:
-        """Wait until it has run. Raises CollectiveFailed, TensorMismatch, or whatever starting it raised."""
+        """Wait until the collective has run. Raises CollectiveFailed, TensorMismatch, or the exception raised at its
+        start."""
         if not self.decided:
             assert self._engine is not None
             self._engine.complete(self)

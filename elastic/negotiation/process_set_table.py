@@ -76,7 +76,7 @@ class TableProposal(msgspec.Struct, frozen=True):
     do: str  # ADD or REMOVE
     sets: list[Ranks]
     numbers: list[int]  # number of each set in this rank's table; 0: not registered
-    fresh: list[bool]  # whether each set was added in the present generation
+    fresh: list[bool]  # whether each set was added in the current generation
     next_number: int
     largest: int  # size of the largest world that this rank has seen; 0: none yet
 

@@ -59,11 +59,11 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """All given ranks in ascending order, including those that do not exist in the present world."""
+        """All given ranks in ascending order, including those that do not exist in the current world."""
         return list(self._entry.ranks)
 
     def size(self) -> int | None:
-        """Return how many of its ranks exist in the present world; None if the set is not registered."""
+        """Return how many of its ranks exist in the current world; None if the set is not registered."""
         if not self._entry.number:
             return None
         return len(present(self._entry.ranks, context.current().place.size))
@@ -92,7 +92,7 @@ class ProcessSet:
 
 
 class GlobalProcessSet(ProcessSet):
-    """All workers of the present world."""
+    """All workers of the current world."""
 
     def __init__(self) -> None:
         pass
@@ -135,7 +135,7 @@ _objects: dict[SetEntry, ProcessSet] = {}  # the first object for each registere
 def resolve(process_set: ProcessSet | None) -> Ranks | None:
     """Return the ranks that take part, in ascending order; None for all ranks of the world.
 
-    Raises Invalid (a ValueError) if the set is not registered, was removed, has no rank in the present world, or does
+    Raises Invalid (a ValueError) if the set is not registered, was removed, has no rank in the current world, or does
     not include this one.
     """
     if process_set is None or process_set is global_process_set:

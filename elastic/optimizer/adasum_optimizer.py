@@ -212,7 +212,7 @@ class BackwardPasses:
         self._hooks.install(parameter for group in groups for parameter in group["params"])
 
     def discard(self) -> None:
-        """Abandon the present step."""
+        """Abandon the current step."""
         self._counts.clear()
 
     def finish(self) -> None:

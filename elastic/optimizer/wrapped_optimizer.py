@@ -186,7 +186,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._reducer.install_hooks()
 
     def _reset_passes(self) -> None:
-        """Abandon the present step. `State.restore` calls this: no gradient of an aborted step is ever used."""
+        """Abandon the current step. `State.restore` calls this: no gradient of an aborted step is ever used."""
         self._reducer.discard()
         self._synchronized = self._synchronized_for_scaler = False
         self._should_synchronize = True

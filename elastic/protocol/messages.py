@@ -219,7 +219,7 @@ class Answer(Message):
 
 
 class Accepted(Message):
-    """Driver's proof that it knows the secret, too."""
+    """The driver's proof that it also knows the secret."""
 
     proof: bytes
 

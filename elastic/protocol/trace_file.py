@@ -32,7 +32,7 @@ def is_free(path: str) -> bool:
 
 
 class TraceFile:
-    """A new file that replaces whatever was at this path. Raises Invalid if it cannot be written."""
+    """A new file that replaces any existing file at this path. Raises Invalid if it cannot be written."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -60,7 +60,7 @@ def run(
     uses Ray's units: by default one CPU, and one GPU with ``use_gpu``. ``placement_group``: place workers in its
     bundles; by default in those of the caller's group (as in a trial of Ray Tune), except the first one, otherwise in
     groups that the job creates. ``env`` is added to the workers' environment; its variables of `elasticrun` and
-    OpenTelemetry apply to the driver, too.
+    OpenTelemetry also apply to the driver.
 
     ``on_report`` receives workers' `elastic.report` calls, ``on_output`` their output and the log ("stdout" or
     "stderr", bytes; whole lines up to 64 KiB); both are called in this thread. ``detached`` names a job that survives

@@ -18,11 +18,11 @@ class Regroupings:
         # of the last request that this rank acts on or has acted on, sent to the other ranks
         self.number = 0
         self._requests = 0  # received requests
-        self._met = 0  # request for which the present world was formed
+        self._met = 0  # request for which the current world was formed
         self._meeting = False
 
     def tell(self) -> bool:
-        """Count a request. Return whether the present world is over.
+        """Count a request. Return whether the current world is over.
 
         It is not over if it was formed for this request. During a rendezvous, `met` decides later.
         """

@@ -31,7 +31,7 @@ class ServedSession(Session):
     given_up = ""
 
     def give_up(self, reason: str, needed: Callable[[], bool] = lambda: True) -> None:
-        """End the present world without notifying the driver. Thread-safe. ``needed`` is checked under the lock."""
+        """End the current world without notifying the driver. Thread-safe. ``needed`` is checked under the lock."""
 
         def decide(recovery: Recovery) -> list[Action]:
             if not needed() or recovery.phase is not Phase.TRAINING:

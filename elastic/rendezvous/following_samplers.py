@@ -1,4 +1,4 @@
-"""Keep torch's ``DistributedSampler`` at the replicas and rank of the present world, by wrapping its methods.
+"""Keep torch's ``DistributedSampler`` at the replicas and rank of the current world, by wrapping its methods.
 
 A sampler follows the world if it was made with the size and rank of the world at that moment, explicitly or by default.
 A sampler is left unchanged if it was created with other numbers, if the script has changed its numbers, or if its class
@@ -64,7 +64,7 @@ def follow() -> None:
 
 
 def bring(sampler: Any) -> None:
-    """Set the numbers of a sampler that follows to those of the present world."""
+    """Set the numbers of a sampler that follows to those of the current world."""
     now = _present()
     if now is None or getattr(sampler, MADE_FOR, now) == now or not follows(sampler):
         return
@@ -74,7 +74,7 @@ def bring(sampler: Any) -> None:
 
 
 def follows(sampler: Any) -> bool:
-    """Return whether a sampler has the numbers of the present world, or will be updated at its next use."""
+    """Return whether a sampler has the numbers of the current world, or will be updated at its next use."""
     made_for = getattr(sampler, MADE_FOR, None)
     if made_for is None or not _theirs or _numbers(sampler) != made_for:
         return False

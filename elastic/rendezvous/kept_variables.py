@@ -13,7 +13,7 @@ _SHOWN = 3  # lines of the script that are listed
 
 
 class KeptVariables:
-    """Compares the environment at the start of this worker, before `follow` changed it, with the present world."""
+    """Compares the environment at the start of this worker, before `follow` changed it, with the current world."""
 
     def __init__(self) -> None:
         self._at_start = dict(os.environ)

@@ -92,10 +92,10 @@ def shutdown() -> None:
 def long_phase(name: str) -> Iterator[None]:
     """Mark work during which the other workers wait for this one, such as an evaluation or a checkpoint on one rank.
 
-    In this context the worker is not treated as stuck, however long it takes. The log periodically reports the worker
-    and the phase. A process that is stopped or unreachable is still killed, and if the world breaks meanwhile, the
-    other workers wait for ``--elastic-timeout`` at most. Costs a message at both ends; may be nested; has no effect
-    outside the training thread or without a driver.
+    In this context the worker is never treated as stuck. The log periodically reports the worker and the phase. A
+    process that is stopped or unreachable is still killed, and if the world breaks meanwhile, the other workers wait
+    for ``--elastic-timeout`` at most. Costs a message at both ends; may be nested; has no effect outside the training
+    thread or without a driver.
     """
     if not isinstance(name, str) or not name:
         raise Invalid(f"long_phase got {name!r}: pass a name, as in long_phase('evaluate')")

@@ -1,7 +1,7 @@
 """Errors of user code that are caused by the end of child processes while this worker is leaving.
 
 Slurm, systemd and other process managers send SIGTERM to every process of a job. A loader worker that exits makes its
-training process raise. Such an error counts as the end of the present world only: this worker still holds the last
+training process raise. Such an error counts as the end of the current world only: this worker still holds the last
 commit and takes part in the last checkpoint, or hands its commit over.
 """
 

@@ -1,4 +1,4 @@
-"""Access to the groups of the present world, and handling of failed collectives.
+"""Access to the groups of the current world, and handling of failed collectives.
 
 User code is interrupted only in the training thread, at the places documented in `run_loop`.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class GuardedGroups:
-    """Groups of one worker in its present world."""
+    """Groups of one worker in its current world."""
 
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session

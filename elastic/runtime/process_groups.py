@@ -1,4 +1,4 @@
-"""Groups and store of the present world: created at first use, aborted when the world breaks.
+"""Groups and store of the current world: created at first use, aborted when the world breaks.
 
 The link thread may abort them at any time and takes no lock, so the creation of a group cannot delay it. The ranks of a
 group are decided elsewhere.
@@ -69,7 +69,7 @@ class DeferredCloser:
 
 
 class Groups:
-    """Groups of one world at a time. ``over`` returns whether the present world has ended."""
+    """Groups of one world at a time. ``over`` returns whether the current world has ended."""
 
     def __init__(self, env: Environment, over: Callable[[], bool]) -> None:
         self._env = env

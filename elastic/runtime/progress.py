@@ -124,7 +124,7 @@ class ProgressCounter:
 
         Args:
             now: seconds.
-            generation: of the present world, in which there may have been no collective yet.
+            generation: of the current world, in which there may have been no collective yet.
             commit: the newest of this worker.
         """
         if self._window is None or self._window[0] != generation:
@@ -158,7 +158,7 @@ class ProgressCounter:
     def begin_phase(self, name: str, generation: int) -> tuple[str, messages.Progress]:
         """Begin a long phase. Return the previous phase, to be restored, and the message for the driver.
 
-        ``generation`` is that of the present world, in which there may have been no collective yet.
+        ``generation`` is that of the current world, in which there may have been no collective yet.
         """
         before = self.phase
         return before, self._reported_phase(name, generation)

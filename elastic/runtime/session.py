@@ -171,7 +171,7 @@ class Session:
 
     @property
     def broken(self) -> bool:
-        """Whether the present generation is over. Thread-safe."""
+        """Whether the current generation is over. Thread-safe."""
         return self.recovery.phase in ENDED
 
     def mark_broken(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> None:
@@ -210,7 +210,7 @@ class Session:
             self.raise_if_broken()
 
     def raise_if_broken(self) -> None:
-        """Raise an error if the present world is over.
+        """Raise an error if the current world is over.
 
         Raises:
             PeerLost: another world follows.

@@ -82,7 +82,7 @@ class WorkerRuntime:
 
     @property
     def broken(self) -> bool:
-        """Whether the present generation is over. Thread-safe."""
+        """Whether the current generation is over. Thread-safe."""
         return self.session.broken
 
     @property
@@ -109,7 +109,7 @@ class WorkerRuntime:
     def expect_messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> None:
         """Prepare for the first message of this world, and return immediately.
 
-        When another rank sends or receives it, this rank is connected as well, whatever its training thread is doing.
+        When another rank sends or receives it, this rank is connected too, independently of its training thread.
         """
         self._groups.expect_messages(purpose, ranks)
 

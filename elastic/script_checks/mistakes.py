@@ -115,7 +115,7 @@ class Mistake:
 
     @property
     def sentence(self) -> str:
-        """Sentence that states what is wrong, the consequence, and how to fix it."""
+        """Sentence that states the mistake, its consequence, and the remedy."""
         return f"{_SENTENCES[self.kind].format(**dict(self.facts))} (elasticrun docs {PAGE}#{self.kind.value})"
 
 

@@ -145,7 +145,7 @@ def is_over_all(model: nn.Module, size: int, shard: int) -> bool:
 
 
 def make_mesh(like: Any, order: Sequence[int]) -> Any:
-    """Create a one-dimensional mesh over the present world. Collective.
+    """Create a one-dimensional mesh over the current world. Collective.
 
     Args:
         like: mesh whose device type and names are copied.
@@ -163,7 +163,7 @@ def make_mesh(like: Any, order: Sequence[int]) -> Any:
 
 
 def make_hybrid_mesh(like: Any, order: Sequence[int], shards: int) -> Any:
-    """Create a mesh of replicas by ``shards`` over the present world. Collective.
+    """Create a mesh of replicas by ``shards`` over the current world. Collective.
 
     Args:
         like: mesh whose device type is copied, as are its names if it has two dimensions.

@@ -23,7 +23,7 @@ def as_held(inventory: Inventory, copies: int, sealed: CommitId | None) -> Shard
     """Return the report of a rank that waits for a world.
 
     Args:
-        inventory: what the rank holds.
+        inventory: the shards that the rank holds.
         copies: of each shard on other hosts, as given to the state.
         sealed: the newest commit that the rank knows to be sealed.
     """

@@ -67,7 +67,7 @@ def check_optimizers(values: Mapping[str, Any]) -> None:
 
 
 def check_schedules(values: Mapping[str, Any]) -> None:
-    """Check that joining workers resume learning rate schedules at the present step.
+    """Check that joining workers resume learning rate schedules at the current step.
 
     Raises:
         Invalid: a scheduler is not in the state.

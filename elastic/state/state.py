@@ -99,7 +99,7 @@ class State:
         self.check_host_updates()
 
     def _keeps_steps(self) -> bool:
-        """Return whether the present step is complete and this worker's own although the world has broken."""
+        """Return whether the current step is complete and this worker's own although the world has broken."""
         return False
 
     def _keep_own_step(self, rt: WorkerRuntime) -> None:
@@ -193,8 +193,8 @@ class State:
     def bring_shards(self, reset: Callable[[], None], met: Any) -> int:
         """Restore one commit of a sharded state on all ranks of a new world, divided among them, and commit it there.
 
-        ``met``: what the ranks hold, see `elastic.state.fully_sharded.sharded_commits.WorldInventory`. ``reset`` is
-        called once this worker's own values are those of the commit.
+        ``met``: the shards that the ranks hold; see `elastic.state.fully_sharded.sharded_commits.WorldInventory`.
+        ``reset`` is called once this worker's own values are those of the commit.
 
         Returns:
             The number of bytes received from other ranks.

@@ -172,8 +172,8 @@ def named(kind: str, name: str | None) -> str | None:
     """Return the name by which a collective is matched.
 
     Unnamed collectives are matched by order, since a ``tf.function`` runs operations with side effects in the order in
-    which they were written. A TensorFlow 1 graph runs whatever is ready, so there the name is derived from the place in
-    the graph, which is the same on all ranks.
+    which they were written. A TensorFlow 1 graph runs any operation that is ready, so there the name is derived from
+    the place in the graph, which is the same on all ranks.
     """
     if name is not None or tf.executing_eagerly():
         return name

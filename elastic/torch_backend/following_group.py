@@ -138,7 +138,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         return lifecycle.current().guard(name)
 
     def fits(self, size: int) -> bool:
-        """Return whether the group is valid in the present world of ``size`` ranks."""
+        """Return whether the group is valid in the current world of ``size`` ranks."""
         if self._outlived or (self._born != names.generation and self._born):
             return False
         return self.ranks is None or size == self._of

@@ -55,7 +55,7 @@ class WorkOwner(Protocol):
     """Process group of a work."""
 
     def generation(self) -> int:
-        """Generation of the present world."""
+        """Generation of the current world."""
 
     def guard(self, name: str) -> AbstractContextManager[None]:
         """Context for waiting in the training thread."""
@@ -112,7 +112,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         """
         limit_s: float | None = timeout.total_seconds() if timeout is not None else 0.0
         limit_s = limit_s or self._timeout_s
-        # The outcome is known and does not concern the present world.
+        # The outcome is known and does not concern the current world.
         if self.generation != self._owner.generation():
             self.complete(limit_s)
             return True

@@ -24,7 +24,7 @@ _KEY = "torch.distributed store"
 
 
 class WorldStore(_TorchStore):  # type: ignore[misc]
-    """Store that forwards every method to the present world's store."""
+    """Store that forwards every method to the current world's store."""
 
     def __init__(self) -> None:
         super().__init__()

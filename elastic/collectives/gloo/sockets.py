@@ -99,7 +99,7 @@ def release_in_child(
     """Release the group's sockets in a forked child, so that the parent's exit closes them.
 
     The descriptors are redirected to /dev/null rather than closed: the inherited C++ objects still hold their numbers
-    and would close whatever reused them.
+    and would close descriptors that reuse the numbers.
     """
     numbers = [fd for fd, _ in _of_group(own, peers, known)]
     if numbers:

@@ -52,7 +52,7 @@ class InterNodeGroup(Collectives, Protocol):
     def connect(self, store: Store, purpose: str, bind_host: str) -> None: ...
 
     def look(self) -> None:
-        """Fail the group if a connection is gone without notice."""
+        """Fail the group if a connection was lost without notice."""
 
     def close_in_forked_child(self) -> None: ...
 

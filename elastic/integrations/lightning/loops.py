@@ -38,7 +38,7 @@ class FollowingStrategy(Protocol):
     commit_every: int  # optimizer steps
 
     def follow(self) -> None:
-        """Update this worker's place to the present world."""
+        """Update this worker's place to the current world."""
 
     def dealing(self) -> AbstractContextManager[None]:
         """Context in which train dataloaders are set up to be divided by the job's position."""
@@ -149,7 +149,7 @@ class ElasticFitLoop(Trained):
             self.loader.ahead = 1  # Lightning checks whether another batch follows
 
     def deal(self) -> None:
-        """Compute the number of batches of this epoch: those completed, and those left in the present world."""
+        """Compute the number of batches of this epoch: those completed, and those left in the current world."""
         trainer, done = self.trainer, self.epoch_loop.batch_progress.current.ready
         try:
             whole, left = len(self.loader), self.loader.remaining
@@ -203,7 +203,7 @@ class ElasticFitLoop(Trained):
             self.state = None
 
     def go_on(self) -> None:
-        """Run the loops from their position to the end, in the present world."""
+        """Run the loops from their position to the end, in the current world."""
         self.strategy.follow()
         self._tidy()
         self._show()

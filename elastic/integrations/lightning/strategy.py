@@ -134,7 +134,7 @@ class ElasticStrategy(DDPStrategy):
         return self._sharded.step(module.trainer, step, forward, backward)
 
     def follow(self) -> None:
-        """Update this worker's place to the present world. DDP is part of the state and follows with it."""
+        """Update this worker's place to the current world. DDP is part of the state and follows with it."""
         self.set_world_ranks()
 
     @contextlib.contextmanager

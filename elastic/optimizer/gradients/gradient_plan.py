@@ -23,7 +23,7 @@ from elastic.optimizer.gradients.gradient_options import Options
 
 
 class Slot:
-    """Place of one trainable parameter in the plan, and its progress in the present step."""
+    """Place of one trainable parameter in the plan, and its progress in the current step."""
 
     __slots__ = ("bucket", "filled", "name", "number", "parameter", "passes_left", "position")
 
@@ -103,7 +103,7 @@ class GradientPlan:
             self._build()
 
     def renew(self) -> None:
-        """Allocate the same buckets in new memory, because collectives in flight may still write to the present one."""
+        """Allocate the same buckets in new memory, because collectives in flight may still write to the current one."""
         scales = [bucket.scales for bucket in self.buckets]
         self._build()
         for bucket, scale in zip(self.buckets, scales, strict=True):

@@ -119,7 +119,7 @@ class GradientReducer:
         self._number: plan_agreement.AgreedPlan | None = None  # its number in that generation
         self._version = -1  # version of the plan with that number
 
-        # Fields of the present step.
+        # Fields of the current step.
         self._generation: int | None = None
         self._progress = StepProgress()
         self._size = 1  # number of ranks that it averages over
@@ -138,7 +138,7 @@ class GradientReducer:
 
     @property
     def pending(self) -> bool:
-        """Whether backward has run since the last `finish`, in the present world and with more than one rank."""
+        """Whether backward has run since the last `finish`, in the current world and with more than one rank."""
         try:
             return self._receiving and self._generation == lifecycle.current().generation
         except NotInitialized:
@@ -158,7 +158,7 @@ class GradientReducer:
         return self._parameters.optimizer
 
     def set_passes(self, passes: int) -> None:
-        """Set the number of backward passes per step. Discards the counts of the present step."""
+        """Set the number of backward passes per step. Discards the counts of the current step."""
         self._passes = passes
         self.discard()
 
@@ -167,7 +167,7 @@ class GradientReducer:
         self._hooks.install(self._parameters.all())
 
     def discard(self) -> None:
-        """Abandon the present step: its counters, works in flight, and gradients that these may have corrupted."""
+        """Abandon the current step: its counters, works in flight, and gradients that these may have corrupted."""
         for slot in self._plan.slots:
             if slot.filled and slot.bucket is not None:
                 slot.bucket.discard(slot.position)
@@ -243,7 +243,7 @@ class GradientReducer:
                 self._receive(parameter)
 
     def _receive(self, parameter: torch.Tensor) -> None:
-        """Begin a step, or count the gradient in the present one.
+        """Begin a step, or count the gradient in the current one.
 
         Raises:
             AssertionError: the script uses gradients incorrectly.

@@ -134,7 +134,7 @@ class PlanProposal(NamedTuple):
         digest: digest of the plan. Must be equal on all ranks, as must the next three.
         parameters: number of all parameters, including frozen ones.
         replaces: previous number of the optimizer's plan in this generation, or -1.
-        anew: 1 if the present step starts over because the parameters have changed, else 0.
+        anew: 1 if the current step starts over because the parameters have changed, else 0.
         trains: digest of which parameters require a gradient on this rank.
         sparse: number of sparse gradients.
         rank: of the sender.
@@ -369,7 +369,7 @@ _of: weakref.WeakKeyDictionary[Any, tuple[int, dict[tuple[int, ...] | None, Plan
 
 
 def every(runtime: Any) -> dict[tuple[int, ...] | None, Plans]:
-    """Return the plans of the runtime's present generation, by the ranks that share them; None: the whole world."""
+    """Return the plans of the runtime's current generation, by the ranks that share them; None: the whole world."""
     generation, plans = _of.get(runtime, (None, {}))
     if generation != runtime.generation:
         plans = {}

@@ -76,7 +76,7 @@ def refuse(
     """Raise the error for a difference between optimizers.
 
     Args:
-        world: the present world.
+        world: the current world.
         members: the ranks that average; None for all.
         own: lines that describe this rank's optimizer.
         found: the difference.

@@ -60,7 +60,7 @@ class StepProgress:
     """Progress of the steps of one optimizer.
 
     Attributes:
-        phase: of the present step.
+        phase: of the current step.
         complete: number of slots with all of their gradients. 0 in IDLE.
         partial: number of slots with some but not all of their gradients. 0 in IDLE.
         ended: number of backward passes that produced gradients in this step. 0 in IDLE.

@@ -71,7 +71,7 @@ class ShardPlan:
         )
 
     def take_order(self, order: tuple[int, ...]) -> None:
-        """Set the agreed order. If it is new, the gradients of the present step are moved to new buckets."""
+        """Set the agreed order. If it is new, the gradients of the current step are moved to new buckets."""
         if order == self.order:
             return
         self.order, before = order, self.slots

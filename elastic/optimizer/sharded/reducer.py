@@ -130,7 +130,7 @@ class ShardReducer:
 
     @property
     def launched(self) -> int:
-        """Number of buckets of the present step that were launched."""
+        """Number of buckets of the current step that were launched."""
         return self._launched
 
     @property
@@ -158,7 +158,7 @@ class ShardReducer:
             )
 
     def discard(self) -> None:
-        """Abandon the present step."""
+        """Abandon the current step."""
         self._forget()
         for slot in self._plan.slots.values():
             slot.bucket.parameters[slot.position].grad = None

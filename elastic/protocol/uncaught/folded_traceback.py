@@ -107,7 +107,7 @@ def whole(error: BaseException) -> str:
 
 
 def digest(error: BaseException) -> str:
-    """Return a digest that is equal for exceptions of the same classes raised at the same lines, whatever their
+    """Return a digest that is equal for exceptions of the same classes raised at the same lines, regardless of their
     messages.
     """
     names = hashlib.sha256()

@@ -353,7 +353,7 @@ class ShardedCommits:
 
         Args:
             group: of all ranks.
-            world: the present world.
+            world: the current world.
             bank: the bank in progress.
             content: whether to compare the values of replicas of a shard as well.
 
@@ -596,7 +596,7 @@ class ShardedCommits:
 
         Args:
             rt: the runtime.
-            met: what the ranks hold; None in a world of a single rank without a driver.
+            met: the shards that the ranks hold; None in a world of a single rank without a driver.
             specs: the tensors to divide, by name.
 
         Returns:

@@ -73,7 +73,7 @@ def plain(tensor: torch.Tensor) -> bool:
 
 
 class StateStructure:
-    """Structure of a model without its tensors. `tensors` returns the present ones unless the model was rebuilt."""
+    """Structure of a model without its tensors. `tensors` returns the current ones unless the model was rebuilt."""
 
     def __init__(self, model: torch.nn.Module, anatomy: ModelTensors) -> None:
         self.extra = anatomy.extra
