@@ -13,7 +13,7 @@ class ShardStep(NamedTuple):
     number: int
     held: tuple[tuple[int, ...], ...]  # the shards of each rank
     rank: int
-    merges: list[tree.Merge]  # operations after each of this rank's shards
+    merges: list[tree.Merge]  # operations to run after each of this rank's shards
     partials: list[list[tree.Node]]  # partials that remain on each rank
 
 
