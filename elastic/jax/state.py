@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from elastic.api.arrays import to_numpy, to_torch
-from elastic.errors import Invalid, StateMismatch
+from elastic.errors import Invalid, StateMismatch, UnsupportedType
 from elastic.jax import arrays, trees, unsupported_modes
 from elastic.jax.trees import Flat, Leaf, Tree
 from elastic.state import registry
@@ -25,10 +26,28 @@ class TreePart(Part):
 
     def _adopt_value(self) -> None:
         flat = trees.flatten(self.value.value)
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-            if isinstance(leaf, jax.Array):
-                arrays.check_device(leaf, f"{self.what}.{path}")
-        self._flat, self._leaves = flat.without_leaves(), tuple(map(Leaf.of, flat.leaves))
+        self._flat, self._leaves = flat.without_leaves(), self._described(flat)
+
+    def _described(self, flat: Flat) -> tuple[Leaf, ...]:
+        """Describe the leaves.
+
+        Raises:
+            Invalid: an array is on several devices, is traced, or is a tensor of torch.
+        """
+        described = tuple(map(Leaf.of, flat.leaves))
+        if described != getattr(self, "_leaves", None):
+            for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+                if isinstance(leaf, jax.Array):
+                    arrays.check_device(leaf, self._named(path))
+                elif isinstance(leaf, torch.Tensor):
+                    raise Invalid(
+                        f"{self._named(path)} is a tensor of torch in a tree of JAX: convert it"
+                        " with jnp.asarray(), or pass it to the state as a value of its own"
+                    )
+        return described
+
+    def _named(self, path: str) -> str:
+        return f"{self.what}.{path}" if path else self.what
 
     def layout(self) -> list[str]:
         return [
@@ -63,19 +82,19 @@ class TreePart(Part):
             Invalid: it has another layout than before, which a joining worker could not have; or an array was donated.
         """
         flat = trees.flatten(self.value.value, self._flat)
-        leaves = tuple(map(Leaf.of, flat.leaves))
+        leaves = self._described(flat)
         if flat.paths is not self._flat.paths or leaves != self._leaves:
             differs = trees.first_difference((self._flat.paths, self._leaves), (flat.paths, leaves))
             if differs is not None:
                 path, before, now = differs
                 raise Invalid(
-                    f"{self.what}.{path} was {before} when the state was created, and is {now} now: create the state"
+                    f"{self._named(path)} was {before} when the state was created, and is {now} now: create the state"
                     " with trees of their final layout, because a worker that joins starts with that layout"
                 )
         for path, leaf in zip(flat.paths, flat.leaves, strict=True):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise Invalid(
-                    f"{self.what}.{path} was donated to a compiled function, which has deleted it: assign the"
+                    f"{self._named(path)} was donated to a compiled function, which has deleted it: assign the"
                     " function's result to the state before the commit"
                 )
         self._leaves = leaves
@@ -85,10 +104,12 @@ class TreePart(Part):
         tensors: dict[str, torch.Tensor] = {}
         values: dict[str, Any] = {}
         for path, leaf, described in zip(flat.paths, flat.leaves, self._leaves, strict=True):
-            if described.sharding is not None:
-                tensors[path] = arrays.view(leaf)
-            elif described.shape is not None:
-                tensors[path] = to_torch(leaf)
+            if described.shape is not None:
+                try:
+                    held = described.sharding is not None
+                    tensors[path] = arrays.view(leaf) if held else to_torch(np.asarray(leaf))
+                except UnsupportedType as error:
+                    raise UnsupportedType(f"{self._named(path)}: {error}") from error
             elif described.kept is None:
                 values[path] = leaf
         return {"values": values}, tensors
@@ -112,7 +133,7 @@ class TreePart(Part):
                 made.append(_value(found[path], leaf))
             else:
                 raise StateMismatch(
-                    f"{self.what}.{path} is missing from the state of the other workers or of the checkpoint: run the"
+                    f"{self._named(path)} is missing from the state of the other workers or of the checkpoint: run the"
                     " same script on all workers"
                 )
         self.value.value = flat.rebuild(made)
@@ -129,30 +150,34 @@ def _value(found: Any, leaf: Leaf) -> Any:
     """Return a leaf with a committed content."""
     if leaf.sharding is not None:
         return arrays.array_like(found, leaf.sharding, weak=leaf.weak, key=leaf.key)
-    return found if leaf.shape is None else to_numpy(found)
+    if leaf.shape is None:
+        return found
+    array = to_numpy(found)
+    return array[()] if leaf.scalar else array
 
 
 class JaxState(HandledState):
     """State of a script that trains with JAX: trees of arrays and other values, given by keyword.
 
     A tree is any pytree that contains an array of JAX (dicts, lists, NamedTuples, states of optax, modules of Equinox),
-    or a module or optimizer of Flax NNX. Assign the new tree in each step, as in ``state.params = params``; modules of
-    Flax are restored in place. Arrays, PRNG keys, numpy arrays, numbers and strings in a tree are committed, restored
-    and sent to workers that join; other leaves, such as functions, stay as they are. All other values are copied, like
-    those of an `elastic.ObjectState`.
+    or that contains modules, optimizers, metrics or Rngs of Flax NNX. Assign the new tree in each step, as in
+    ``state.params = params``; objects of Flax are restored in place. Arrays, PRNG keys, numpy arrays, numbers and
+    strings in a tree are committed, restored and sent to workers that join; other leaves, such as functions, stay as
+    they are. All other values are copied, like those of an `elastic.ObjectState`.
 
     ``commit`` copies the arrays to host memory, so that they may be donated to compiled functions. ``restore`` makes
     new arrays with exactly the committed bits, on the same device.
 
     Args:
-        rng: also commit and restore this worker's random generators (numpy, random, torch). JAX has none: keep PRNG
-            keys in the state.
+        rng: True: also commit and restore this worker's random generators (numpy, random, torch). JAX has none: keep
+            PRNG keys in the state, also as ``rng=jax.random.key(0)``.
         **kwargs: the trees and other values, available as attributes.
 
     Raises:
-        Invalid: an array is on several devices, was donated, or its dtype is unknown to torch (4-bit integers); a value
-            can't be copied. ``commit()`` raises it also if a tree has another layout than when the state was created,
-            with the path of the first difference.
+        UnsupportedType: an array has a dtype that torch does not have (4-bit integers, strings).
+        Invalid: an array is on several devices, was donated, is traced, or is a tensor of torch; a value can't be
+            copied. ``commit()`` raises it also if a tree has another layout than when the state was created, with the
+            path of the first difference.
         NotElastic: ``jax.distributed`` is initialized.
 
     Example::
@@ -163,8 +188,10 @@ class JaxState(HandledState):
         state.commit()  # a failure from here on restores this step
     """
 
-    def __init__(self, rng: Any = False, **kwargs: Any) -> None:
+    def __init__(self, *, rng: Any = False, **kwargs: Any) -> None:
         unsupported_modes.check_not_distributed()
+        if not isinstance(rng, bool):
+            kwargs, rng = {**kwargs, "rng": rng}, False
         values = {n: Tree(v) if trees.has_arrays(v) else v for n, v in kwargs.items()}
         super().__init__(values, rng)
         for name in (each for each, value in values.items() if isinstance(value, Tree)):

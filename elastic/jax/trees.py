@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from elastic.errors import Invalid
 from elastic.jax import arrays
 from elastic.state.handlers.python_values import ATOMS
 
@@ -31,6 +32,7 @@ class Leaf:
         sharding: of an array of JAX; None: a numpy array, or no array.
         weak: whether the dtype is weak.
         key: the implementation of PRNG keys; None: no keys.
+        scalar: whether it is a number of numpy, whose shape is ``()``.
         kept: a leaf that is neither an array, a number nor a string, for example a function. It is never copied.
     """
 
@@ -39,18 +41,31 @@ class Leaf:
     sharding: Any = None
     weak: bool = False
     key: Any = None
-    kept: Any = None
+    scalar: bool = False
+    kept: Any = field(default=None, compare=False)
 
     @classmethod
     def of(cls, value: Any) -> Leaf:
+        """Describe a leaf.
+
+        Raises:
+            Invalid: it is an array of a function that JAX is tracing.
+        """
+        if arrays.is_traced(value):
+            raise Invalid(
+                "an array of a function that JAX is tracing can't be in a state: return it from the function, and"
+                " assign the result"
+            )
         if isinstance(value, jax.Array):
             key = jax.random.key_impl(value) if arrays.is_key(value) else None
             weak = key is None and value.weak_type
             return cls(str(value.dtype), value.shape, value.sharding, weak, key)
         if isinstance(value, np.ndarray):
             return cls(str(value.dtype), value.shape)
+        if isinstance(value, np.number | np.bool_):
+            return cls(str(value.dtype), (), scalar=True)
         kind = type(value)
-        return cls(kind.__name__, kept=None if kind in ATOMS else value)
+        return cls(kind.__name__, kept=None if kind in ATOMS or kind is complex else value)
 
     def __str__(self) -> str:
         return self.dtype if self.shape is None else f"{self.dtype} {list(self.shape)}"
@@ -61,26 +76,31 @@ class Flat:
     """A flattened tree.
 
     Args:
-        structure: of the tree.
+        structure: of the tree, in which each Flax module is replaced by its state.
         paths: of the leaves, such as ``layers.0.kernel``, all different.
         leaves: their values.
-        module: the Flax module whose state the tree is; None: the tree is the value itself.
+        modules: the Flax modules in the tree, by their index among the leaves of ``outer``.
+        outer: the structure of the value, whose Flax modules are leaves.
     """
 
     structure: Any
     paths: tuple[str, ...]
     leaves: list[Any]
-    module: Any = None
+    modules: dict[int, Any] = field(default_factory=dict)
+    outer: Any = None
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """Return the value with other leaves. A Flax module is updated in place."""
+        """Return the value with other leaves. Flax modules are updated in place."""
         tree = jax.tree.unflatten(self.structure, leaves)
-        if self.module is None:
+        if not self.modules:
             return tree
         from flax import nnx
 
-        nnx.update(self.module, tree)
-        return self.module
+        parts = self.outer.flatten_up_to(tree)
+        for index, module in self.modules.items():
+            nnx.update(module, parts[index])
+            parts[index] = module
+        return jax.tree.unflatten(self.outer, parts)
 
     def without_leaves(self) -> Flat:
         """Return the structure alone, so that no array is kept in memory."""
@@ -88,31 +108,42 @@ class Flat:
 
 
 def has_arrays(value: Any) -> bool:
-    """Return whether a value is a tree with an array of JAX, or a Flax module."""
-    return is_module(value) or any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+    """Return whether a value is a tree with an array of JAX or a Flax module."""
+    try:
+        leaves = jax.tree.leaves(value, is_leaf=is_module)
+    except ValueError:  # the keys of a dictionary can't be sorted, so it is no tree
+        return False
+    return any(isinstance(leaf, jax.Array) or is_module(leaf) for leaf in leaves)
 
 
 def is_module(value: Any) -> bool:
-    """Return whether the value is a module or an optimizer of Flax NNX. Does not import Flax."""
+    """Return whether the value is a module, optimizer, metric or Rngs of Flax NNX. Does not import Flax."""
     nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, nnx.Module | nnx.Optimizer)
+    return nnx is not None and isinstance(value, nnx.Pytree)
 
 
 def flatten(value: Any, known: Flat | None = None) -> Flat:
-    """Return the leaves of a pytree, or of the state of a Flax module.
+    """Return the leaves of a pytree. Those of Flax modules in it are the leaves of their states.
 
     ``known``: an earlier result, whose paths are used again if the structure is the same.
     """
-    module = None
-    if is_module(value):
+    if known is not None and not known.modules:
+        leaves, structure = jax.tree.flatten(value)
+        if known.structure == structure:
+            return Flat(structure, known.paths, leaves)
+    parts, outer = jax.tree.flatten(value, is_leaf=is_module)
+    modules = {index: part for index, part in enumerate(parts) if is_module(part)}
+    if modules:
         from flax import nnx
 
-        value, module = nnx.state(value), value
+        for index, module in modules.items():
+            parts[index] = nnx.state(module)
+        value = jax.tree.unflatten(outer, parts)
     leaves, structure = jax.tree.flatten(value)
     if known is not None and known.structure == structure:
-        return Flat(structure, known.paths, leaves, module)
+        return Flat(structure, known.paths, leaves, modules, outer)
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]]
-    return Flat(structure, _names(paths), leaves, module)
+    return Flat(structure, _names(paths), leaves, modules, outer)
 
 
 def _names(paths: Sequence[Any]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 from flax import nnx
 
 import elastic
@@ -15,6 +16,8 @@ import elastic.jax as ej
 from elastic.errors import Fixed, Invalid, NotElastic, TensorMismatch, UnsupportedType
 from elastic.jax import unsupported_modes
 from elastic.negotiation.process_sets import add_process_set, remove_process_set
+
+jax.config.update("jax_num_cpu_devices", 2)  # the second one is for arrays that are refused
 
 REDUCED = ("uint8", "int8", "int16", "int32", "float16", "bfloat16", "float32")
 SENT = (*REDUCED, "uint16", "uint32", "bool", "complex64", "float8_e4m3fn")
@@ -240,6 +243,63 @@ def test_a_tree_of_another_layout_is_refused_with_its_path(rank, size):
         state.restore()  # the last complete commit
     assert bits(state.params) == bits({"b": jnp.ones(3)})
     state.save()
+
+
+def test_flax_objects_within_trees_stay_the_same_objects_after_a_restore(rank, size):
+    network, rngs = Network(nnx.Rngs(3)), nnx.Rngs(5)
+    optimizer = nnx.Optimizer(network, optax.adam(1e-2), wrt=nnx.Param)
+    metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+    state = ej.JaxState(
+        rng=rngs,
+        metrics=metrics,
+        trained=(network, optimizer),
+        nets={"a": network, "ema": jnp.ones(2)},
+    )
+    held = rngs, metrics, network, optimizer
+    before = [bits(nnx.state(each)) for each in held]
+    rngs.params()
+    metrics.update(loss=jnp.float32(3.0))
+    optimizer.update(network, nnx.grad(lambda m: m(jnp.ones((5, 3))).sum())(network))
+    state.nets = {"a": network, "ema": jnp.zeros(2)}
+    assert all(bits(nnx.state(each)) != was for each, was in zip(held, before, strict=True))
+    state.restore()
+    assert [bits(nnx.state(each)) for each in held] == before
+    assert state.rng is rngs and state.metrics is metrics and state.nets["a"] is network
+    assert state.trained[0] is network and state.trained[1] is optimizer
+    assert (state.nets["ema"] == 1).all()
+    state.commit()
+
+
+def test_numbers_of_numpy_and_complex_ones_in_a_tree_are_sent(rank, size):
+    tree = {"w": jnp.ones(2), "f": np.float32(rank), "b": np.bool_(rank == 0), "c": rank + 1j}
+    state = ej.JaxState(tree=tree, key=jax.random.key(rank), rng=jax.random.key(rank))
+    state.sync()
+    found = state.tree
+    assert found["f"] == 0 and type(found["f"]) is np.float32
+    assert found["b"] and type(found["b"]) is np.bool_
+    assert found["c"] == 1j
+    assert bits(state.rng) == bits(state.key) == bits(jax.random.key(0))
+
+
+def test_values_that_a_state_cannot_hold_are_refused_with_their_path(rank, size):
+    one, both = jnp.ones(4), jax.make_mesh((2,), ("x",))
+    divided = jax.device_put(one, jax.NamedSharding(both, jax.P("x")))
+    for leaf, error in (
+        (divided, Invalid),
+        (torch.ones(2), Invalid),
+        (np.array(["a"]), UnsupportedType),
+        (np.ones(2, ">f8"), UnsupportedType),
+    ):
+        with pytest.raises(error, match=r"state\.params\.a"):
+            ej.JaxState(params={"a": leaf, "b": one})
+    state = ej.JaxState(params={"a": one}, log={1: 2, "mixed": 3})
+    state.params = {"a": divided}
+    with pytest.raises(Invalid, match=r"state\.params\.a"):
+        state.save()
+    with pytest.raises(Invalid):
+        jax.jit(lambda a: ej.JaxState(params=a))(one)
+    with pytest.raises(TypeError):
+        ej.JaxState({"a": one})
 
 
 def test_layouts_of_different_trees_differ_and_of_equal_ones_are_equal(rank, size):
