@@ -114,6 +114,10 @@ class DiLoCo:
             return torch.optim.SGD(self.outer, lr=0.7, momentum=0.9, nesterov=True)
         if given is self.inner_optimizer:
             raise Invalid("the outer and the inner optimizer are one object: create two")
+        if not isinstance(given, torch.optim.Optimizer):
+            raise Invalid(
+                f"outer_optimizer is {given!r}: pass an optimizer, as torch.optim.SGD(model.parameters(), lr=0.7)"
+            )
         twins = {id(i): o for i, o in zip(self.inner, self.outer, strict=True)}
         listed = [id(each) for group in given.param_groups for each in group["params"]]
         if given.state or sorted(listed) != sorted(twins):

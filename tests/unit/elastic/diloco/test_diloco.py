@@ -212,6 +212,13 @@ def test_invalid_options_are_refused(options):
         elastic.DiLoCo(model, inner, every=9, **options)
 
 
+@pytest.mark.parametrize("given", ["sgd", torch.optim.SGD])
+def test_an_outer_optimizer_of_another_type_is_refused(given):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(Invalid):
+        elastic.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), given, every=4)
+
+
 def test_used_outer_optimizer_is_refused():
     model = network()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
