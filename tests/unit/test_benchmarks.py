@@ -187,3 +187,39 @@ def test_what_is_trained_is_what_was_done_for_the_first_time():
     # 0.9 s until the loss; of the 2.2 s from there to step 11 five usual gaps; one more step.
     assert goodput.trained_s(times, 0.0, 3.3) == pytest.approx(0.9 + 0.5 + 0.1)
     assert goodput.trained_s(times, 0.0, 0.5) == pytest.approx(0.4)
+
+
+def test_peak_when_bytes_come_in_bursts_then_it_is_the_window_with_most():
+    import link_counter
+
+    samples = link_counter.samples_of("0.00 100\n0.05 100\n0.10 400\n0.15 900\n0.30 950\n0.3")
+    assert samples == [(0.0, 100), (0.05, 100), (0.1, 400), (0.15, 900), (0.3, 950)]
+    assert link_counter.peak(samples, 0.1) == 800
+    assert link_counter.peak(samples, 0.05) == 500
+    assert link_counter.peak(samples, 1.0) == 850
+    assert link_counter.peak(samples[:1], 1.0) == 0
+
+
+def test_sent_bytes_when_read_then_they_are_those_of_the_named_interface():
+    import link_counter
+
+    text = "Inter-|   Receive\n face |bytes\n    lo: 7 1 0 0 0 0 0 0 7 1\n  eth0: 90 2 0 0 0 0 0 0 321 4\n"
+    assert link_counter.sent_bytes(text) == 321
+    with raises(ValueError):
+        link_counter.sent_bytes(text, "eth1")
+
+
+def test_stalls_when_the_world_changes_then_they_are_the_gaps_around_an_entry():
+    import diloco
+    from stress.hosts.steps import COMMITTED, ENTERED, Note, WorkerNotes
+
+    notes = [Note(0.0, ENTERED, 0, 2)]
+    notes += [Note(0.1 * step, COMMITTED, step, 2) for step in range(1, 5)]
+    notes += [Note(0.45, ENTERED, 4, 1), Note(0.65, COMMITTED, 5, 1), Note(0.75, COMMITTED, 6, 1)]
+    notes += [Note(0.8, ENTERED, 6, 2), Note(1.75, COMMITTED, 7, 2)]
+    found = diloco.stalls_of(WorkerNotes("a", notes))
+    assert [(each.size, round(each.stalled_ms), round(each.step_ms)) for each in found] == [
+        (1, 250, 100),
+        (2, 1000, 100),
+    ]
+    assert diloco.stalls_of(WorkerNotes("b", notes[:2])) == []

@@ -1,0 +1,466 @@
+"""DiLoCo over a slow link, compared with training without exchange, and with synchronous training.
+
+    python benchmarks/diloco.py [--only speed traffic loss stall] [--rate 100mbit] [--latency-ms 50] [--json FILE]
+
+Two hosts, which are network namespaces on one switch, have one worker each, with the GPT of examples/gpt.py. The link
+of one of them has a limited rate, and delays each packet in each direction. Requires root; `stall` also etcd.
+
+speed    A turn is a round of inner steps without exchange, or with DiLoCo, or as many seconds of DDP over Gloo as a
+         few steps take. Turns alternate in the same processes, and the slowest worker's time counts.
+traffic  Bytes that leave a host, from the counters of its interface, which include headers. Inner steps sleep.
+loss     Validation loss after equal numbers of tokens, without namespaces, because the network does not affect it.
+stall    A job with agents, a driver and etcd. One worker is killed again and again. A survivor's stall is the time
+         between the two inner steps around the change of the world, compared with its median inner step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import distributed
+
+import elastic
+import groups
+import hierarchy
+import models
+import results_output
+import tests_on_path  # noqa: F401
+from harness.waiting import wait_until
+from link_counter import peak, samples_of
+from measurements import Mark, Spread, ratio, spread
+from stress.hosts import steps
+from stress.hosts.cluster import HostCluster, HostedJob
+from stress.hosts.namespaces import Network, check_possible
+
+HOSTS = ("a", "b")
+PARTS = ("speed", "traffic", "loss", "stall")
+EVERY, FRAGMENTS, DELAY = 50, 4, 10
+OFFSET = (
+    DELAY + 1
+)  # inner steps before the first turn, so that no fragment is in flight between turns
+DDP_STEPS = 5  # in a turn
+WINDOW_S = 0.1
+TRAFFIC_STEP_S = 0.04  # sleep of an inner step, so that a fragment can be sent before the next
+FORMATS: dict[str, Any] = {"float32": None, "bfloat16": torch.bfloat16}
+JOIN_S = 90.0  # seconds for a new worker to train
+LR = 3e-3
+BATCH = 4
+COUNTER = Path(__file__).with_name("link_counter.py")
+STEPPER = Path(__file__).with_name("diloco_stepper.py")
+
+
+@dataclass(frozen=True)
+class SpeedAnswer:
+    """Milliseconds of an inner step, and the share of the throughput without exchange."""
+
+    alone_ms: Spread
+    diloco_ms: Spread
+    ddp_ms: Spread
+    diloco: Spread
+    ddp: Spread
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one host in a round. ``peak``: in the `WINDOW_S` with most."""
+
+    format: str
+    fragments: int
+    payload: int
+    sent: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A change of the world for a worker that trained before and after it, in milliseconds."""
+
+    size: int  # of the next world
+    stalled_ms: float  # between the two inner steps around it
+    step_ms: float  # median of the worker's inner steps
+
+
+# ---- in each rank --------------------------------------------------------------------------------
+
+
+class Inner:
+    """Inner steps of a copy of the model."""
+
+    def __init__(self, training: models.Training) -> None:
+        self.training = copy.deepcopy(training.model)
+        self.predict: torch.nn.Module = self.training
+        self.optimizer = torch.optim.AdamW(self.training.parameters(), lr=LR, betas=(0.9, 0.95))
+        self._given = training
+        self._steps = 0
+
+    def step(self) -> None:
+        inputs, targets = self._given.batches[self._steps % models.BATCHES]
+        self._steps += 1
+        self.optimizer.zero_grad()
+        self._given.loss(self.predict, inputs, targets).backward()
+        self.optimizer.step()
+
+
+def speed(rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of an inner step in each turn, by variant."""
+    torch.manual_seed(0)
+    training = models.gpt(distributed.get_rank())
+    alone, own, ddp = Inner(training), Inner(training), Inner(training)
+    ddp.predict = torch.nn.parallel.DistributedDataParallel(ddp.training)
+    diloco = elastic.DiLoCo(
+        own.training,
+        own.optimizer,
+        every=EVERY,
+        fragments=FRAGMENTS,
+        delay=DELAY,
+        dtype=torch.bfloat16,
+    )
+
+    def merged_step() -> None:
+        own.step()
+        diloco.step()
+
+    def repeated(step: Callable[[], None], times: int) -> Callable[[], None]:
+        def turn() -> None:
+            for _ in range(times):
+                step()
+
+        return turn
+
+    repeated(merged_step, OFFSET)()
+    counts = {"alone": EVERY, "diloco": EVERY, "ddp": DDP_STEPS}
+    calls = {"alone": alone.step, "diloco": merged_step, "ddp": ddp.step}
+    ways = {name: repeated(calls[name], counts[name]) for name in calls}
+    times = groups.take_turns(ways, rounds, warmup=1)
+    groups.same_everywhere("outer parameters", diloco.outer)
+    return {name: [each / counts[name] for each in times[name]] for name in times}
+
+
+def traffic() -> list[dict[str, Any]]:
+    """Return the times and payloads of a round of each format and number of fragments."""
+    torch.manual_seed(0)
+    model = models.gpt(0).model
+    found = []
+    for name, dtype in FORMATS.items():
+        for fragments in (1, FRAGMENTS):
+            diloco = elastic.DiLoCo(
+                model, None, every=EVERY, fragments=fragments, delay=DELAY, dtype=dtype
+            )
+
+            def inner(times: int, diloco: elastic.DiLoCo = diloco) -> None:
+                for _ in range(times):
+                    time.sleep(TRAFFIC_STEP_S)
+                    with torch.no_grad():
+                        for each in model.parameters():
+                            each.add_(1e-3 * torch.randn_like(each))
+                    diloco.step()
+
+            inner(OFFSET + EVERY)  # connections have grown their windows
+            before = diloco.bytes_sent
+            distributed.barrier()
+            began = time.monotonic()
+            inner(EVERY)
+            ended = time.monotonic()
+            distributed.barrier()
+            payload = diloco.bytes_sent - before
+            words = {"format": name, "fragments": fragments, "payload": payload}
+            found.append({**words, "began": began, "ended": ended})
+    return found
+
+
+def work(given: dict[str, Any]) -> None:
+    """Run one process on one of the hosts."""
+    hierarchy.CONGESTION.write_text("reno")
+    meeting = groups.Meeting(given["first"], hierarchy.OURS_PORT, hierarchy.TORCHS_PORT)
+    groups.enter(given["rank"], len(HOSTS), meeting, {"ELASTIC_BIND": given["address"]})
+    answer: Any = speed(given["rounds"]) if given["part"] == "speed" else traffic()
+    if given["rank"] == 0:
+        Path(given["out"]).write_text(json.dumps(answer))
+    groups.leave()
+
+
+def losses(train_steps: int, seed: int) -> dict[str, float]:
+    """Return validation losses in nats per byte after the same tokens, by variant. Collective."""
+    sys.path.append(str(models.EXAMPLES))
+    from gpt_model import GPT, Windows, standard_library
+
+    context = 128
+    training, validation = (Windows(text, context) for text in standard_library(4_000_000))
+    rank, found = distributed.get_rank(), {}
+    variants: dict[str, dict[str, Any]] = {
+        "synchronous": {},
+        "DiLoCo": {},
+        "DiLoCo, streaming": {"fragments": FRAGMENTS, "delay": DELAY, "dtype": torch.bfloat16},
+        "DiLoCo, streaming, mix 0": {
+            "fragments": FRAGMENTS,
+            "delay": DELAY,
+            "dtype": torch.bfloat16,
+            "mix": 0.0,
+        },
+    }
+    for name, options in variants.items():
+        torch.manual_seed(seed)
+        model = GPT(layers=4, width=128, heads=4, context=context)
+        predict: torch.nn.Module = model
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1
+        )
+        diloco = None
+        if name == "synchronous":
+            predict = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            diloco = elastic.DiLoCo(model, optimizer, every=EVERY, **options)
+        draw = torch.Generator().manual_seed(1000 * seed + rank)
+        for step in range(train_steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, train_steps)
+            chosen = torch.randint(len(training), (BATCH,), generator=draw).tolist()
+            batch = torch.stack([training[index] for index in chosen])
+            logits = predict(batch[:, :-1])
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch[:, 1:].flatten()
+            ).backward()
+            optimizer.step()
+            if diloco is not None:
+                diloco.step()
+        if diloco is not None:
+            with torch.no_grad():
+                for mine, outer in zip(diloco.inner, diloco.outer, strict=True):
+                    mine.copy_(outer)
+        groups.same_everywhere("parameters", list(model.parameters()))
+        with torch.no_grad():
+            rows = [validation[index] for index in range(min(256, len(validation)))]
+            found[name] = statistics.fmean(model.loss(row[None]).item() for row in rows)
+    return found
+
+
+def learning_rate(step: int, train_steps: int) -> float:
+    """Return the rate of examples/gpt.py."""
+    rising = min(1.0, (step + 1) / (0.05 * train_steps))
+    return LR * rising * (0.525 + 0.475 * math.cos(math.pi * step / train_steps))
+
+
+# ---- the hosts -----------------------------------------------------------------------------------
+
+
+def on_hosts(part: str, rounds: int, rate: str, latency_s: float) -> tuple[Any, str]:
+    """Return rank 0's answer, and the record of the bytes that its host has sent."""
+    with tempfile.TemporaryDirectory(prefix="diloco-") as text:
+        folder = Path(text)
+        with Network(HOSTS, folder) as network:
+            narrow(network, rate, latency_s)
+            record, out = folder / "counter", folder / "answer.json"
+            first = network.hosts[HOSTS[0]]
+            first.popen([sys.executable, str(COUNTER), str(record)])
+            given = {"first": first.address, "rounds": rounds, "part": part, "out": str(out)}
+            processes = []
+            for rank, name in enumerate(HOSTS):
+                host = network.hosts[name]
+                arguments = json.dumps({**given, "rank": rank, "address": host.address})
+                words = [sys.executable, __file__, "--work", arguments]
+                processes.append(host.popen(words, env=hierarchy.QUIET))
+            hierarchy.wait(processes)
+            return json.loads(out.read_text()), record.read_text()
+
+
+def narrow(network: Network, rate: str, latency_s: float) -> None:
+    """Limit the link between the two hosts."""
+    network.slow(HOSTS[0], rate)
+    network.delay(HOSTS[0], latency_s)
+
+
+def ask_speed(rounds: int, rate: str, latency_s: float) -> SpeedAnswer:
+    times, _ = on_hosts("speed", rounds, rate, latency_s)
+    alone, diloco, ddp = (times[name] for name in ("alone", "diloco", "ddp"))
+    return SpeedAnswer(
+        alone_ms=spread(alone).times(1e3),
+        diloco_ms=spread(diloco).times(1e3),
+        ddp_ms=spread(ddp).times(1e3),
+        diloco=ratio(alone, diloco),
+        ddp=ratio(alone, ddp),
+    )
+
+
+def ask_traffic(rate: str, latency_s: float) -> list[Traffic]:
+    answers, record = on_hosts("traffic", 0, rate, latency_s)
+    return [traffic_of(each, samples_of(record)) for each in answers]
+
+
+def traffic_of(answer: Mapping[str, Any], record: Sequence[tuple[float, int]]) -> Traffic:
+    """Evaluate a round. ``record``: times and bytes sent so far."""
+    inside = [each for each in record if answer["began"] <= each[0] <= answer["ended"]]
+    sent, most = inside[-1][1] - inside[0][1], peak(inside, WINDOW_S)
+    return Traffic(answer["format"], answer["fragments"], answer["payload"], sent, most)
+
+
+class DiLoCoJob(HostedJob):
+    def command(self) -> list[str]:
+        options = json.dumps({"every": EVERY, "fragments": FRAGMENTS, "delay": DELAY})
+        return [sys.executable, str(STEPPER), str(self.folder), options]
+
+
+def ask_stalls(kills: int, seed: int, rate: str, latency_s: float) -> list[Stall]:
+    """Kill the worker of one host again and again, each time that both have trained for a while."""
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="diloco-") as text, HostCluster(Path(text)) as bench:
+        narrow(bench.network, rate, latency_s)
+        bench.start_etcd()
+        folder = Path(text) / "job"
+        (folder / "steps").mkdir(parents=True)
+        job = DiLoCoJob(bench, "stalls", "stalls", folder, HOSTS)
+        try:
+            job.start()
+            for _ in range(kills):
+                last = newest(job) + chance.randrange(EVERY // 2, 2 * EVERY)
+                wait_until(partial(has_step, job, last), f"inner step {last}", JOIN_S)
+                at = time.monotonic()
+                os.kill(job.worker_pid(HOSTS[1]), signal.SIGKILL)
+                job.trains(HOSTS[:1], after=at, timeout=JOIN_S)
+                job.trains(HOSTS, timeout=JOIN_S)
+            return [each for worker in job.workers() for each in stalls_of(worker)]
+        finally:
+            for program in job.programs:
+                program.end()
+
+
+def newest(job: HostedJob) -> int:
+    return max((each.step for worker in job.workers() for each in worker.commits()), default=0)
+
+
+def has_step(job: HostedJob, step: int) -> bool:
+    return newest(job) >= step
+
+
+def stalls_of(worker: steps.WorkerNotes) -> list[Stall]:
+    """Return the stalls of one process."""
+    commits = worker.commits()
+    gaps = [1e3 * (b.at - a.at) for a, b in pairwise(commits)]
+    if not gaps:
+        return []
+    median = statistics.median(gaps)
+    entered = [note for note in worker.notes if note.kind == steps.ENTERED]
+    found = []
+    for before, after in pairwise(commits):
+        between = [note for note in entered if before.at < note.at < after.at]
+        if between:
+            found.append(Stall(between[-1].size, 1e3 * (after.at - before.at), median))
+    return found
+
+
+# ---- output --------------------------------------------------------------------------------------
+
+
+def speed_table(answer: SpeedAnswer, title: str) -> Table:
+    found = results_output.table(title, "", "inner step, ms", "throughput / without exchange")
+    found.add_row("without exchange", answer.alone_ms.text(1), "1")
+    streamed = f"DiLoCo, {FRAGMENTS} fragments, delay {DELAY}, bfloat16"
+    found.add_row(streamed, answer.diloco_ms.text(1), answer.diloco.text())
+    found.add_row("DDP", answer.ddp_ms.text(1), answer.ddp.text())
+    return found
+
+
+def traffic_table(answers: Sequence[Traffic], title: str) -> Table:
+    headings = ("payload, KB", "on the link, KB", f"KB in the peak {WINDOW_S * 1e3:g} ms")
+    found = results_output.table(title, "", "fragments", *headings)
+    for each in answers:
+        numbers = [each.payload, each.sent, each.peak]
+        cells = [f"{number / 1e3:.0f}" for number in numbers]
+        found.add_row(each.format, str(each.fragments), *cells)
+    return found
+
+
+def traffic_marks(answers: Sequence[Traffic]) -> list[Mark]:
+    peaks = {(each.format, each.fragments): each.peak for each in answers}
+    what = f"peak with {FRAGMENTS} fragments / 1 fragment"
+    return [
+        Mark(f"{what}, {name}", 0.3, peaks[name, FRAGMENTS] / peaks[name, 1]) for name in FORMATS
+    ]
+
+
+def loss_marks(found: Mapping[str, float]) -> list[Mark]:
+    reference = found["synchronous"]
+    return [
+        Mark(f"validation loss / synchronous, {name}", 1.01, loss / reference)
+        for name, loss in found.items()
+        if name != "synchronous"
+    ]
+
+
+def stall_marks(stalls: Sequence[Stall]) -> list[Mark]:
+    more = [each.stalled_ms - each.step_ms for each in stalls if each.size == 1]
+    return [Mark("stall of a survivor minus its inner step, longest, ms", 100.0, max(more))]
+
+
+def main() -> None:
+    parser = results_output.options_of(__doc__)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS], help="parts to run")
+    parser.add_argument("--rate", default="100mbit", help="of the link")
+    parser.add_argument("--latency-ms", type=float, default=50.0, help="of the link, each way")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each variant")
+    parser.add_argument("--steps", type=int, default=600, help="of each training in `loss`")
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work is not None:
+        work(options.work)
+        return
+    if set(options.only) - {"loss"}:
+        check_possible()
+    console, marks = results_output.console(), list[Mark]()
+    figures: dict[str, Any] = {}
+    link = f"{options.rate}, {options.latency_ms:g} ms each way"
+    latency_s = options.latency_ms / 1e3
+    if "speed" in options.only:
+        speed_ = figures["speed"] = ask_speed(options.rounds, options.rate, latency_s)
+        console.print(speed_table(speed_, f"2 workers, {link}, {options.rounds} rounds"))
+        marks.append(Mark("DiLoCo / without exchange", 0.95, speed_.diloco.median, at_least=True))
+    if "traffic" in options.only:
+        answers = figures["traffic"] = ask_traffic(options.rate, latency_s)
+        console.print(traffic_table(answers, f"one worker of 2, a round of {EVERY} steps, {link}"))
+        marks += traffic_marks(answers)
+    if "loss" in options.only:
+        found = figures["loss"] = groups.ask(losses, len(HOSTS), options.steps, options.seed)
+        shown = results_output.table(f"after {options.steps} steps", "", "validation loss")
+        for name, loss in found.items():
+            shown.add_row(name, f"{loss:.4f}")
+        console.print(shown)
+        marks += loss_marks(found)
+    if "stall" in options.only:
+        stalls = ask_stalls(options.kills, options.seed, options.rate, latency_s)
+        figures["stalls"] = stalls
+        shown = results_output.table(
+            f"{options.kills} kills, {link}", "", "stall, ms", "longest", "inner step, ms"
+        )
+        for size, name in ((1, "the other worker was killed"), (2, "a worker joins")):
+            chosen = [each for each in stalls if each.size == size]
+            if chosen:
+                times = [each.stalled_ms for each in chosen]
+                step = statistics.median(each.step_ms for each in chosen)
+                shown.add_row(name, spread(times).text(0), f"{max(times):.0f}", f"{step:.0f}")
+        console.print(shown)
+        marks += stall_marks(stalls)
+    results_output.conclude(console, options.json, figures, marks)
+
+
+if __name__ == "__main__":
+    main()
