@@ -9,8 +9,9 @@ speed    A turn is a round of inner steps without exchange, or with DiLoCo, or a
          few steps take. Turns alternate in the same processes, and the slowest worker's time counts.
 traffic  Bytes that leave a host, from the counters of its interface, which include headers. Inner steps sleep.
 loss     Validation loss after equal numbers of tokens, without namespaces, because the network does not affect it.
-stall    A job with agents, a driver and etcd. One worker is killed again and again. A survivor's stall is the time
-         between the two inner steps around the change of the world, compared with its median inner step.
+stall    A job with agents, a driver and etcd. The workers are killed in turns. A survivor's stall is the time between
+         the two inner steps around the change of the world, compared with its median inner step. The driver and etcd
+         are on the other side of the link of host a, and on the same side as host b.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from stress.hosts.cluster import HostCluster, HostedJob
 from stress.hosts.namespaces import Network, check_possible
 
 HOSTS = ("a", "b")
+PLACES = {"a": "behind the link", "b": "beside the driver"}
 PARTS = ("speed", "traffic", "loss", "stall")
 EVERY, FRAGMENTS, DELAY = 50, 4, 10
 OFFSET = (
@@ -59,7 +61,12 @@ OFFSET = (
 DDP_STEPS = 5  # in a turn
 WINDOW_S = 0.1
 TRAFFIC_STEP_S = 0.04  # sleep of an inner step, so that a fragment can be sent before the next
-FORMATS: dict[str, Any] = {"float32": None, "bfloat16": torch.bfloat16}
+FORMATS: dict[str, Any] = {
+    "float32": None,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "int4": "int4",
+}
 JOIN_S = 90.0  # seconds for a new worker to train
 LR = 3e-3
 BATCH = 4
@@ -93,6 +100,7 @@ class Traffic:
 class Stall:
     """A change of the world for a worker that trained before and after it, in milliseconds."""
 
+    host: str
     size: int  # of the next world
     stalled_ms: float  # between the two inner steps around it
     step_ms: float  # median of the worker's inner steps
@@ -205,16 +213,13 @@ def losses(train_steps: int, seed: int) -> dict[str, float]:
     context = 128
     training, validation = (Windows(text, context) for text in standard_library(4_000_000))
     rank, found = distributed.get_rank(), {}
+    streamed = {"fragments": FRAGMENTS, "delay": DELAY}
     variants: dict[str, dict[str, Any]] = {
         "synchronous": {},
-        "DiLoCo": {},
-        "DiLoCo, streaming": {"fragments": FRAGMENTS, "delay": DELAY, "dtype": torch.bfloat16},
-        "DiLoCo, streaming, mix 0": {
-            "fragments": FRAGMENTS,
-            "delay": DELAY,
-            "dtype": torch.bfloat16,
-            "mix": 0.0,
-        },
+        "whole rounds, float32": {},
+        **{f"streamed, {name}": streamed | {"dtype": FORMATS[name]} for name in FORMATS},
+        "streamed, bfloat16, mix 0": streamed | {"dtype": torch.bfloat16, "mix": 0.0},
+        "streamed, bfloat16, outer lr 0.4": streamed | {"dtype": torch.bfloat16, "outer_lr": 0.4},
     }
     for name, options in variants.items():
         torch.manual_seed(seed)
@@ -227,7 +232,11 @@ def losses(train_steps: int, seed: int) -> dict[str, float]:
         if name == "synchronous":
             predict = torch.nn.parallel.DistributedDataParallel(model)
         else:
-            diloco = elastic.DiLoCo(model, optimizer, every=EVERY, **options)
+            rate = options.pop("outer_lr", 0.7)
+            outer_optimizer = torch.optim.SGD(
+                model.parameters(), lr=rate, momentum=0.9, nesterov=True
+            )
+            diloco = elastic.DiLoCo(model, optimizer, outer_optimizer, every=EVERY, **options)
         draw = torch.Generator().manual_seed(1000 * seed + rank)
         for step in range(train_steps):
             for group in optimizer.param_groups:
@@ -319,7 +328,7 @@ class DiLoCoJob(HostedJob):
 
 
 def ask_stalls(kills: int, seed: int, rate: str, latency_s: float) -> list[Stall]:
-    """Kill the worker of one host again and again, each time that both have trained for a while."""
+    """Kill the workers of the hosts in turns, each time that both have trained for a while."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="diloco-") as text, HostCluster(Path(text)) as bench:
         narrow(bench.network, rate, latency_s)
@@ -329,12 +338,13 @@ def ask_stalls(kills: int, seed: int, rate: str, latency_s: float) -> list[Stall
         job = DiLoCoJob(bench, "stalls", "stalls", folder, HOSTS)
         try:
             job.start()
-            for _ in range(kills):
+            for kill in range(kills):
+                survivor, victim = HOSTS if kill % 2 else HOSTS[::-1]
                 last = newest(job) + chance.randrange(EVERY // 2, 2 * EVERY)
                 wait_until(partial(has_step, job, last), f"inner step {last}", JOIN_S)
                 at = time.monotonic()
-                os.kill(job.worker_pid(HOSTS[1]), signal.SIGKILL)
-                job.trains(HOSTS[:1], after=at, timeout=JOIN_S)
+                os.kill(job.worker_pid(victim), signal.SIGKILL)
+                job.trains([survivor], after=at, timeout=JOIN_S)
                 job.trains(HOSTS, timeout=JOIN_S)
             return [each for worker in job.workers() for each in stalls_of(worker)]
         finally:
@@ -362,7 +372,7 @@ def stalls_of(worker: steps.WorkerNotes) -> list[Stall]:
     for before, after in pairwise(commits):
         between = [note for note in entered if before.at < note.at < after.at]
         if between:
-            found.append(Stall(between[-1].size, 1e3 * (after.at - before.at), median))
+            found.append(Stall(worker.host, between[-1].size, 1e3 * (after.at - before.at), median))
     return found
 
 
@@ -391,9 +401,16 @@ def traffic_table(answers: Sequence[Traffic], title: str) -> Table:
 def traffic_marks(answers: Sequence[Traffic]) -> list[Mark]:
     peaks = {(each.format, each.fragments): each.peak for each in answers}
     what = f"peak with {FRAGMENTS} fragments / 1 fragment"
-    return [
+    marks = [
         Mark(f"{what}, {name}", 0.3, peaks[name, FRAGMENTS] / peaks[name, 1]) for name in FORMATS
     ]
+    sent = {(each.format, each.fragments): each.sent for each in answers}
+    bytes_ = sent["int4", FRAGMENTS] / sent["bfloat16", FRAGMENTS]
+    payload = {each.format: each.payload for each in answers}
+    ratio_ = payload["int4"] / payload["bfloat16"]
+    marks.append(Mark("payload of int4 / bfloat16", 0.27, ratio_))
+    marks.append(Mark("bytes on the link of int4 / bfloat16", 0.27, bytes_))
+    return marks
 
 
 def loss_marks(found: Mapping[str, float]) -> list[Mark]:
@@ -406,8 +423,27 @@ def loss_marks(found: Mapping[str, float]) -> list[Mark]:
 
 
 def stall_marks(stalls: Sequence[Stall]) -> list[Mark]:
-    more = [each.stalled_ms - each.step_ms for each in stalls if each.size == 1]
-    return [Mark("stall of a survivor minus its inner step, longest, ms", 100.0, max(more))]
+    marks = []
+    for host in HOSTS:
+        more = [
+            each.stalled_ms - each.step_ms for each in stalls if (each.host, each.size) == (host, 1)
+        ]
+        what = f"stall of the survivor {PLACES[host]} minus its inner step, longest, ms"
+        marks.append(Mark(what, 100.0, max(more)))
+    return marks
+
+
+def stall_table(stalls: Sequence[Stall], title: str) -> Table:
+    found = results_output.table(title, "", "", "stall, ms", "longest", "inner step, ms")
+    for size, name in ((1, "the other worker was killed"), (2, "a worker joins")):
+        for host in HOSTS:
+            chosen = [each for each in stalls if (each.host, each.size) == (host, size)]
+            if chosen:
+                times = [each.stalled_ms for each in chosen]
+                step = statistics.median(each.step_ms for each in chosen)
+                cells = [spread(times).text(0), f"{max(times):.0f}", f"{step:.0f}"]
+                found.add_row(name, PLACES[host], *cells)
+    return found
 
 
 def main() -> None:
@@ -448,16 +484,7 @@ def main() -> None:
     if "stall" in options.only:
         stalls = ask_stalls(options.kills, options.seed, options.rate, latency_s)
         figures["stalls"] = stalls
-        shown = results_output.table(
-            f"{options.kills} kills, {link}", "", "stall, ms", "longest", "inner step, ms"
-        )
-        for size, name in ((1, "the other worker was killed"), (2, "a worker joins")):
-            chosen = [each for each in stalls if each.size == size]
-            if chosen:
-                times = [each.stalled_ms for each in chosen]
-                step = statistics.median(each.step_ms for each in chosen)
-                shown.add_row(name, spread(times).text(0), f"{max(times):.0f}", f"{step:.0f}")
-        console.print(shown)
+        console.print(stall_table(stalls, f"{options.kills} kills, {link}"))
         marks += stall_marks(stalls)
     results_output.conclude(console, options.json, figures, marks)
 

@@ -19,12 +19,14 @@ import torch
 from elastic import context
 from elastic.api import ops
 from elastic.api.broadcasting import broadcast_object
+from elastic.diloco import quantization
 from elastic.diloco.schedule import RoundSchedule, Sent, partition
 from elastic.errors import Invalid, NotInitialized, PeerLost
 from elastic.negotiation import submission
 from elastic.sharding import fsdp2
 
 WIRE = (None, torch.float16, torch.bfloat16, torch.float32)
+BITS: dict[torch.dtype | str | None, int] = {torch.int8: 8, "int4": 4}
 
 
 class DiLoCo:
@@ -49,8 +51,9 @@ class DiLoCo:
         delay: inner steps between sending a fragment and merging its mean, so that the collective overlaps training.
         mix: weight of the inner parameters in a merge: inner = mix * inner + (1 - mix) * outer. Default: 0.0 without a
             delay, else 0.5.
-        dtype: the pseudo-gradients are cast to it before they are sent: float16, bfloat16 or float32. Default: the
-            parameters' own dtype.
+        dtype: the pseudo-gradients are cast to it before they are sent: float16, bfloat16 or float32. With int8 or
+            ``"int4"`` they are quantized, with a float32 scale for each 128 elements, and each worker adds its
+            quantization errors to what it sends in the next round. Default: the parameters' own dtype.
 
     Attributes:
         position: number of inner steps of the job. Every change of the world sets it to the largest value of all
@@ -72,7 +75,7 @@ class DiLoCo:
         fragments: int = 1,
         delay: int = 0,
         mix: float | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise Invalid(f"model is a {type(model).__name__}; pass the torch.nn.Module itself")
@@ -83,8 +86,10 @@ class DiLoCo:
                 "the model averages or shards its own gradients: DiLoCo does not support islands of several workers;"
                 " pass a plain torch.nn.Module"
             )
-        if dtype not in WIRE:
-            raise Invalid(f"dtype is {dtype}: pass float16, bfloat16, float32 or None")
+        if dtype not in WIRE and dtype not in BITS:
+            raise Invalid(
+                f"dtype is {dtype!r}: pass torch.float16, bfloat16, float32 or int8, 'int4' or None"
+            )
         self.schedule = RoundSchedule(every, fragments, delay)
         self.mix = (0.5 if delay else 0.0) if mix is None else float(mix)
         if not 0.0 <= self.mix < 1.0:
@@ -95,6 +100,7 @@ class DiLoCo:
         if not named:
             raise Invalid("the model has no parameter with requires_grad")
         self.model, self.inner_optimizer, self.dtype = model, inner_optimizer, dtype
+        self._bits = BITS.get(dtype)
         self.names = list(named)
         self.inner: list[torch.Tensor] = list(named.values())
         self.parts = partition([each.numel() for each in self.inner], fragments)
@@ -106,6 +112,13 @@ class DiLoCo:
         self.in_state = (
             False  # in a state, so an interrupted merge can be repeated in the next world
         )
+        # Quantization errors of this worker's last merged pseudo-gradients, by fragment; empty without quantization.
+        self._residuals: list[torch.Tensor] = []
+        if self._bits is not None:
+            elements = [sum(self.inner[i].numel() for i in part) for part in self.parts]
+            self._residuals = [torch.zeros(n, device=self.inner[0].device) for n in elements]
+        # The fragment that was sent last, and its errors, which become its residual when it is merged.
+        self._sent_residual: tuple[int, torch.Tensor] | None = None
         self._in_flight: tuple[int, torch.Tensor] | None = None
         self._world: tuple[int, int] | None = None  # the world in which positions were compared
 
@@ -203,7 +216,7 @@ class DiLoCo:
             self.outer_optimizer.state_dict(),
         )
         merged, outer, entries = broadcast_object(mine, root, "diloco.merges")
-        missing = [part for f, part in enumerate(self.parts) if merged[f] != self.merged[f]]
+        missing = [f for f in range(len(self.parts)) if merged[f] != self.merged[f]]
         if not missing:
             return
         with torch.no_grad():
@@ -211,22 +224,39 @@ class DiLoCo:
                 own.copy_(theirs)
         self.outer_optimizer.load_state_dict(entries)
         self.merged = list(merged)
-        for part in missing:
-            self.mix_in(part)
+        for fragment in missing:
+            self.adopt(fragment)
 
     def _send(self, sent: Sent) -> None:
         """Start the mean of a fragment's pseudo-gradients."""
-        part = self.parts[sent.fragment]
         with torch.no_grad():
-            flat = torch.cat([(self.outer[i] - self.inner[i]).reshape(-1) for i in part])
-        buffer = flat if self.dtype is None else flat.to(self.dtype)
+            flat = self._change(self.parts[sent.fragment])
+            if self._bits is not None:
+                buffer = self._quantized(sent.fragment, flat, self._bits)
+            else:
+                buffer = flat.to(self.dtype) if isinstance(self.dtype, torch.dtype) else flat
         self.bytes_sent += buffer.nbytes
-        if _context() is None:
-            self._in_flight = -1, buffer
-            return
-        name = f"diloco.{sent.fragment}"
-        handle = ops.allreduce_async_(buffer, name=name, op=ops.Average)
+        name, handle = f"diloco.{sent.fragment}", -1
+        if _context() is not None:
+            # Packed values can't be summed on the way, and would be widened if they were unpacked before.
+            handle = (
+                ops.allgather_async(buffer, name=name)
+                if self._bits
+                else ops.allreduce_async_(buffer, name=name, op=ops.Average)
+            )
         self._in_flight = handle, buffer
+
+    def _change(self, part: Iterable[int]) -> torch.Tensor:
+        """Return the pseudo-gradients of a fragment, 1-dimensional."""
+        return torch.cat([(self.outer[i] - self.inner[i]).reshape(-1) for i in part])
+
+    def _quantized(self, fragment: int, change: torch.Tensor, bits: int) -> torch.Tensor:
+        """Pack pseudo-gradients and earlier errors, and keep the new errors until the fragment is merged."""
+        wanted = change.float() + self._residuals[fragment]
+        packed = quantization.pack(wanted, bits)
+        errors = wanted - quantization.unpack(packed, len(wanted), bits)
+        self._sent_residual = fragment, errors
+        return packed
 
     def _merge_due(self) -> None:
         while self.pending is not None and self.pending.due <= self.position:
@@ -235,11 +265,15 @@ class DiLoCo:
             ):  # the collective failed in this world; the next commit() raises
                 self._send(self.pending)
             assert self._in_flight is not None
-            handle, buffer = self._in_flight
+            handle, mean = self._in_flight
             if handle >= 0:
-                ops.synchronize(handle)
+                mean = ops.synchronize(handle)
             self._in_flight = None
-            self._apply(self.pending.fragment, buffer)
+            fragment = self.pending.fragment
+            if self._bits is not None:
+                elements = len(self._residuals[fragment])
+                mean = quantization.mean(mean, elements, self._bits)
+            self._apply(fragment, mean)
             self.merged[self.pending.fragment] += 1
             self.pending = None
 
@@ -248,7 +282,7 @@ class DiLoCo:
 
         Args:
             fragment: its number.
-            mean: 1-dimensional, of the sent dtype.
+            mean: 1-dimensional, of the sent dtype, or float32 if it was quantized.
         """
         part, start = self.parts[fragment], 0
         for outer in self.outer:
@@ -261,9 +295,18 @@ class DiLoCo:
         self.outer_optimizer.step()
         for i in part:
             self.outer[i].grad = None
-        self.mix_in(part)
+        self.adopt(fragment)
 
-    def mix_in(self, indices: Iterable[int]) -> None:
+    def adopt(self, fragment: int) -> None:
+        """Complete a merge, here or on another rank, whose outer parameters this rank has."""
+        if self._residuals:
+            number, errors = self._sent_residual or (-1, self._residuals[fragment])
+            # Errors that were sent, by a step that was restored later, must not be sent twice.
+            self._residuals[fragment] = errors if number == fragment else torch.zeros_like(errors)
+            self._sent_residual = None
+        self._mix_in(self.parts[fragment])
+
+    def _mix_in(self, indices: Iterable[int]) -> None:
         """Mix outer parameters into the inner ones, by index."""
         with torch.no_grad():
             for i in indices:
@@ -287,15 +330,21 @@ class DiLoCo:
         self._world = None
 
     def own_state(self) -> dict[str, Any]:
-        """Return copies of this worker's own state: the model, the inner optimizer, and the number of its steps."""
+        """Return copies of this worker's own state: the model, the inner optimizer, the number of its steps, and the
+        residuals of quantization."""
         optimizer = self.inner_optimizer
         model = {name: each.detach().clone() for name, each in self._model_tensors().items()}
         inner = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
-        return {"model": model, "optimizer": inner, "own_steps": self.own_steps}
+        return {
+            "model": model,
+            "optimizer": inner,
+            "own_steps": self.own_steps,
+            "residuals": list(self._residuals),  # replaced, never written
+        }
 
     def take_own_state(self, state: dict[str, Any]) -> None:
         """Restore copies from `own_state`, and clear gradients."""
-        self.own_steps = state["own_steps"]
+        self.own_steps, self._residuals = state["own_steps"], list(state["residuals"])
         with torch.no_grad():
             for name, live in self._model_tensors().items():
                 live.copy_(state["model"][name])
@@ -335,7 +384,7 @@ class LocalSGD(DiLoCo):
         optimizer: torch.optim.Optimizer | None = None,
         *,
         every: int,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         super().__init__(model, optimizer, every=every, dtype=dtype)
         self.outer_optimizer = torch.optim.SGD(self.outer, lr=1.0)

@@ -218,8 +218,8 @@ def test_stalls_when_the_world_changes_then_they_are_the_gaps_around_an_entry():
     notes += [Note(0.45, ENTERED, 4, 1), Note(0.65, COMMITTED, 5, 1), Note(0.75, COMMITTED, 6, 1)]
     notes += [Note(0.8, ENTERED, 6, 2), Note(1.75, COMMITTED, 7, 2)]
     found = diloco.stalls_of(WorkerNotes("a", notes))
-    assert [(each.size, round(each.stalled_ms), round(each.step_ms)) for each in found] == [
-        (1, 250, 100),
-        (2, 1000, 100),
+    assert [(e.host, e.size, round(e.stalled_ms), round(e.step_ms)) for e in found] == [
+        ("a", 1, 250, 100),
+        ("a", 2, 1000, 100),
     ]
     assert diloco.stalls_of(WorkerNotes("b", notes[:2])) == []

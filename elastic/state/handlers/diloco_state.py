@@ -1,9 +1,9 @@
 """Handler of `elastic.DiLoCo`: values of the job are sent to other workers, values of this worker are only committed.
 
 Values of the job: outer parameters, entries of the outer optimizer, position, number of merges. Values of a worker: the
-model, the inner optimizer. A joining worker starts with the outer parameters as its inner ones, with rank 0's buffers
-and options of the inner optimizer, and without entries of the inner optimizer, which would be at least as large as the
-model and belong to another worker's parameters.
+model, the inner optimizer, the residuals of quantization. A joining worker starts with the outer parameters as its
+inner ones, with rank 0's buffers and options of the inner optimizer, and without entries of the inner optimizer, which
+would be at least as large as the model and belong to another worker's parameters.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class DiLoCoStateHandler(Part):
             value.take_own_state(own)
         elif value.own_steps:
             # Fragments that the sender has merged and this worker has not, because their collective failed here.
-            for fragment, part in enumerate(value.parts):
-                if value.merged[fragment] != before[fragment]:
-                    value.mix_in(part)
+            for fragment, merges in enumerate(before):
+                if value.merged[fragment] != merges:
+                    value.adopt(fragment)
         else:
             with torch.no_grad():
                 for inner, outer in zip(value.inner, value.outer, strict=True):

@@ -69,19 +69,46 @@ def test_two_workers_equal_the_reference(pair, kind, rate, momentum):
         torch.testing.assert_close(one, wanted, atol=1e-5, rtol=1e-4)
 
 
-def run_streaming(rank: int, size: int) -> tuple[list[torch.Tensor], list[int]]:
+def run_streaming(rank: int, size: int, dtype: Any) -> tuple[list[torch.Tensor], list[int], int]:
     model, optimizer = network()
-    made = elastic.DiLoCo(model, optimizer, every=6, fragments=3, delay=1, dtype=torch.bfloat16)
+    made = elastic.DiLoCo(model, optimizer, every=6, fragments=3, delay=1, dtype=dtype)
     for step in range(20):
         inner_step(model, optimizer, rank, step)
         made.step()
-    return [each.detach().clone() for each in made.outer], made.merged
+    return [each.detach().clone() for each in made.outer], made.merged, made.bytes_sent
 
 
-def test_streamed_outer_parameters_are_bitwise_equal(pair):
-    (first, merged), (second, _) = pair.run(run_streaming)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, "int4"])
+def test_streamed_outer_parameters_are_bitwise_equal(pair, dtype):
+    (first, merged, _), (second, _, _) = pair.run(run_streaming, dtype)
     assert merged == [3, 3, 3]
     assert all(map(torch.equal, first, second))
+
+
+def run_quantized(rank: int, size: int) -> tuple[list[torch.Tensor], ...]:
+    model, optimizer = network()
+    outer = torch.optim.SGD(model.parameters(), lr=1.0)
+    made = elastic.DiLoCo(model, optimizer, outer, every=3, dtype="int4")
+    before = [each.detach().clone() for each in made.outer]
+    for step in range(3):
+        inner_step(model, optimizer, rank, step)
+        if step == 2:
+            inner = [each.detach().clone() for each in made.inner]
+        made.step()
+    return before, inner, [each.detach().clone() for each in made.outer], made._residuals
+
+
+def test_mean_of_quantized_changes_is_the_true_one_minus_the_mean_residual(pair):
+    (before, first, outer, errors), (_, second, theirs, other_errors) = pair.run(run_quantized)
+    assert all(map(torch.equal, outer, theirs))
+
+    def flat(tensors):
+        return torch.cat([each.reshape(-1) for each in tensors])
+
+    change = flat(before) - (flat(first) + flat(second)) / 2
+    owed = (errors[0] + other_errors[0]) / 2
+    assert owed.any()
+    torch.testing.assert_close(flat(before) - flat(outer), change - owed, atol=1e-6, rtol=0.0)
 
 
 def run_torn(rank: int, size: int) -> tuple[list[torch.Tensor], list[int], list[torch.Tensor]]:

@@ -95,6 +95,75 @@ def test_bfloat16_halves_the_bytes_sent():
     assert sizes[None] == 2 * sizes[torch.bfloat16] == 4 * (4 * 8 + 8 + 8 + 1)
 
 
+def quantized(dtype="int4", steps=0, **options):
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = elastic.DiLoCo(model, inner, every=2, dtype=dtype, **options)
+    for seed in range(steps):
+        inner_step(model, inner, seed)
+        diloco.step()
+    return diloco, inner
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, "int4"])
+def test_quantized_changes_plus_residuals_are_the_true_changes(dtype):
+    diloco, inner = quantized(dtype, outer_optimizer=None)
+    diloco.outer_optimizer = torch.optim.SGD(diloco.outer, lr=1.0)
+    for seed in range(12):
+        inner_step(diloco.model, inner, seed)
+        inner_now = torch.cat([each.reshape(-1) for each in bits(diloco.model)])
+        residual = torch.cat(diloco._residuals)
+        diloco.step()
+        if seed % 2:
+            outer = torch.cat([each.detach().reshape(-1) for each in diloco.outer])
+            # outer - residual of this round: what the worker has, and what it still owes
+            owed = outer - torch.cat(diloco._residuals)
+            torch.testing.assert_close(owed, inner_now - residual, atol=1e-6, rtol=0.0)
+    assert torch.cat(diloco._residuals).any()
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.int8, 0.52), ("int4", 0.27)])
+def test_quantized_bytes_are_a_share_of_those_of_bfloat16(dtype, share):
+    sizes = {}
+    for each in (dtype, torch.bfloat16):
+        model = torch.nn.Linear(128, 64, bias=False)
+        diloco = elastic.DiLoCo(model, None, every=1, dtype=each)
+        diloco.step()
+        sizes[each] = diloco.bytes_sent
+    assert sizes[dtype] <= share * sizes[torch.bfloat16]
+
+
+def test_residuals_are_committed_and_restored_and_not_sent():
+    diloco, inner = quantized()
+    state = elastic.TorchState(diloco=diloco)
+    for seed in range(2):
+        inner_step(diloco.model, inner, seed)
+        diloco.step()
+    state.save()
+    kept = bits_of(diloco._residuals)
+    assert kept[0].any()
+    for seed in range(2, 4):
+        inner_step(diloco.model, inner, seed)
+        diloco.step()
+    assert not torch.equal(kept[0], diloco._residuals[0])
+    state.restore()
+    assert torch.equal(kept[0], diloco._residuals[0])
+    _, tensors = state._parts()["diloco"].pack()
+    assert not any(each.shape == kept[0].shape for each in tensors.values())
+
+
+@pytest.mark.parametrize("was_sent", [True, False])
+def test_residual_after_a_merge_on_other_ranks_only_is_that_of_the_sent_fragment(was_sent):
+    diloco, _ = quantized(steps=4)
+    before = diloco._residuals[0]
+    assert before.any()
+    errors = torch.full_like(before, 0.5)
+    diloco._sent_residual = (0, errors) if was_sent else None
+    diloco.adopt(0)
+    assert torch.equal(diloco._residuals[0], errors if was_sent else torch.zeros_like(before))
+    assert diloco._sent_residual is None
+
+
 def test_local_sgd_of_one_worker_leaves_its_parameters():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -203,7 +272,14 @@ def test_state_refuses_the_model_or_inner_optimizer_beside_diloco(name):
 
 @pytest.mark.parametrize(
     "options",
-    [{"fragments": 9}, {"mix": 1.0}, {"dtype": torch.int8}, {"delay": 9}, {"fragments": 0}],
+    [
+        {"fragments": 9},
+        {"mix": 1.0},
+        {"dtype": torch.int32},
+        {"dtype": "int2"},
+        {"delay": 9},
+        {"fragments": 0},
+    ],
 )
 def test_invalid_options_are_refused(options):
     model = network()

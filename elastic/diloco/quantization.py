@@ -1,0 +1,76 @@
+"""Packing of pseudo-gradients in 8 or 4 bits with a scale for each block of 128 elements. Pure.
+
+A block is its largest absolute value divided by 127 or 7, a float32, and a code for each element, so that the error of
+an element is at most half the scale. 4 bits take 0.266, and 8 bits 0.516, of the bytes of bfloat16.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 128  # elements
+SCALE_BYTES = 4
+
+
+def packed_bytes(elements: int, bits: int) -> int:
+    """Return the size of packed elements; the last block is padded."""
+    return -(-elements // BLOCK) * (SCALE_BYTES + BLOCK * bits // 8)
+
+
+def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Quantize and pack.
+
+    Args:
+        values: 1-dimensional, floating point. A block with a value that is not finite becomes NaN.
+        bits: of an element, 8 or 4.
+
+    Returns:
+        uint8, of `packed_bytes` elements: all scales, then all codes.
+    """
+    largest = 2 ** (bits - 1) - 1
+    padding = -len(values) % BLOCK
+    blocks = torch.nn.functional.pad(values.float(), (0, padding)).view(-1, BLOCK)
+    # A scale of 0, also by underflow, would make codes of 0 / 0.
+    least = torch.finfo(torch.float32).tiny
+    scales = (blocks.abs().amax(1, keepdim=True) / largest).clamp_(min=least)
+    codes = (blocks / scales).round_().clamp_(-largest, largest).nan_to_num_(0.0).to(torch.int8)
+    if bits == 4:
+        nibbles = (codes + 8).view(torch.uint8).view(-1, 2)
+        codes = nibbles[:, 0] | nibbles[:, 1] << 4
+    return torch.cat([scales.view(torch.uint8).reshape(-1), codes.view(torch.uint8).reshape(-1)])
+
+
+def unpack(packed: torch.Tensor, elements: int, bits: int) -> torch.Tensor:
+    """Return the values that `pack` has packed, with its errors.
+
+    Args:
+        packed: the result of `pack`.
+        elements: number of values.
+        bits: of an element, 8 or 4.
+
+    Returns:
+        float32, 1-dimensional.
+    """
+    end = -(-elements // BLOCK) * SCALE_BYTES
+    scales, codes = packed[:end].view(torch.float32), packed[end:]
+    if bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], 1)
+        signed = codes.view(torch.int8) - 8
+    else:
+        signed = codes.view(torch.int8)
+    return (signed.view(-1, BLOCK) * scales[:, None]).view(-1)[:elements]
+
+
+def mean(gathered: torch.Tensor, elements: int, bits: int) -> torch.Tensor:
+    """Return the mean of the ranks' values: float32, with the same bits on all ranks, which sum in rank order.
+
+    Args:
+        gathered: uint8, the ranks' results of `pack`, one after the other.
+        elements: number of values of a rank.
+        bits: of an element, 8 or 4.
+    """
+    ranks = gathered.view(-1, packed_bytes(elements, bits))
+    total = unpack(ranks[0], elements, bits)
+    for rank in ranks[1:]:
+        total += unpack(rank, elements, bits)
+    return total.div_(len(ranks))
