@@ -40,7 +40,7 @@ diloco = elastic.DiLoCo(
     every=int(os.environ.get("EVERY", "10")),
     fragments=int(os.environ.get("FRAGMENTS", "1")),
     delay=int(os.environ.get("DELAY", "0")),
-    dtype=torch.bfloat16 if os.environ.get("BF16") else None,
+    dtype={"bfloat16": torch.bfloat16, "int4": "int4"}.get(os.environ.get("DTYPE", "")),
 )
 loader = elastic.data.DataLoader(range(100_000), batch_size=4)
 

@@ -13,10 +13,14 @@ pytestmark = pytest.mark.forked
 @pytest.mark.parametrize(
     "env",
     [
-        {"EVERY": "10", "FRAGMENTS": "2", "DELAY": "3", "BF16": "1"},
+        {"EVERY": "10", "FRAGMENTS": "2", "DELAY": "3", "DTYPE": "bfloat16"},
+        pytest.param(
+            {"EVERY": "10", "FRAGMENTS": "2", "DELAY": "3", "DTYPE": "int4"},
+            marks=pytest.mark.nightly,
+        ),
         pytest.param({"EVERY": "10"}, marks=pytest.mark.nightly),
     ],
-    ids=["streaming", "whole rounds"],
+    ids=["streaming", "streaming in 4 bits", "whole rounds"],
 )
 def test_survivors_repeat_no_inner_step_and_all_have_the_same_outer_parameters(job, tmp_path, env):
     training = job(
