@@ -67,6 +67,14 @@ FORMATS: dict[str, Any] = {
     "int8": torch.int8,
     "int4": "int4",
 }
+STREAMED: dict[str, Any] = {"fragments": FRAGMENTS, "delay": DELAY}
+TRAININGS: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "whole rounds, float32": {},
+    **{f"streamed, {name}": STREAMED | {"dtype": FORMATS[name]} for name in FORMATS},
+    "streamed, bfloat16, mix 0": STREAMED | {"dtype": torch.bfloat16, "mix": 0.0},
+    "streamed, bfloat16, outer lr 0.4": STREAMED | {"dtype": torch.bfloat16, "outer_lr": 0.4},
+}
 JOIN_S = 90.0  # seconds for a new worker to train
 LR = 3e-3
 BATCH = 4
@@ -205,7 +213,7 @@ def work(given: dict[str, Any]) -> None:
     groups.leave()
 
 
-def losses(train_steps: int, seed: int) -> dict[str, float]:
+def losses(names: list[str], train_steps: int, seed: int) -> dict[str, float]:
     """Return validation losses in nats per byte after the same tokens, by variant. Collective."""
     sys.path.append(str(models.EXAMPLES))
     from gpt_model import GPT, Windows, standard_library
@@ -213,15 +221,8 @@ def losses(train_steps: int, seed: int) -> dict[str, float]:
     context = 128
     training, validation = (Windows(text, context) for text in standard_library(4_000_000))
     rank, found = distributed.get_rank(), {}
-    streamed = {"fragments": FRAGMENTS, "delay": DELAY}
-    variants: dict[str, dict[str, Any]] = {
-        "synchronous": {},
-        "whole rounds, float32": {},
-        **{f"streamed, {name}": streamed | {"dtype": FORMATS[name]} for name in FORMATS},
-        "streamed, bfloat16, mix 0": streamed | {"dtype": torch.bfloat16, "mix": 0.0},
-        "streamed, bfloat16, outer lr 0.4": streamed | {"dtype": torch.bfloat16, "outer_lr": 0.4},
-    }
-    for name, options in variants.items():
+    for name in names:
+        options = dict(TRAININGS[name])
         torch.manual_seed(seed)
         model = GPT(layers=4, width=128, heads=4, context=context)
         predict: torch.nn.Module = model
@@ -453,6 +454,13 @@ def main() -> None:
     parser.add_argument("--latency-ms", type=float, default=50.0, help="of the link, each way")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each variant")
     parser.add_argument("--steps", type=int, default=600, help="of each training in `loss`")
+    parser.add_argument(
+        "--trainings",
+        nargs="+",
+        choices=TRAININGS,
+        default=[*TRAININGS],
+        help="trainings in `loss`",
+    )
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
@@ -475,7 +483,13 @@ def main() -> None:
         console.print(traffic_table(answers, f"one worker of 2, a round of {EVERY} steps, {link}"))
         marks += traffic_marks(answers)
     if "loss" in options.only:
-        found = figures["loss"] = groups.ask(losses, len(HOSTS), options.steps, options.seed)
+        found = figures["loss"] = groups.ask(
+            losses,
+            len(HOSTS),
+            list(dict.fromkeys(["synchronous", *options.trainings])),
+            options.steps,
+            options.seed,
+        )
         shown = results_output.table(f"after {options.steps} steps", "", "validation loss")
         for name, loss in found.items():
             shown.add_row(name, f"{loss:.4f}")
