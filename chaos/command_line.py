@@ -68,7 +68,7 @@ class CommandLine:
         if hasattr(options, "command"):
             options.command = program
         elif program:
-            parser.error("unexpected program after --")
+            parser.error("unexpected program after --: omit the program")
         return options
 
     def overview(self) -> str:

@@ -1,4 +1,4 @@
-"""Reasons of decisions as values: a kind and its facts. Their sentences are for display only. Pure.
+"""Reasons of decisions as values: a kind and its facts. Their sentences are for display only. Pure: no I/O, no clock.
 
     because(ReasonKind.FROZEN, how="stopped by a signal")      as str(): it is frozen (stopped by a signal)
 
@@ -108,7 +108,7 @@ class ReasonKind(enum.Enum):
     SCRIPT_REFUSED = "script refused"
     FIRST_WORLD = "first world"
     NEXT_WORLD = "next world"
-    # A planned change, and why it is called off.
+    # Planned changes of the world, and the reasons for which they are cancelled.
     JOINED = "joined"
     LEAVES = "leaves"
     AWAITS_COMMIT = "awaits commit"
@@ -327,9 +327,11 @@ def _layouts_differ(facts: Mapping[str, Any]) -> str:
 
 
 def _all_returned(facts: Mapping[str, Any]) -> str:
-    """Sentence for a successful end.
+    """Format the message for a job that finished successfully.
 
-    ``failed``: why fewer workers returned than started, if scripts are to blame. ``strict``: see `Ending`.
+    Args:
+        facts: ``members`` and ``generation`` of the last world. If scripts failed, also ``failed``, the failures as
+            texts, and ``began``, the number of workers that started.
     """
     if not facts.get("failed"):
         return f"all {counted(facts['members'], 'member')} of generation {facts['generation']} returned"

@@ -1,4 +1,4 @@
-"""Exceptions of three kinds: interruptions, errors for users, and bugs (an ``assert``). Pure."""
+"""Exceptions of three kinds: interruptions, errors for users, and bugs (an ``assert``). Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Horovod's exceptions, and subclasses with which scripts that use Horovod's names catch interruptions. Pure.
+"""Horovod's exceptions, and subclasses with which scripts that use Horovod's names catch interruptions.
+
+Pure: no I/O, no clock.
 
 In a script that only imports `elastic`, interruptions are ``PeerLost`` and ``WorldChanging``, which are not caught by
 accident. A script that imports Horovod's names may contain ``except HorovodInternalError:``, to log, clean up or retry:

@@ -99,7 +99,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
     """
 
     if not callable(func):
-        raise Invalid(f"elastic.run decorates a function, not a {type(func).__name__}")
+        raise Invalid(f"elastic.run got a {type(func).__name__}: decorate a function")
 
     @functools.wraps(func)
     def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Value:

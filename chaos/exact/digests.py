@@ -1,4 +1,4 @@
-"""Digests of the tensors at the commits of two runs, and their first difference. Pure."""
+"""Digests of the tensors at the commits of two runs, and their first difference. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class BitFlips:
         return {RULES: f"@{self._rules}"}
 
     def arm(self, what: str, worker: Worker, seed: int | None = None) -> None:
-        """Make the worker flip a bit when it next reaches the failpoint. ``seed`` selects the bit; None: any bit."""
+        """Make the worker flip a bit when it next reaches the failpoint. ``seed`` selects the bit (default: random)."""
         seed = self._dice.randrange(2**31) if seed is None else seed
         rule = f"{PLACES[what]} flip={what}:{seed} worker={worker}"
         self._armed.append(f"{rule} id=flip-{len(self._armed)}\n")

@@ -143,7 +143,9 @@ def plan_of(options: argparse.Namespace) -> Plan:
             text = options.plan.read_text()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is not text"
-            raise Invalid(f"cannot read the plan {options.plan}: {why}") from None
+            raise Invalid(
+                f"cannot read the plan {options.plan}: {why}; pass a readable TOML file"
+            ) from None
         plan = read_plan(text, str(options.plan))
         if options.seed is not None and plan.chance is None:
             raise Invalid(
@@ -262,7 +264,9 @@ def check_json(path: Path) -> None:
     """Raise Invalid if the report cannot be written there."""
     folder = path.resolve().parent
     if not folder.is_dir():
-        raise Invalid(f"--json {path}: the folder {folder} does not exist")
+        raise Invalid(
+            f"--json {path}: folder {folder} does not exist; create the folder, or pass another file"
+        )
     if path.is_dir():
         raise Invalid(f"--json {path} is a folder: pass a file name")
     if not os.access(path if path.exists() else folder, os.W_OK):

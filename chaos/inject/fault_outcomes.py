@@ -1,4 +1,4 @@
-"""Outcome of each fault injected into a job, read from its journal. Pure."""
+"""Outcome of each fault injected into a job, read from its journal. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

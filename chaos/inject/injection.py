@@ -129,7 +129,7 @@ class Injector:
         return [*(each.injected.worker for each in self._lasting), *going]
 
     def next_at(self) -> float | None:
-        """Return when `turn` must be called next; None: never."""
+        """Return when `turn` must be called next, or None for never."""
         return min((each.next_at for each in self._lasting), default=None)
 
     def turn(self, now: float) -> None:

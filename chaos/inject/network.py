@@ -35,25 +35,23 @@ class Socket:
 def check_partition() -> None:
     """Raise Invalid if packets cannot be dropped here. Creates a table to test this, without affecting packets."""
     if os.geteuid() != 0:
-        raise Invalid(
-            "a partition needs root, because it drops packets; run as root, or leave it out"
-        )
+        raise Invalid("a partition requires root to drop packets: run as root, or omit partition")
     if shutil.which("nft") is None:
-        raise Invalid(
-            "a partition needs nft; install it (apt-get install nftables), or leave partition out"
-        )
+        raise Invalid("a partition requires nft: run apt-get install nftables, or omit partition")
     try:
         PacketFilter(os.getpid()).close()
     except OSError as error:
-        raise Invalid(f"a partition is not possible here: {error}; leave partition out") from None
+        raise Invalid(
+            f"cannot create a partition on this machine: {error}; omit partition"
+        ) from None
 
 
 def check_cut() -> None:
     """Raise Invalid if connections cannot be closed from outside here."""
     if os.geteuid() != 0:
-        raise Invalid("a cut needs root; run as root, or leave cut out of the faults")
+        raise Invalid("a cut requires root: run as root, or omit cut from the faults")
     if shutil.which("ss") is None:
-        raise Invalid("a cut needs ss; install it (apt-get install iproute2), or leave cut out")
+        raise Invalid("a cut requires ss: run apt-get install iproute2, or omit cut")
 
 
 def sockets_of(pid: int) -> list[Socket]:

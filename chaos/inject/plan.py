@@ -1,4 +1,4 @@
-"""Decides which fault happens at which time to which worker, by a plan or drawn from a seed. Pure.
+"""Decides which fault happens at which time to which worker, by a plan or drawn from a seed. Pure: no I/O, no clock.
 
 `plan_file` reads a plan, and `faulty_job` carries it out.
 """

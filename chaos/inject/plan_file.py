@@ -1,4 +1,4 @@
-"""Parses a plan of faults from TOML text. Errors are one sentence with the line number. Pure.
+"""Parses a plan of faults from TOML text. Errors are one sentence with the line number. Pure: no I/O, no clock.
 
 [random]                        # drawn, at exponentially distributed intervals
 mean_time_between_faults_s = 30

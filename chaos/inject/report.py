@@ -1,4 +1,4 @@
-"""Evaluate a job's journal and the faults injected into it: recoveries, lost steps, goodput. Pure.
+"""Evaluate a job's journal and the faults injected into it: recoveries, lost steps, goodput. Pure: no I/O, no clock.
 
 Terms:
 

@@ -1,4 +1,4 @@
-"""Waits that must end by a given time. Pure."""
+"""Waits that must end by a given time. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Invariants of every job, checked on the events that the driver received and on its resulting actions. Pure.
+"""Invariants of every job, checked on the events that the driver received and on its resulting actions.
+
+Pure: no I/O, no clock.
 
 The checks are independent of the decisions of membership. They receive events and actions from a journal or a running
 simulation, and raise BrokenInvariant at the first impossible entry. The state is small, and the work per event is

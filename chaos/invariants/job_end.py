@@ -1,4 +1,6 @@
-"""Checks that a job may end with a code and a reason after its previous events. Pure. See `invariants`.
+"""Checks that a job may end with a code and a reason after its previous events.
+
+Pure: no I/O, no clock. See `invariants`.
 
 There are two kinds of success. A world ends when each of its live members has returned from elastic.run and was
 notified. Programs that never enter it end one by one, with exit code 0. Any other end is a failure, and its code is 1

@@ -1,4 +1,7 @@
-"""State of a job after some lines of its journal, shared by all invariants. Pure. See `invariants`."""
+"""Job state after replaying a prefix of its journal, shared by all invariants.
+
+Pure: no I/O, no clock. See `invariants`.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class LiveWorker:
 
 
 class ObservedJob:
-    """Workers, worlds and waits, after some lines of a journal."""
+    """Workers, worlds and pending deadlines of a job after replaying a prefix of its journal."""
 
     def __init__(self, settings: Settings, samples: int) -> None:
         self.settings = settings

@@ -1,4 +1,6 @@
-"""Check that no sealed commit of a sharded state is lost while its shards are held. Pure. See `invariants`.
+"""Check that no sealed commit of a sharded state is lost while its shards are held.
+
+Pure: no I/O, no clock. See `invariants`.
 
 Before each world, workers report the shards that they hold, and after it, the commit that they restored; see
 `elastic.protocol.messages`. A world must not restore a commit older than one that a worker reported as sealed, unless

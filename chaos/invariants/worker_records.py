@@ -1,4 +1,7 @@
-"""Records the state of each worker from events, and rejects impossible events. Pure. See `invariants`."""
+"""Records the state of each worker from events, and rejects impossible events.
+
+Pure: no I/O, no clock. See `invariants`.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ class WorkerRecords:
                     self._is_late_event(speaker, event)
 
     def _goes(self, host: str, notice: events.Notice | None) -> None:
-        """Record a notice. If there are two, the earlier end counts. None: the machine stays or was replaced."""
+        """Record a notice. If there are two, the earlier end counts. None if the machine stays or was replaced."""
         for _, known in self._on(host):
             known.noticed = notice is not None
         if notice is None:

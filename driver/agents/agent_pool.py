@@ -1,4 +1,6 @@
-"""Decisions about agents: which one serves a host, pending starts, lost hosts, and when to start an agent. Pure.
+"""Decisions about agents: which one serves a host, pending starts, lost hosts, and when to start an agent.
+
+Pure: no I/O, no clock.
 
     none   --start a worker--> wanted: an agent is started there (if possible), and starts are queued for it
     wanted --Registered--> here: queued starts are sent, messages of its workers are received

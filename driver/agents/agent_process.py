@@ -79,7 +79,9 @@ def read_bootstrap(line: bytes) -> Bootstrap:
         )
     known = bootstrap.drivers or bootstrap.drivers_file
     if not known and bootstrap.etcd is None:
-        raise Invalid("the bootstrap message has no driver address")
+        raise Invalid(
+            "the bootstrap message contains no driver address: start agents through elasticrun"
+        )
     return bootstrap
 
 

@@ -1,4 +1,4 @@
-"""Decisions of an agent: which driver it serves, and how long it waits for a driver. Pure.
+"""Decisions of an agent: which driver it serves, and how long it waits for a driver. Pure: no I/O, no clock.
 
     IDLE --attached--> SERVING --driver lost--> AWAY --attached, same job--> SERVING
              |                       |

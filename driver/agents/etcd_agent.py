@@ -78,7 +78,7 @@ class _Seat:
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(self._changed.wait(), 30.0)
             if self._seat is None:
-                raise NoDriver("no driver leads this job")
+                raise NoDriver("no driver is running this job")
         try:
             return await numeric(self._seat.address)
         except OSError as error:

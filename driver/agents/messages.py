@@ -85,7 +85,7 @@ class Seen(AgentMessage):
 
 
 class Printed(AgentMessage):
-    """Output of a worker, split anywhere. Empty: end of the stream."""
+    """Output of a worker, split at any byte; empty at the end of the stream."""
 
     worker: Worker
     stream: Literal["stdout", "stderr", "diagnostics", "usage"]
@@ -100,7 +100,7 @@ class Logged(AgentMessage):
 
 
 class Announced(AgentMessage):
-    """A preemption notice for the machine; None: it was withdrawn."""
+    """A preemption notice for the machine, or None if the notice was withdrawn."""
 
     notice: Notice | None
 

@@ -1,4 +1,4 @@
-"""Decides whether a silent host is lost or this driver itself is disconnected. Pure.
+"""Decides whether a silent host is lost or this driver itself is disconnected. Pure: no I/O, no clock.
 
 A driver that reaches no host cannot distinguish the loss of all hosts from a failure of its own network. The hosts
 continue training meanwhile, and the driver cannot send them decisions. Therefore, if several hosts were reachable

@@ -130,7 +130,7 @@ class RelayMessage(msgspec.Struct, frozen=True):
 
 
 class RelayOutput(msgspec.Struct, frozen=True):
-    """Show a worker's output. Empty: end of the stream."""
+    """Show a worker's output; empty at the end of the stream."""
 
     worker: Worker
     stream: Literal["stdout", "stderr", "diagnostics", "usage"]

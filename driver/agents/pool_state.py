@@ -1,4 +1,4 @@
-"""State of an `AgentPool`: its hosts, its deadlines, and the actions for the current event. Pure."""
+"""State of an `AgentPool`: its hosts, its deadlines, and the actions for the current event. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

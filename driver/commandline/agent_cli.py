@@ -47,7 +47,7 @@ and agents with --secret-file. The secret grants full access to the jobs that us
 
 @dataclass
 class AgentOptions(Options):
-    """Flags as given. None means not given."""
+    """Flags as passed by the user; None if not passed."""
 
     drivers: list[str] | None = flag(
         "--driver",

@@ -470,7 +470,7 @@ def _command(options: Options, python: str) -> list[str]:
 
 
 def _stall_limits(options: Options) -> dict[str, Any]:
-    """Return the fields of `Settings` that limit how long other workers wait for one, in seconds; 0: unlimited."""
+    """Return the fields of `Settings` that limit how long other workers wait for one: seconds, or 0 for no limit."""
     if options.stall_check is False:
         return dict.fromkeys(("idle_s", "busy_warning_s", "busy_s", "gpu_hang_s"), 0.0)
     warning_s = _given(options.busy_warning, options.stall_warning)
@@ -514,7 +514,7 @@ def _collective_timeout_s(options: Options, environ: Mapping[str, str]) -> float
 def _metrics(options: Options) -> tuple[str, int] | None:
     if options.metrics_port is None:
         if options.metrics_host is not None:
-            raise Invalid("--metrics-host needs --metrics-port: pass the port too")
+            raise Invalid("--metrics-host requires --metrics-port: pass --metrics-port PORT")
         return None
     if options.metrics_port > 65535:
         raise Invalid(f"--metrics-port {options.metrics_port} is not a port: pass 1 to 65535")

@@ -1,4 +1,4 @@
-"""Decides whether etcd is available, and returns the log lines about it. Pure.
+"""Decides whether etcd is available, and returns the log lines about it. Pure: no I/O, no clock.
 
 A short silence is not a problem: if a member dies, the next one is used, and an election takes a second. A line is
 logged only after ``grace_s`` without any answer, and another one when etcd answers again.

@@ -34,7 +34,7 @@ class Listing(NamedTuple):
 
 
 class Unchanged(NamedTuple):
-    """Condition of a transaction: the last change of ``key`` has this revision; 0: the key does not exist."""
+    """Condition of a transaction: the last change of ``key`` has this revision (0 if the key does not exist)."""
 
     key: str
     changed: int

@@ -99,7 +99,7 @@ class EtcdConnection:
             if "authentication is not enabled" in str(error):
                 return  # access is not restricted
             raise AccessDenied(
-                f"it rejects user {self._access.user!r}: {error}; check --etcd-user and its password"
+                f"etcd rejects user {self._access.user!r}: {error}; check --etcd-user and its password"
             ) from None
         self._token = answer.token
 

@@ -89,7 +89,7 @@ class Endpoints:
         if len(set(troubles.values())) == 1:
             troubles = {self._name: next(iter(troubles.values()))}
         texts = [f"etcd at {where} does not answer ({why})" for where, why in troubles.items()]
-        raise Invalid(f"{'; '.join(texts)}: start it, or pass other addresses") from None
+        raise Invalid(f"{'; '.join(texts)}: start etcd, or pass other addresses") from None
 
     async def close(self) -> None:
         """Close; pending and later requests raise Unavailable."""

@@ -1,4 +1,4 @@
-"""Journal of a job in etcd, and the state from which another driver resumes. Decides nothing.
+"""Journal of a job in etcd, and the recovery of the job state for a replacement driver. Makes no decisions.
 
     journal/header          {"begins": N, "header": {...}}: the records from number N on are valid
     journal/000000000017    1/1, followed by the lines of one record, as in a journal file

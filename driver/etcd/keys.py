@@ -43,7 +43,7 @@ class LeaderAddress(NamedTuple):
 def job_root(job: str) -> str:
     """Return the prefix of all keys of a job. Raises Invalid for an invalid name."""
     if not job or "/" in job or not job.isprintable() or len(job) > NAME_LIMIT:
-        raise Invalid(f"{job!r} is not a valid job name: use a short one without '/'")
+        raise Invalid(f"job name {job!r} is invalid: pass a short name without '/'")
     return f"{ROOT}{job}/"
 
 
@@ -55,15 +55,17 @@ def operators_key(job: str) -> str:
 def check_host(host: str) -> str:
     """Return the host's name unchanged. Raises Invalid for an invalid name."""
     if len(host) > HOST_LIMIT:
-        raise Invalid(f"a host name has at most {HOST_LIMIT} characters; {host[:20]!r}... has more")
+        raise Invalid(
+            f"host name {host[:20]!r}... is too long: pass at most {HOST_LIMIT} characters"
+        )
     if parse_host(f"[{host}]" if ":" in host else host)[0] != host:
-        raise Invalid(f"{host!r} contains slots: pass the name only")
+        raise Invalid(f"host name {host!r} contains slots: pass the name only")
     return host
 
 
 def check_slots(slots: int) -> int:
     if not 0 < slots <= SLOTS_LIMIT:
-        raise Invalid(f"a host can't have {slots} slots: pass 1 to {SLOTS_LIMIT}")
+        raise Invalid(f"slots is {slots}: pass 1 to {SLOTS_LIMIT}")
     return slots
 
 

@@ -1,4 +1,6 @@
-"""Coordination of a checkpoint: which ranks have written their shares, and when it is completed or dropped. Pure.
+"""Coordination of a checkpoint: which ranks have written their shares, and when it is completed or dropped.
+
+Pure: no I/O, no clock.
 
     CheckpointDue from rank 0 --> MakeDurable to all
     ShareWritten from all     --> SealCheckpoint to rank 0 --> CheckpointWritten --> CheckpointDone to all

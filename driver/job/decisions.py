@@ -1,4 +1,4 @@
-"""Decisions about one job: `Membership` while it trains, `Shutdown` once its outcome is known. Pure.
+"""Decisions about one job: `Membership` while it trains, `Shutdown` once its outcome is known. Pure: no I/O, no clock.
 
     answer = decisions.answer(event, now)            the actions of membership, which are written to the journal
     actions = decisions.follow(event, answer, now)   all actions to perform

@@ -51,7 +51,7 @@ async def campaign(
         taking.cancel()
         await asyncio.wait({taking})
         raise Invalid(
-            f"another driver leads job {plan.name}: wait until it ends, use another --job name, or pass --standby"
+            f"another driver is running job {plan.name}: wait until it ends, use another --job name, or pass --standby"
             " to take over from it"
         )
     if waited:

@@ -25,7 +25,7 @@ FORWARDED = re.compile(
 
 @dataclass(frozen=True)
 class PodSource:
-    """Selection of pods as hosts. ``slots``: of each pod; None: the number of its GPUs, or one."""
+    """Selection of pods as hosts. ``slots``: slots of each pod, or None for its number of GPUs (at least one)."""
 
     selector: str
     namespace: str | None  # None: that of this pod

@@ -33,7 +33,8 @@ class Provider(Protocol):
         """Return the starter of agents. Called once."""
 
     def archive(self) -> Archive | None:
-        """Return the archive of the journal from which another driver resumes; None: the job ends with this driver."""
+        """Return the journal archive that a replacement driver resumes from, or None if the job does not support driver
+        failover."""
 
     def environ_of(self, host: str) -> Mapping[str, str]:
         """Return additional environment variables of this host's workers."""

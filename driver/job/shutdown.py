@@ -1,4 +1,4 @@
-"""Decisions about the end of a job once its outcome is known: waiting, kills and the exit code. Pure.
+"""Decisions about the end of a job once its outcome is known: waiting, kills and the exit code. Pure: no I/O, no clock.
 
 outcome 0: members continue by themselves without a limit --> all exited --> exit code 0, or 1 if one failed
     other workers were asked to leave and have ``leave_s``

@@ -103,8 +103,8 @@ async def _past(
     unawaited = plan.standby and lead is not None and not lead.waited
     if found is None and lead is not None and lead.waited and not plan.fresh:
         raise Invalid(
-            f"job {plan.name} can't be resumed: its journal is missing in etcd, although a driver led the job until"
-            " now. Pass --fresh to discard its remaining data and start a new job"
+            f"job {plan.name} can't be resumed: its journal is missing from etcd, although a driver was running the"
+            " job. Restore etcd, or pass --fresh to discard the job's remaining data and start a new job"
         )
     if begun_alone or (found is not None and found.ended is not None and unawaited):
         return None  # its workers ended with their driver, or no driver has waited for its outcome
@@ -150,7 +150,7 @@ def _bound(server: ControlServer[Any], interface: str, port: int, own: int) -> A
                 " to use any free one"
             ) from error
         raise Invalid(
-            f"{where}, where the agents of this job look for its driver, can't be used: {error.strerror}; free it"
+            f"{where}, where the agents of this job look for its driver, can't be used: {error.strerror}; free the"
             " and rerun the command, or pass --fresh to start a new job"
         ) from error
 

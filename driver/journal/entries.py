@@ -73,15 +73,17 @@ class Header(msgspec.Struct, frozen=True):
         """
         if self.journal == ABANDONED:
             raise Invalid(
-                "it is incomplete, because its driver could not write to it (is the disk full?): "
+                "the journal is incomplete, because its driver could not write to it (is the disk full?): "
                 "start a new job with --fresh"
             )
         if self.journal != FORMAT:
-            raise Invalid(f"it has format {self.journal}; this version reads {FORMAT}")
+            raise Invalid(
+                f"the journal has format {self.journal}, but this version reads format {FORMAT}"
+            )
         try:
             return Settings(**self.settings)
         except TypeError as error:
-            raise Invalid(f"its settings are from another version: {error}") from error
+            raise Invalid(f"the journal contains settings of another version: {error}") from error
 
 
 class Entry(msgspec.Struct, omit_defaults=True):

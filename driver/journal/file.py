@@ -1,4 +1,4 @@
-"""Journal of a job in a file, and the search for the state from which another driver resumes. Makes no decisions.
+"""Journal of a job in a file, and the recovery of the job state for a replacement driver. Makes no decisions.
 
 Each entry is in the file when `record` returns, so the next driver finds it even if this one is killed. Entries are not
 synced to disk: a machine that loses power may lose the latest entries, but then its workers are lost too. A lock on the

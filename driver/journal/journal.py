@@ -207,7 +207,9 @@ def recording(path: Path) -> Recording:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise Invalid(f"cannot read the journal {str(path)!r}: {error.strerror}") from error
+        raise Invalid(
+            f"cannot read the journal {str(path)!r}: {error.strerror}; pass a readable file"
+        ) from error
     torn = lines.pop()
     try:
         header = decoded_header(lines[0] if lines else torn)

@@ -1,4 +1,7 @@
-"""Record of a journal in a remote store, divided into pieces of a size that the store accepts. Pure."""
+"""Record of a journal in a remote store, divided into pieces of a size that the store accepts.
+
+Pure: no I/O, no clock.
+"""
 
 from __future__ import annotations
 

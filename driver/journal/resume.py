@@ -121,7 +121,7 @@ def to_go_on_with(
     fresh: bool,
     name: str,
 ) -> RecoveredJob | None:
-    """Return the job that a driver with this command must continue; None: it starts a new job.
+    """Return the job that a driver with this command must continue, or None to start a new job.
 
     A completed job with the same command is returned too.
 

@@ -1,4 +1,6 @@
-"""Determines the valid part of a journal that several drivers have written in pieces, each in its own chapters. Pure.
+"""Determines the valid part of a journal that several drivers have written in pieces, each in its own chapters.
+
+Pure: no I/O, no clock.
 
 The first record of a chapter either invalidates everything before it, or names the record that it continues. The valid
 records are found by following these references backwards from the end. Incomplete records and records that a replaced
@@ -86,7 +88,7 @@ def counting(chapters: Mapping[str, Mapping[int, bytes]]) -> tuple[list[bytes], 
             break
         place = Place(place.chapter, record.first) if record.first else record.head.after
         if place is None:
-            raise ValueError("its beginning is missing")
+            raise ValueError("the beginning of the journal is missing")
     return records[::-1], last
 
 

@@ -1,4 +1,4 @@
-"""The environment of a worker that is about to be started. Pure."""
+"""The environment of a worker that is about to be started. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

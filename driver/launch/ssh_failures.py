@@ -1,4 +1,6 @@
-"""Explains in one sentence, from the output of ssh and the remote command, why an agent could not be started. Pure.
+"""Explains in one sentence, from the output of ssh and the remote command, why an agent could not be started.
+
+Pure: no I/O, no clock.
 
 ssh runs with its first level of debug messages (``debug1:``), which contain the keys it has tried.
 """

@@ -1,4 +1,4 @@
-"""Assignment of the driver's standard input to a worker. Pure."""
+"""Assignment of the driver's standard input to a worker. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Known environment variables, for detecting mistyped ones. Pure."""
+"""Known environment variables, for detecting mistyped ones. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decisions about health checks: a worker is admitted once the check of its slot has passed. Pure.
+"""Decisions about health checks: a worker is admitted once the check of its slot has passed. Pure: no I/O, no clock.
 
 The check runs beside the start of each worker (`processes.health_check_run`). Until it has passed, init() of the worker
 is not answered, so the worker cannot become ready and is in no world. Only the first world waits for it, and only

@@ -188,7 +188,7 @@ class Membership:
             case events.TimePassed() | events.WorkerSpent():
                 pass  # deadlines are checked after every event
             case _:
-                raise IllegalEvent("no handler for it")
+                raise IllegalEvent("the event has no handler")
 
     def _overdue(self) -> None:
         """Handle missed deadlines."""

@@ -1,4 +1,4 @@
-"""Decisions about messages that are repeated after a reconnection or a driver failover. Pure.
+"""Decisions about messages that are repeated after a reconnection or a driver failover. Pure: no I/O, no clock.
 
 A connection that breaks loses the messages in flight in both directions. The worker reconnects, reports its state and
 repeats unanswered messages (see `recovery`). This module is the driver's side: it repeats the decisions that currently

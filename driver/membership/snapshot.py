@@ -1,4 +1,6 @@
-"""Serialization of the whole state of a Membership as JSON, and its restoration. Pure. Decides nothing.
+"""Serialization of the whole state of a Membership as JSON, and its restoration.
+
+Pure: no I/O, no clock. Decides nothing.
 
 A snapshot is a table of objects, ``{"kinds": [[name, field, ...], ...], "objects": [[kind, part, ...], ...], "root":
 [n]}``. A part is a plain value, ``[n]`` for the n-th object of the table, or a float such as ``["inf"]``. Shared
@@ -178,9 +180,9 @@ def restore_snapshot(data: bytes, settings: Settings) -> Membership:
     except Invalid:
         raise
     except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise Invalid(f"this is not a snapshot of a job: {error!r}") from error
+        raise Invalid(f"the snapshot is invalid: {error!r}") from error
     if not isinstance(found, Membership):
-        raise Invalid(f"this is not a snapshot of a job, but of {type(found).__name__}")
+        raise Invalid(f"the snapshot contains a {type(found).__name__} instead of a job")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Detection of hosts with different versions of torch. Pure.
+"""Detection of hosts with different versions of torch. Pure: no I/O, no clock.
 
 Hosts with different versions may train together, which usually works. The warning helps to explain different results,
 or errors on one host only.

@@ -1,4 +1,4 @@
-"""Conversion of worker messages to events. Decides nothing. Pure."""
+"""Conversion of worker messages to events. Decides nothing. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class WorkerReports(Part):
         record.stands_by = False  # repeated in case the message was lost
         self.frozen.speaks(record)
         if record.stage is WorkerStage.STARTING:
-            raise IllegalEvent("reported ready before it connected")
+            raise IllegalEvent("the worker reported ready before it connected")
         if record.stage is WorkerStage.FINISHED:
             self.staff.release(record, because(ReasonKind.RETURNED_BEFORE))
             return

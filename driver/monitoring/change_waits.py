@@ -1,4 +1,6 @@
-"""Planned changes of the world that wait for a commit of the members, where workers join and leave. Pure.
+"""Planned changes of the world that wait for a commit of the members, where workers join and leave.
+
+Pure: no I/O, no clock.
 
     PrepareChange  --WAIT_S-->  wait: workers to join, workers to leave, seconds
     a member reaches a commit, the world breaks or ends, or the change is called off  -->  over

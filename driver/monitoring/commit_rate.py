@@ -1,6 +1,6 @@
 """The current number of commits per second of a job: the last measurement, which decays while no commits are possible.
 
-Pure.
+Pure: no I/O, no clock.
 """
 
 from __future__ import annotations

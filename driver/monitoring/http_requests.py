@@ -1,4 +1,4 @@
-"""Access control of the live page: maps the head of a request to an answer. Pure.
+"""Access control of the live page: maps the head of a request to an answer. Pure: no I/O, no clock.
 
 A connection to the page's port is not trusted: it may come from a browser that another site directed here, a scanner,
 or another user of this machine. Requests are refused as follows:

@@ -1,4 +1,4 @@
-"""Commits, optimizer steps and samples per second of a job, as its view shows them. Pure."""
+"""Commits, optimizer steps and samples per second of a job, as its view shows them. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The state of a job, derived from its events and decisions: workers, stages, ranks, world, commits, end. Pure.
+"""The state of a job, derived from its events and decisions: workers, stages, ranks, world, commits, end.
+
+Pure: no I/O, no clock.
 
 `JobView` is the only class that derives these facts. It receives each decision once. The page, the metrics, the time
 accounting, the stalls, ``explain``, the report, the timeline and the log are readers that follow it:

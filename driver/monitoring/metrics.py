@@ -147,7 +147,7 @@ class JobMetrics(ViewReader):
 
 
 def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
-    """Return the metric families in Prometheus format, ``now`` seconds since 1970. Pure."""
+    """Return the metric families in Prometheus format, ``now`` seconds since 1970."""
     view, rates = figures.view, figures.rates
     stages = Counter(known.stage for known in view.workers.values())
     numbers = ((stage.value, stages[stage]) for stage in Stage)

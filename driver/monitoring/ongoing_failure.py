@@ -1,4 +1,6 @@
-"""Detection of a failure that is still in progress, so that its log lines can be combined in one summary. Pure.
+"""Detection of a failure that is still in progress, so that its log lines can be combined in one summary.
+
+Pure: no I/O, no clock.
 
 Under load, the exceptions and exits caused by one fault may be seconds apart: an interpreter that has loaded torch
 takes seconds to exit, and ranks are scheduled at different times.

@@ -1,4 +1,6 @@
-"""Acknowledgement of workers' reports: which are new, and which workers need an acknowledgement. Pure.
+"""Acknowledgement of workers' reports: which are new, and which workers need an acknowledgement.
+
+Pure: no I/O, no clock.
 
 A worker numbers its reports and repeats them if some may have been lost; see `elastic.monitoring.report_queue`.
 """

@@ -1,4 +1,6 @@
-"""Values that workers reported by `elastic.report`, for a page: numbers over time, and the latest texts. Pure.
+"""Values that workers reported by `elastic.report`, for a page: numbers over time, and the latest texts.
+
+Pure: no I/O, no clock.
 
 For each name, the reports of the lowest rank are shown, since the other ranks usually report the same values. When a
 series exceeds POINTS, every second point is dropped.

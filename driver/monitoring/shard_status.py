@@ -1,4 +1,7 @@
-"""Division of a sharded state among workers, its newest sealed commit, and the source of lost shards. Pure."""
+"""Division of a sharded state among workers, its newest sealed commit, and the source of lost shards.
+
+Pure: no I/O, no clock.
+"""
 
 from __future__ import annotations
 

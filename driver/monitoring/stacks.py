@@ -1,4 +1,4 @@
-"""Extraction of the script's frames and the blocking call from a worker's stacks. Pure.
+"""Extraction of the script's frames and the blocking call from a worker's stacks. Pure: no I/O, no clock.
 
 The input is written by Python's faulthandler, with another header for the training thread:
 

@@ -1,4 +1,6 @@
-"""Detection of training stalls: whether there is one, since when, and which ranks the others wait for. Pure.
+"""Detection of training stalls: whether there is one, since when, and which ranks the others wait for.
+
+Pure: no I/O, no clock.
 
     a member waits inside a collective, or where all are to stop
       --STALL_S, and a usual interval between collectives-->  stall: the members that do not wait are its culprits

@@ -1,4 +1,7 @@
-"""The current number of optimizer steps and samples per second, from reports of the first worker. Pure."""
+"""The current number of optimizer steps and samples per second, from reports of the first worker.
+
+Pure: no I/O, no clock.
+"""
 
 from __future__ import annotations
 

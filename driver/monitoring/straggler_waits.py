@@ -1,4 +1,4 @@
-"""The time that members wait for the one that waits least, from their reports on collectives. Pure.
+"""The time that members wait for the one that waits least, from their reports on collectives. Pure: no I/O, no clock.
 
 Workers regularly report how many collectives they completed and the time spent inside them. The last worker to enter a
 collective waits least in it, so the difference between two workers' means is the time that one waited for the other. A

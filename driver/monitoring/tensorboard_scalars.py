@@ -43,7 +43,7 @@ class Scalar(NamedTuple):
 
 
 class ScalarsOfReports:
-    """Converts the reports of one job to scalars. Pure."""
+    """Converter of one job's reports to scalars. Pure: no I/O, no clock."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}  # reports, by rank

@@ -1,4 +1,6 @@
-"""Accounting of the time of a job and its workers, from the events and decisions in the journal. Pure.
+"""Accounting of the time of a job and its workers, from the events and decisions in the journal.
+
+Pure: no I/O, no clock.
 
 A worker reports how it spent its time since ``init()``. This module adds the rest: from its start to ``init()`` a
 worker is joining, and from its last report to its exit it continues its last activity. A worker that died cannot report

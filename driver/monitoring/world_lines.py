@@ -1,4 +1,4 @@
-"""Log lines about new worlds and recoveries. Pure."""
+"""Log lines about new worlds and recoveries. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check whether the networks of several hosts are compatible. Pure.
+"""Check whether the networks of several hosts are compatible. Pure: no I/O, no clock.
 
 Different networks are not a problem by themselves, since there may be routers between them. They are reported only if
 all hosts share another network. Addresses that obviously cannot reach each other are always reported.

@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
 
     def _authenticate(self, message: Any) -> None:
         if not self._calls and self.wire.unread:
-            raise ProtocolError("it sent more data before authentication completed")
+            raise ProtocolError("the peer sent more data before authentication completed")
         self._identity = self._owner.authenticate(self, message)
         if self._identity is not None and self._deadline is not None:
             self._deadline.cancel()
@@ -132,11 +132,11 @@ class Connection(asyncio.Protocol, Generic[Who]):
     def _count(self, data: bytes) -> None:
         """Limit the data of an unauthenticated caller. Raises ProtocolError."""
         if not self._unproved and self._tls is None and data[:2] == _TLS_HELLO:
-            raise ProtocolError(f"it uses TLS, but this job was started without {FLAGS}")
+            raise ProtocolError(f"the peer uses TLS, but this job was started without {FLAGS}")
         self._unproved += len(data)
         limit = HANDSHAKE_LIMIT if self._tls is None else TLS_HANDSHAKE_LIMIT
         if self._unproved > limit:
-            raise ProtocolError(f"more than {limit} bytes before authentication")
+            raise ProtocolError(f"the peer sent more than {limit} bytes before authentication")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.end(error=exc)

@@ -241,14 +241,14 @@ class ControlServer(Generic[Who]):
             raise ProtocolError(f"{type(answer).__name__} arrived before the Answer")
         if answer.version != VERSION:
             raise ProtocolError(
-                f"it uses version {answer.version} of the protocol, the driver {VERSION}: install the same release"
-                " everywhere"
+                f"the peer uses protocol version {answer.version}, the driver version {VERSION}: install the same"
+                " release on every host"
             )
         peer = callers.who(answer)
         expected = proof(self.secret, callers.role, connection.nonce, answer.nonce, str(peer))
         # The nonce's length is fixed, so that the text of the proof is unambiguous.
         if len(answer.nonce) != NONCE_BYTES or not hmac.compare_digest(answer.proof, expected):
-            raise ProtocolError(f"it claims to be {peer}, but does not know the job's secret")
+            raise ProtocolError(f"the peer claims to be {peer}, but does not know the job's secret")
         if not self._expected(peer):
             raise self._turned_away(
                 connection, answer, f"{peer} is not {_a(callers.role)} of this job"
@@ -275,9 +275,9 @@ class ControlServer(Generic[Who]):
 
     def hear(self, peer: Who, message: Any) -> None:
         if isinstance(message, self.callers.answer):
-            raise ProtocolError("a second Answer")
+            raise ProtocolError("the peer sent a second Answer")
         if isinstance(message, Hello) and message.worker != peer:
-            raise ProtocolError(f"it claims to be {message.worker}")
+            raise ProtocolError(f"the peer claims to be {message.worker}")
         self._heard(peer, message)
 
     def lost(

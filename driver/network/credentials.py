@@ -1,4 +1,4 @@
-"""Credentials for etcd and for TLS connections. Pure.
+"""Credentials for etcd and for TLS connections. Pure: no I/O, no clock.
 
 They come from the command line or from an agent's bootstrap. Their repr does not contain secrets.
 """

@@ -152,17 +152,22 @@ class ThisHost:
             return None
         address = literal_address(host)
         if address is not None:
-            return None if self._is_here(address) else "it is not an address of this machine"
+            return None if self._is_here(address) else f"{host} is not an address of this machine"
         lookup = begun(lambda: self._resolve(host), f"resolve {host}")
         if not futures.wait([lookup], self._resolve_s).done:
-            raise _Unresolved(f"it could not be resolved within {self._resolve_s:g} s")
+            raise _Unresolved(
+                f"cannot resolve host {host!r} within {self._resolve_s:g} s: check the name server, or pass an IP"
+                " address"
+            )
         try:
             addresses = lookup.result()
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise _Unresolved(f"it could not be resolved: {reason}") from None
+            raise _Unresolved(
+                f"cannot resolve host {host!r}: {reason}; check the spelling and DNS, or pass an IP address"
+            ) from None
         here = any(map(self._is_here, addresses))
-        return None if here else f"it is another machine ({', '.join(addresses[:3])})"
+        return None if here else f"{host} is another machine ({', '.join(addresses[:3])})"
 
     def _is_here(self, address: str) -> bool:
         ip = ipaddress.ip_address(address)

@@ -43,13 +43,15 @@ class Aws:
         if answer.status == 404:
             return None
         if answer.status != 200:
-            raise SourceError(f"it returned status {answer.status}")
+            raise SourceError(f"the metadata service returned status {answer.status}")
         content = answer.json()
         try:
             action, end = str(content["action"]), str(content["time"])
             moment = datetime.strptime(end, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
         except (KeyError, TypeError, ValueError) as error:
-            raise SourceError(f"its answer is not as documented: {answer.text[:80]!r}") from error
+            raise SourceError(
+                f"the metadata service sent an undocumented answer: {answer.text[:80]!r}"
+            ) from error
         text = f"AWS will {action} this spot instance"
         return PreemptionNotice(text, answer.ends_at(moment.timestamp()))
 
@@ -86,6 +88,8 @@ class Aws:
             "/latest/api/token", headers, method="PUT", body=b"", within_s=within_s
         )
         if answer.status != 200 or not answer.text:
-            raise SourceError(f"it returned status {answer.status} instead of a token")
+            raise SourceError(
+                f"the metadata service returned status {answer.status} instead of a token"
+            )
         self._token = answer.text
         self._renew_at = time.monotonic() + TOKEN_S / 2

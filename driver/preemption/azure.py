@@ -49,11 +49,11 @@ class Azure:
         if not self._own_name:
             answer = self._ask(NAME)
             if answer.status != 200:
-                raise SourceError(f"it returned status {answer.status}")
+                raise SourceError(f"the metadata service returned status {answer.status}")
             self._own_name = answer.text
         answer = self._ask(EVENTS, within_s=2.0 if self._answered else FIRST_ANSWER_S)
         if answer.status != 200:
-            raise SourceError(f"it returned status {answer.status}")
+            raise SourceError(f"the metadata service returned status {answer.status}")
         self._answered = True
         content = answer.json()
         try:
@@ -61,7 +61,9 @@ class Azure:
             self._announced = [str(event["EventId"]) for event in own]
             ends = [self._ends(event, answer) for event in own]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise SourceError(f"its answer is not as documented: {answer.text[:80]!r}") from error
+            raise SourceError(
+                f"the metadata service sent an undocumented answer: {answer.text[:80]!r}"
+            ) from error
         return min(ends, key=lambda each: each.at or 0.0, default=None)
 
     def released(self) -> None:
@@ -70,7 +72,9 @@ class Azure:
             body = json.dumps({"StartRequests": requests}).encode()
             answer = self._ask(EVENTS, method="POST", body=body)
             if answer.status >= 300:
-                raise SourceError(f"it rejected the acknowledgement: status {answer.status}")
+                raise SourceError(
+                    f"the metadata service rejected the acknowledgement with status {answer.status}"
+                )
 
     def hint(self) -> str:
         return ""

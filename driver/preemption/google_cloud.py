@@ -51,7 +51,7 @@ class GoogleCloud:
             raise
         if answer.status != 200:
             self._etag = ""
-            raise SourceError(f"it returned status {answer.status}")
+            raise SourceError(f"the metadata service returned status {answer.status}")
         self._etag = answer.headers.get("etag", "")
         self._known = self._read(answer)
         if not self._etag:
@@ -67,7 +67,9 @@ class GoogleCloud:
     def _read(self, answer: Answer) -> PreemptionNotice | None:
         content = answer.json()
         if not isinstance(content, dict):
-            raise SourceError(f"its answer is not as documented: {answer.text[:80]!r}")
+            raise SourceError(
+                f"the metadata service sent an undocumented answer: {answer.text[:80]!r}"
+            )
         if content.get("preempted") == "TRUE":
             return self._since("Google Cloud will preempt this machine", PREEMPTED_S)
         if str(content.get("maintenanceEvent", "")).startswith("TERMINATE"):

@@ -40,7 +40,9 @@ class Answer:
         try:
             return json.loads(self.body)
         except ValueError as error:
-            raise SourceError(f"its answer is not JSON: {self.text[:80]!r}") from error
+            raise SourceError(
+                f"the metadata service sent invalid JSON: {self.text[:80]!r}"
+            ) from error
 
     def ends_at(self, moment: float) -> float:
         """Convert a time of the server's clock to this machine's clock."""
@@ -58,7 +60,7 @@ class MetadataServer:
             host = None
         if host is None or parts.scheme != "http":
             raise SourceError(
-                f"{endpoint!r} is not an address of a metadata server: use http://HOST[:PORT]"
+                f"{endpoint!r} is not an address of a metadata server: pass http://HOST[:PORT]"
             )
         self._host, self._port = host, port
         self._prefix = parts.path.rstrip("/")
@@ -86,7 +88,7 @@ class MetadataServer:
             while piece := response.read1(PIECE):
                 pieces.append(piece)
                 if time.monotonic() > deadline or sum(map(len, pieces)) > LIMIT:
-                    raise SourceError("its answer is incomplete")
+                    raise SourceError("the metadata service sent an incomplete answer")
             named = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, named, b"".join(pieces), _skew_s(named))
         except (OSError, http.client.HTTPException, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Interface of the sources of preemption notices. Pure."""
+"""Interface of the sources of preemption notices. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

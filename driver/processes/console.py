@@ -63,7 +63,7 @@ class WriterThread:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until everything is written, for at most ``timeout_s``; None: without a limit.
+        """Wait until everything is written, for at most ``timeout_s`` seconds, or without a limit if None.
 
         Returns False on timeout.
         """

@@ -74,7 +74,7 @@ class OutOfMemory:
         return "out of memory" + ("" if limit is None else f", the limit is {limit / 1e9:.1f} GB")
 
     def limit_bytes(self) -> int | None:
-        """Return the common limit of all processes in this group. None: the machine's memory."""
+        """Return the memory limit in bytes that this group's processes share, or None if they have none."""
         text = "" if self._limit is None else _read(self._limit).strip()
         limited = text.isdigit() and int(text) < UNLIMITED_BYTES
         return int(text) if limited else None

@@ -94,7 +94,7 @@ def read(wanted: str) -> tuple[list[str], int]:
     if words in ([], [OFF]):
         return [], 0
     if OFF in words:
-        raise ValueError(f"{OFF} excludes modules and numbers: pass one or the other")
+        raise ValueError(f"{OFF} excludes modules and numbers: omit {OFF}, or pass {OFF} alone")
     names = [word for word in words if not word.isdecimal()]
     for name in names:
         if not all(map(str.isidentifier, name.split("."))):

@@ -53,7 +53,7 @@ def parse_stat(text: bytes) -> Stat:
     """Parse a line of /proc/PID/stat. The command name in parentheses may contain anything. Raises ValueError."""
     fields = text.rpartition(b")")[2].split()
     if len(fields) < 15:
-        raise ValueError(f"not a line of /proc/PID/stat: {text[:80]!r}")
+        raise ValueError(f"{text[:80]!r} is not a line of /proc/PID/stat")
     ticks = sum(map(int, fields[11:15]))
     return Stat(fields[0].decode(), int(fields[1]), int(fields[3]), ticks)
 

@@ -1,4 +1,7 @@
-"""The end of each worker's stderr and the exception that ended it; decides which tracebacks are shown. Pure."""
+"""The end of each worker's stderr and the exception that ended it; decides which tracebacks are shown.
+
+Pure: no I/O, no clock.
+"""
 
 from __future__ import annotations
 

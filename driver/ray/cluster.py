@@ -79,7 +79,7 @@ class ClusterRequest:
     def __post_init__(self) -> None:
         """Validate the values. Raises Invalid."""
         if self.most < 1:
-            raise Invalid(f"the number of workers must be at least 1, got {self.most}")
+            raise Invalid(f"the number of workers is {self.most}: pass at least 1")
         for name, amount in self.resources.items():
             if not isinstance(amount, (int, float)) or not amount >= 0:
                 raise Invalid(
@@ -89,7 +89,7 @@ class ClusterRequest:
             raise Invalid("resources_per_worker requests nothing: pass at least {'CPU': 1}")
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise Invalid(
-                f"resources_per_worker: GPU is {self.gpus:g}: Ray allocates fractions of one GPU, or whole GPUs"
+                f"resources_per_worker: GPU is {self.gpus:g}: pass a fraction below 1, or a whole number of GPUs"
             )
 
     @property

@@ -39,7 +39,9 @@ def desk_of(job: str) -> tuple[str, bytes]:
         raise Invalid(f"no Ray cluster found: {error}; set RAY_ADDRESS") from None
     actor = find_actor(job)
     if actor is None:
-        raise Invalid(f"no detached job {job} runs in this Ray cluster")
+        raise Invalid(
+            f"detached job {job} does not exist in this Ray cluster: see `ray list actors`"
+        )
     try:
         desk: tuple[str, bytes] | None = ray.get(actor.desk.remote(), timeout=WITHIN_S)
     except (GetTimeoutError, RayError) as error:

@@ -1,4 +1,4 @@
-"""Journal of a job in Ray's key-value store, and the state from which another driver resumes. Decides nothing.
+"""Journal of a job in Ray's key-value store, and the recovery of the job state. Makes no decisions.
 
     journal/<job>/writers/000002                            the ID of the driver that has the second turn
     journal/<job>/records/000002-000001-<id>/000000017      {"piece":1,"of":1}, followed by the lines of one record
@@ -98,7 +98,7 @@ class RayArchive:
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> RayJournal:
         if self._turn is None:
-            raise RuntimeError("the store was not read before")
+            raise RuntimeError("the journal store was not read yet")
         journal = RayJournal(self._turn, self._chapters, header, header.writer, policy)
         await journal.begin()
         return journal
@@ -107,7 +107,7 @@ class RayArchive:
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> RayJournal:
         if self._turn is None or self._place is None:
-            raise RuntimeError("the store was empty when it was read")
+            raise RuntimeError("the journal store was empty at the last read")
         journal = RayJournal(
             self._turn, self._chapters, past.header, writer, policy, entries=past.replayed
         )

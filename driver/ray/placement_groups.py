@@ -1,4 +1,6 @@
-"""Decisions about claims: which nodes of a Ray cluster have slots, and which claims to create and remove. Pure.
+"""Decisions about claims: which nodes of a Ray cluster have slots, and which claims to create and remove.
+
+Pure: no I/O, no clock.
 
 A claim is one placement group with one bundle: resources for one worker. The job holds as many claims as it can use
 workers. Pending claims cause an autoscaler to add nodes.

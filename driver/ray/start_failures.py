@@ -1,4 +1,4 @@
-"""Messages that explain, from Ray's error, why Ray could not start an agent on a node. Pure."""
+"""Messages that explain, from Ray's error, why Ray could not start an agent on a node. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

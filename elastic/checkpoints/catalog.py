@@ -130,12 +130,12 @@ def read(storage: Storage, name: CommitName) -> Manifest:
     try:
         found = manifest.decode_manifest(storage.read(f"{name}/{manifest.MANIFEST}"))
     except FileNotFoundError:
-        raise IncompleteCommit("it is incomplete: manifest.json is missing") from None
+        raise IncompleteCommit("manifest.json is missing, so the commit is incomplete") from None
     if found.name != name:
-        raise UnreadableCommit(f"its manifest belongs to {found.name}")
+        raise UnreadableCommit(f"{manifest.MANIFEST} belongs to commit {found.name}")
     files = storage.sizes(str(name))
     if manifest.MANIFEST not in files:
-        raise IncompleteCommit("it was removed while it was read")
+        raise IncompleteCommit("the commit was removed during the read")
     trouble = manifest.missing(found, files)
     if trouble:
         raise UnreadableCommit(trouble)

@@ -74,7 +74,7 @@ def export(storage: Storage, found: Manifest, file: str) -> list[SkippedValue]:
         if isinstance(error, OSError | Invalid) or not isinstance(error, Exception):
             raise
         # torch and safetensors raise their own exceptions if the disk is full.
-        raise OSError(f"{file} can't be written: {type(error).__name__}: {error}") from error
+        raise OSError(f"cannot write {file}: {type(error).__name__}: {error}") from error
     return state.left_out
 
 
@@ -156,7 +156,7 @@ def _take_part(
                 made.left_out.append(SkippedValue(f"{name}.{key}"))
     elif {"origins", "options"} <= kinds:
         if name not in found.group_sizes:
-            raise UnreadableCommit(f"its manifest lacks the parameter groups of optimizer {name}")
+            raise UnreadableCommit(f"the manifest lacks the parameter groups of optimizer {name}")
         sizes = found.group_sizes[name]
         _take(made, name, lambda: _portable(optimizer_state.described(structure, sizes, tensors)))
     elif tensors:  # the part has an unknown kind or contains pickled values
@@ -206,7 +206,7 @@ def _decoded(text: Any) -> Any:
     try:
         return from_plain(text)
     except CorruptedData as error:
-        raise UnreadableCommit(f"its manifest is damaged: {error}") from error
+        raise UnreadableCommit(f"the manifest is damaged: {error}") from error
 
 
 class _NotPortable(Exception):

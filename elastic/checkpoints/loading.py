@@ -83,7 +83,7 @@ def load_random(generators: Sequence[Any], rank: int, state: ObjectState) -> Non
             take_random(state, from_plain(saved))
         except CorruptedData as error:
             raise UnreadableCommit(
-                f"its random state of rank {rank} is damaged: {error}"
+                f"the random state of rank {rank} is damaged: {error}"
             ) from error
 
 
@@ -97,7 +97,7 @@ def _python(
         for kind, texts in (("values", found.values), ("structures", found.structures)):
             by_kind[kind].update({name: from_plain(text) for name, text in texts.items()})
     except CorruptedData as error:
-        raise UnreadableCommit(f"its {manifest.MANIFEST} is damaged: {error}") from error
+        raise UnreadableCommit(f"{manifest.MANIFEST} is damaged: {error}") from error
     if found.pickled:
         content = storage.read(f"{found.name}/{manifest.PICKLED}")
         check = Check(found.files[manifest.PICKLED])
@@ -110,7 +110,7 @@ def _python(
 
 def _compare(file: str, check: Check) -> None:
     if not check.passed():
-        raise UnreadableCommit(f"{file} is damaged: its checksum differs")
+        raise UnreadableCommit(f"{file} is damaged: the checksum differs")
 
 
 def _tensors(

@@ -1,4 +1,4 @@
-"""Checkpoint options of a worker, read from the environment variables that the driver sets. Pure."""
+"""Checkpoint options of a worker, read from the environment variables that the driver sets. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

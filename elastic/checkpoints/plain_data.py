@@ -1,4 +1,4 @@
-"""Lossless conversion of Python values to JSON and back, without pickle. Pure.
+"""Lossless conversion of Python values to JSON and back, without pickle. Pure: no I/O, no clock.
 
 Values without a JSON equivalent become objects with the key ``~``: ``{"~": "tuple", "v": [1, 2]}``. Values of any other
 type raise NotPlain. A file cannot cause code to be run.

@@ -1,4 +1,4 @@
-"""Choice of the commits that a rank writes to storage. Pure.
+"""Choice of the commits that a rank writes to storage. Pure: no I/O, no clock.
 
 All ranks must choose the same commit without waiting for each other. Rank 0 decides: it names a commit far enough ahead
 for the request to reach all ranks before they make that commit. A rank that receives the request too late reports this;

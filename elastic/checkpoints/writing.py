@@ -209,7 +209,7 @@ def _share(storage: Storage, name: CommitName, rank: int, size: int) -> Share:
             " shared by all hosts"
         ) from None
     if (share.rank, share.size) != (rank, size):
-        raise UnreadableCommit(f"{file} was written in another world")
+        raise UnreadableCommit(f"{file} was written in another world than the current one")
     return share
 
 

@@ -244,7 +244,7 @@ class Messenger(Protocol):
         """Send to one rank. Messages with the same receiver and tag, 0 to MAX_TAG, arrive in order."""
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> MessageWork:
-        """Receive from ``source``; None: from any rank, which `MessageWork.source` returns.
+        """Receive from rank ``source``, or from any rank if None; `MessageWork.source` returns the sender.
 
         Waiting for it raises TensorMismatch if the message has another dtype or number of elements; the error names
         both.

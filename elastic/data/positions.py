@@ -55,7 +55,7 @@ class SamplePartition:
         return self.batch + self.parts
 
     def size(self, left: int) -> int:
-        """Number of samples in the next step, of ``left`` in the epoch. 0: the epoch is over."""
+        """Return the number of samples in the next step, of ``left`` in the epoch; 0 if the epoch is over."""
         if left < self.batch and self.drop_last:
             return 0
         if self.drop_last or not self.batch < left < self.reach or self.batch < 2 * self.parts:
@@ -67,7 +67,7 @@ class SamplePartition:
         return left // self.batch if self.drop_last else -(-left // self.batch)
 
     def step(self, consumed: int, length: int) -> range:
-        """Places of the next step's samples in the epoch's order. Empty: the epoch is over."""
+        """Return the next step's positions in the epoch's order, or an empty result if the epoch is over."""
         return range(consumed, consumed + self.size(max(0, length - consumed)))
 
     def part(self, step: range, number: int) -> range:

@@ -1,4 +1,4 @@
-"""Progress of a loader, and the part of it that a commit counts. Pure.
+"""Progress of a loader, and the part of it that a commit counts. Pure: no I/O, no clock.
 
 A batch is handed out, then trained on; batches that loader workers have prefetched do not count. If an optimizer steps
 between batches, its steps define what has been trained: a commit before the step, or in the middle of a gradient

@@ -1,4 +1,4 @@
-"""Seeds that depend on the loaded sample or batch, not on the process or rank that loads it. Pure."""
+"""Seeds that depend on the loaded sample or batch, not on the process or rank that loads it. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

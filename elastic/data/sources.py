@@ -136,7 +136,7 @@ class StreamSource:
         )
 
     def load(self, epoch: int, dealing: SamplePartition, step: range, part: int) -> Any:
-        raise Invalid("a stream can't be read at any place")
+        raise Invalid("a stream has no random access: pass a map-style dataset")
 
     def ids(self, epoch: int, places: range) -> list[int]:
         return list(places)

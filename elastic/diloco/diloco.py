@@ -99,7 +99,7 @@ class DiLoCo:
             )
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
         if not named:
-            raise Invalid("the model has no parameter with requires_grad")
+            raise Invalid("the model has no parameter with requires_grad: unfreeze at least one")
         self.model, self.inner_optimizer, self.dtype = model, inner_optimizer, dtype
         self._bits = BITS.get(dtype)
         self.names = list(named)

@@ -1,4 +1,6 @@
-"""Schedule of a DiLoCo round: which fragment of the parameters is sent and merged at which inner step. Pure.
+"""Schedule of a DiLoCo round: which fragment of the parameters is sent and merged at which inner step.
+
+Pure: no I/O, no clock.
 
 Inner steps are counted from 1. A round has ``every`` of them. Fragment f of P is sent after inner step n if n is
 congruent to (f + 1) * every // P modulo ``every``, and merged after inner step n + delay. ``delay`` is less than the
@@ -20,11 +22,11 @@ from elastic.errors import Invalid
 
 
 class Sent(NamedTuple):
-    """A fragment in flight: the inner steps after which it was sent and is merged."""
+    """Fragment in flight."""
 
-    fragment: int
-    step: int
-    due: int
+    fragment: int  # index of the fragment
+    step: int  # inner step after which the fragment was sent
+    due: int  # inner step after which the fragment is merged
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One step of a fixed number of shards, and its listeners. Pure."""
+"""One step of a fixed number of shards, and its listeners. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

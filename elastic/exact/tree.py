@@ -1,4 +1,6 @@
-"""Order in which shards are summed: one binary tree, independent of the assignment of shards to ranks. Pure.
+"""Order in which shards are summed: one binary tree, independent of the assignment of shards to ranks.
+
+Pure: no I/O, no clock.
 
 Floating-point sums depend on their order. A sum over shards therefore follows a tree that depends only on their number.
 A node covers the shards [start, stop) and is the sum of two nodes. The left one covers the largest power of two that

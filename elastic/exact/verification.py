@@ -1,4 +1,6 @@
-"""Draws the shards of a step that two ranks compute, and decides which result is wrong if two differ. Pure.
+"""Draws the shards of a step that two ranks compute, and decides which result is wrong if two differ.
+
+Pure: no I/O, no clock.
 
 All ranks know the schedule without communication: it is drawn from the seed of the shards, the generation and the step.
 In a step with checks, one shard of each rank is computed again by another rank, so that no rank waits for one that

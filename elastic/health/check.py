@@ -23,7 +23,7 @@ def gpus_here() -> bool:
 
 
 def check(slot: int | None) -> tuple[int, str]:
-    """Check the processors, and the GPU of a slot; None: all GPUs. Return the exit code and a line."""
+    """Check the processors, and the GPU of a slot (all GPUs if None). Return the exit code and a summary line."""
     if wrong := known_answers.wrong_on_cpu():
         return WRONG_RESULT, f"cpu: {wrong}"
     if not gpus_here():

@@ -74,7 +74,7 @@ class PreparedState(TorchState):
             kept["scaler"] = accelerator.scaler
         if accelerator._optimizers and not any(map(averaging, values.values())):
             raise Invalid(
-                "no model that averages gradients: pass the model that accelerator.prepare() returned,"
+                "model does not average gradients: pass the model that accelerator.prepare() returned,"
                 " PreparedState(accelerator, model=model, loader=loader)"
             )
         self._accelerator = accelerator

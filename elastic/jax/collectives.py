@@ -153,7 +153,7 @@ def _array(leaf: Any) -> jax.Array:
         return leaf
     if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
         return jnp.asarray(leaf)
-    raise TypeError(f"a leaf is a {type(leaf).__name__}: pass trees of arrays and numbers")
+    raise TypeError(f"the tree contains a {type(leaf).__name__}: pass trees of arrays and numbers")
 
 
 def _key(array: jax.Array) -> Any:

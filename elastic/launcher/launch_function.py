@@ -57,7 +57,7 @@ def launch(
     """
     flags = words_of(LAUNCH, options)
     if not callable(func):
-        raise Invalid(f"launch() calls a function, not a {type(func).__name__}")
+        raise Invalid(f"func is a {type(func).__name__}: pass a function")
     if not isinstance(args, list | tuple):
         raise Invalid(f"args is a {type(args).__name__}: pass a list or tuple of arguments")
     if on_report is not None and not callable(on_report):

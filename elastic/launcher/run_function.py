@@ -48,7 +48,8 @@ def _call(path: str, environ: MutableMapping[str, str]) -> bytes:
     path = path or environ.get("ELASTIC_CALL", "")
     if not path:
         raise Invalid(
-            "no call to run: pass the file of a call, or start this program through elastic.launch or elastic.ray"
+            "no function to run: pass the path of a pickled call, or start workers through elastic.launch or"
+            " elastic.ray"
         )
     try:
         return Path(path).read_bytes()

@@ -1,4 +1,6 @@
-"""Estimate of the offset between this worker's clock and the driver's, from requests with four times each. Pure.
+"""Estimate of the offset between this worker's clock and the driver's, from requests with four times each.
+
+Pure: no I/O, no clock.
 
     asked (here)  ->  heard, told (there)  ->  answered (here)
 

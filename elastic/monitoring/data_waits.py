@@ -27,7 +27,10 @@ def count(account: TimeAccount) -> None:
 
 
 def listen(listener: Callable[[Any], None] | None) -> None:
-    """Call ``listener`` in the training thread with the iterator of each batch, or None at its end. None: stop."""
+    """Call ``listener`` in the training thread with the iterator of each batch, or None at its end.
+
+    If ``listener`` is None, stop the calls.
+    """
     global _listener
     _listener = listener
 

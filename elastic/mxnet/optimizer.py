@@ -207,6 +207,6 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
 
 def groups(count: int, wanted: int) -> Sequence[tuple[int, int]]:
-    """Return the bounds of ``wanted`` groups of nearly equal size that divide ``count`` items. 0: one group."""
+    """Return the bounds of ``wanted`` groups of nearly equal size that divide ``count`` items; one group if 0."""
     parts = max(1, min(wanted, count))
     return [(count * part // parts, count * (part + 1) // parts) for part in range(parts)]

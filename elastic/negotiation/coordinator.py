@@ -1,4 +1,6 @@
-"""Decide which collectives can run now, and in what order: those that every member has requested. Pure.
+"""Decide which collectives can run now, and in what order: those that every member has requested.
+
+Pure: no I/O, no clock.
 
 Each generation has one coordinator, on rank 0, for the world and all its process sets. Ranks request collectives in any
 order. A collective that all members have requested runs immediately, in the same order on every rank. The coordinator

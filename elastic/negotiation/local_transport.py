@@ -35,7 +35,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def last_resort_s(env: Environment) -> float:
-    """Return how many seconds a collective may wait for a rank; 0: no limit.
+    """Return how many seconds a collective may wait for a rank, or 0 for no limit.
 
     With a driver there is no limit, because the driver detects stuck workers and fences them.
     """
@@ -44,7 +44,7 @@ def last_resort_s(env: Environment) -> float:
 
 
 def silence_s(env: Environment) -> float:
-    """Return how many seconds rank 0 may stay silent; 0: no limit. Stalls are reported before that."""
+    """Return the seconds after which a silent rank 0 is lost, or 0 for no limit. Stalls are reported earlier."""
     last_s = last_resort_s(env)
     return last_s + SILENT_BEATS * BEAT_S if last_s else 0.0
 
@@ -123,7 +123,7 @@ class LocalController:
         rank = message.rank
         with self._deciding:
             if not 0 < rank < self._size or rank in self._connected:
-                raise ProtocolError(f"rank {rank} is not expected")
+                raise ProtocolError(f"unexpected connection of rank {rank}")
             caller.wire.expect(_offers, FRAME_LIMIT)
             caller.identity = rank
             self._connected[rank] = caller

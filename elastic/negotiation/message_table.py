@@ -1,4 +1,4 @@
-"""Requests of the ranks of one set, by name and by number, and the meaning of each number. Pure.
+"""Requests of the ranks of one set, by name and by number, and the meaning of each number. Pure: no I/O, no clock.
 
 `coordinator` decides when it runs.
 """

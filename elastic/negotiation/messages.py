@@ -1,4 +1,6 @@
-"""Messages by which ranks negotiate a collective before it runs, and the check that their requests match. Pure.
+"""Messages by which ranks negotiate a collective before it runs, and the check that their requests match.
+
+Pure: no I/O, no clock.
 
 A rank sends a `Request`: ``kind`` and ``name`` identify the collective, and the other fields must match as its kind
 requires. The result is a `Response`. Members of a process set are given by their ranks in the world; an empty list of

@@ -32,23 +32,23 @@ def checked_ranks(values: object) -> Ranks:
     """Return the ranks in ascending order. Raises Invalid unless ``values`` is a list of distinct ranks."""
     if hasattr(values, "Get_rank"):
         raise Invalid(
-            "an MPI communicator was passed as a process set, but MPI is not used here: pass a list of ranks, as"
-            " in ProcessSet([0, 1])"
+            "an MPI communicator can't be a process set, because MPI is not used: pass a list of ranks, as in"
+            " ProcessSet([0, 1])"
         )
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise Invalid(f"a process set is a list of ranks, as in ProcessSet([0, 1]), not {values!r}")
+        raise Invalid(
+            f"ranks of a process set are {values!r}: pass a list of ranks, as in ProcessSet([0, 1])"
+        )
     ranks = []
     for value in values:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise Invalid(
-                f"{value!r} in a process set is not a rank; ranks are whole numbers from 0"
-            )
+            raise Invalid(f"rank {value!r} in a process set is invalid: pass whole numbers from 0")
         ranks.append(operator.index(value))
     ranks.sort()
     if not ranks:
-        raise Invalid("a process set needs at least one rank; this one is empty")
+        raise Invalid("the process set is empty: pass at least one rank")
     if ranks[0] < 0:
-        raise Invalid(f"{ranks[0]} in a process set is not a rank; ranks are whole numbers from 0")
+        raise Invalid(f"rank {ranks[0]} in a process set is invalid: pass whole numbers from 0")
     twice = sorted({rank for rank, after in itertools.pairwise(ranks) if rank == after})
     if twice:
         raise Invalid(f"process set {ranks}: list each rank once, not rank {twice[0]} twice")
@@ -145,7 +145,7 @@ class ProcessSetTable:
             if largest and ranks[-1] >= largest:
                 raise Invalid(
                     f"process set {list(ranks)} has a rank {ranks[-1]}, but the ranks of this job are 0 to"
-                    f" {largest - 1}: leave it out, or start more workers"
+                    f" {largest - 1}: omit rank {ranks[-1]}, or start more workers"
                 )
             if ranks == tuple(range(fixed_size)):
                 raise Invalid(
@@ -258,7 +258,8 @@ def _same(wishes: Sequence[TableProposal]) -> None:
     if len(asked) > 1:
         differing = "; ".join(f"{_named(ranks)} asked {what}" for what, ranks in asked.items())
         raise Invalid(
-            f"process sets: {differing}. All ranks must add and remove the same sets in the same order"
+            f"process sets differ between ranks: {differing}. Add and remove the same sets in the same order on"
+            " all ranks"
         )
 
 

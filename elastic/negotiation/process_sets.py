@@ -159,7 +159,7 @@ def _members(process_set: ProcessSet) -> Ranks:
     entry, place = process_set._entry, context.current().place
     if not entry.number:
         if entry.removed:
-            raise Invalid(f"process set {list(entry.ranks)} was removed; add it again to use it")
+            raise Invalid(f"process set {list(entry.ranks)} was removed: add the process set again")
         raise Invalid(
             f"process set {list(entry.ranks)} is not registered; call add_process_set() or"
             " init(process_sets=[...]) with it, on all ranks"
@@ -172,7 +172,8 @@ def _members(process_set: ProcessSet) -> Ranks:
                 " the world grows"
             )
         raise Invalid(
-            f"rank {place.rank} is not in {_called(entry)}; call this only where process_set.included() is True"
+            f"rank {place.rank} is not in {_called(entry)}: call collectives on it only if"
+            " process_set.included() is True"
         )
     return members
 
@@ -232,7 +233,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     rt = context.current()
     _need_dynamic("added")
     if process_set is global_process_set:
-        raise Invalid("global_process_set is always registered; do not add it")
+        raise Invalid(
+            "global_process_set can't be added, because it is always registered: use it directly"
+        )
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     _add(rt, [added])
     return added
@@ -274,7 +277,9 @@ def process_set_by_id(process_set_id: int) -> ProcessSet:
     for each in process_sets():
         if each.process_set_id == process_set_id:
             return each
-    raise Invalid(f"no process set has the number {process_set_id!r}")
+    raise Invalid(
+        f"process set ID {process_set_id!r} is not registered: pass the process_set_id of a registered ProcessSet"
+    )
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
@@ -378,5 +383,5 @@ def require_global(process_set: object) -> None:
     """Raise Invalid (a ValueError) for any other set, in functions that are defined on the whole world only."""
     if process_set is not global_process_set and process_set is not None:
         raise Invalid(
-            "this runs on all workers only; leave process_set out, or pass global_process_set"
+            "process_set must contain all workers here: omit process_set, or pass global_process_set"
         )

@@ -1,4 +1,6 @@
-"""One rank's side of the negotiation in one set of ranks: its requests, and application of decisions. Pure.
+"""One rank's side of the negotiation in one set of ranks: its requests, and application of decisions.
+
+Pure: no I/O, no clock.
 
 The numbers assigned by the coordinator are the same on every member, because all receive the same decisions in the same
 order.

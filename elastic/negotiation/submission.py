@@ -140,7 +140,9 @@ def start_broadcast(
     if not isinstance(root_rank, int) or isinstance(root_rank, bool) or not 0 <= root_rank < size:
         raise ValueError(f"root_rank is {root_rank!r}: pass a rank between 0 and {size - 1}")
     if members is not None and root_rank not in members:
-        raise ValueError(f"root_rank {root_rank} is not in the process set {list(members)}")
+        raise ValueError(
+            f"root_rank {root_rank} is not in the process set {list(members)}: pass one of its ranks"
+        )
     if members is None and _callers is not None and len(_callers) > 1 and root_rank not in _callers:
         raise ValueError(
             f"root_rank {root_rank} has just joined, or missed the newest commit: collectives of reset callbacks"
@@ -280,7 +282,7 @@ def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int) -> list[int]
     counts = [int(count) for count in splits]
     if any(count < 0 for count in counts) or sum(counts) > rows:
         raise ValueError(
-            f"splits {counts} add up to more than the tensor's {rows} rows, or are negative"
+            f"splits {counts} are negative or exceed the tensor's {rows} rows: pass rows per rank"
         )
     return counts
 

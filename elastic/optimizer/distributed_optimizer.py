@@ -269,7 +269,7 @@ def _checked_names(
     named = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
         raise Invalid(
-            "named_parameters holds something other than (name, parameter) tuples; pass model.named_parameters()"
+            "named_parameters contains entries that are not (name, parameter) tuples: pass model.named_parameters()"
         )
     seen: set[str] = set()
     twice = sorted({name for name, _ in named if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
@@ -314,6 +314,8 @@ def _checked_groups(
                     f"groups contains a {type(parameter).__name__}; put parameters (tensors) in its lists"
                 )
             if id(parameter) in seen:
-                raise Invalid("groups contains a parameter twice; put each in one group at most")
+                raise Invalid(
+                    "groups contains a parameter twice: put each parameter in at most one group"
+                )
             seen.add(id(parameter))
     return groups

@@ -1,4 +1,4 @@
-"""Differing calls of the ranks of a group, and the sentence that describes them. Pure."""
+"""Differing calls of the ranks of a group, and the sentence that describes them. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

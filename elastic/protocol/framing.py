@@ -1,4 +1,4 @@
-"""Frames of a connection: their encoding, size limit and authentication tag. Pure.
+"""Frames of a connection: their encoding, size limit and authentication tag. Pure: no I/O, no clock.
 
     4 bytes  length of the body, big endian
     body     one message as MessagePack; empty in a sealed frame: a heartbeat
@@ -116,7 +116,9 @@ class FramedConnection:
         try:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"not a message of this protocol: {_shown(error)}") from error
+            raise ProtocolError(
+                f"a frame contains no message of this protocol: {_shown(error)}"
+            ) from error
 
     def _next_body(self) -> bytes | None:
         buffer = self._buffer
@@ -124,7 +126,7 @@ class FramedConnection:
             return None
         length = int.from_bytes(buffer[:4], "big")
         if length > self._limit:
-            raise ProtocolError(f"a frame of {length} bytes; the limit is {self._limit}")
+            raise ProtocolError(f"a frame has {length} bytes, but the limit is {self._limit}")
         end = 4 + length + (TAG_BYTES if self._key_in else 0)
         if len(buffer) < end:
             return None
@@ -133,7 +135,7 @@ class FramedConnection:
             self._frames_in += 1
             tag = bytes(buffer[4 + length : end])
             if not hmac.compare_digest(tag, _tag(self._key_in, self._frames_in, body)):
-                raise ProtocolError("a frame without the seal of this connection")
+                raise ProtocolError("a frame lacks the seal of this connection")
         del buffer[:end]
         return body
 

@@ -23,14 +23,14 @@ class ClientHandshake:
     def answer(self, challenge: Any) -> bytes:
         """Return the proof for our nonce. Raises ProtocolError unless the peer is a driver of this version."""
         if not isinstance(challenge, Challenge):
-            raise ProtocolError("the other end is not a driver of hvd-elastic")
+            raise ProtocolError("the peer is not a driver of hvd-elastic")
         if challenge.version != VERSION:
             raise ProtocolError(
-                f"the driver uses version {challenge.version} of the protocol, this {self._role} {VERSION}: install"
+                f"the driver uses protocol version {challenge.version}, this {self._role} version {VERSION}: install"
                 " the same hvd-elastic on every host"
             )
         if len(challenge.nonce) != NONCE_BYTES:  # otherwise the text of a proof would be ambiguous
-            raise ProtocolError("its challenge has an invalid length")
+            raise ProtocolError("the driver's challenge has an invalid length")
         self._theirs = challenge.nonce
         return proof(self._secret, self._role, self._theirs, self.nonce, self._who)
 

@@ -63,7 +63,7 @@ class Worker(Value):
         place, _, incarnation = text.rpartition("#")
         host, _, slot = place.rpartition(":")
         if not host:
-            raise ValueError(f"{text!r} is not a worker; expected host:slot#incarnation")
+            raise ValueError(f"{text!r} is not a worker ID: pass host:slot#incarnation")
         return cls(host, int(slot), int(incarnation))
 
     def next(self) -> Worker:
@@ -468,7 +468,9 @@ class Reported(Message):
     dropped: int = 0  # reports dropped since the previous one, because the queue was full
 
 
-Trace = tuple[str, str, str, int, int]  # kind, row, name, nanoseconds, duration: see trace_buffer
+Trace = tuple[
+    str, str, str, int, int
+]  # kind, row, name, start (ns), duration (ns): see trace_buffer
 
 
 class ClockAsked(Message):
@@ -829,7 +831,9 @@ def encoded(message: msgspec.Struct, limit: int = FRAME_LIMIT) -> bytes:
         plain = msgspec.to_builtins(message, builtin_types=(bytes,))
         body = _encoder.encode(_sayable(plain))
     if len(body) > limit:
-        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes; the limit is {limit}")
+        raise ProtocolError(
+            f"{type(message).__name__} has {len(body)} bytes, but the limit is {limit}"
+        )
     return body
 
 

@@ -1,4 +1,4 @@
-"""Unauthenticated connections of a listener: how many are kept, and for how long. Pure.
+"""Unauthenticated connections of a listener: how many are kept, and for how long. Pure: no I/O, no clock.
 
 Any number may connect; at the limit, the oldest connection is dropped in favor of the newest, because a legitimate peer
 authenticates quickly.

@@ -1,4 +1,4 @@
-"""Values that `report` accepts, and their encoding. Pure.
+"""Values that `report` accepts, and their encoding. Pure: no I/O, no clock.
 
 Numbers, text, None, and lists and dicts of them: JSON, plus NaN and infinity. Both ends validate.
 """
@@ -55,7 +55,7 @@ def unpacked(worker: Worker, reported: Reported) -> Report:
     try:
         metrics = _dict(_decoder.decode(reported.metrics), ())
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
-        raise ValueError(f"it is not a dict of names and values: {error}") from error
+        raise ValueError(f"metrics is not a dict of names and values: {error}") from error
     return Report(
         reported.rank, reported.size, reported.generation, str(worker), metrics, reported.at
     )
@@ -65,7 +65,7 @@ def _dict(values: Mapping[Any, Any], path: Path) -> Metrics:
     for key in values:
         if not isinstance(key, str):
             raise TypeError(
-                f"report(): {_where(path)} has the key {key!r}, a {_name(key)}; keys are strings"
+                f"report(): {_where(path)} has the key {key!r}, a {_name(key)}: use strings as keys"
             )
     return {_text(key): _plain(value, (*path, key)) for key, value in values.items()}
 
@@ -79,13 +79,17 @@ def _plain(value: Any, path: Path) -> Any:
     if isinstance(value, int):
         number = int.__int__(value)
         if number not in INTEGERS:
-            raise Invalid(f"report(): {_where(path)} is an integer that does not fit into 64 bits")
+            raise Invalid(
+                f"report(): {_where(path)} is an integer that exceeds 64 bits: pass a float or a string"
+            )
         return number
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, Mapping | list | tuple):
         if len(path) > DEPTH:
-            raise Invalid(f"report(): {_where(path[:4])}... is nested more than {DEPTH} deep")
+            raise Invalid(
+                f"report(): {_where(path[:4])}... is nested more than {DEPTH} levels deep: flatten the values"
+            )
         if isinstance(value, Mapping):
             return _dict(value, path)
         return [_plain(each, (*path, index)) for index, each in enumerate(value)]

@@ -101,7 +101,7 @@ class TlsEndpoint:
         if data and not self._begun:
             self._begun = True
             if data[0] not in _RECORDS:
-                raise TlsFailed(f"it does not use TLS: pass it {FLAGS}")
+                raise TlsFailed(f"the peer does not use TLS: pass {FLAGS} to the peer")
         self._arrived.write(data)
         parts = []
         try:
@@ -146,7 +146,7 @@ def _explained(error: ssl.SSLError) -> str:
     """Return the reason of a failed handshake, as a sentence about the peer."""
     reason = error.reason or ""
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
-        return f"it does not use TLS: pass it {FLAGS}"
+        return f"the peer does not use TLS: pass {FLAGS} to the peer"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is rejected: {error.verify_message}"
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":

@@ -41,7 +41,7 @@ class TraceFile:
             target = os.path.realpath(path)
             beginning = f"{target}.{os.getpid()}.new"
             if os.path.exists(target) and not os.path.isfile(target):
-                raise OSError(errno.EINVAL, "it is not a regular file")
+                raise OSError(errno.EINVAL, "not a regular file")
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(beginning)  # O_EXCL does not follow a link that is put there now
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -89,4 +89,6 @@ class TraceFile:
     def _put(self, text: bytes, at: int) -> None:
         written = os.pwrite(self._fd, text, at)
         if written != len(text):  # an error of a full disk is raised at the next write
-            raise OSError(errno.ENOSPC, f"no space after {written} of {len(text)} bytes")
+            raise OSError(
+                errno.ENOSPC, f"no space left on the device after {written} of {len(text)} bytes"
+            )

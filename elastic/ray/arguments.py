@@ -76,9 +76,13 @@ def wanted(
             f"num_workers {np} is not between min_workers {least} and max_workers {most}: pass min <= num <= max"
         )
     if num_hosts is not None and (num_hosts < 1 or np % num_hosts):
-        raise Invalid(f"{np} workers can't be divided evenly among {num_hosts} hosts")
+        raise Invalid(
+            f"num_workers {np} can't be divided evenly among {num_hosts} hosts: pass a multiple of {num_hosts}"
+        )
     if num_hosts is not None and elastic:
-        raise Invalid("an elastic job uses all hosts that are available: leave num_hosts out")
+        raise Invalid(
+            "num_hosts can't be set for an elastic job, which uses all available hosts: omit num_hosts"
+        )
     number = isinstance(placement_timeout, int | float) and not isinstance(placement_timeout, bool)
     if not number or not math.isfinite(placement_timeout) or placement_timeout < LEAST_S:
         raise Invalid(
@@ -107,7 +111,7 @@ def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, flo
     found: dict[str, float] = {"CPU": 1.0}
     for name, amount in (given or {}).items():
         if not isinstance(name, str) or not name:
-            raise Invalid(f"resources_per_worker names {name!r}; names of resources are strings")
+            raise Invalid(f"resources_per_worker has the key {name!r}: use strings as keys")
         if isinstance(amount, bool) or not isinstance(amount, int | float):
             raise Invalid(f"resources_per_worker[{name!r}] is {amount!r}: pass a number")
         if not math.isfinite(amount) or amount < 0:
@@ -117,7 +121,7 @@ def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, flo
         found.setdefault("GPU", 1.0)
         if not found["GPU"]:
             raise Invalid(
-                "use_gpu=True needs GPUs, but resources_per_worker['GPU'] is 0: leave out one of them"
+                "use_gpu=True requires GPUs, but resources_per_worker['GPU'] is 0: omit one of the two"
             )
     elif found.get("GPU"):
         raise Invalid("resources_per_worker has GPUs: pass use_gpu=True too")
@@ -151,8 +155,8 @@ def check_options(options: RayOptions, *, elastic: bool = True) -> None:
     standbys = _standbys(options)
     if standbys and not elastic:
         raise Invalid(
-            f"standbys is {standbys}, but a job without min_workers and max_workers replaces no worker: pass one of"
-            " them"
+            f"standbys is {standbys}, but a job without min_workers and max_workers replaces no worker: pass"
+            " min_workers or max_workers"
         )
 
 
@@ -164,10 +168,10 @@ def check_environ(given: object) -> None:
         raise Invalid(f"env is a {type(given).__name__}: pass a dict of strings")
     for name, value in given.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise Invalid(f"env[{name!r}] is {value!r}; names and values are strings")
+            raise Invalid(f"env[{name!r}] is {value!r}: pass strings as names and values")
         if not name or "=" in name or "\0" in name + value:
             raise Invalid(
-                f"env has {name!r}: its name or value is not allowed in an environment variable"
+                f"env[{name!r}] has an invalid name or value: remove null characters, and '=' from the name"
             )
 
 
@@ -189,7 +193,7 @@ def check_job_name(name: object) -> None:
 def check_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise Invalid if the function cannot be called with these arguments, as far as its signature is known."""
     if not callable(function):
-        raise Invalid(f"a {type(function).__name__} can't be called: pass a function")
+        raise Invalid(f"function is a {type(function).__name__}: pass a function")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # functions not written in Python

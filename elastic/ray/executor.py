@@ -88,7 +88,7 @@ def run(
         **options,
     ) as executor:
         if not callable(train_fn):
-            raise Invalid(f"run() calls a function, not a {type(train_fn).__name__}")
+            raise Invalid(f"run() got a {type(train_fn).__name__}: pass a function")
         given = arguments.call_arguments(config)
         arguments.check_call(train_fn, given, {})
         if detached is not None:
@@ -197,10 +197,11 @@ class Executor:
     ) -> None:
         """Reserve the resources, and start the workers if they persist. Raises Invalid, JobFailed."""
         if self._follower is not None:
-            raise Invalid("this executor was already started: shut it down first")
+            raise Invalid("this executor was already started: call shutdown() first")
         if executable_cls is not None and self._wanted.elastic:
             raise Invalid(
-                "an elastic executor starts new workers for each run: create the object inside the function"
+                "executable_cls can't be used with an elastic executor, which starts new workers for each run: create"
+                " the object inside the function"
             )
         self._env |= dict(extra_env_vars or {})
         driver_client, environ = self._prepared()
@@ -328,7 +329,7 @@ class Executor:
 
     def _need_start(self, what: str, fn: object) -> None:
         if not callable(fn):
-            raise Invalid(f"{what}() calls a function, not a {type(fn).__name__}")
+            raise Invalid(f"{what}() got a {type(fn).__name__}: pass a function")
         if self._follower is None:
             raise Invalid(f"this executor has no workers: call start() before {what}()")
 

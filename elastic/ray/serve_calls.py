@@ -156,9 +156,7 @@ def main() -> None:
     call = os.environ.get(CALL, "")
     path = os.environ.get(CALLS, "") or (call and os.path.join(os.path.dirname(call), "calls"))
     if not path:
-        raise Invalid(
-            f"{CALLS} is not set: this program is started by elastic.ray.Executor, for its workers"
-        )
+        raise Invalid(f"{CALLS} is not set: start this program through elastic.ray.Executor")
     from elastic.ray.served_world import join
 
     world = join()

@@ -124,7 +124,9 @@ def join() -> ServedRuntime:
     """Join the job that this process was started for, and its first world. Raises the errors of ``init()``."""
     env = environment.read()
     if env.driver is None:
-        raise Invalid("no driver started this worker: it is for workers of elastic.ray.Executor")
+        raise Invalid(
+            "this process was not started by a driver: start workers through elastic.ray.Executor"
+        )
     served = ServedRuntime(env, Link(env.driver, env.secret, env.worker, tls=env.tls))
     served.connect()
     lifecycle.adopt(served)

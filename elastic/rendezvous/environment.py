@@ -74,7 +74,7 @@ class Environment:
     life_lock: str = ""  # lets the agent detect immediately that this process has died
 
     def core(self, local_rank: int) -> int | None:
-        """Return the core for this rank's background thread; None: any."""
+        """Return the core for this rank's background thread, or None for any core."""
         return self.cores[local_rank] if 0 <= local_rank < len(self.cores) else None
 
 
@@ -105,7 +105,9 @@ def read(
     tls = tuple(env.get(name) or "" for name in _TLS)
     if any(tls) and not all(tls):
         missing = _TLS[tls.index("")]
-        raise Invalid(f"{missing} is not set, but others of {', '.join(_TLS)} are; set all three")
+        raise Invalid(
+            f"{missing} is not set, but other variables of {', '.join(_TLS)} are: set all three"
+        )
     launched = launched or started(env, parent=os.getppid())
     stalls = not _switch(env, "HOROVOD_STALL_CHECK_DISABLE")
     warning_s = _number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", "seconds", 60.0)
@@ -284,7 +286,7 @@ def _switch(env: Mapping[str, str], name: str, default: bool = False) -> bool:
     text = env.get(name, "").strip().lower()
     value = _ON_OR_OFF.get(text) if text else default
     if value is None:
-        raise Invalid(f"{name} is {env[name]!r}; set it to 1 or 0")
+        raise Invalid(f"{name} is {env[name]!r}: set it to 1 or 0")
     return value
 
 

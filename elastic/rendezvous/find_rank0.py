@@ -283,7 +283,10 @@ def numeric(host: str) -> str:
     try:
         rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise Invalid(f"MASTER_ADDR {host!r} can't be resolved: {error.strerror}") from None
+        raise Invalid(
+            f"MASTER_ADDR {host!r} can't be resolved: {error.strerror}; check the spelling and DNS, or set"
+            " MASTER_ADDR to an IP address"
+        ) from None
     every = [str(row[4][0]) for row in rows]
     # A name may resolve to both address families, while this host has a route to only one.
     found = next((each for each in every if own_address(each) is not None), every[0])

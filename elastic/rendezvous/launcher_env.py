@@ -1,4 +1,6 @@
-"""Decide from the environment which launcher started this process, its rank, and how the ranks connect. Pure.
+"""Decide from the environment which launcher started this process, its rank, and how the ranks connect.
+
+Pure: no I/O, no clock.
 
 If elasticrun set variables, nothing else is read. Otherwise, from most to least explicit: Horovod's own variables,
 torch's (torchrun, or set by hand), Open MPI's, those of MPICH and Intel MPI, Slurm's. See docs/launchers.md.
@@ -124,7 +126,9 @@ def first_host(nodes: str) -> str:
     """Return the first host of a Slurm node list: gpu01 for ``gpu[01-03,07],login1``."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
     if match is None:
-        raise Invalid(f"SLURM_STEP_NODELIST is {nodes!r}, which names no host")
+        raise Invalid(
+            f"SLURM_STEP_NODELIST is {nodes!r}, which contains no host: start the script with srun"
+        )
     before, number, after = match.groups()
     return f"{before}{number or ''}{after or ''}"
 
@@ -284,7 +288,7 @@ def _first(env: Mapping[str, str], *names: str) -> str | None:
 
 def _number(env: Mapping[str, str], name: str) -> int:
     if not env[name].isdecimal():
-        raise Invalid(f"{name} is {env[name]!r}; it must be a whole number")
+        raise Invalid(f"{name} is {env[name]!r}: set it to a whole number")
     return int(env[name])
 
 
@@ -299,7 +303,7 @@ def _rank_of(env: Mapping[str, str], rank_name: str, size_name: str) -> tuple[in
     rank, size = _number(env, rank_name), _number(env, size_name)
     if rank >= size:
         raise Invalid(
-            f"{rank_name} is {rank} and {size_name} is {size}; ranks count from 0 to size - 1"
+            f"{rank_name} is {rank} and {size_name} is {size}: set the rank to a value from 0 to size - 1"
         )
     return rank, size
 

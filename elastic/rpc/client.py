@@ -101,7 +101,7 @@ class ControlClient:
         """Read once from the socket. Raises OSError and ProtocolError."""
         data = self.socket.recv(_READ_BYTES)
         if not data:
-            raise ConnectionClosed("it closed the connection")
+            raise ConnectionClosed("the peer closed the connection")
         if self._tls is not None:
             with self._turning:
                 data = self._tls.feed(data)

@@ -360,7 +360,7 @@ class Groups:
         until = time.monotonic() + self._env.timeout_s
         if not all(group.freed(max(0.0, until - time.monotonic())) for group in self._buried):
             raise DeviceLost(
-                "its GPU did not free the memory of an earlier world's communicators within"
+                "the GPU did not free the memory of an earlier world's communicators within"
                 f" {self._env.timeout_s:g} s"
             )
         # Communicators that did not connect are freed when NCCL's timeout expires, unless there are too many.

@@ -1,4 +1,4 @@
-"""State machine of a worker across changes of the world: abort, restore, wait, hold, stop. Pure.
+"""State machine of a worker across changes of the world: abort, restore, wait, hold, stop. Pure: no I/O, no clock.
 
     OUTSIDE --wait_for_world--> WAITING --World--> TRAINING --Broken, or a collective failed--> BROKEN
                                    ^                  | all stopped at the safepoint               |
@@ -435,7 +435,7 @@ class Recovery:
         return [Send(self._last_word), AbortGroups(generation, summary)]
 
     def quit(self, code: int, call: str | None = None) -> list[Action]:
-        """Report that the process will exit with this code. ``call``: the call in user code; None: ``sys.exit``."""
+        """Report that the process will exit with ``code``, through ``call`` in user code or ``sys.exit`` if None."""
         if self.phase is Phase.OVER:
             return []
         generation = self.generation

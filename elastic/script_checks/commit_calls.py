@@ -1,4 +1,4 @@
-"""When a script calls ``commit()``, from its syntax tree. Pure."""
+"""When a script calls ``commit()``, from its syntax tree. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

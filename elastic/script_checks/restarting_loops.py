@@ -1,4 +1,6 @@
-"""Find loops around ``commit()`` that start again whenever ``elastic.run`` calls the training function. Pure.
+"""Find loops around ``commit()`` that start again whenever ``elastic.run`` calls the training function.
+
+Pure: no I/O, no clock.
 
 Loops are judged in the training function, and in functions of the script that receive the state outside of any loop
 that the state may control. In case of doubt, for instance if anything in the loop depends on the state, none is found.

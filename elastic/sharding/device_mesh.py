@@ -1,4 +1,4 @@
-"""Number of shards and of replicas in a world with hybrid sharding (HSDP). Pure.
+"""Number of shards and of replicas in a world with hybrid sharding (HSDP). Pure: no I/O, no clock.
 
 Ranks form a mesh of replicas by shards, in row-major order: each row holds the complete state, each column one shard.
 Without replicas, the mesh has a single row and each rank has its own shard. ``order`` is the rank at each mesh

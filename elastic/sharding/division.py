@@ -1,4 +1,4 @@
-"""Assignment of shards to the ranks of one world. Pure."""
+"""Assignment of shards to the ranks of one world. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of the two banks that a rank alternates between for commits. Pure.
+"""State of the two banks that a rank alternates between for commits. Pure: no I/O, no clock.
 
     begin --> WRITING --copied--> OWN --mirrored--> MIRRORED --sealed--> the base of the next commit
 

@@ -1,4 +1,4 @@
-"""Assignment of whole parameters to shards, as in torch's ZeroRedundancyOptimizer. Pure.
+"""Assignment of whole parameters to shards, as in torch's ZeroRedundancyOptimizer. Pure: no I/O, no clock.
 
 In each group, parameters are assigned in descending order of size, each to the shard with the fewest elements so far.
 """

@@ -1,4 +1,4 @@
-"""Placement of the copies of each shard's commit on ranks other than its owner. Pure.
+"""Placement of the copies of each shard's commit on ranks other than its owner. Pure: no I/O, no clock.
 
 A copy is placed on a host that has no copy of the shard yet, if one exists. As many hosts as there are copies can then
 be lost together, adjacent or not. Among the eligible ranks, the one with the fewest copies is chosen. If all hosts have

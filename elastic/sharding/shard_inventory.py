@@ -1,4 +1,6 @@
-"""Choice of the commit that all ranks restore: the newest one whose shards are all held by some rank. Pure.
+"""Choice of the commit that all ranks restore: the newest one whose shards are all held by some rank.
+
+Pure: no I/O, no clock.
 
 Different ranks may hold the shards of a commit, as owners or as copies. A commit that was sealed on any rank is
 mirrored on all ranks; a commit that is not mirrored everywhere was never sealed. The latter can be complete, but with

@@ -1,4 +1,4 @@
-"""Reports of a rank to the driver: the shards that it holds, and its rows in a new world. Pure."""
+"""Reports of a rank to the driver: the shards that it holds, and its rows in a new world. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ class State:
                 tensors, gradients = {}, {}
 
     def layout(self) -> str:
-        """Return the lines that must agree on all workers. Empty: nothing is compared."""
+        """Return the lines that must agree on all workers, or an empty result if nothing is compared."""
         return ""
 
     def _options(self) -> list[str]:
@@ -461,7 +461,9 @@ def refuse_method_names(names: Iterable[str]) -> None:
     """Raise Invalid if a value's name would hide a method: ``commit`` is called by the run loop."""
     for name in names:
         if callable(getattr(ObjectState, name, None)) or name.startswith("_"):
-            raise Invalid(f"a state can't have a value called {name!r}; choose another name")
+            raise Invalid(
+                f"the name {name!r} is reserved: choose another name for the state's value"
+            )
 
 
 def refuse_misspelled(

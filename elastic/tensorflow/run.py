@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 def run(func: Callable[..., Value]) -> Callable[..., Value]:
     """Like `elastic.run_loop.run`, but also recover from errors that TensorFlow reports for a collective in a graph."""
     if not callable(func):
-        raise Invalid(f"elastic.run decorates a function, not a {type(func).__name__}")
+        raise Invalid(f"elastic.run got a {type(func).__name__}: decorate a function")
 
     @functools.wraps(func)
     def training(*args: Any, **kwargs: Any) -> Value:

@@ -62,7 +62,9 @@ class TensorFlowState(HandledState):
         if session is None and not tf.executing_eagerly():
             session = tf.compat.v1.get_default_session()
             if session is None:
-                raise Invalid("TensorFlowState in a graph needs the session that has its values")
+                raise Invalid(
+                    "session is missing: in graph mode, pass TensorFlowState the session that contains the variables"
+                )
         if session is not None and not hasattr(session, "graph"):
             raise Invalid(f"session is a {type(session).__name__}: pass a tf.compat.v1.Session")
         if session is not None and variables is None:

@@ -21,7 +21,7 @@ _theirs: Any = _torch._process_group_name
 
 
 class GroupNames:
-    """Names of one process. Pure."""
+    """Group names of one process. Pure: no I/O, no clock."""
 
     def __init__(self) -> None:
         self.generation = 0  # generation that has entered elastic.run; 0 before

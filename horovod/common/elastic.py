@@ -26,7 +26,7 @@ def run_fn(func: Callable[..., Value], reset: Callable[[], None]) -> Callable[..
         Invalid: ``reset`` is not a function.
     """
     if not callable(reset):
-        raise Invalid(f"run_fn needs a reset function, not a {type(reset).__name__}")
+        raise Invalid(f"reset is a {type(reset).__name__}: pass a function")
     return run(func)
 
 

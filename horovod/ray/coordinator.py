@@ -55,7 +55,7 @@ class Coordinator:
 
         if sorted(self._nodes) != [*range(len(self._nodes))] or not self._nodes:
             raise Invalid(
-                f"only ranks {sorted(self._nodes)} are registered: register every rank, starting from 0"
+                f"registered ranks {sorted(self._nodes)} are incomplete: register every rank, starting from 0"
             )
         first = self._nodes[0]
         there = NodeAffinitySchedulingStrategy(first, soft=False)

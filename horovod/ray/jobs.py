@@ -72,10 +72,10 @@ class _Job:
 
     def _need(self, fn: object, callbacks: Callbacks | None = None) -> None:
         if not callable(fn):
-            raise Invalid(f"workers call a function, not a {type(fn).__name__}")
+            raise Invalid(f"fn is a {type(fn).__name__}: pass a function")
         for each in callbacks or ():
             if not callable(each):
-                raise Invalid(f"one of the callbacks is a {type(each).__name__}: pass functions")
+                raise Invalid(f"callbacks contains a {type(each).__name__}: pass functions")
         if not self._begun:
             raise Invalid("this executor has no workers; call start() first")
 

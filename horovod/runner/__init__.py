@@ -53,7 +53,7 @@ def run(
     """
     for name, value in {"use_mpi": use_mpi, "mpi_args": mpi_args}.items():
         if value:
-            raise Invalid(f"horovod.run({name}=...): MPI is not used here; leave it out")
+            raise Invalid(f"horovod.run({name}=...): MPI is not used: omit {name}")
     if network_interface and network_interfaces:
         raise Invalid("network_interface and network_interfaces mean the same: pass one of them")
 

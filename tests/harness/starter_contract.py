@@ -42,7 +42,7 @@ job = told["job"]
 if job == "silent":
     sys.stderr.write("still thinking\\n")
 elif job == "wrong":
-    sys.exit("hvd-elastic agent: the bootstrap message has no driver address")
+    sys.exit("hvd-elastic agent: the bootstrap message contains no driver address")
 elif job == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 release = "0.0.1" if job == "old" else {release!r}
@@ -203,7 +203,7 @@ class StarterContract:
     async def test_an_agent_that_does_not_start_says_why_and_troubles_nobody(self, opened):
         async with opened as bench:
             text = await failure(bench.starter, bootstrap("alpha", "wrong"))
-            assert text.endswith("the bootstrap message has no driver address")
+            assert text.endswith("the bootstrap message contains no driver address")
             await bench.starter.start(bootstrap("beta"))
             await bench.starter.start(bootstrap("alpha"))
             assert bench.runs("alpha") and bench.runs("beta")

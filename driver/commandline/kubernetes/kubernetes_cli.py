@@ -149,10 +149,12 @@ def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, A
         )
     found = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", options.workers)
     if found is None:
-        raise Invalid(f"--workers {options.workers!r} is not MIN or MIN:PODS, as in 2:8")
+        raise Invalid(f"--workers {options.workers!r} is invalid: pass MIN or MIN:PODS, as in 2:8")
     least, pods = int(found[1]), int(found[2] or found[1])
     if least > pods * max(1, options.gpus):
-        raise Invalid(f"--workers {options.workers}: {pods} pods can't run {least} workers")
+        raise Invalid(
+            f"--workers {options.workers}: {pods} pods can't run {least} workers: pass PODS >= MIN"
+        )
     if IMAGE.fullmatch(options.image) is None:
         raise Invalid(
             f"--image {options.image!r} is not an image name: pass one as in registry/train:1.2"

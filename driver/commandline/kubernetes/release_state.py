@@ -1,4 +1,4 @@
-"""State of a release of the chart, from its Job and pods. Pure."""
+"""State of a release of the chart, from its Job and pods. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

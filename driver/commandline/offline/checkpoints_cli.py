@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
         entries = [catalog.entry(storage, name) for name in catalog.names(storage)]
         if not entries:
             if not storage.exists():
-                raise Invalid(f"{storage.url} does not exist")
+                raise Invalid(f"{storage.url} does not exist: pass a folder or URL of checkpoints")
             print(f"{storage.url} has no checkpoints")
             return 1 if options.verify else 0
         damaged = 0
@@ -177,7 +177,9 @@ def _check_place(out: str) -> None:
     format_of(out)
     folder = os.path.dirname(out) or "."
     if not os.path.isdir(folder):
-        raise Invalid(f"{out} can't be written: there is no folder {folder}")
+        raise Invalid(
+            f"cannot write {out}: folder {folder} does not exist; create it, or pass another --out FILE"
+        )
 
 
 def _exported(
@@ -226,5 +228,5 @@ def _newest(storage: Storage) -> Manifest:
             return found.manifest
         print(f"{storage.url}/{name} is skipped: {found.trouble}", file=sys.stderr)
     if not storage.exists():
-        raise Invalid(f"{storage.url} does not exist")
-    raise Invalid(f"{storage.url} has no checkpoint that can be exported")
+        raise Invalid(f"{storage.url} does not exist: pass a folder or URL of checkpoints")
+    raise Invalid(f"{storage.url} contains no complete checkpoint: pass another folder")

@@ -140,7 +140,9 @@ async def _served(path: Path, options: ReplayOptions) -> None:
         played = iter(found)
         first = next(played, None)
         if first is None:
-            raise Invalid(f"the journal {str(path)!r} contains no events")
+            raise Invalid(
+                f"the journal {str(path)!r} contains no events: pass the journal of a job that started"
+            )
         reading = found.reading
         model = model_of(reading, path)
         begins = first.at + (reading.offset or 0.0) + options.begin

@@ -53,7 +53,9 @@ def checkpoint_plan(
     if options.checkpoint_dir is None:
         for option in fields(CheckpointFlags):
             if getattr(options, option.name) is not None:
-                raise Invalid(f"{flag_of(option)} needs --checkpoint-dir: pass the folder too")
+                raise Invalid(
+                    f"{flag_of(option)} requires --checkpoint-dir: pass --checkpoint-dir DIR"
+                )
         return CheckpointPlan()
     if options.fresh and options.begin_from is not None:
         raise Invalid(

@@ -353,7 +353,8 @@ class DetectionFlags:
         given(
             "--no-stall-check",
             False,
-            "Disable all of the above but --lease; also HOROVOD_STALL_CHECK_DISABLE=1. On: --stall-check.",
+            "Disable all stall and failure timeouts except --lease; also HOROVOD_STALL_CHECK_DISABLE=1. On:"
+            " --stall-check.",
             variable="HOROVOD_STALL_CHECK_DISABLE",
             keys=("stall_check.enabled=false",),
         ),

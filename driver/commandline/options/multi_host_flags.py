@@ -197,8 +197,7 @@ class SecurityFlags:
         "--secret-file",
         "FILE",
         "File with the job's secret, created by `elasticrun secret FILE` (default:"
-        " ELASTIC_SECRET_FILE, ELASTIC_JOB_SECRET, or a new secret if no other process needs"
-        " it).",
+        " ELASTIC_SECRET_FILE; else the value of ELASTIC_JOB_SECRET; else generated).",
     )
     tls_cert: str | None = flag(
         "--tls-cert", "FILE", "TLS certificate of this process; encrypts control connections."

@@ -98,7 +98,7 @@ def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None
     if not options.kubernetes:
         if options.kubernetes_selector is not None or options.kubernetes_namespace is not None:
             raise Invalid(
-                "--kubernetes-selector and --kubernetes-namespace need --kubernetes: pass it too"
+                "--kubernetes-selector and --kubernetes-namespace require --kubernetes: pass --kubernetes"
             )
         return None
     selector = options.kubernetes_selector
@@ -123,7 +123,7 @@ def etcd_access(options: Options, environ: Mapping[str, str]) -> EtcdAccess | No
     files = (options.etcd_cert, options.etcd_key, options.etcd_ca)
     if options.etcd is None:
         if options.etcd_user is not None or any(file is not None for file in files):
-            raise Invalid("flags that start with --etcd- need --etcd: pass it too")
+            raise Invalid("flags that start with --etcd- require --etcd: pass --etcd HOST:PORT")
         return None
     endpoints = []
     for word in options.etcd.split(","):
@@ -137,7 +137,7 @@ def etcd_access(options: Options, environ: Mapping[str, str]) -> EtcdAccess | No
         endpoints.append(text)
     password = environ.get(PASSWORD, "")
     if options.etcd_user is not None and not password:
-        raise Invalid(f"--etcd-user {options.etcd_user} needs a password in {PASSWORD}")
+        raise Invalid(f"--etcd-user {options.etcd_user} has no password: set {PASSWORD}")
     return EtcdAccess(
         endpoints,
         tls_files(options.etcd_cert, options.etcd_key, options.etcd_ca, prefix="--etcd"),

@@ -209,7 +209,7 @@ def _found(job: str, options: CommandOptions, environ: Mapping[str, str]) -> Job
 
 def _found_in_ray(job: str) -> JobAddress:
     if not job:
-        raise Invalid("--ray needs the name of a detached job")
+        raise Invalid("no job given: pass --ray the name of a detached job")
     try:
         from elastic.driver.ray.detached_drivers import desk_of
     except ModuleNotFoundError:

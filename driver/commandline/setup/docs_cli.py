@@ -58,7 +58,7 @@ def pages() -> dict[str, Path]:
         (each for each in (package / "docs", package.parent / "docs") if each.is_dir()), None
     )
     if folder is None:
-        raise Invalid(f"the documentation is not installed in {package}")
+        raise Invalid(f"the documentation is missing from {package}: reinstall hvd-elastic")
     found = {
         path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.md")
     }

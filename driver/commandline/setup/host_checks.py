@@ -1,4 +1,4 @@
-"""Evaluation of a host's facts: checks, and remedies for failed ones. Pure."""
+"""Evaluation of a host's facts: checks, and remedies for failed ones. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

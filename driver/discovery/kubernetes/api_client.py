@@ -197,7 +197,7 @@ class ApiClient:
 def _decoded(text: bytes) -> dict[str, Any]:
     answer = msgspec.json.decode(text)
     if not isinstance(answer, dict):
-        raise ApiError(ApiErrorKind.OTHER, "not a JSON object")
+        raise ApiError(ApiErrorKind.OTHER, "the response is not a JSON object")
     return answer
 
 

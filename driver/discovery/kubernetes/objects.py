@@ -1,4 +1,4 @@
-"""The properties of Kubernetes pods and nodes that the driver uses, from the API's JSON. Pure.
+"""The properties of Kubernetes pods and nodes that the driver uses, from the API's JSON. Pure: no I/O, no clock.
 
 Missing fields and fields of an unexpected type are ignored, so that no object can crash the driver.
 """
@@ -30,7 +30,7 @@ ENDING: dict[str, tuple[str, float | None]] = {
 
 @dataclass(frozen=True)
 class Pod:
-    """One pod. ``ends_at``: time since the epoch at which Kubernetes kills it; None: it is not being deleted."""
+    """One pod. ``ends_at``: time since the epoch at which Kubernetes kills it, or None if it is not being deleted."""
 
     uid: str
     name: str

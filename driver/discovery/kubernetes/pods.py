@@ -1,4 +1,4 @@
-"""Decides which pods are hosts, which of them are about to end, and which to delete by force. Pure.
+"""Decides which pods are hosts, which of them are about to end, and which to delete by force. Pure: no I/O, no clock.
 
     pod created --> running, with an address: a host --> ended or deleted: not a host
                     deletion requested, or its node is about to end: a notice with the remaining time
@@ -36,7 +36,7 @@ class PodEnding:
 
 
 class Pods:
-    """Pods and nodes as last reported. ``slots``: slots of each pod; None: its number of GPUs, or one."""
+    """Pods and nodes as last reported. ``slots``: slots of each pod, or None for its number of GPUs (at least one)."""
 
     def __init__(self, slots: int | None = None) -> None:
         self._slots = slots

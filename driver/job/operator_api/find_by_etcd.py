@@ -31,6 +31,6 @@ async def _desk_of(access: EtcdAccess, job: str) -> str:
         await etcd.close()
     if seat is None or read_leader(seat.value) is None or desk is None:
         raise Invalid(
-            f"no driver leads job {job} in this etcd; elasticrun jobs lists the jobs on this machine"
+            f"no driver is running job {job} in this etcd: see elasticrun jobs for the jobs on this machine"
         )
     return desk.value.decode("ascii", errors="replace")

@@ -67,7 +67,7 @@ class HangFinding:
 
 
 def judge(witnesses: Sequence[RankReport], settings: Settings, before: int) -> HangFinding | None:
-    """Find a hang in one group. None: not yet, or no hang.
+    """Return the hang of one group, or None if no hang is detected yet.
 
     Args:
         witnesses: the latest report of each rank.

@@ -1,4 +1,6 @@
-"""Detection of a world without progress although no rank waits for another: each may be in an endless loop. Pure.
+"""Detection of a world without progress although no rank waits for another: each may be in an endless loop.
+
+Pure: no I/O, no clock.
 
 Members report every half minute how many steps they have completed, if any. If no member has for many times the usual
 interval between steps, this is logged once, with the script line of each member. Nothing else is done, since an

@@ -1,4 +1,4 @@
-"""Detection of stragglers: workers that never wait while all others wait for them. Pure.
+"""Detection of stragglers: workers that never wait while all others wait for them. Pure: no I/O, no clock.
 
 Every worker regularly reports the share of its time that it spends in collectives. In a balanced world, all workers
 wait about equally little. If one worker is slow, all others wait for it, and it never waits itself. Stragglers are only

@@ -102,7 +102,7 @@ class Suspicion:
             self.verdict = Verdict.IDLE
 
     def fence_due(self, settings: Settings) -> float | None:
-        """Return when the worker will be condemned if its state does not change; None: never."""
+        """Return when the worker will be condemned if its state does not change, or None for never."""
         match self.verdict:
             case Verdict.IDLE if settings.idle_s > 0 and self.patient:
                 return (

@@ -1,4 +1,4 @@
-"""Cooldown of failed slots. Pure.
+"""Cooldown of failed slots. Pure: no I/O, no clock.
 
 The cooldown of a slot doubles each time its worker dies, and the slot is given up after a number of failures. If a
 world that used the slot makes progress, its failures are cleared and the next one costs the shortest cooldown. A host

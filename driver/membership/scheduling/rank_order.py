@@ -1,4 +1,4 @@
-"""Assignment of ranks. Pure.
+"""Assignment of ranks. Pure: no I/O, no clock.
 
 Survivors keep their order, except that holders of the newest commit have the lowest ranks: rank 0 holds the commit, and
 the ranks that lack it are contiguous at the end. Each member therefore needs only two numbers to know which ranks hold

@@ -1,4 +1,4 @@
-"""Selection of the slots that get a worker. Pure.
+"""Selection of the slots that get a worker. Pure: no I/O, no clock.
 
 A slot is free if it is listed, has no live process, is not cooling down after a failure, and was not vacated on
 request. In addition, its program must not have ended successfully, its machine must not be about to be reclaimed, and

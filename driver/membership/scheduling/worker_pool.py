@@ -1,4 +1,6 @@
-"""Decisions about worker processes: when to start them in free slots, release them, and kill late ones. Pure.
+"""Decisions about worker processes: when to start them in free slots, release them, and kill late ones.
+
+Pure: no I/O, no clock.
 
 The pool knows the current members but no phases or worlds. `membership` decides when a worker may start or has to
 leave; the pool decides how, and by which deadline.

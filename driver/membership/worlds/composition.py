@@ -1,4 +1,4 @@
-"""Composition of the next world, and selection of the workers that may leave before it. Pure.
+"""Composition of the next world, and selection of the workers that may leave before it. Pure: no I/O, no clock.
 
 State must survive departures: the last holder of the newest commit stays until a worker that stays holds it too. A
 worker whose host left the list leaves only if enough others stay, so that a list that is empty by mistake stops no

@@ -1,4 +1,4 @@
-"""Decisions about expired deadlines for answers, stops, returns, or the whole next world. Pure."""
+"""Decisions about expired deadlines for answers, stops, returns, or the whole next world. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Decisions about a gathering: which workers it waits for, until when, and which may share a world. Pure.
+"""Decisions about a gathering: which workers it waits for, until when, and which may share a world.
+
+Pure: no I/O, no clock.
 
 There are worlds of ``init()``, for workers outside elastic.run, and worlds of elastic.run. A gathering waits for every
 old member, since each becomes ready or dies. It does not wait for newcomers, which can join later.
@@ -46,8 +48,8 @@ class Gathering:
     short_by: float | None = None  # deadline while too few workers are ready and none is awaited
     said: tuple[int, int] | None = None  # last logged shortage: ready and needed workers
     _more: int = 0  # number of lost workers that the reason does not name
-    # seconds from the beginning until the awaited workers are logged again
-    remind_after_s: float = 0.0  # 0: that of the kind of gathering
+    # seconds after began_at at which the awaited workers are logged again; 0: the default for the kind of gathering
+    remind_after_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.remind_after_s:  # otherwise it was restored from a snapshot

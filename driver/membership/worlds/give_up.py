@@ -1,4 +1,4 @@
-"""Rules for giving up a job: limits, lack of progress, and too few workers. Pure.
+"""Rules for giving up a job: limits, lack of progress, and too few workers. Pure: no I/O, no clock.
 
 Each rule returns the reason to end the job, or None to continue.
 """

@@ -1,4 +1,4 @@
-"""Selection of standbys for the next world, which must answer a probe when a gathering begins. Pure.
+"""Selection of standbys for the next world, which must answer a probe when a gathering begins. Pure: no I/O, no clock.
 
 A standby may wait for hours, and its agent checks only four times a second whether it can run. If the world included a
 standby that was stopped a moment ago, all members would wait for it.

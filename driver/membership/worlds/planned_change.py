@@ -1,4 +1,4 @@
-"""Decisions about planned changes: when one begins, and at which check all members stop. Pure.
+"""Decisions about planned changes: when one begins, and at which check all members stop. Pure: no I/O, no clock.
 
 Every member answers with its number of checks and waits at the next check. No member has passed the check after the
 largest answer, so all members continue to that check and stop at the same point.

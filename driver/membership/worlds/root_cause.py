@@ -1,4 +1,4 @@
-"""Attribution of a failure to one worker or to the script. Pure.
+"""Attribution of a failure to one worker or to the script. Pure: no I/O, no clock.
 
 `RootCauseSearch`: in a job that cannot recover, survivors may report a failure before the exit of the lost worker is
 known. The search therefore waits briefly for an exit, and the first worker that exits without having reported a failure

@@ -1,4 +1,6 @@
-"""Records of workers that are missing because their scripts failed, and of workers whose state always differs. Pure.
+"""Records of workers that are missing because their scripts failed, and of workers whose state always differs.
+
+Pure: no I/O, no clock.
 
 A kill, the loss of a machine, or a lost driver does not count as a failure of the script.
 """

@@ -1,4 +1,7 @@
-"""The last published world, the reports of its members, and the decision about which of two replicas is wrong. Pure."""
+"""The last published world, the reports of its members, and the decision about which of two replicas is wrong.
+
+Pure: no I/O, no clock.
+"""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ class Worlds:
         ]
 
     def _wish(self) -> tuple[Reason | None, bool]:
-        """Return the reason for another world of the current workers, and whether one leaves. None: no reason."""
+        """Return the reason for another world of the current workers, and whether one leaves; None without a reason."""
         joining = self.joining()
         if not joining and not any(w in self.world.places for w in self.roster.leavers):
             return None, False

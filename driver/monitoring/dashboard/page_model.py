@@ -1,4 +1,4 @@
-"""Model of a job's live page, built from the events and decisions that the journal contains. Pure.
+"""Model of a job's live page, built from the events and decisions that the journal contains. Pure: no I/O, no clock.
 
 `PageModel` receives events and returns what changed since the last patch; `page_state` defines the format. The same
 model serves a running job and the replay of a journal:

@@ -1,4 +1,4 @@
-"""State of a live page as sections, the pending changes, and the application of patches. Pure.
+"""State of a live page as sections, the pending changes, and the application of patches. Pure: no I/O, no clock.
 
 A state is a dict of three kinds of sections. A patch changes one state into the next, by `applied` here and by the
 page's script:

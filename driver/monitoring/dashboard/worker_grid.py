@@ -1,4 +1,4 @@
-"""The hosts and workers of a live page: one cell for each slot, with its latest worker. Pure."""
+"""The hosts and workers of a live page: one cell for each slot, with its latest worker. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

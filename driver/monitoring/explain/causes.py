@@ -1,4 +1,4 @@
-"""Causes of lost workers as values: why and when a worker was lost. Pure.
+"""Causes of lost workers as values: why and when a worker was lost. Pure: no I/O, no clock.
 
 Most causes follow from the driver's own data: an event, or the reason for a fence. The output of scripts and libraries
 has to be parsed: exceptions are identified by their class name and by the kernel's error number.

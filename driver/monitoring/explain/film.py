@@ -1,4 +1,4 @@
-"""Animation of a job as one SVG file: its workers in a ring, losses and joins, and their cost. Pure.
+"""Animation of a job as one SVG file: its workers in a ring, losses and joins, and their cost. Pure: no I/O, no clock.
 
 The animation uses SMIL, which browsers also play in an <img>, so that it works in a README. It contains no script and
 loads nothing; its own background suits light and dark pages. A viewer without SMIL shows the first frame, since every

@@ -1,4 +1,4 @@
-"""Findings about a job as values: its outcome and cause, its course, the cost, and advice. Pure.
+"""Findings about a job as values: its outcome and cause, its course, the cost, and advice. Pure: no I/O, no clock.
 
 `sentences` has their text.
 """

@@ -1,4 +1,6 @@
-"""The course of a job, from the events and decisions in its journal: losses, their causes, and recoveries. Pure.
+"""The course of a job, from the events and decisions in its journal: losses, their causes, and recoveries.
+
+Pure: no I/O, no clock.
 
 Each entry is passed once, in order, with its time. The stored data are bounded.
 

@@ -167,7 +167,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _is_written(file: BinaryIO) -> bool | None:
-    """Return whether a driver holds the lock on the file. None: locks do not work here."""
+    """Return whether a driver holds the lock on the file, or None if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(file, fcntl.LOCK_UN)

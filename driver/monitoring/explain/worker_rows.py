@@ -1,6 +1,6 @@
 """The activity of each slot of a job over time: rows of spans for a timeline, sizes of its worlds, recoveries.
 
-Pure.
+Pure: no I/O, no clock.
 
     span      [start, end, state, incarnation, rank]      seconds; an index into STATES; rank -1 outside a world
     world     [at, size, generation]
@@ -139,7 +139,7 @@ class WorkerRows(ViewReader):
 
 
 def _state(known: WorkerView) -> str | None:
-    """Return the state of a process. None: unchanged, since it waits for a world, is about to exit, or is killed."""
+    """Return the state of a process, or None if unchanged: it waits for a world, is about to exit, or is killed."""
     if known.failure is not None and known.failure.raised:
         return "lost"
     if known.dismissed and known.stage is Stage.KILLED:

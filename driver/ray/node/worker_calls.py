@@ -52,7 +52,7 @@ class WorkerCalls:
 
     def __init__(self, path: str) -> None:
         if len(os.fsencode(path)) > PATH_LIMIT:
-            raise OSError(f"{path} is too long for a socket; set TMPDIR to a shorter folder")
+            raise OSError(f"{path} is too long for a Unix socket: set TMPDIR to a shorter path")
         self._path = path
         self._workers: dict[int, _Caller] = {}
         self._changed = asyncio.Condition()
@@ -83,7 +83,7 @@ class WorkerCalls:
             )
         caller = self._workers.get(rank)
         if caller is None:
-            raise CallFailed(f"no worker of rank {rank} runs here")
+            raise CallFailed(f"no worker of rank {rank} runs on this host")
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         caller.waiting.append(answer)
         caller.writer.write(len(blob).to_bytes(LENGTH_BYTES, "big") + blob)
@@ -106,7 +106,7 @@ class WorkerCalls:
         assert task is not None
         self._serving.add(task)
         caller: _Caller | None = None
-        why = "it disconnected"
+        why = "the worker disconnected"
         try:
             rank = _rank_of(await within(reader.readline(), HELLO_S))
             caller = _Caller(rank, writer)
@@ -114,7 +114,7 @@ class WorkerCalls:
             while True:
                 answer = await _frame(reader)
                 if not caller.waiting:
-                    raise ValueError("it sent a reply without a request")
+                    raise ValueError("the worker sent a reply without a request")
                 waiting = caller.waiting.popleft()
                 if not waiting.done():
                     waiting.set_result(answer)
@@ -123,7 +123,7 @@ class WorkerCalls:
         except (OSError, EOFError, asyncio.TimeoutError):
             pass
         except asyncio.CancelledError:
-            why = "its host's agent exits"
+            why = "the host's agent is exiting"
         finally:
             self._serving.discard(task)
             writer.transport.abort()
@@ -135,7 +135,7 @@ class WorkerCalls:
     async def _seat(self, caller: _Caller) -> None:
         earlier = self._workers.get(caller.rank)
         if earlier is not None:
-            earlier.lost("another process replaced it")
+            earlier.lost("another process replaced the worker")
         self._workers[caller.rank] = caller
         async with self._changed:
             self._changed.notify_all()
@@ -150,7 +150,7 @@ def _rank_of(line: bytes) -> int:
     hello = json.loads(line)
     rank = hello.get("rank") if isinstance(hello, dict) else None
     if type(rank) is not int or rank < 0:
-        raise ValueError("its first line contains no valid rank")
+        raise ValueError("the worker's first line contains no valid rank")
     return rank
 
 
@@ -158,5 +158,5 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
     """Read a frame. Raises EOFError and OSError if the connection ends first, ValueError if it is too long."""
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
     if length > FRAME_LIMIT:
-        raise ValueError(f"its answer has {length} bytes, but the limit is {FRAME_LIMIT}")
+        raise ValueError(f"the worker's answer has {length} bytes, but the limit is {FRAME_LIMIT}")
     return await reader.readexactly(length)

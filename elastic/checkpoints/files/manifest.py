@@ -1,4 +1,4 @@
-"""Format of a durable commit, and the order of commits. Pure.
+"""Format of a durable commit, and the order of commits. Pure: no I/O, no clock.
 
 Each commit is a folder, such as ``r0002-g0003-c00000450``: the 2nd run in this folder of checkpoints, generation 3,
 commit 450 of that generation. Later commits compare greater. A commit consists of:
@@ -203,11 +203,11 @@ def decode_share(content: bytes) -> Share:
         UnreadableCommit: the share is damaged.
         NewerFormat: it was written by a newer version.
     """
-    _check_format(content, "share")
+    _check_format(content, "the share")
     try:
         return msgspec.json.decode(content, type=Share)
     except msgspec.DecodeError as error:
-        raise UnreadableCommit(f"its share is damaged: {error}") from error
+        raise UnreadableCommit(f"the share is damaged: {error}") from error
 
 
 def decode_manifest(content: bytes) -> Manifest:
@@ -221,22 +221,22 @@ def decode_manifest(content: bytes) -> Manifest:
     try:
         return msgspec.json.decode(content, type=Manifest)
     except msgspec.DecodeError as error:
-        raise UnreadableCommit(f"its {MANIFEST} is damaged: {error}") from error
+        raise UnreadableCommit(f"{MANIFEST} is damaged: {error}") from error
 
 
 def _check_format(content: bytes, what: str) -> None:
     try:
         version = msgspec.json.decode(content, type=_Versioned).format
     except msgspec.DecodeError as error:
-        raise UnreadableCommit(f"its {what} is damaged: {error}") from error
+        raise UnreadableCommit(f"{what} is damaged: {error}") from error
     if version > FORMAT:
         raise NewerFormat(
-            f"it was written by a newer version (format {version}, this one reads up to {FORMAT})"
+            f"{what} has format {version}, but this version reads formats up to {FORMAT}"
         )
     last = _CHECKSUM.search(content)
     body = content[: last.start()] + b"}" if last else content
     if last is None or hashlib.sha256(body).hexdigest().encode() != last[1]:
-        raise UnreadableCommit(f"its {what} is damaged: its checksum differs")
+        raise UnreadableCommit(f"{what} is damaged: the checksum differs")
 
 
 def missing(manifest: Manifest, sizes: dict[str, int]) -> str:

@@ -1,4 +1,6 @@
-"""Byte ranges that contain the rows a rank needs, and a check that a checkpoint contains all rows. Pure.
+"""Byte ranges that contain the rows a rank needs, and a check that a checkpoint contains all rows.
+
+Pure: no I/O, no clock.
 
 Rows are written by the ranks of one world and read by those of another, of any size; each rank reads only its own rows.
 Checksums cover pieces of rows, so each read begins and ends at piece boundaries.
@@ -80,7 +82,7 @@ def check_ranges(tensors: Sequence[StoredTensor]) -> None:
     for found in by_name.values():
         name, kinds = found[0].name, {(each.dtype, *each.shape) for each in found}
         if len(kinds) > 1:
-            raise UnreadableCommit(f"its ranks wrote {name} with different shapes or dtypes")
+            raise UnreadableCommit(f"ranks wrote {name} with different shapes or dtypes")
         at = 0
         for rows in sorted((each.rows for each in found if each.rows), key=lambda r: r.begin):
             pieces = -(-(rows.end - rows.begin) // rows.step) if rows.step > 0 else -1
@@ -90,4 +92,6 @@ def check_ranges(tensors: Sequence[StoredTensor]) -> None:
                 )
             at = rows.end
         if at != found[0].shape[0]:
-            raise UnreadableCommit(f"it contains {at} of the {found[0].shape[0]} rows of {name}")
+            raise UnreadableCommit(
+                f"the commit contains {at} of the {found[0].shape[0]} rows of {name}"
+            )

@@ -261,7 +261,9 @@ class Storage:
             self.write(name, bytes(PROOF_BYTES))
             self.remove_file(name)
         except OSError as error:
-            raise Invalid(f"nothing can be written to {self.url}: {error}") from error
+            raise Invalid(
+                f"cannot write to {self.url}: {error}; check its permissions, or pass another folder or URL"
+            ) from error
 
 
 @contextlib.contextmanager

@@ -152,7 +152,9 @@ def _making(
             return nccl
 
         return nccl, connect
-    raise AssertionError(f"check_device accepts {device_type!r}, but no backend supports it")
+    raise AssertionError(
+        f"no backend supports the device type {device_type!r}: add one, or reject the type in check_device"
+    )
 
 
 def check_device(device_type: str) -> None:

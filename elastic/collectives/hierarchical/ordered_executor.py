@@ -78,7 +78,7 @@ class OrderedExecutor:
                 self._changed.notify_all()
 
     def _next(self) -> OrderedWork | None:
-        """Return the next work; None: the thread ends."""
+        """Return the next work, or None if the thread must exit."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._queue or self.failure), _LINGER_S)
             if self._queue:

@@ -1,4 +1,4 @@
-"""Division of work between the ranks of a group with several hosts and several ranks per host. Pure.
+"""Division of work between the ranks of a group with several hosts and several ranks per host. Pure: no I/O, no clock.
 
 A rank communicates through its host's memory and through the network between hosts. Every rank has the number of its
 host and its index on that host. Some of the ranks, the carriers, send data between hosts:
@@ -38,7 +38,7 @@ class Topology:
                 f"{self.hosts} does not assign each of the ranks 0, 1, ... to exactly one host"
             )
         if self.rank not in self._ranks:
-            raise ValueError(f"rank {self.rank} is on none of the hosts {self.hosts}")
+            raise ValueError(f"rank {self.rank} is not assigned to any of the hosts {self.hosts}")
 
     @cached_property
     def _ranks(self) -> dict[int, tuple[int, int]]:
@@ -131,7 +131,7 @@ def schedule(number: int, ahead: int = AHEAD) -> Iterator[tuple[Turn, int]]:
 
 
 class Route(NamedTuple):
-    """Peers of a rank in a broadcast; None: no step."""
+    """Peers of a rank in a broadcast. A step without a peer is None."""
 
     first: int | None  # index on this host of the root, which sends to the carrier
     cross: int | None  # host of the root, which sends to the other hosts

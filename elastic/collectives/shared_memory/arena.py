@@ -80,7 +80,7 @@ class Arena:
         self._held_back: set[int] = set()
 
     def take(self, size: int) -> Region | None:
-        """Allocate ``size`` bytes, aligned to pages. None: the arena is full."""
+        """Allocate ``size`` bytes, aligned to pages. Return None if the arena is full."""
         with self._lock:
             self._bury()
             offset = self._regions.allocate(size)

@@ -107,7 +107,7 @@ def myself() -> Identity:
         return Identity(host, os.getpid(), _started("self"), os.geteuid())
     except (OSError, ValueError, IndexError) as error:
         raise PeerMemoryUnavailable(
-            f"/proc does not show this process ({error}); mount it"
+            f"/proc does not contain this process ({error}): mount /proc"
         ) from error
 
 

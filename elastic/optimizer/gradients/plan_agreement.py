@@ -1,4 +1,6 @@
-"""Agreement of ranks on the reduction plans of optimizers, and the description of plans for joined ranks. Pure.
+"""Agreement of ranks on the reduction plans of optimizers, and the description of plans for joined ranks.
+
+Pure: no I/O, no clock.
 
 The ranks of a generation agree on each plan once (see `elastic.optimizer.gradients.gradient_reducer`), in the same
 order, so plans can be numbered. Each plan has its own group, so plans of two optimizers never wait for each other. The
@@ -369,7 +371,7 @@ _of: weakref.WeakKeyDictionary[Any, tuple[int, dict[tuple[int, ...] | None, Plan
 
 
 def every(runtime: Any) -> dict[tuple[int, ...] | None, Plans]:
-    """Return the plans of the runtime's current generation, by the ranks that share them; None: the whole world."""
+    """Return the plans of the current generation, by the ranks that share them or None for the whole world."""
     generation, plans = _of.get(runtime, (None, {}))
     if generation != runtime.generation:
         plans = {}

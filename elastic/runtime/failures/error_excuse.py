@@ -1,4 +1,4 @@
-"""Decides whether an error of user code is a consequence of the end of this worker or job. Pure.
+"""Decides whether an error of user code is a consequence of the end of this worker or job. Pure: no I/O, no clock.
 
 A process manager that ends a job also signals its loader workers, and a training process raises when one of them exits.
 """

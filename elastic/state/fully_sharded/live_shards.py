@@ -75,7 +75,7 @@ class Sharded(Protocol):
 
     @property
     def position(self) -> tuple[int, int] | None:
-        """This rank's shard and the present number of shards. None: the same as for the model that it trains."""
+        """This rank's shard and the current number of shards, or None if they are those of the trained model."""
 
     def live_shards(self) -> dict[str, LiveShard]:
         """Return this rank's rows, by name."""

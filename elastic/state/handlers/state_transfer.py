@@ -132,7 +132,7 @@ def _receive(
     theirs, specs, content = pickle.loads(header.numpy().tobytes())
     try:
         if theirs != layout:
-            raise StateMismatch(f"{difference(theirs, layout)}; start it with the same script")
+            raise StateMismatch(f"{difference(theirs, layout)}; run the same script on all workers")
         values, structures = _unpickled(content, _referred(parts))
         where = _destinations(parts, structures, specs)
     except Interrupted:
@@ -171,8 +171,8 @@ def _unpickled(content: bytes, referred: dict[str, object]) -> tuple[dict[str, A
         values, structures = loads(content, referred)
     except Exception as error:
         raise StateMismatch(
-            f"this worker can't read the world's Python values ({type(error).__name__}: {error}): run the same script"
-            " on all workers"
+            "cannot decode the Python state received from the other workers"
+            f" ({type(error).__name__}: {error}): run the same script and package versions on all workers"
         ) from error
     return values, structures
 
@@ -182,7 +182,7 @@ def _destinations(
 ) -> dict[Key, torch.Tensor | Destination]:
     if parts.keys() != structures.keys():
         raise StateMismatch(
-            f"the world's state handles {sorted(structures)}, but this worker's state handles {sorted(parts)}: run"
+            f"the other workers' state contains {sorted(structures)}, but this worker's contains {sorted(parts)}: run"
             " the same script on all workers"
         )
     where: dict[Key, torch.Tensor | Destination] = {}

@@ -81,9 +81,9 @@ class TfDataServiceConfig:
             made = {**config, "key": bytes.fromhex(config["key"])}
             return msgspec.convert(made, TfDataServiceConfig)
         except KeyError as error:
-            raise Invalid(f"not a config of a tf.data service: {error} is missing") from None
+            raise Invalid(f"the config of the tf.data service lacks {error}") from None
         except (msgspec.ValidationError, TypeError, ValueError) as error:
-            raise Invalid(f"not a config of a tf.data service: {error}") from None
+            raise Invalid(f"the config of the tf.data service is invalid: {error}") from None
 
     def write(self, filename: str | os.PathLike[str]) -> None:
         """Write the configuration as JSON, atomically and readable only for this user. Raises Invalid."""
@@ -98,7 +98,9 @@ class TfDataServiceConfig:
                 os.unlink(name)
                 raise
         except OSError as error:
-            raise Invalid(f"{path} can't be written: {error.strerror}") from error
+            raise Invalid(
+                f"{path} can't be written: {error.strerror}; pass a file in a writable folder"
+            ) from error
 
     @staticmethod
     def read(
@@ -231,7 +233,7 @@ def send_to_data_service(
         )
     turns = reuse_dataset and round_robin
     if turns and size is None:
-        raise Invalid("round_robin needs the size of the training: size=hvd.size()")
+        raise Invalid("round_robin=True requires the number of ranks: pass size=hvd.size()")
     with tf_data_service(compute_config, rank) as address:
         return dataset.apply(
             tf.data.experimental.service.distribute(

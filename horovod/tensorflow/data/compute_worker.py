@@ -58,7 +58,7 @@ def _make_way(file: Path) -> None:
     try:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise Invalid("it is a folder, a pipe or a device")
+            raise Invalid("not a regular file")
         if found.st_size:
             TfDataServiceConfig.read(file)
         file.unlink()

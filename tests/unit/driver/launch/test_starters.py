@@ -83,7 +83,7 @@ class TestFake(StarterContract):
     @contextlib.asynccontextmanager
     async def open(self, folder: Path) -> AsyncIterator[Bench]:
         starter = FakeStarter()
-        why = "the bootstrap message has no driver address"
+        why = "the bootstrap message contains no driver address"
         starter.why_not = lambda told: why if told.job == "wrong" else ""
         async with closing(FakeBench(starter, folder, [])) as bench:
             yield bench

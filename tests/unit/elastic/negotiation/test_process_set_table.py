@@ -142,7 +142,7 @@ def test_ranks_with_different_requests_all_get_the_requests_of_each_rank():
     ]
     sentence = (
         r"rank 0 asked to add \[0, 1\]; rank 1 asked to remove \[0, 1\]; ranks 2, 3 asked to add \[0, 2\]\."
-        " All ranks must"
+        " Add and remove"
     )
     for table in tables:
         with pytest.raises(Invalid, match=sentence):

@@ -83,7 +83,7 @@ def test_a_registered_set_counts_in_itself(world):
     assert added.included() is False
     for ask in added.rank, lambda: resolve(added):
         with refuses(
-            r"rank 0 is not in process set 1 with ranks \[1, 3\]; call this only where process_set.inc"
+            r"rank 0 is not in process set 1 with ranks \[1, 3\]: call collectives on it only"
         ):
             ask()
 
@@ -153,17 +153,17 @@ def test_added_and_removed_and_added_again(world):
     assert process_sets.process_sets() == [global_process_set, added]
     assert remove_process_set(added) is True
     assert (added.process_set_id, added.ranks, added.size()) == (None, [0, 1], None)
-    with refuses(r"process set \[0, 1\] was removed; add it again"):
+    with refuses(r"process set \[0, 1\] was removed: add the process set again"):
         resolve(added)
     assert remove_process_set(added) is False
-    with refuses("no process set has the number 1"):
+    with refuses("process set ID 1 is not registered"):
         process_set_by_id(1)
     assert add_process_set(added) is added
     assert added.process_set_id == 2 and resolve(added) == (0, 1)
 
 
 def test_what_can_not_be_added_or_removed(world):
-    with refuses("do not add it"):
+    with refuses("is always registered"):
         add_process_set(global_process_set)
     assert remove_process_set(global_process_set) is False
     assert remove_process_set(ProcessSet([0])) is False
