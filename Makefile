@@ -71,9 +71,9 @@ $(BUILT): $(STAMP) $(wildcard native/*)
 	@touch $@
 
 # TensorFlow, Keras and JAX: 1.5 GB that only tests of these APIs need. tf-keras requires tensorflow,
-# which tensorflow-cpu replaces.
+# which tensorflow-cpu replaces, and flax a library of checkpoints that installs uvloop, with which tests on Ray fail.
 $(FRAMEWORKS): $(STAMP)
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[frameworks]' && $(PIP_INSTALL) --no-deps tf-keras && touch $@ || \
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[frameworks]' && $(PIP_INSTALL) --no-deps tf-keras flax && touch $@ || \
 	  echo "TensorFlow, Keras or JAX can't be installed: tests of horovod.tensorflow and horovod.keras will be skipped"
 
 # Compile the imports of the tests once; otherwise, each process of pytest would compile them. TensorFlow may be only
