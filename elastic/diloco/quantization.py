@@ -1,4 +1,4 @@
-"""Packing of pseudo-gradients in 8 or 4 bits with a scale for each block of 128 elements. Pure.
+"""Packing of pseudo-gradients in 8 or 4 bits with a scale for each block of 128 elements.
 
 A block is its largest absolute value divided by 127 or 7, a float32, and a code for each element, so that the error of
 an element is at most half the scale. 4 bits take 0.266, and 8 bits 0.516, of the bytes of bfloat16.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +36,7 @@ from elastic.runtime import lifecycle
 log = logging.getLogger("elastic.exact")
 
 Batch = TypeVar("Batch")
+Result = TypeVar("Result")
 METRICS = "means over shards"  # name of the group for `Shards.mean`, speeds and digests
 SPEEDS = "speeds of the ranks"
 
@@ -119,7 +120,9 @@ class Shards:
         self._optimizer_steps = 0  # number of steps at the start of the step
         self._said: tuple[int, int] | None = None
         self._committed = False  # a state has saved it
-        self._verifier = Verifier(self.verify, seed, self._all, self._arithmetic_digest)
+        self._verifier = Verifier(
+            self.verify, seed, _weakly(self._all), _weakly(self._arithmetic_digest)
+        )
         _all.add(self)
         optimizer_steps.watch()
 
@@ -640,6 +643,21 @@ def _number(value: float | torch.Tensor, shard: int) -> float:
 
 
 _all: weakref.WeakSet[Shards] = weakref.WeakSet()  # all objects of this process
+
+
+def _weakly(method: Callable[[], Result]) -> Callable[[], Result]:
+    """Return a function that calls a bound method and does not keep its object alive.
+
+    A reference cycle would leave dropped shards in use until the garbage collector runs.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call() -> Result:
+        bound = found()
+        assert bound is not None, "the shards were dropped"
+        return bound()
+
+    return call
 
 
 def in_use() -> bool:

@@ -299,7 +299,7 @@ def test_values_that_a_state_cannot_hold_are_refused_with_their_path(rank, size)
     with pytest.raises(Invalid):
         jax.jit(lambda a: ej.JaxState(params=a))(one)
     with pytest.raises(TypeError):
-        ej.JaxState({"a": one})
+        ej.JaxState({"a": one})  # type: ignore[call-arg]
 
 
 def test_layouts_of_different_trees_differ_and_of_equal_ones_are_equal(rank, size):

@@ -33,6 +33,7 @@ def record(**fields: Any) -> None:
 elastic.init()
 torch.manual_seed(SLOT)  # the outer parameters become those of rank 0
 model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+DTYPES: dict[str, torch.dtype | str | None] = {"": None, "bfloat16": torch.bfloat16, "int4": "int4"}
 inner = torch.optim.AdamW(model.parameters(), lr=0.01)
 diloco = elastic.DiLoCo(
     model,
@@ -40,7 +41,7 @@ diloco = elastic.DiLoCo(
     every=int(os.environ.get("EVERY", "10")),
     fragments=int(os.environ.get("FRAGMENTS", "1")),
     delay=int(os.environ.get("DELAY", "0")),
-    dtype={"bfloat16": torch.bfloat16, "int4": "int4"}.get(os.environ.get("DTYPE", "")),
+    dtype=DTYPES[os.environ.get("DTYPE", "")],
 )
 loader = elastic.data.DataLoader(range(100_000), batch_size=4)
 

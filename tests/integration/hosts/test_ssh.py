@@ -293,7 +293,7 @@ def test_a_host_with_another_release(hosts, tmp_path):
 
 
 def test_an_agent_that_takes_too_long(hosts, tmp_path):
-    text = refusal(hosts, tmp_path, job="silent", ready_s=0.3)
+    text = refusal(hosts, tmp_path, job="silent", ready_s=2.0)
     recorded("messages", text)
 
 

@@ -144,6 +144,7 @@ NOT_RUN = {
     "elasticrun -np 3 --min-np 1 python examples/lightning_elastic.py": "test_trainers.py has its like",
     "elasticrun -np 4 --min-np 2 examples/fsdp_elastic.py": "test_sharded.py has its like",
     "elasticrun -np 3 --min-np 1 examples/diloco_elastic.py": "test_diloco.py has its like",
+    "elasticrun --from": "a flag alone: test_resume.py has its like",
     "elasticrun -np 4 --min-np 2 examples/jax_elastic.py": "test_jax_api.py runs it",
     "elasticrun -np 4 --min-np 2 --checkpoint-dir /shared/gpt": "needs that folder: the same",
     "elasticrun -np 4 --min-np 2 examples/zero_elastic.py": "test_zero.py has its like",
