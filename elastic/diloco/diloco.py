@@ -117,7 +117,9 @@ class DiLoCo:
         self._residuals: list[torch.Tensor] = []
         if self._bits is not None:
             elements = [sum(self.inner[i].numel() for i in part) for part in self.parts]
-            self._residuals = [torch.zeros(n, device=self.inner[0].device) for n in elements]
+            self._residuals = [
+                torch.zeros(n, dtype=torch.float32, device=self.inner[0].device) for n in elements
+            ]
         # The fragment that was sent last, and its errors, which become its residual when it is merged.
         self._sent_residual: tuple[int, torch.Tensor] | None = None
         self._in_flight: tuple[int, torch.Tensor] | None = None
