@@ -1,15 +1,18 @@
 """Trains with `elastic.DiLoCo`. Each worker records every inner step that it takes, the samples of it, and the digest
 of the outer parameters after each merge.
 
-``DIE``: slot and position at which to die. ``STEPS``: positions to train. ``FULL``: size of the world to wait for at
-position ``WAIT``. Other variables are arguments of `elastic.DiLoCo`.
+``DIE``: slot and position at which to die. ``AHEAD``: position at which the other workers wait for that. ``STEPS``:
+positions to train. ``FULL``: size of the world to wait for at position ``WAIT``. Other variables are arguments of
+`elastic.DiLoCo`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import select
 import signal
 import time
 from pathlib import Path
@@ -23,11 +26,22 @@ import elastic
 WORKER = os.environ["ELASTIC_WORKER"]
 SLOT = int(WORKER.rpartition(":")[2].partition("#")[0])
 STEPS, WAIT, FULL = (int(os.environ[name]) for name in ("STEPS", "WAIT", "FULL"))
+DIE, DIED = os.environ.get("DIE", ""), Path(os.environ["RECORDS"]) / "died"
+AHEAD = int(os.environ.get("AHEAD", "-1"))
 records = open(Path(os.environ["RECORDS"]) / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 
 
 def record(**fields: Any) -> None:
     records.write(json.dumps({"pid": os.getpid(), "slot": SLOT, **fields}) + "\n")
+
+
+def await_death() -> None:
+    until = time.monotonic() + 60.0
+    while not DIED.exists():
+        assert time.monotonic() < until, "no worker has died"
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):  # it has been reaped
+        assert select.select([os.pidfd_open(int(DIED.read_text()))], [], [], 60.0)[0]
 
 
 elastic.init()
@@ -53,6 +67,8 @@ def train(state: elastic.TorchState) -> None:
         while diloco.position >= WAIT and elastic.size() < FULL:
             time.sleep(0.01)
             state.commit()
+        if diloco.position == AHEAD and not DIE.startswith(f"{SLOT},"):
+            await_death()
         points = torch.stack([batch.sin(), batch.cos(), (batch / 7).sin(), batch % 3], 1).float()
         inner.zero_grad()
         (model(points) - points.sum(1, keepdim=True)).square().mean().backward()
@@ -65,9 +81,9 @@ def train(state: elastic.TorchState) -> None:
             digest = hashlib.sha256(content).hexdigest()
             record(what="merge", merged=sum(diloco.merged), digest=digest, size=elastic.size())
         state.step += 1
-        mark = Path(os.environ["RECORDS"]) / "died"
-        if f"{SLOT},{diloco.position}" == os.environ.get("DIE") and not mark.exists():
-            mark.touch()
+        if f"{SLOT},{diloco.position}" == DIE and not DIED.exists():
+            DIED.with_suffix(".new").write_text(str(os.getpid()))
+            DIED.with_suffix(".new").rename(DIED)
             os.kill(os.getpid(), signal.SIGKILL)
         state.commit()
         if diloco.position >= STEPS:

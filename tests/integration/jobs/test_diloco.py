@@ -13,7 +13,7 @@ pytestmark = pytest.mark.forked
 @pytest.mark.parametrize(
     "env",
     [
-        {"EVERY": "10", "FRAGMENTS": "2", "DELAY": "3", "DTYPE": "bfloat16"},
+        {"EVERY": "10", "FRAGMENTS": "2", "DELAY": "3", "DTYPE": "bfloat16", "AHEAD": "14"},
         pytest.param(
             {"EVERY": "10", "FRAGMENTS": "2", "DELAY": "3", "DTYPE": "int4"},
             marks=pytest.mark.nightly,
@@ -41,6 +41,8 @@ def test_survivors_repeat_no_inner_step_and_all_have_the_same_outer_parameters(j
     joined = [each for each in workers if each not in dead and each not in survivors]
     assert [len(dead), len(survivors), len(joined)] == [1, 2, 1]
 
+    # Steps of the lost worker that no survivor had reached are lost with it, and their samples are distributed again.
+    (resumed,) = {[e for e in each if e["what"] == "enter"][1]["position"] for each in survivors}
     taken: dict[int, set[int]] = {}
     for number, records in enumerate(workers):
         steps = [each for each in records if each["what"] == "step"]
@@ -49,7 +51,12 @@ def test_survivors_repeat_no_inner_step_and_all_have_the_same_outer_parameters(j
         assert positions == sorted(set(positions))
         samples = [sample for each in steps for sample in each["samples"]]
         assert len(samples) == len(set(samples))
-        taken[number] = set(samples)
+        taken[number] = {
+            sample
+            for each in steps
+            if records not in dead or each["position"] <= resumed
+            for sample in each["samples"]
+        }
     for one in taken:
         for other in taken:
             assert one == other or not taken[one] & taken[other]  # no sample is trained on twice
