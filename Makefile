@@ -71,7 +71,7 @@ $(BUILT): $(STAMP) $(wildcard native/*)
 	@touch $@
 
 # TensorFlow, Keras and JAX: 1.5 GB that only tests of these APIs need. tf-keras requires tensorflow,
-# which tensorflow-cpu replaces, and flax a library of checkpoints that installs uvloop, with which tests on Ray fail.
+# which tensorflow-cpu replaces, and flax requires libraries for checkpoints, which are not used.
 $(FRAMEWORKS): $(STAMP)
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[frameworks]' && $(PIP_INSTALL) --no-deps tf-keras flax && touch $@ || \
 	  echo "TensorFlow, Keras or JAX can't be installed: tests of horovod.tensorflow and horovod.keras will be skipped"

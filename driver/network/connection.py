@@ -10,7 +10,7 @@ import secrets
 import socket
 import ssl
 from collections.abc import Hashable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -90,8 +90,8 @@ class Connection(asyncio.Protocol, Generic[Who]):
         return 0 if self._over else self._transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # Those of other event loops, such as uvloop's, do not inherit from asyncio.Transport.
+        self._transport = cast(asyncio.Transport, transport)
         self._socket = transport.get_extra_info("socket")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _expect_signs_of_life(self._socket, self._owner.lease_s)

@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -164,8 +164,8 @@ class PageVisit(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # Those of other event loops, such as uvloop's, do not inherit from asyncio.Transport.
+        self._transport = cast(asyncio.Transport, transport)
         self._deadline = asyncio.get_running_loop().call_later(VISIT_S, self.abort)
         self._server.came(self)
 

@@ -336,3 +336,13 @@ async def test_broadcast_to_four_workers_is_fast(driver):
         for peer in peers:
             assert await peer.hear() == protocol.Broken(n, "lost localhost:2#1")
     assert min(times) < 1e-3
+
+
+def test_driver_on_uvloop_when_a_worker_connects_then_it_is_authenticated():
+    loop = pytest.importorskip("uvloop").new_event_loop()
+    try:
+        loop.run_until_complete(
+            asyncio.wait_for(test_authenticated_worker_is_accepted(), DEADLINE_S)
+        )
+    finally:
+        loop.close()
