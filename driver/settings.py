@@ -82,15 +82,13 @@ class Settings:
     lease_s: float = 2.0
     # A host that others wait for and that does not answer for this long is lost; 0: disabled.
     silence_s: float = 0.0
-    idle_s: float = (
-        30.0  # a worker that is idle for this long while others wait for it is stuck; 0: disabled
-    )
+    # A worker that is idle for this long while others wait for it is stuck; 0: disabled.
+    idle_s: float = 30.0
     busy_warning_s: float = 60.0  # the same for a busy worker: log a warning; 0: disabled
     busy_s: float = 600.0  # ... and before it is treated as stuck; 0: disabled
     gpu_hang_s: float = 10.0  # a GPU this far behind the others in launched work hangs; 0: disabled
-    gpu_limit_s: float = (
-        180.0  # limit for a collective that all have launched, if the cause is unclear
-    )
+    # Limit for a collective that all have launched, if the cause is unclear.
+    gpu_limit_s: float = 180.0
     dump_s: float = 0.5  # time for writing the stacks of a stuck worker before it is killed
     kill_s: float = 1.0  # time from a kill to the exit; a worker that lives longer cannot be killed
     starting_max: int | None = None  # newcomers that start at the same time while a world trains

@@ -103,13 +103,11 @@ class JobView:
         self.newest: Commit | None = None  # newest commit that any worker has reported
         self.newest_at = 0.0  # time of that report
         self.commits = 0  # number of commits in all generations
-        self.durable: Commit | None = (
-            None  # commit of the newest checkpoint; never newer than `newest`
-        )
+        # Commit of the newest checkpoint; never newer than `newest`.
+        self.durable: Commit | None = None
         self.checkpoints = 0
-        self.checkpoint_at: float | None = (
-            None  # time of the last checkpoint; None if there was none
-        )
+        # Time of the last checkpoint; None if there was none.
+        self.checkpoint_at: float | None = None
         # Slots whose last health check failed, with its result.
         self.unhealthy: dict[tuple[str, int], events.WorkerHealthChecked] = {}
         # By slot: number of failed health checks, and the last failure.

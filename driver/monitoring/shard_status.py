@@ -30,9 +30,8 @@ class ShardStatus:
 
     def __init__(self) -> None:
         self._workers = 0
-        self._divided: ShardsDivided | None = (
-            None  # in the newest world of which all members trained
-        )
+        # In the newest world of which all members trained.
+        self._divided: ShardsDivided | None = None
         self._sealed: Commit | None = None
         self._step: int | None = None  # the state's step at that commit
 

@@ -46,9 +46,8 @@ class Schedule:
         self._target: int | None = None
         self._next = False  # the script has requested the next commit
         self._wanted: int | None = None  # number of the commit that the script has requested
-        self._owed: int | None = (
-            None  # number of a due commit that was begun and is not known to be durable
-        )
+        # Number of a due commit that was begun and is not known to be durable.
+        self._owed: int | None = None
         # Rank 0's unanswered request: its number and when it was sent.
         self._asked: tuple[int, float] | None = None
         self._stretch = 1  # current lead, in units of LEAD_S

@@ -109,9 +109,8 @@ class CheckpointWriter:
         self._settled = True
         self._odd: set[str] | None = None  # parameters that were not finite at the first check
         self.first_not_finite = FirstNotFinite()  # updated by the code that reduces gradients
-        self._not_finite: tuple[float, messages.NotFinite] | None = (
-            None  # the message and the time it was sent
-        )
+        # The message and the time it was sent.
+        self._not_finite: tuple[float, messages.NotFinite] | None = None
         self.newest: Commit | None = None  # newest durable commit known to this rank
 
     # ---- training thread -----------------------------------------------------------------------------------------

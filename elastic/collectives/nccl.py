@@ -83,13 +83,11 @@ class NcclCollectives:
         self._under_way: collections.deque[NcclWork] = collections.deque()
         self._launched = 0
         self._spare: list[torch.cuda.Event] = []  # reused events, so that a step allocates none
-        self._looked_at: tuple[int, float] | None = (
-            None  # the first collective that the GPU had not reached, and since when
-        )
+        # The first collective that the GPU had not reached, and since when.
+        self._looked_at: tuple[int, float] | None = None
         self._took_s = 0.0
-        self._followed: NcclWork | None = (
-            None  # the last collective that a stream follows, until `settle`
-        )
+        # The last collective that a stream follows, until `settle`.
+        self._followed: NcclWork | None = None
 
     # ---- connecting ------------------------------------------------------------------------------------------------
 
@@ -432,9 +430,8 @@ class NcclWork:
         self._complete = threads.Completion(
             None if then is None else functools.partial(self._put, then)
         )
-        self._in_place: torch.cuda.Event | None = (
-            None  # recorded after the work that ``then`` has queued
-        )
+        # Recorded after the work that ``then`` has queued.
+        self._in_place: torch.cuda.Event | None = None
         self.number = 0  # position in its group, from 1
         self.launched_at = 0.0
         # Recorded before the collective on the stream it was launched from.
@@ -518,9 +515,8 @@ class NcclWork:
 
     def _put_in_place(self) -> None:
         self._complete()
-        if (
-            self._in_place is not None
-        ):  # another thread may have written the result on another stream
+        if self._in_place is not None:
+            # Another thread may have written the result on another stream.
             torch.cuda.current_stream(self._group._device).wait_event(self._in_place)
 
     def _put(self, then: Callable[[], object]) -> None:

@@ -110,9 +110,8 @@ class DiLoCo:
         self.position = self.own_steps = self.bytes_sent = 0
         self.merged = [0] * fragments
         self.pending: Sent | None = None  # sent, and not merged yet
-        self.in_state = (
-            False  # in a state, so an interrupted merge can be repeated in the next world
-        )
+        # In a state, so an interrupted merge can be repeated in the next world.
+        self.in_state = False
         # Quantization errors of this worker's last merged pseudo-gradients, by fragment; empty without quantization.
         self._residuals: list[torch.Tensor] = []
         if self._bits is not None:
@@ -263,9 +262,8 @@ class DiLoCo:
 
     def _merge_due(self) -> None:
         while self.pending is not None and self.pending.due <= self.position:
-            if (
-                self._in_flight is None
-            ):  # the collective failed in this world; the next commit() raises
+            if self._in_flight is None:
+                # The collective failed in this world; the next commit() raises.
                 self._send(self.pending)
             assert self._in_flight is not None
             handle, mean = self._in_flight

@@ -121,9 +121,8 @@ class LoadBalancer:
                 it has fetched.
         """
         speeds = known(seconds)
-        if (
-            not speeds or self.pending is not None
-        ):  # the numbers were measured under the old division
+        if not speeds or self.pending is not None:
+            # The numbers were measured under the old division.
             return
         self._exchanges += 1
         self._changes = [each for each in self._changes if each > self._exchanges - RECENT]

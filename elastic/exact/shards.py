@@ -104,9 +104,8 @@ class Shards:
         self._keeper: BufferKeeper | None = None
         # Generation, size, rank and division, and the assignment for these.
         self._assigned: tuple[tuple[int, int, int, Division], ShardStep] | None = None
-        self._ended: tuple[int, ShardStep] | None = (
-            None  # the last complete step, and its generation
-        )
+        # The last complete step, and its generation.
+        self._ended: tuple[int, ShardStep] | None = None
         self._clock = ShardClock()
         # Of a generation, and the runtime: a process may join several jobs.
         self._balancer: tuple[int, weakref.ref[Context] | None, LoadBalancer] | None = None

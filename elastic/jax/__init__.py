@@ -1,21 +1,12 @@
 """Elastic training of plain JAX: ``import elastic.jax``. See docs/jax.md."""
 
 from elastic.api.compression import Compression
-from elastic.collectives.interface import Op
+from elastic.api.ops import Adasum, Average, Max, Min, Product, Sum
 from elastic.jax import unsupported_modes as _modes
 from elastic.jax.collectives import allgather, allreduce, broadcast
 from elastic.jax.gradients import distributed_gradients
 from elastic.jax.state import JaxState
 from elastic.jax.training import run
-
-Adasum, Average, Max, Min, Product, Sum = (
-    Op.ADASUM,
-    Op.AVERAGE,
-    Op.MAX,
-    Op.MIN,
-    Op.PRODUCT,
-    Op.SUM,
-)
 
 __all__ = [
     "Adasum",

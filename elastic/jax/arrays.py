@@ -17,11 +17,8 @@ from torch.utils.dlpack import from_dlpack
 from elastic.api.arrays import to_numpy, to_torch
 from elastic.errors import Invalid, UnsupportedType
 
-_ZEROS: dict[str, Any] = {
-    "f": 0.0,
-    "i": 0,
-    "c": 0j,
-}  # Python numbers, whose arrays have weak dtypes
+# Python numbers by kind of dtype: their arrays have weak dtypes.
+_ZEROS: dict[str, Any] = {"f": 0.0, "i": 0, "c": 0j}
 
 
 def is_key(value: Any) -> bool:

@@ -96,9 +96,8 @@ class Engine:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._nudged = False
         self._left = False
-        self._midway = (
-            False  # a thread has taken work from one queue and not yet put it into the next
-        )
+        # A thread has taken work from one queue and not yet put it into the next.
+        self._midway = False
         self._thread: threading.Thread | None = None
 
     @property

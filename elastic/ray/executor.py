@@ -181,9 +181,8 @@ class Executor:
         self._on_report = on_report
         self._on_output = on_output
         self._follower: Any = None
-        self._spread: arguments.WorkerRequest | None = (
-            None  # with a placement group over several hosts
-        )
+        # With a placement group over several hosts.
+        self._spread: arguments.WorkerRequest | None = None
         self._calling: Any = None  # set if workers are persistent
 
     # ---- begin and end -----------------------------------------------------------------------------------------------

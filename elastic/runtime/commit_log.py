@@ -74,9 +74,8 @@ class CommitLog:
         self._session = session
         self._progress = progress
         self.made = 0  # number of commits in all worlds
-        self.durable: DurableWriter | None = (
-            None  # set inside elastic.run if checkpoints are enabled
-        )
+        # Set inside elastic.run if checkpoints are enabled.
+        self.durable: DurableWriter | None = None
 
     # ---- commit() ------------------------------------------------------------------------------------------------
 

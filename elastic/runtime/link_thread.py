@@ -159,9 +159,8 @@ class LinkThread:
             case messages.Broken():
                 session.phases.mark("broken", time.monotonic())
             case messages.World():
-                if (
-                    session.recovery.stands_by
-                ):  # its wait is not reported, because it may have been a standby for hours
+                if session.recovery.stands_by:
+                    # Its wait is not reported, because it may have been a standby for hours.
                     session.phases.mark("ready", time.monotonic())
                 session.phases.mark("world", time.monotonic())
                 if session.account.part == "idle":

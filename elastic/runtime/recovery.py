@@ -85,9 +85,8 @@ class Recovery:
     step_input: bytes = b""  # step input of the world that was training when this worker joined
     world: messages.World | None = None
     running: bool = False  # inside elastic.run
-    again: bool = (
-        False  # inside a second training, which no world follows, or after such a training broke
-    )
+    # Inside a second training, which no world follows, or after such a training broke.
+    again: bool = False
     stands_by: bool = False  # waits for a free place in the world
     reason: str = ""  # why the world broke, or why it is over
     newest: Commit | None = None
@@ -100,9 +99,8 @@ class Recovery:
     _own_failure: bool = False  # whether the world broke here first and the driver was notified
     _resumed: messages.Resumed | None = None  # report of this generation
     ending: ErrorExcuse = field(default_factory=ErrorExcuse)
-    _last_word: messages.Raised | messages.Quit | None = (
-        None  # reason why user code ends the process
-    )
+    # Reason why user code ends the process.
+    _last_word: messages.Raised | messages.Quit | None = None
     _checks: int = 0
     _stopped: bool = False  # the agreed safepoint was reached; the next commit belongs to it
     _change: int = 0

@@ -70,9 +70,8 @@ class Suspicion:
     fence_at: float | None = None  # set once condemned
     _probe: WorkerProbed | None = None
     _probed_at: float = 0.0
-    _named: dict[Verdict, float] | None = (
-        None  # how long the others had waited at its last log line, by verdict
-    )
+    # How long the others had waited at its last log line, by verdict.
+    _named: dict[Verdict, float] | None = None
 
     def wait_since(self, since: float) -> None:
         """Restart the wait, since the earlier waiters may have made progress."""

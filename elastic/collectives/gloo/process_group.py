@@ -148,9 +148,8 @@ class GlooCollectives:
             self._fail(_short(error))
         finally:
             self._built.set()
-        if (
-            self._failed is not None
-        ):  # aborted during the connection attempt, possibly before any socket existed
+        if self._failed is not None:
+            # Aborted during the connection attempt, possibly before any socket existed.
             sockets.cut(self._own, self._peers, self._sockets)
 
     def _make(self, store: Store, purpose: str, bind_host: str) -> Any:

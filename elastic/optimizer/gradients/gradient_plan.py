@@ -33,9 +33,8 @@ class Slot:
         self.parameter = parameter
         self.passes_left = 0
         self.filled = False  # whether its gradient is in the bucket
-        self.bucket: GradientBucket | None = (
-            None  # None: sparse, or the buckets are not yet arranged
-        )
+        # None: sparse, or the buckets are not yet arranged.
+        self.bucket: GradientBucket | None = None
         self.position = 0  # index in the bucket
 
 
@@ -57,9 +56,8 @@ class GradientPlan:
         self.named = named
         self._train(tuple(int(parameter.requires_grad) for _, parameter in named))
         self.sparse: dict[int, int] = {}  # slot number -> number of sparse dimensions
-        self.order: tuple[int, ...] | None = (
-            None  # slots in the agreed order in which they become ready
-        )
+        # Slots in the agreed order in which they become ready.
+        self.order: tuple[int, ...] | None = None
         self.buckets: list[GradientBucket] = []  # empty until arranged
         self.rows: list[str] = []  # name of each bucket in the timeline
 

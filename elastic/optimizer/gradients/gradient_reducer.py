@@ -485,9 +485,8 @@ class GradientReducer:
         self._known_pass = -1
         self._progress.clear()
         self._ready.clear()
-        if (
-            self._next is not None
-        ):  # the step was abandoned: the next one begins with the changed parameters
+        if self._next is not None:
+            # The step was abandoned: the next one begins with the changed parameters.
             self._next = self._signature = None
 
     # ---- the plan --------------------------------------------------------------------------------------------------

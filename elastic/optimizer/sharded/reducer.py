@@ -79,9 +79,8 @@ class ShardReducer:
         self._complete: dict[int, bool] = {}  # whether each shard of this rank completes a partial
         self._shard: tree.Merge | None = None
         self._last = False
-        self._held: tuple[tuple[int, ...], ...] | None = (
-            None  # the division of shards that these ranks have compared
-        )
+        # The division of shards that these ranks have compared.
+        self._held: tuple[tuple[int, ...], ...] | None = None
         self._agreed: int | None = None  # the generation whose ranks have compared this plan
         self._in_memory = False  # whether these ranks can all access each other's buckets
         self._launched = 0

@@ -153,9 +153,8 @@ class FullyShardedHandler(ModelStateHandler):
         found = {}
         for name, param in self._sharded.items():
             local, spec = local_of(param.sharded_param), self._row_specs.get(name)
-            if (
-                spec is None or spec.dtype != local.dtype
-            ):  # the shape is that of the whole parameter
+            if spec is None or spec.dtype != local.dtype:
+                # The shape is that of the whole parameter.
                 spec = RowSpec(tuple(param.sharded_param.shape), local.dtype)
                 self._row_specs[name] = spec
             found[name] = LiveShard(local, spec)

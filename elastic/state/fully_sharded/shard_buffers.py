@@ -47,9 +47,8 @@ class ShardBuffers:
         self._own = torch.empty(
             0, dtype=torch.uint8, device="cpu"
         )  # this rank's shard, after a header
-        self._held_shard: torch.Tensor | None = (
-            None  # the previous `_own`, while a checkpoint is written from it
-        )
+        # The previous `_own`, while a checkpoint is written from it.
+        self._held_shard: torch.Tensor | None = None
         self._buffers: dict[int, torch.Tensor] = {}  # uint8, by shard
         self._shard = 0  # this rank's
         self._views: list[torch.Tensor] = []

@@ -211,9 +211,8 @@ class ShardedCommits:
         self._cycle = DoubleBuffer()
         spares: list[torch.Tensor] = []
         self._banks = ShardBuffers(spares), ShardBuffers(spares)
-        self._world: ShardedWorld | None = (
-            None  # None: the state is not divided among ranks yet, or this is the only rank
-        )
+        # None: the state is not divided among ranks yet, or this is the only rank.
+        self._world: ShardedWorld | None = None
         self._number = 0  # number of the next commit in this world
         self._bank = 0  # index of the bank in progress
         self._transfers: list[Transfer] | None = None  # of the newest commit; None: it is sealed
