@@ -30,14 +30,13 @@ from elastic.exact.buffers import BufferKeeper
 from elastic.exact.load_balancing import Division, LoadBalancer
 from elastic.exact.shard_clock import ShardClock
 from elastic.exact.step import ShardStep, StepListener
-from elastic.exact.verifier import Verifier
+from elastic.exact.verifier import PURPOSE, Verifier
 from elastic.runtime import lifecycle
 
 log = logging.getLogger("elastic.exact")
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
-METRICS = "means over shards"  # name of the group for `Shards.mean`, speeds and digests
 SPEEDS = "speeds of the ranks"
 
 
@@ -343,7 +342,7 @@ class Shards:
         own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         found = [torch.empty_like(own) for _ in range(ranks)]
         with runtime.guard(SPEEDS):
-            runtime.group(METRICS, own.device).allgather(found, own).wait()
+            runtime.group(PURPOSE, own.device).allgather(found, own).wait()
         seconds = [float(each[0]) for each in found]
         balancer.exchanged(seconds, all(bool(each[1]) for each in found))
 
@@ -409,8 +408,8 @@ class Shards:
         if len(step.held) > 1:
             runtime = lifecycle.current()
             parts = [torch.empty_like(own) for _ in step.held]
-            with runtime.guard(METRICS):
-                group = runtime.group(METRICS, own.device)
+            with runtime.guard(PURPOSE):
+                group = runtime.group(PURPOSE, own.device)
                 group.allgather(parts, own).wait()
         whole = torch.zeros(len(named), self.count, dtype=torch.float64, device="cpu")
         for number, row in enumerate(whole):

@@ -21,7 +21,7 @@ from elastic.protocol import messages
 from elastic.runtime import lifecycle
 
 WAIT = "verification of shards"
-PURPOSE = "means over shards"  # its group also sends the digests
+PURPOSE = "means over shards"  # of the group for `Shards.mean`, speeds and digests
 
 
 class FirstStep(NamedTuple):
