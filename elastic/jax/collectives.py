@@ -1,7 +1,8 @@
 """Collectives on trees of JAX's arrays: now, or each time a compiled function runs.
 
-The leaves of a tree are arrays of JAX or numpy, or numbers. All ranks pass trees of the same structure, shapes and
-dtypes. Results are arrays of JAX on the device of the leaves. On the CPU, leaves are not copied.
+The leaves of a tree are arrays of JAX, or arrays and numbers that ``jnp.asarray`` converts. All ranks pass trees of the
+same structure, shapes and dtypes. Results are arrays of JAX on the device of the leaves. On the CPU, leaves are not
+copied.
 
 In a function compiled by ``jax.jit``, collectives run in the order in which they were traced. Each transfers its leaves
 to the host and back, so on a GPU call them outside of compiled functions. They can't run inside ``jax.vmap`` or a

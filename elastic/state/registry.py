@@ -102,7 +102,7 @@ def refuse_handled(name: str, value: Any) -> None:
         )
 
 
-_TRAINED = (torch.nn.Parameter, torch.nn.Module, torch.optim.Optimizer)
+_TRAINED = (torch.nn.Parameter, torch.nn.Module, torch.optim.Optimizer, DiLoCo, Shards)
 _LOOKED_AT = 64  # entries of a list
 
 
@@ -125,8 +125,8 @@ def refuse_hidden(name: str, value: Any, handlers: Iterable[StateHandler]) -> No
         if isinstance(each, _TRAINED) and id(each) not in known:
             what = "is" if each is value else f"is a {type(value).__name__} that holds"
             remedy = (
-                "each optimizer by its own keyword"
-                if isinstance(each, torch.optim.Optimizer)
+                f"each {type(each).__name__} by its own keyword"
+                if isinstance(each, torch.optim.Optimizer | DiLoCo | Shards)
                 else "each model by its own keyword or in a torch.nn.ModuleList, and parameters in a"
                 " torch.nn.ParameterList"
             )

@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from elastic.collectives.shared_memory.host_copy import HostCopy
+from elastic.diloco.diloco import DiLoCo
 from elastic.errors import Invalid
+from elastic.exact.shards import Shards
 from elastic.state import ElasticSampler, TorchState
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.part import StateHandler
@@ -518,7 +520,13 @@ def test_what_is_no_model_or_optimizer_is_refused(arguments):
 
 @pytest.mark.parametrize(
     "hidden",
-    [nn.Parameter(torch.ones(2)), [nn.Linear(1, 1)], {"a": torch.optim.SGD([torch.ones(1)])}],
+    [
+        nn.Parameter(torch.ones(2)),
+        [nn.Linear(1, 1)],
+        {"a": torch.optim.SGD([torch.ones(1)])},
+        [DiLoCo(nn.Linear(1, 1), None, every=2)],
+        {"a": Shards(2)},
+    ],
 )
 def test_what_a_restore_would_replace_by_a_copy_that_nothing_trains_is_refused(hidden):
     with raises(Invalid):
