@@ -9,42 +9,15 @@ from typing import Any
 from elastic.script_checks.mistakes import CommitCall
 
 NAMES = ("commit", "CommitStateCallback")
-RANKS = {
-    *(
-        "rank",
-        "local_rank",
-        "get_rank",
-        "RANK",
-        "LOCAL_RANK",
-        "global_rank",
-        "rank_zero",
-        "is_rank_zero",
-    ),
-    *(
-        "is_main",
-        "is_main_process",
-        "main_process",
-        "is_master",
-        "master_process",
-        "master",
-        "is_chief",
-    ),
-}
-SCHEDULERS = (
-    "sched",
-    "lr",
-    "warmup",
-    "prof",
-    "ema",
-)  # in the names of objects with a step() that trains nothing
-ARGUMENTS = {
-    "args",
-    "opts",
-    "options",
-    "config",
-    "cfg",
-    "environ",
-}  # by convention, constant while a script trains
+# Names of ranks, and of conditions on them.
+RANKS = set(
+    "rank local_rank get_rank RANK LOCAL_RANK global_rank rank_zero is_rank_zero is_main is_main_process main_process"
+    " is_master master_process master is_chief".split()
+)
+# In the names of objects with a step() that trains nothing.
+SCHEDULERS = ("sched", "lr", "warmup", "prof", "ema")
+# By convention, constant while a script trains.
+ARGUMENTS = {"args", "opts", "options", "config", "cfg", "environ"}
 Loop = ast.For | ast.While
 
 
