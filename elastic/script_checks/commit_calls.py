@@ -10,10 +10,23 @@ from elastic.script_checks.mistakes import CommitCall
 
 NAMES = ("commit", "CommitStateCallback")
 # Names of ranks, and of conditions on them.
-RANKS = set(
-    "rank local_rank get_rank RANK LOCAL_RANK global_rank rank_zero is_rank_zero is_main is_main_process main_process"
-    " is_master master_process master is_chief".split()
-)
+RANKS = {
+    "rank",
+    "local_rank",
+    "get_rank",
+    "RANK",
+    "LOCAL_RANK",
+    "global_rank",
+    "rank_zero",
+    "is_rank_zero",
+    "is_main",
+    "is_main_process",
+    "main_process",
+    "is_master",
+    "master_process",
+    "master",
+    "is_chief",
+}
 # In the names of objects with a step() that trains nothing.
 SCHEDULERS = ("sched", "lr", "warmup", "prof", "ema")
 # By convention, constant while a script trains.
