@@ -37,6 +37,7 @@ from elastic.driver.commandline.options.multi_host_options import fleet_plan
 from elastic.driver.commandline.program_check import check_command, run_by_python
 from elastic.driver.commandline.setup import check_build
 from elastic.driver.discovery.script import find_script
+from elastic.driver.discovery.slurm import allocation
 from elastic.driver.job.job import Job, most_workers
 from elastic.driver.job.multi_host_plan import provided
 from elastic.driver.job.provider import Provider
@@ -291,6 +292,7 @@ def _checked_job(
         check_command(command, path=environ.get("PATH"))
     elif not command:
         check_command([], path=None)
+    slurm = allocation(environ, options.slots_per_host) if options.slurm else None
     script = None
     if options.host_discovery_script is not None:
         script = find_script(options.host_discovery_script, path=environ.get("PATH"))
@@ -356,6 +358,7 @@ def _checked_job(
         hosts=hosts,
         own_slots=own_slots,
         script=script,
+        allocation=slurm,
         fleet=fleet,
         slots_per_host=_given(options.slots_per_host, 1),
         environ={
@@ -582,6 +585,7 @@ def _hosts(options: Options, workers_max: int, standbys: int, cores: int) -> dic
         "--hostfile": options.hostfile,
         "--host-discovery-script": options.host_discovery_script,
         "--kubernetes": options.kubernetes or options.kubernetes_service or None,
+        "--slurm": options.slurm or None,
     }
     given = [flag for flag, value in sources.items() if value is not None]
     if len(given) > 1:

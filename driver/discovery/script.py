@@ -15,7 +15,7 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from elastic.driver.discovery.interface import Log
 from elastic.driver.network.blocking_calls import within
@@ -51,63 +51,31 @@ def find_script(text: str, *, path: str | None = None) -> list[str]:
     )
 
 
-class ScriptDiscovery:
-    """Runs ``command`` every ``interval_s`` seconds; a run may take ``timeout_s`` seconds.
+class PolledDiscovery:
+    """Calls ``ask`` every ``interval_s`` seconds, and keeps the last list while ``ask`` raises `Invalid`.
 
     Args:
-        known: list from an earlier run (see `ask`), which is yielded first.
+        ask: returns the current list.
+        name: name of the source in the log.
+        known: list from an earlier call of ``ask``, which is yielded first.
     """
 
     def __init__(
         self,
-        command: list[str],
+        ask: Callable[[], Awaitable[dict[str, int]]],
         log: Log,
         *,
-        default_slots: int = 1,
+        name: str,
         known: dict[str, int] | None = None,
         interval_s: float = 1.0,
-        timeout_s: float = 10.0,
-        ask: Callable[[], Awaitable[dict[str, int]]] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._command = command
+        self._ask = ask
         self._log = log
-        self._default_slots = default_slots
+        self._name = name
         self._known = known
         self._interval_s = interval_s
-        self._timeout_s = timeout_s
-        self._ask = ask or self.ask
         self._sleep = sleep
-
-    async def ask(self) -> dict[str, int]:
-        """Run the script once, and return the list that it prints.
-
-        Raises:
-            Invalid: there is no valid list.
-        """
-        name = f"discovery script {self._command[0]}"
-        try:
-            code, output, errors = await _execute(self._command, self._timeout_s)
-        except asyncio.TimeoutError:
-            raise Invalid(f"{name} has not finished within {self._timeout_s:g} s") from None
-        except OSError as error:
-            raise Invalid(f"{name} can't be started: {error.strerror}") from None
-        if code != 0:
-            ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise Invalid(f"{name} {ending}{_tail(errors)}")
-        if len(output) >= _OUTPUT_LIMIT:
-            raise Invalid(
-                f"{name} printed more than {_OUTPUT_LIMIT} bytes: print one host per line"
-            )
-        try:
-            return parse_lines(
-                output.decode("utf-8", "replace"),
-                source=f"the output of {name},",
-                default_slots=self._default_slots,
-                slots_min=0,
-            )
-        except Invalid as error:
-            raise Invalid(f"{error}{_tail(errors)}") from None
 
     async def watch(self) -> AsyncIterator[dict[str, int]]:
         if self._known is not None:
@@ -128,7 +96,7 @@ class ScriptDiscovery:
             else:
                 if trouble:
                     trouble, tries = "", 0
-                    self._log("info", f"discovery script {self._command[0]} works again")
+                    self._log("info", f"{self._name} works again")
                 empty = 0 if hosts else empty + 1
                 if empty and self._known:
                     self._log("warning", self._no_hosts(empty))
@@ -141,10 +109,71 @@ class ScriptDiscovery:
             await self._sleep(self._interval_s)
 
     def _no_hosts(self, runs: int) -> str:
-        start = f"discovery script {self._command[0]} printed no host"
+        start = f"{self._name} printed no host"
         if runs < EMPTY_RUNS:
             return f"{start} ({runs} of {EMPTY_RUNS} runs); keeping {show(self._known or {})}"
         return f"{start} in {runs} runs: no workers are started until it lists a host"
+
+
+class ScriptDiscovery(PolledDiscovery):
+    """Runs ``command`` every ``interval_s`` seconds; a run may take ``timeout_s`` seconds.
+
+    Args:
+        known: list from an earlier run (see `ask`), which is yielded first.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        log: Log,
+        *,
+        default_slots: int = 1,
+        known: dict[str, int] | None = None,
+        interval_s: float = 1.0,
+        timeout_s: float = 10.0,
+        ask: Callable[[], Awaitable[dict[str, int]]] | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        super().__init__(
+            ask or self.ask,
+            log,
+            name=f"discovery script {command[0]}",
+            known=known,
+            interval_s=interval_s,
+            sleep=sleep,
+        )
+        self._command = command
+        self._default_slots = default_slots
+        self._timeout_s = timeout_s
+
+    async def ask(self) -> dict[str, int]:
+        """Run the script once, and return the list that it prints.
+
+        Raises:
+            Invalid: there is no valid list.
+        """
+        try:
+            code, output, errors = await execute(self._command, self._timeout_s)
+        except asyncio.TimeoutError:
+            raise Invalid(f"{self._name} has not finished within {self._timeout_s:g} s") from None
+        except OSError as error:
+            raise Invalid(f"{self._name} can't be started: {error.strerror}") from None
+        if code != 0:
+            ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise Invalid(f"{self._name} {ending}{_tail(errors)}")
+        if len(output) >= _OUTPUT_LIMIT:
+            raise Invalid(
+                f"{self._name} printed more than {_OUTPUT_LIMIT} bytes: print one host per line"
+            )
+        try:
+            return parse_lines(
+                output.decode("utf-8", "replace"),
+                source=f"the output of {self._name},",
+                default_slots=self._default_slots,
+                slots_min=0,
+            )
+        except Invalid as error:
+            raise Invalid(f"{error}{_tail(errors)}") from None
 
 
 class _Output:
@@ -185,8 +214,10 @@ class _Output:
         return bytes(self._kept)
 
 
-async def _execute(command: list[str], timeout_s: float) -> tuple[int, bytes, bytes]:
-    """Return exit code (or the negative signal), stdout and stderr.
+async def execute(
+    command: list[str], timeout_s: float, *, env: Mapping[str, str] | None = None
+) -> tuple[int, bytes, bytes]:
+    """Return exit code (or the negative signal), stdout and stderr. ``env``: default is that of this process.
 
     Raises:
         TimeoutError: the command has not ended in time.
@@ -200,6 +231,7 @@ async def _execute(command: list[str], timeout_s: float) -> tuple[int, bytes, by
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output.writer,
             stderr=errors.writer,
+            env=env,
             start_new_session=True,
         )
         try:

@@ -9,12 +9,14 @@ from typing import Protocol
 
 from elastic.driver.discovery.interface import Discovery, Log
 from elastic.driver.discovery.local import LocalDiscovery
-from elastic.driver.discovery.script import ScriptDiscovery
+from elastic.driver.discovery.script import PolledDiscovery, ScriptDiscovery
+from elastic.driver.discovery.slurm import INTERVAL_S, Allocation
 from elastic.driver.discovery.static import OwnSlots, StaticDiscovery
 from elastic.driver.job.multi_host_plan import MultiHostPlan
 from elastic.driver.network.hosts import SLOTS_LIMIT, ThisHost
 from elastic.driver.processes.console import Write
 from elastic.driver.settings import UNBOUNDED, Settings, StartCheckpoint
+from elastic.errors import Invalid
 from elastic.protocol.report_values import Report
 
 WORKERS_PER_CORE = 8  # limit on one machine with an unspecified number of slots
@@ -29,7 +31,7 @@ class Stoppable(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job. At most one of ``hosts`` and ``script`` is set; without either, ``fleet`` supplies the hosts.
+    """A job. At most one of ``hosts``, ``script`` and ``allocation`` is set; without any, ``fleet`` supplies the hosts.
 
     ``settings.env`` is added to every worker's environment; ``environ`` is the driver's environment.
     """
@@ -38,6 +40,7 @@ class Job:
     settings: Settings
     hosts: dict[str, int] | None  # host -> slots, in order of preference
     script: list[str] | None  # absolute path of the discovery script, and its arguments
+    allocation: Allocation | None = None  # of Slurm, whose nodes are the hosts
     # settings for other hosts or driver failover; None: this machine only
     fleet: MultiHostPlan | None = None
     own_slots: bool = False  # the number of slots of this machine was not specified
@@ -77,13 +80,24 @@ class Job:
         return f"job-{os.getpid()}" if self.fleet is None else self.fleet.name
 
 
-async def first_hosts(job: Job, log: Log) -> dict[str, int]:
-    """Return the hosts that the discovery script prints now. Later failures of the script are only logged.
+async def first_hosts(job: Job, log: Log) -> dict[str, int] | None:
+    """Return the hosts that the discovery script or Slurm lists now; None without either. Later failures are only
+    logged.
 
-    Raises Invalid if the script fails or its output is not a list of hosts. An empty list is allowed: hosts may appear
-    later.
+    Raises Invalid if there is no valid list, or if a job of a fixed size needs more slots than its allocation has. An
+    empty list of a script is allowed: hosts may appear later.
     """
-    assert job.script is not None
+    if job.allocation is not None:
+        nodes = await job.allocation.hosts()
+        slots, np = sum(nodes.values()), job.settings.np
+        if slots < np and not job.settings.elastic:
+            raise Invalid(
+                f"{np} workers need {np} slots, but the usable nodes of Slurm job {job.allocation.job} have {slots}:"
+                " lower -np, request more nodes, or pass --slots-per-host"
+            )
+        return nodes
+    if job.script is None:
+        return None
     hosts = await ScriptDiscovery(job.script, log, default_slots=job.slots_per_host).ask()
     if not hosts:
         log("info", f"discovery script {job.script[0]} lists no host yet; waiting for one")
@@ -93,7 +107,15 @@ async def first_hosts(job: Job, log: Log) -> dict[str, int]:
 def script_discovery(
     job: Job, known: dict[str, int], log: Log, *, only: ThisHost | None = None
 ) -> Discovery:
-    """Return the discovery of the script, starting with its first list. ``only``: use only this machine."""
+    """Return the discovery of the script or allocation, starting with its first list.
+
+    Args:
+        only: use only this machine.
+    """
+    if job.allocation is not None:
+        return PolledDiscovery(
+            job.allocation.hosts, log, name="Slurm", known=known, interval_s=INTERVAL_S
+        )
     assert job.script is not None
     script = ScriptDiscovery(job.script, log, default_slots=job.slots_per_host, known=known)
     return script if only is None else LocalDiscovery(script, only.elsewhere, log)

@@ -70,9 +70,8 @@ async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
 
 async def _started(job: Job, job_io: JobIO, this_host: ThisHost) -> Outcome:
     fleet = job.fleet
-    known = None
-    if job.script is not None:
-        known = await first_hosts(job, job_io.console)
+    known = await first_hosts(job, job_io.console)
+    if known is not None:
         elsewhere = [host for host in known if this_host.elsewhere(host) is not None]
         if fleet is not None and not fleet.needed:
             fleet = replace(fleet, needed=bool(elsewhere) or await _may_grow(fleet))

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import Archive, Journal, SnapshotPolicy
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.resume import to_go_on_with, writer_here
+from elastic.driver.launch.srun import SrunStarter
 from elastic.driver.launch.ssh import SshStarter
 from elastic.driver.launch.starter import Bootstrap, Starter
 from elastic.driver.launch.starter_by_host import StarterByHost
@@ -324,7 +326,7 @@ class _Run:
             towards = [self.plan.service]
         if self.plan.provider is not None:
             towards = [*self.plan.provider.towards]
-        grows = self.job.script is not None or self.plan.pods is not None
+        grows = known is not None or self.plan.pods is not None
         return await listen_address(self.plan.interfaces, towards, grows=grows), self.plan.port
 
     def _bootstrap(self, host: str, address: Address) -> Bootstrap:
@@ -346,11 +348,15 @@ class _Run:
             return self.plan.provider.starter(self.log)
         if self.plan.agents_come:
             return None
-        return StarterByHost(
-            self.this_host.elsewhere,
-            here=ChildStarter(environ=self.job.environ, log=self.log),
-            there=SshStarter(self.plan.ssh, environ=os.environ, log=self.log),
-        )
+        there: Starter
+        if self.job.allocation is not None:
+            python = self.plan.ssh.python or sys.executable
+            slurm = self.job.allocation
+            there = SrunStarter(slurm.job, environ=slurm.environ, python=python, log=self.log)
+        else:
+            there = SshStarter(self.plan.ssh, environ=os.environ, log=self.log)
+        here = ChildStarter(environ=self.job.environ, log=self.log)
+        return StarterByHost(self.this_host.elsewhere, here=here, there=there)
 
     def _discovery(
         self, known: dict[str, int] | None, noticed: Callable[[Event], None]

@@ -106,7 +106,7 @@ def same_command_of(options: Options, environ: Mapping[str, str]) -> SameCommand
     None if this cannot be determined, which requires that all of the job runs on this machine. Raises Invalid.
     """
     elsewhere = any(getattr(options, name) is not None for name in _ELSEWHERE)
-    drivers = options.kubernetes or options.resume or options.standby
+    drivers = options.kubernetes or options.slurm or options.resume or options.standby
     if options.checkpoint_dir is None or elsewhere or drivers or _other_hosts(options.hosts):
         return None
     # Flags for one start are not part of the command.

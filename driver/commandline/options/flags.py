@@ -178,10 +178,14 @@ class HostFlags:
         "Program that prints the current hosts, one host[:slots] per line; run every second.",
         use=ON_LAUNCH,
     )
+    slurm: bool = switch(
+        "--slurm",
+        "Discover hosts as the nodes of this Slurm allocation, and start agents there with srun.",
+    )
     slots_per_host: int | None = flag(
         "--slots-per-host",
         "N",
-        "Slots of a host that is listed without a number (default: 1).",
+        "Slots of a host that is listed without a number (default: 1; with --slurm, its GPUs or tasks).",
         whole(1),
         use=ON_LAUNCH,
     )
@@ -545,7 +549,7 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ("workers", None, (WorkerFlags,)),
     (
         "hosts",
-        "Pass at most one of the first three. Default without --etcd: this machine, one slot per worker,"
+        "Pass at most one of the first four. Default without --etcd: this machine, one slot per worker,"
         " at most 8 per core.",
         (HostFlags,),
     ),

@@ -52,6 +52,11 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
     job_root(name)
     if options.driver_port is not None and options.driver_port > 65535:
         raise Invalid(f"--driver-port {options.driver_port} is not a port: pass 1 to 65535")
+    if options.slurm and (etcd is not None or options.resume or options.standby):
+        raise Invalid(
+            "--slurm excludes --etcd, --resume and --standby, since Slurm ends the agents in its job steps together"
+            " with their driver: pass --checkpoint-dir to resume after the loss of the driver"
+        )
     choose_address.check_wanted(options.network_interfaces or [])
     secret = read_secret(options.secret_file, environ)
     pods = pod_source(options, environ)
@@ -89,7 +94,7 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
         by_etcd=by_etcd,
         service=options.kubernetes_service,
         pods=pods,
-        needed=elsewhere or etcd is not None or outlived or in_pods,
+        needed=elsewhere or etcd is not None or outlived or in_pods or options.slurm,
     )
 
 

@@ -212,7 +212,7 @@ def _knows_hosts(options: Any) -> bool:
         options.etcd,
         options.rdzv_endpoint,
     )
-    return options.kubernetes or options.kubernetes_service is not None or any(by)
+    return options.kubernetes or options.slurm or options.kubernetes_service is not None or any(by)
 
 
 def _found(options: Any, several: bool) -> dict[str, Any]:

@@ -113,6 +113,7 @@ NOT_RUN = {
     "elasticrun status": "a name; commands.md has it as it is run",
     "elasticrun logs": "the same",
     "elasticrun (the driver)": "a picture",
+    "elasticrun --slurm": "needs Slurm: tests/integration/launchers/test_slurm_nodes.py has its like",
     "srun ": "needs Slurm: tests/integration/launchers has its like",
     "torchrun ": "another program, before",
     "kubectl ": "another program",

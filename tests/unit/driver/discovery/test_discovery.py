@@ -465,6 +465,7 @@ def first_list(opened: Job) -> tuple[dict[str, int], Log]:
 
     async def conversation() -> dict[str, int]:
         known = await first_hosts(opened, log)
+        assert known is not None
         return await anext(script_discovery(opened, known, log).watch())
 
     return asyncio.run(conversation()), log

@@ -42,6 +42,8 @@ def plan(flags: str, environ: dict[str, str] | None = None, *, elsewhere=False, 
         "--kubernetes --kubernetes-selector=",
         "--kubernetes-namespace lab",
         "--resume --journal no/such/folder/j",
+        "--slurm --resume --journal j",
+        "--slurm --etcd a --job x",
     ],
 )
 def test_inconsistent_flags_are_rejected(flags):

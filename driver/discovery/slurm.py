@@ -1,0 +1,129 @@
+"""Hosts of a Slurm allocation: the nodes of the job that ``SLURM_JOB_ID`` names, as the controller lists them now.
+
+The list changes when the allocation is resized (``scontrol update JobId=... NumNodes=...``) and when a node is drained
+or goes down. Nodes that do not answer the controller stay in the list, since their workers may still train; agents
+detect a lost node sooner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elastic.driver.discovery.script import execute
+from elastic.errors import Invalid
+
+# Seconds between two queries to the controller, which serves a whole cluster.
+INTERVAL_S = 15.0
+ANSWER_S = 10.0
+# sinfo(1), "NODE STATE CODES": no worker is started on a node in one of these states.
+UNUSABLE = frozenset({"down", "drained", "draining", "error", "fail", "failing", "unknown"})
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A Slurm allocation.
+
+    Args:
+        job: ID of the Slurm job.
+        slots: number of slots on each node.
+        environ: environment of Slurm's commands.
+    """
+
+    job: str
+    slots: int
+    environ: Mapping[str, str] = field(repr=False)
+
+    async def hosts(self) -> dict[str, int]:
+        """Return the usable nodes and their slots.
+
+        Raises:
+            Invalid: the controller does not answer, or the job has ended.
+        """
+        jobs = await self._run("squeue", "--noheader", f"--jobs={self.job}", "--format=%A|%N")
+        nodes = nodes_of(self.job, jobs)
+        if not nodes:
+            raise Invalid(f"squeue lists no nodes for Slurm job {self.job}: the job has ended")
+        states = await self._run(
+            "sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N|%T"
+        )
+        return dict.fromkeys(usable_nodes(states), self.slots)
+
+    async def _run(self, *command: str) -> str:
+        try:
+            code, output, errors = await execute([*command], ANSWER_S, env=self.environ)
+        except asyncio.TimeoutError:
+            raise Invalid(f"{command[0]} has not answered within {ANSWER_S:g} s") from None
+        except OSError as error:
+            raise Invalid(f"{command[0]} can't be started: {error.strerror}") from None
+        if code != 0:
+            last = errors.decode("utf-8", "replace").strip().splitlines()[-1:]
+            raise Invalid(f"{command[0]} ended with exit code {code}: {''.join(last)[:200]}")
+        return output.decode("utf-8", "replace")
+
+
+def allocation(environ: Mapping[str, str], slots_per_host: int | None) -> Allocation:
+    """Return the allocation in which this process runs.
+
+    Args:
+        environ: environment of this process.
+        slots_per_host: number of slots on each node; None: as many as `slots_per_node` returns.
+
+    Raises:
+        Invalid: this process is not in an allocation, or the number of slots differs between nodes.
+    """
+    job = environ.get("SLURM_JOB_ID", "")
+    if not job.isdecimal():
+        raise Invalid(
+            "--slurm needs a Slurm allocation, but SLURM_JOB_ID is not set: run elasticrun in a script of sbatch, or"
+            " in the shell of salloc"
+        )
+    return Allocation(job, slots_per_host or slots_per_node(environ), commands_environ(environ))
+
+
+def commands_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for Slurm's commands.
+
+    Variables of the allocation would become options of the commands, and are outdated once it was resized.
+    """
+    options = re.compile(r"(?!SLURM_CONF$)(SLURM|SLURMD|SRUN|SQUEUE|SINFO)_\w+")
+    return {name: value for name, value in environ.items() if not options.fullmatch(name)}
+
+
+def slots_per_node(environ: Mapping[str, str]) -> int:
+    """Return the number of slots on each node: its GPUs if the job requested GPUs, otherwise its tasks.
+
+    Raises:
+        Invalid: nodes have different numbers of tasks.
+    """
+    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+    if gpus.isdecimal() and int(gpus) > 0:
+        return int(gpus)
+    tasks = environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
+    if found := re.fullmatch(r"(\d+)(?:\(x\d+\))?", tasks):
+        return max(1, int(found[1]))
+    raise Invalid(
+        f"the nodes of the Slurm allocation have different numbers of tasks, SLURM_TASKS_PER_NODE={tasks}: pass"
+        " --slots-per-host N, or request the same number on each node with --ntasks-per-node"
+    )
+
+
+def nodes_of(job: str, lines: str) -> str:
+    """Return the node list of a job from squeue's ``ID|NODES`` lines.
+
+    The first task of a job array has the ID of the array, for which squeue lists all tasks.
+    """
+    rows = (line.partition("|") for line in lines.splitlines())
+    return next((nodes.strip() for number, _, nodes in rows if number.strip() == job), "")
+
+
+def usable_nodes(lines: str) -> list[str]:
+    """Return the usable nodes from sinfo's ``NODE|STATE`` lines, each once; a node has a line per partition.
+
+    A symbol after the state, such as ``*`` for a node that does not answer, is ignored.
+    """
+    rows = [line.partition("|") for line in lines.splitlines()]
+    names = (name for name, _, state in rows if state.strip().rstrip("*~#!%$@^-+") not in UNUSABLE)
+    return list(dict.fromkeys(name.strip() for name in names if name.strip()))
