@@ -100,6 +100,7 @@ class DiLoCo:
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
         if not named:
             raise Invalid("the model has no parameter with requires_grad: unfreeze at least one")
+        _check_inner(model, inner_optimizer)
         self.model, self.inner_optimizer, self.dtype = model, inner_optimizer, dtype
         self._bits = BITS.get(dtype)
         self.names = list(named)
@@ -389,6 +390,19 @@ class LocalSGD(DiLoCo):
     ) -> None:
         super().__init__(model, optimizer, every=every, dtype=dtype)
         self.outer_optimizer = torch.optim.SGD(self.outer, lr=1.0)
+
+
+def _check_inner(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise Invalid for an inner optimizer with parameters that are not the model's."""
+    if optimizer is None:
+        return
+    own = {id(each) for each in model.parameters()}
+    stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if not stepped <= own:
+        raise Invalid(
+            f"the inner optimizer has {len(stepped - own)} parameters that are not the model's: they would differ"
+            " between workers. Create it from model.parameters(), after the model is complete"
+        )
 
 
 def _context() -> context.Context | None:

@@ -297,8 +297,16 @@ class HandledState(_OfThisProcess, ObjectState):
         for handler in self._of_kind(DiLoCoStateHandler):
             value = handler.value
             held = (value.model, value.inner_optimizer, value.outer_optimizer)
+            inner = {id(each) for each in value.inner}
             for name, other in self._handlers.items():
-                if other is not handler and any(other.value is each for each in held):
+                if other is handler:
+                    continue
+                if isinstance(other, DiLoCoStateHandler) and inner & {*map(id, other.value.inner)}:
+                    raise Invalid(
+                        f"state.{handler.name} and state.{name} average the same parameters of one model: create one"
+                        " DiLoCo for each model"
+                    )
+                if any(other.value is each for each in held):
                     raise Invalid(
                         f"state.{name} is already part of state.{handler.name}, which keeps each worker's own model and"
                         f" optimizer; rank 0's would overwrite them: remove {name}= from the state"

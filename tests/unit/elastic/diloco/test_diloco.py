@@ -270,6 +270,19 @@ def test_state_refuses_the_model_or_inner_optimizer_beside_diloco(name):
         elastic.TorchState(diloco=diloco, **{name: {"model": model, "optimizer": inner}[name]})
 
 
+def test_state_refuses_two_diloco_of_one_model():
+    model = network()
+    first, second = (elastic.DiLoCo(model, None, every=2) for _ in range(2))
+    with pytest.raises(Invalid):
+        elastic.TorchState(first=first, second=second)
+
+
+def test_an_inner_optimizer_of_another_model_is_refused():
+    inner = torch.optim.SGD(network().parameters(), lr=0.1)
+    with pytest.raises(Invalid):
+        elastic.DiLoCo(network(), inner, every=2)
+
+
 @pytest.mark.parametrize(
     "options",
     [
