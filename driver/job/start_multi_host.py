@@ -39,7 +39,7 @@ from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import Archive, Journal, SnapshotPolicy
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.resume import to_go_on_with, writer_here
-from elastic.driver.launch.srun import SrunStarter
+from elastic.driver.launch.srun import srun_starter
 from elastic.driver.launch.ssh import SshStarter
 from elastic.driver.launch.starter import Bootstrap, Starter
 from elastic.driver.launch.starter_by_host import StarterByHost
@@ -352,7 +352,7 @@ class _Run:
         if self.job.allocation is not None:
             python = self.plan.ssh.python or sys.executable
             slurm = self.job.allocation
-            there = SrunStarter(slurm.job, environ=slurm.environ, python=python, log=self.log)
+            there = srun_starter(slurm.job, environ=slurm.environ, python=python, log=self.log)
         else:
             there = SshStarter(self.plan.ssh, environ=os.environ, log=self.log)
         here = ChildStarter(environ=self.job.environ, log=self.log)

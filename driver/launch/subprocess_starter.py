@@ -1,9 +1,9 @@
-"""Starts the agent of this machine as a child process with a session of its own."""
+"""Starts agents as child processes with a session of their own, on this machine or through a program such as srun."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from elastic.driver.launch.child_processes import ChildProcess, ChildProcesses
 from elastic.driver.launch.ssh_failures import why_ended, why_no_agent
@@ -22,6 +22,7 @@ class ChildStarter:
 
     Args:
         environ: environment of agents and their workers, except for the driver's secrets.
+        through: returns the words before the Python, given the host, such as srun's.
     """
 
     def __init__(
@@ -30,12 +31,14 @@ class ChildStarter:
         environ: Mapping[str, str],
         log: Log,
         python: str = sys.executable,
+        through: Callable[[str], Sequence[str]] = lambda host: (),
         at_once: int = 32,
         ready_s: float = READY_S,
         close_s: float = CLOSE_S,
     ) -> None:
         self._environ = environ
         self._python = python
+        self._through = through
         self._ready_s = ready_s
         self._children = ChildProcesses(
             log,
@@ -56,12 +59,12 @@ class ChildStarter:
                 limit_s=self._ready_s,
             )
 
-        command = [self._python, "-c", RUN_MODULE, AGENT_MODULE]
+        command = [*self._through(bootstrap.host), self._python, "-c", RUN_MODULE, AGENT_MODULE]
         try:
             await self._children.begin(bootstrap, command, self._environ, explain)
         except OSError as error:
             raise StartFailed(
-                f"no agent can be started on {bootstrap.host}: {self._python}: {error.strerror}"
+                f"no agent can be started on {bootstrap.host}: {command[0]}: {error.strerror}"
             ) from None
 
     async def close(self) -> None:

@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from elastic.driver.launch.child_processes import ChildProcesses, as_logged
-from elastic.driver.launch.srun import SrunStarter
+from elastic.driver.launch.srun import srun, srun_starter
 from elastic.driver.launch.ssh import REMOTE, SshOptions, SshStarter
 from elastic.driver.launch.ssh_failures import why_ended, why_no_agent, why_ssh_failed
-from elastic.driver.launch.starter import AGENT_MODULE, READY, RUN_MODULE, StartFailed
+from elastic.driver.launch.starter import READY, StartFailed
 from elastic.driver.launch.starter_by_host import StarterByHost
 from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.errors import Invalid
@@ -315,16 +315,14 @@ async def test_ssh_command_is_non_interactive_and_respects_the_users_configurati
     assert not {s for s in settings if "Key" in s or s in ("User", "Port", "ProxyJump")}
 
 
-async def test_srun_command_runs_one_overlapping_step_on_the_node_and_has_no_secret():
-    starter = SrunStarter("7", environ={}, python="/opt/python", log=print)
-    command = starter.command("gpu7")
+def test_srun_runs_one_overlapping_step_on_the_node():
+    command = srun("7", "gpu7")
     assert command[0] == "srun"
     assert {"--jobid=7", "--nodelist=gpu7", "--nodes=1", "--ntasks=1", "--overlap"} <= {*command}
-    assert command[-4:] == ["/opt/python", "-c", RUN_MODULE, AGENT_MODULE]
 
 
 async def test_missing_srun_is_a_failed_start():
-    starter = SrunStarter("7", environ={"PATH": "/no"}, python="/opt/python", log=print)
+    starter = srun_starter("7", environ={"PATH": "/no"}, python="/opt/python", log=print)
     with raises(StartFailed):
         await starter.start(bootstrap("gpu7"))
 
