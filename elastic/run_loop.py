@@ -224,6 +224,7 @@ def _train_in_worlds(
             step_count.of_batches({each.batch_size for each in [*loaders] if each.in_state})
             if observer is not None:
                 observer.begin()
+            state.reconcile()
             value = unwrapped(rt.session, train)
             rt.settle()
             state.finish_commit()

@@ -10,8 +10,7 @@ at most the collective, which has written only that buffer: the merge is then re
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from elastic import context
 from elastic.api import ops
 from elastic.api.broadcasting import broadcast_object
 from elastic.diloco import quantization
-from elastic.diloco.schedule import RoundSchedule, Sent, partition
+from elastic.diloco.rounds import Action, ApplyMean, CompareReports, Rounds, StartMean, TakeMerges
+from elastic.diloco.schedule import RoundSchedule, partition
 from elastic.errors import Invalid, NotInitialized, PeerLost
 from elastic.negotiation import submission
 from elastic.sharding import fsdp2
@@ -91,7 +91,7 @@ class DiLoCo:
             raise Invalid(
                 f"dtype is {dtype!r}: pass torch.float16, bfloat16, float32 or int8, 'int4' or None"
             )
-        self.schedule = RoundSchedule(every, fragments, delay)
+        self.rounds = Rounds(RoundSchedule(every, fragments, delay))
         self.mix = (0.5 if delay else 0.0) if mix is None else float(mix)
         if not 0.0 <= self.mix < 1.0:
             raise Invalid(
@@ -108,9 +108,7 @@ class DiLoCo:
         self.parts = partition([each.numel() for each in self.inner], fragments)
         self.outer = [torch.nn.Parameter(each.detach().clone()) for each in self.inner]
         self.outer_optimizer = self._pointed_to_outer(outer_optimizer)
-        self.position = self.own_steps = self.bytes_sent = 0
-        self.merged = [0] * fragments
-        self.pending: Sent | None = None  # sent, and not merged yet
+        self.own_steps = self.bytes_sent = 0
         # In a state, so an interrupted merge can be repeated in the next world.
         self.in_state = False
         # Quantization errors of this worker's last merged pseudo-gradients, by fragment; empty without quantization.
@@ -122,8 +120,9 @@ class DiLoCo:
             ]
         # The fragment that was sent last, and its errors, which become its residual when it is merged.
         self._sent_residual: tuple[int, torch.Tensor] | None = None
-        self._in_flight: tuple[int, torch.Tensor] | None = None
-        self._world: tuple[int, int] | None = None  # the world in which positions were compared
+        self._in_flight: tuple[int, torch.Tensor] | None = (
+            None  # handle, and the mean once it is complete
+        )
 
     def _pointed_to_outer(self, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         if given is None:
@@ -148,6 +147,16 @@ class DiLoCo:
     # ---- for scripts -----------------------------------------------------------------------------
 
     @property
+    def position(self) -> int:
+        """Number of inner steps of the job."""
+        return self.rounds.position
+
+    @property
+    def merged(self) -> list[int]:
+        """Number of merges of each fragment."""
+        return self.rounds.merged
+
+    @property
     def round(self) -> int:
         """Number of complete rounds: the smallest number of merges of any fragment."""
         return min(self.merged)
@@ -162,84 +171,67 @@ class DiLoCo:
         Raises:
             PeerLost: the world broke, and this object is in no state.
         """
-        self.position += 1
+        rt = _context()
         self.own_steps += 1
         try:
-            self._meet()
-            self._merge_due()
-            sent = self.schedule.sent_at(self.position)
-            if sent is not None and self._counts(sent):
-                self.pending = sent
-                self._send(sent)
-                self._merge_due()
+            self._run(self.rounds.step(_world_of(rt)))
         except PeerLost:
-            self._in_flight = None
-            rt = context.current()
-            if not self.in_state or rt.alone or not rt.elastic:
+            if not self.in_state or rt is None or rt.alone or not rt.elastic:
                 raise
-            sent = self.schedule.sent_at(self.position)
-            if self.pending is None and sent is not None and self._counts(sent):
-                self.pending = sent
 
     # ---- implementation --------------------------------------------------------------------------
 
-    def _counts(self, sent: Sent) -> bool:
-        """Return whether a scheduled fragment is still to be merged."""
-        scheduled = (sent.step - 1) // self.schedule.every + 1
-        return self.merged[sent.fragment] < scheduled
+    def _run(self, actions: Generator[Action, Any, None]) -> None:
+        answer = None
+        try:
+            while True:
+                answer = self._perform(actions.send(answer))
+        except StopIteration:
+            pass
+        except PeerLost:
+            self._in_flight = None
+            self.rounds.interrupted()
+            raise
 
-    def _meet(self) -> None:
-        """In the first step of a world, compare positions, and resend fragments that were in flight in the previous
-        world."""
-        rt = _context()
-        world = None if rt is None else (id(rt), rt.generation)
-        if world == self._world:
-            return
-        self._in_flight = None
-        if rt is not None and submission.group_size(torch.device("cpu")) > 1:
-            mine = json.dumps([self.position, self.merged, self.pending])
-            told = [json.loads(each) for each in submission.agree("diloco", "position", mine)]
-            merges = [sum(merged) for _, merged, _ in told]
-            if min(merges) != max(merges):
-                self._take_merges(merges.index(max(merges)))
-            self.position = max(position for position, _, _ in told)
-            owed = [Sent(*each) for _, _, each in told if each is not None]
-            owed = [each for each in owed if self._counts(each)]
-            self.pending = min(owed, key=lambda each: each.step, default=None)
-        self._world = world
-        if self.pending is not None:
-            self._send(self.pending)
+    def _perform(self, action: Action) -> list[str] | None:
+        match action:
+            case CompareReports(report):
+                self._in_flight = None
+                if _context() is None or submission.group_size(torch.device("cpu")) == 1:
+                    return [report]
+                return submission.agree("diloco", "position", report)
+            case TakeMerges(root, fragments):
+                self._take_merges(root, fragments)
+            case StartMean(sent):
+                self._send(sent.fragment)
+            case ApplyMean(fragment):
+                self._merge(fragment)
+        return None
 
-    def _take_merges(self, root: int) -> None:
-        """Adopt the outer parameters of a rank on which the last collective completed, if it failed on others.
+    def _take_merges(self, root: int, missing: tuple[int, ...]) -> None:
+        """Adopt the outer parameters of a rank on which the last collective completed, if it failed here.
         Collective."""
-        mine = (
-            self.merged,
-            [each.detach() for each in self.outer],
-            self.outer_optimizer.state_dict(),
-        )
-        merged, outer, entries = broadcast_object(mine, root, "diloco.merges")
-        missing = [f for f in range(len(self.parts)) if merged[f] != self.merged[f]]
+        mine = [each.detach() for each in self.outer], self.outer_optimizer.state_dict()
+        outer, entries = broadcast_object(mine, root, "diloco.merges")
         if not missing:
             return
         with torch.no_grad():
             for own, theirs in zip(self.outer, outer, strict=True):
                 own.copy_(theirs)
         self.outer_optimizer.load_state_dict(entries)
-        self.merged = list(merged)
         for fragment in missing:
             self.adopt(fragment)
 
-    def _send(self, sent: Sent) -> None:
+    def _send(self, fragment: int) -> None:
         """Start the mean of a fragment's pseudo-gradients."""
         with torch.no_grad():
-            flat = self._change(self.parts[sent.fragment])
+            flat = self._change(self.parts[fragment])
             if self._bits is not None:
-                buffer = self._quantized(sent.fragment, flat, self._bits)
+                buffer = self._quantized(fragment, flat, self._bits)
             else:
                 buffer = flat.to(self.dtype) if isinstance(self.dtype, torch.dtype) else flat
         self.bytes_sent += buffer.nbytes
-        name, handle = f"diloco.{sent.fragment}", -1
+        name, handle = f"diloco.{fragment}", -1
         if _context() is not None:
             # Packed values can't be summed on the way, and would be widened if they were unpacked before.
             handle = (
@@ -261,23 +253,16 @@ class DiLoCo:
         self._sent_residual = fragment, errors
         return packed
 
-    def _merge_due(self) -> None:
-        while self.pending is not None and self.pending.due <= self.position:
-            if self._in_flight is None:
-                # The collective failed in this world; the next commit() raises.
-                self._send(self.pending)
-            assert self._in_flight is not None
-            handle, mean = self._in_flight
-            if handle >= 0:
-                mean = ops.synchronize(handle)
-            self._in_flight = None
-            fragment = self.pending.fragment
-            if self._bits is not None:
-                elements = len(self._residuals[fragment])
-                mean = quantization.mean(mean, elements, self._bits)
-            self._apply(fragment, mean)
-            self.merged[self.pending.fragment] += 1
-            self.pending = None
+    def _merge(self, fragment: int) -> None:
+        """Wait for the mean that was started last, and apply it."""
+        assert self._in_flight is not None
+        handle, mean = self._in_flight
+        self._in_flight = None
+        if handle >= 0:
+            mean = ops.synchronize(handle)
+        if self._bits is not None:
+            mean = quantization.mean(mean, len(self._residuals[fragment]), self._bits)
+        self._apply(fragment, mean)
 
     def _apply(self, fragment: int, mean: torch.Tensor) -> None:
         """Step the outer optimizer with the mean pseudo-gradients of one fragment, and mix the result into the model.
@@ -319,17 +304,18 @@ class DiLoCo:
 
     # ---- for its handler -------------------------------------------------------------------------
 
-    def shared(self) -> dict[str, Any]:
-        """Return the numbers that are equal on all ranks after a change of the world."""
-        pending = None if self.pending is None else tuple(self.pending)
-        return {"position": self.position, "merged": list(self.merged), "pending": pending}
+    def reconcile(self) -> None:
+        """Agree with the ranks of a new world, and complete a merge that the previous one has left pending. Collective.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
+        self._run(self.rounds.enter(_world_of(_context())))
 
     def take_shared(self, values: dict[str, Any]) -> None:
-        """Set the numbers from `shared`."""
-        self.position, self.merged = values["position"], list(values["merged"])
-        self.pending = None if values["pending"] is None else Sent(*values["pending"])
+        """Set the numbers of `Rounds.shared`."""
+        self.rounds.take_shared(values)
         self._in_flight = None
-        self._world = None
 
     def own_state(self) -> dict[str, Any]:
         """Return copies of this worker's own state: the model, the inner optimizer, the number of its steps, and the
@@ -403,6 +389,10 @@ def _check_inner(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
             f"the inner optimizer has {len(stepped - own)} parameters that are not the model's: they would differ"
             " between workers. Create it from model.parameters(), after the model is complete"
         )
+
+
+def _world_of(rt: context.Context | None) -> tuple[int, int] | None:
+    return None if rt is None else (id(rt), rt.generation)
 
 
 def _context() -> context.Context | None:

@@ -445,6 +445,10 @@ class HandledState(_OfThisProcess, ObjectState):
             if rt is None or not rt.provisional:
                 self.save()
 
+    def reconcile(self) -> None:
+        for handler in self._of_kind(DiLoCoStateHandler):
+            handler.value.reconcile()
+
     def finish_commit(self) -> None:
         if self._sharded is not None:
             self._sharded.seal()

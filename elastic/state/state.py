@@ -190,6 +190,14 @@ class State:
             PeerLost: a rank was lost.
         """
 
+    def reconcile(self) -> None:
+        """Complete what the previous world has left unfinished. Collective; called before each call of the function
+        under ``elastic.run``.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
+
     def bring_shards(self, reset: Callable[[], None], met: Any) -> int:
         """Restore one commit of a sharded state on all ranks of a new world, divided among them, and commit it there.
 

@@ -31,7 +31,7 @@ class DiLoCoStateHandler(Part):
         self._outer_entries = OptimizerStateHandler(self.value.outer_optimizer)
 
     def layout(self) -> list[str]:
-        value, rounds = self.value, self.value.schedule
+        value, rounds = self.value, self.value.rounds.schedule
         lines = [
             f"{self.name} {type(value).__name__} every {rounds.every} fragments {rounds.fragments} delay"
             f" {rounds.delay} mix {value.mix} dtype {value.dtype}",
@@ -53,7 +53,7 @@ class DiLoCoStateHandler(Part):
         tensors |= {ENTRY + name: each for name, each in entries.items()}
         tensors |= {OTHER + name: each for name, each in value.others().items()}
         structure = {
-            **value.shared(),
+            **value.rounds.shared(),
             "outer": outer_structure,
             "inner_options": [
                 {key: each for key, each in group.items() if key != "params"} for group in groups

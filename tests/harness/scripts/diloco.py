@@ -60,9 +60,23 @@ diloco = elastic.DiLoCo(
 loader = elastic.data.DataLoader(range(100_000), batch_size=4)
 
 
+recorded = 0  # merges
+
+
+def record_merge() -> None:
+    """Record a merge since the last call, also one that this worker has received."""
+    global recorded
+    if sum(diloco.merged) > recorded:
+        recorded = sum(diloco.merged)
+        content = b"".join(each.detach().numpy().tobytes() for each in diloco.outer)
+        digest = hashlib.sha256(content).hexdigest()
+        record(what="merge", merged=recorded, digest=digest, size=elastic.size())
+
+
 @elastic.run
 def train(state: elastic.TorchState) -> None:
     record(what="enter", position=diloco.position, own=diloco.own_steps, step=state.step)
+    record_merge()
     for batch in loader:
         while diloco.position >= WAIT and elastic.size() < FULL:
             time.sleep(0.01)
@@ -73,13 +87,9 @@ def train(state: elastic.TorchState) -> None:
         inner.zero_grad()
         (model(points) - points.sum(1, keepdim=True)).square().mean().backward()
         inner.step()
-        merged = sum(diloco.merged)
         diloco.step()
         record(what="step", own=diloco.own_steps, position=diloco.position, samples=batch.tolist())
-        if sum(diloco.merged) > merged:
-            content = b"".join(each.detach().numpy().tobytes() for each in diloco.outer)
-            digest = hashlib.sha256(content).hexdigest()
-            record(what="merge", merged=sum(diloco.merged), digest=digest, size=elastic.size())
+        record_merge()
         state.step += 1
         if f"{SLOT},{diloco.position}" == DIE and not DIED.exists():
             DIED.with_suffix(".new").write_text(str(os.getpid()))

@@ -127,7 +127,7 @@ def run_torn(rank: int, size: int) -> tuple[list[torch.Tensor], list[int], list[
                 each.copy_(value)
         made.outer_optimizer.state.clear()
         made.take_shared({"position": 4, "merged": [0], "pending": (0, 3, 3)})
-    made._world = None  # both enter another world
+    made.take_shared(made.rounds.shared())  # both enter another world
     for step in range(4, 6):
         inner_step(model, optimizer, rank, step)
         made.step()
