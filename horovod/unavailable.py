@@ -19,6 +19,8 @@ _NATIVE = "no extension is compiled; its functions are those of horovod.torch, h
 _PRIVATE = (
     "this is private to Horovod; use what horovod.tensorflow, horovod.keras or horovod.ray exports"
 )
+_SPARK = "this is private to Horovod; use horovod.spark.run or run_elastic"
+_LIGHTNING = "use elastic.integrations.lightning in a function under horovod.spark.run_elastic"
 # Modules of Horovod 0.28.1 without a counterpart, and their alternatives. Importing their submodules also fails.
 INTERNALS = {
     **dict.fromkeys(
@@ -50,6 +52,16 @@ INTERNALS = {
         ],
         _PRIVATE,
     ),
+    **dict.fromkeys(
+        [
+            *("spark.common", "spark.conf", "spark.data_loaders", "spark.driver"),
+            *("spark.gloo_run", "spark.keras", "spark.mpi_run", "spark.task.gloo_exec_fn"),
+            *("spark.task.mpirun_exec_fn", "spark.task.task_info", "spark.task.task_service"),
+            *("spark.tensorflow", "spark.torch"),
+        ],
+        _SPARK,
+    ),
+    "spark.lightning": _LIGHTNING,
 }
 
 

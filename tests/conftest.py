@@ -115,6 +115,12 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "gpu8": (eight_found, "needs eight CUDA devices; see tests/gpu/README.md"),
     "fakecuda": (lambda: made_up.missing() is None, "needs the made-up CUDA; run: make fakecuda"),
     "etcd": (lambda: shutil.which("etcd") is not None, "needs etcd; apt-get install etcd-server"),
+    "spark": (
+        lambda: (
+            importlib.util.find_spec("pyspark") is not None and shutil.which("java") is not None
+        ),
+        "needs Spark; pip install pyspark; apt-get install default-jre-headless",
+    ),
     "ray": (lambda: importlib.util.find_spec("ray") is not None, "needs ray; pip install ray"),
 }
 

@@ -1,11 +1,11 @@
 #!/bin/sh
 # Installs what the tests use beyond Python: etcd, sshd, nftables to drop packets, ip for networks of their own, and
-# redis, where Ray's control service keeps what it knows.
+# redis, where Ray's control service keeps what it knows, and Java, in which Spark runs.
 # More are named on the command line, as program:package.
 # Where it can't be installed (no root, another system) the tests that need it are skipped, and say so.
 missing=
 for need in nft:nftables etcd:etcd-server sshd:openssh-server ip:iproute2 openssl:openssl \
-  redis-server:redis-server "$@"; do
+  redis-server:redis-server java:default-jre-headless "$@"; do
   PATH="$PATH:/usr/sbin:/sbin" command -v "${need%%:*}" >/dev/null || missing="$missing ${need#*:}"
 done
 [ -n "$missing" ] || exit 0

@@ -61,6 +61,7 @@ class AgentManager:
         folder: working folder of the workers.
         adopted: workers of the previous driver.
         environ_of: additional environment of the workers on a host.
+        connected: called with the slots of all hosts with agents after each change, if the list of hosts depends on it.
         deposed: returns whether another driver leads the job. If so, nothing is sent and nothing is killed.
     """
 
@@ -76,9 +77,15 @@ class AgentManager:
         folder: str = "",
         adopted: Iterable[Worker] = (),
         environ_of: Callable[[str], Mapping[str, str]] | None = None,
+        connected: Callable[[Mapping[str, int]], object] | None = None,
         deposed: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.pool = AgentPool(attach, starts_agents=starter is not None, adopted=adopted)
+        self.pool = AgentPool(
+            attach,
+            starts_agents=starter is not None,
+            lists_hosts=connected is not None,
+            adopted=adopted,
+        )
         self.noticed: Callable[[Event], None] = lambda event: None
         self.workers = RelayedWorkers(self)
         self._server = server
@@ -88,6 +95,7 @@ class AgentManager:
         self._reach = reach
         self._folder = folder
         self._environ_of = environ_of or (lambda host: {})
+        self._connected = connected
         self._leadership_lost = deposed
         self._heard: Callable[[Worker, Any], None] = lambda worker, message: None
         self._gone: Callable[[Worker, bool], None] = lambda worker, silent: None
@@ -224,6 +232,8 @@ class AgentManager:
                 task = asyncio.create_task(self._start_agent(host))
                 self._starting.add(task)
                 task.add_done_callback(self._starting.discard)
+            case pool_events.ListConnectedHosts(hosts) if self._connected is not None:
+                self._connected(hosts)
             case Report(level, text):
                 self._log(level, text)
 

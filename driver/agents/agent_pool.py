@@ -8,7 +8,8 @@ Pure: no I/O, no clock.
       |          +--------------------------------> lost: HostLost
       +--gone silently-----------------------------> lost --Registered--> here
       +--the driver gives it up--------------------> lost
-    here   --off the list, its workers gone--> none: its agent is dismissed, if this driver started it
+    here   --off the list, its workers gone--> none: its agent is dismissed, if this driver started it, or if an engine
+                                               did, whose hosts are those with agents (``lists_hosts``)
 
 On each new connection, the agent reports the running workers, from which a HostReported event is made, and its workers
 repeat their state. Orders sent on a lost connection are not repeated, since the report shows whether they were carried
@@ -88,16 +89,25 @@ class AgentPool:
     Args:
         attach: first message to each agent.
         starts_agents: this driver can start agents; otherwise they connect by themselves.
+        lists_hosts: report the hosts with agents, from which the list of hosts is made.
         adopted: the workers of the previous driver.
     """
 
     def __init__(
-        self, attach: Attach, *, starts_agents: bool = False, adopted: Iterable[Worker] = ()
+        self,
+        attach: Attach,
+        *,
+        starts_agents: bool = False,
+        lists_hosts: bool = False,
+        adopted: Iterable[Worker] = (),
     ) -> None:
         self.attach = attach
         self._starts_agents = starts_agents
+        self._lists_hosts = lists_hosts
+        self._connected: dict[str, int] = {}  # slots of the hosts that were reported last
         self._hosts: dict[str, AgentRecord] = {}
         self._listed: set[str] = set()
+        self._removed: set[str] = set()  # hosts that were on the list and are not any more
         self._due = PoolDeadlines()
         self._reach = PartitionDetector()
         self._heard_of: LivenessTimeouts[str] = LivenessTimeouts(STOPPED_S)
@@ -156,6 +166,7 @@ class AgentPool:
             case pool_events.AgentNotStarted(host, reason):
                 self._agent_not_started(self._host(host), reason)
             case HostsChanged(hosts):
+                self._removed = (self._removed | self._listed) - set(hosts)
                 self._listed = set(hosts)
                 for each in self._hosts.values():
                     self._part(each)
@@ -277,6 +288,7 @@ class AgentPool:
         self._due.drop(host.name, DeadlineKind.RETRY)
         self._heard_of.grant(host.name, self._actions.now)
         self._reconnected(host.name)
+        self._list_host(host.name, message.slots)
         if self._closing:
             self._actions.tell(host, Detach("the job has ended"))
             return
@@ -363,6 +375,7 @@ class AgentPool:
         for order in waiting:
             why = f"host {host.name}: {reason}"
             self._exited(host, WorkerExited(order.worker, NO_AGENT, why))
+        self._list_host(host.name, 0)
         if host.running:
             self._networks.drop(host.name)
             self._actions.add(pool_events.PostToDriver(HostLost(host.name, reason)))
@@ -374,7 +387,10 @@ class AgentPool:
         The cluster may wait until the machine is idle, which an agent would prevent. Agents that connect by themselves
         stay.
         """
-        if not self._starts_agents or self._closing or host.name in self._listed:
+        if self._closing or host.name in self._listed:
+            return
+        # A new agent of an engine is not on the list yet.
+        if not self._starts_agents and not (self._lists_hosts and host.name in self._removed):
             return
         if not host.here or host.running or host.starts:
             return
@@ -383,6 +399,16 @@ class AgentPool:
         self._heard_of.drop(host.name)
         self._reach.drop(host.name)
         self._networks.drop(host.name)
+        self._list_host(host.name, 0)
+
+    def _list_host(self, name: str, slots: int) -> None:
+        """Report the hosts with agents, if the slots of this one have changed."""
+        if not self._lists_hosts or self._closing or self._connected.get(name, 0) == slots:
+            return
+        self._connected[name] = slots
+        if not slots:
+            del self._connected[name]
+        self._actions.add(pool_events.ListConnectedHosts(dict(self._connected)))
 
     # ---- starting agents -------------------------------------------------------------------------------------------
 

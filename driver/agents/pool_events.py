@@ -137,6 +137,19 @@ class RelayOutput(msgspec.Struct, frozen=True):
     data: bytes
 
 
+class ListConnectedHosts(msgspec.Struct, frozen=True):
+    """Pass on the slots of all hosts whose agents are connected, or will be again at once."""
+
+    hosts: dict[str, int]
+
+
 PoolAction = (
-    SendToAgents | DisconnectAgent | StartAgent | PostToDriver | RelayMessage | RelayOutput | Report
+    SendToAgents
+    | DisconnectAgent
+    | StartAgent
+    | PostToDriver
+    | RelayMessage
+    | RelayOutput
+    | ListConnectedHosts
+    | Report
 )

@@ -1,4 +1,5 @@
-"""Interface of an engine that supplies machines, such as Ray. The engine lists machines and starts agents on them."""
+"""Interface of an engine that supplies machines, such as Ray or Spark. The engine lists machines and starts agents on
+them."""
 
 from __future__ import annotations
 
@@ -23,14 +24,19 @@ class Provider(Protocol):
     def towards(self) -> Sequence[str]:
         """Addresses of some machines, which determine the network on which the driver listens."""
 
+    @property
+    def connected(self) -> Callable[[Mapping[str, int]], object] | None:
+        """Called with the slots of all hosts with agents after each change; None if the engine lists machines
+        itself."""
+
     def discovery(self, log: Log, need: Callable[[], ResourceDemand]) -> Discovery:
         """Return the discovery of machines and slots.
 
         Called once; it may call ``need`` at any time in the driver's loop.
         """
 
-    def starter(self, log: Log) -> Starter:
-        """Return the starter of agents. Called once."""
+    def starter(self, log: Log) -> Starter | None:
+        """Return the starter of agents; None if the engine starts them. Called once."""
 
     def archive(self) -> Archive | None:
         """Return the journal archive that a replacement driver resumes from, or None if the job does not support driver
@@ -40,4 +46,5 @@ class Provider(Protocol):
         """Return additional environment variables of this host's workers."""
 
     async def listening(self, address: str) -> None:
-        """Publish the driver's address ``host:port``, which agents of the previous driver need."""
+        """Publish the driver's address ``host:port``: to agents of the previous driver, or to those that the engine is
+        to start now. Agents can connect."""

@@ -229,6 +229,7 @@ class _Run:
             folder=past.folder if past is not None else os.getcwd(),
             adopted=[*past.membership.roster] if past is not None else (),
             environ_of=None if plan.provider is None else plan.provider.environ_of,
+            connected=None if plan.provider is None else plan.provider.connected,
             deposed=lambda: self.lost is not None and self.lost.is_set(),
         )
         discovery = self._discovery(known, lambda event: fleet.noticed(event))

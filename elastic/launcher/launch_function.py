@@ -17,7 +17,7 @@ import cloudpickle
 from elastic.driver.commandline.options.argument_parser import LAUNCH
 from elastic.driver.commandline.options.keywords import accepts, words_of
 from elastic.errors import Invalid, JobFailed
-from elastic.launcher.run_function import carried
+from elastic.launcher.run_function import carried, pickled
 from elastic.protocol.report_values import Report
 
 if TYPE_CHECKING:
@@ -71,13 +71,13 @@ def launch(
 
     with tempfile.TemporaryDirectory(prefix="elastic-launch-") as folder:  # mode 0700
         call = Path(folder) / "call"
-        pickled = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
-        call.write_bytes(pickled)
+        content = pickled(func, args, kwargs or {})
+        call.write_bytes(content)
         command = [executable or sys.executable, "-m", "elastic.launcher.run_function", str(call)]
         job = cli.make_job(cli.read_options([*flags, *command], environ), environ)
         fleet = job.fleet
         if fleet is not None:  # other machines may not see this folder
-            fleet = replace(fleet, forwarded={**fleet.forwarded, **carried(pickled)})
+            fleet = replace(fleet, forwarded={**fleet.forwarded, **carried(content)})
         job = replace(job, reported=on_report, fleet=fleet)
         outcome: Outcome = run_apart(lambda: asyncio.run(start(job)))
     if outcome.code != 0:

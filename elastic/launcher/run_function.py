@@ -11,8 +11,9 @@ from __future__ import annotations
 import base64
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 
@@ -31,6 +32,25 @@ def carried(call: bytes) -> dict[str, str]:
     text = base64.b64encode(call).decode()
     parts = [text[at : at + PART] for at in range(0, len(text), PART)]
     return {f"{CARRIED}{number}": part for number, part in enumerate(parts)}
+
+
+def pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """Pickle a call. Raises Invalid."""
+    if not callable(fn):
+        raise Invalid(f"the function is a {type(fn).__name__}: pass a function")
+    if not isinstance(args, list | tuple):
+        raise Invalid(f"args is a {type(args).__name__}: pass a list or tuple of arguments")
+    if not isinstance(kwargs, Mapping):
+        raise Invalid(f"kwargs is a {type(kwargs).__name__}: pass a dict of arguments")
+    try:
+        call: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+    except Exception as error:  # pickling the user's objects can raise any exception
+        what = "".join(str(error).splitlines()[:1]) or type(error).__name__
+        raise Invalid(
+            f"the function can't be pickled for the workers: {what}; create what can't be pickled inside the"
+            " function, and pass it numbers, strings and paths"
+        ) from error
+    return call
 
 
 def _taken(environ: MutableMapping[str, str]) -> bytes:

@@ -363,6 +363,7 @@ class RayProvider:
         self._starter = starter
         self._archive = archive
         self.outlived = spec.detached
+        self.connected = None
         self.fresh = not again
         self.lost = None if archive is None else archive.lost
         self.secret = spec.secret

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from elastic.driver.commandline.options.argument_parser import RAY
 from elastic.driver.commandline.options.keywords import accepts
 from elastic.errors import Invalid, JobFailed
+from elastic.launcher.run_function import pickled
 from elastic.protocol.report_values import Report
 from elastic.ray import arguments, call_results
 from elastic.ray.arguments import CURRENT, PLACEMENT_S
@@ -93,7 +92,7 @@ def run(
         arguments.check_call(train_fn, given, {})
         if detached is not None:
             arguments.check_job_name(detached)
-        call = _pickled(train_fn, given, {})
+        call = pickled(train_fn, given, {})
         if detached is None:
             return executor.run_once(call)
         return executor.run_detached(call, detached)
@@ -284,7 +283,7 @@ class Executor:
         self._need_start("run", fn)
         if not self._wanted.elastic:
             return self._call(call_results.RUN, fn, args, kwargs)
-        return self.run_once(_pickled(fn, args, kwargs)).values
+        return self.run_once(pickled(fn, args, kwargs)).values
 
     def run_remote(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Like `run`, but return Ray references immediately. Persistent workers only."""
@@ -338,19 +337,6 @@ class Executor:
                 f"{what}() needs persistent workers, but an elastic executor starts new ones for each run(): call"
                 " run() instead"
             )
-
-
-def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle a call. Raises Invalid."""
-    try:
-        call: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
-    except Exception as error:  # pickling the user's objects can raise any exception
-        what = "".join(str(error).splitlines()[:1]) or type(error).__name__
-        raise Invalid(
-            f"the function can't be pickled for the workers: {what}; create what can't be pickled inside the"
-            " function, and pass it numbers, strings and paths"
-        ) from error
-    return call
 
 
 def _result(ended: Any) -> Result:

@@ -35,6 +35,7 @@ BUDGETS_S = {
         "tests/integration/jobs": 300.0,
         "tests/integration/launchers": 55.0,
         "tests/integration/ray": 190.0,
+        "tests/integration/spark": 30.0,
     },
     "light ": {
         "tests/charts": 12.0,

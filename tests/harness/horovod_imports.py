@@ -104,6 +104,10 @@ STATEMENTS = """
     from horovod.runner.elastic import discovery
     from horovod.runner.elastic.discovery import FixedHosts, HostDiscovery, HostManager
     from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationManager
+    import horovod.spark
+    from horovod.spark import run, run_elastic
+    from horovod.spark.runner import run
+    from horovod.spark.task import get_available_devices
     from horovod.tensorflow.compression import Compression
     from horovod.tensorflow.data.compute_service import TfDataServiceConfig, compute_worker_fn
     from horovod.tensorflow.data.compute_service import tf_data_service
@@ -146,11 +150,8 @@ REFUSED = """
     from horovod.runner.util.remote import get_remote_command
     from horovod.runner.util.streams import Pipe
     from horovod.runner.util.threads import in_thread, on_event
-    import horovod.spark
-    import horovod.spark.keras as hvd
-    import horovod.spark.torch as hvd_spark
-    from horovod.spark import run
-    from horovod.spark.common.store import LocalStore
+    from horovod.spark.common.util import is_databricks
+    from horovod.spark.driver.rsh import rsh
     from horovod.spark.lightning.legacy import to_lightning_module
     from horovod.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
     from horovod.tensorflow.util import _executing_eagerly
@@ -175,7 +176,7 @@ def refused(name: str) -> bool:
     """Return whether a module, or its package, has no counterpart here."""
     words = name.removeprefix("horovod.").split(".")
     above = {".".join(words[:number]) for number in range(1, len(words) + 1)}
-    return bool(above & {"spark", *INTERNALS})
+    return bool(above & INTERNALS.keys())
 
 
 def try_module(name: str) -> None:

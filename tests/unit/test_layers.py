@@ -76,7 +76,7 @@ ROOMS = """
     elastic.driver.discovery
     elastic.driver.discovery.kubernetes
     elastic.driver.ray.node
-    elastic.driver.ray
+    elastic.driver.ray elastic.driver.spark
     elastic.driver.agents
     elastic.driver.job.operator_api
     elastic.driver.job
@@ -86,6 +86,7 @@ ROOMS = """
     elastic.driver.commandline
     elastic.launcher
     elastic.ray
+    elastic.spark
     elastic
     elastic.chaos.invariants
     elastic.chaos.simulator
@@ -117,7 +118,7 @@ IMPURE = {
     "torch",
 }
 # Extras; a driver module that needs one imports it lazily.
-OPTIONAL = {"aetcd", "kubernetes", "ray"}
+OPTIONAL = {"aetcd", "kubernetes", "pyspark", "ray"}
 
 
 def within(name: str, package: str) -> bool:
@@ -199,6 +200,7 @@ def test_the_worker_side_never_imports_the_driver():
     # But for the public names that start jobs, and are the driver; their modules are loaded when they're first used.
     ray = ("arguments", "driver_actor", "driver_client", "executor")
     starting = {ROOT / f"elastic/ray/{name}.py" for name in ray}
+    starting.add(ROOT / "elastic/spark/spark_run.py")
     starting.add(ROOT / "elastic/launcher/launch_function.py")
     starting.add(ROOT / "elastic/launcher/running_job.py")
     starting |= {ROOT / "horovod/runner/launch.py", ROOT / "horovod/runner/elastic/discovery.py"}
@@ -294,7 +296,7 @@ def test_every_folder_has_its_place():
 def test_a_room_itself_is_empty():
     """Rooms that are packages for users give names, some at their first use; failpoints is a room of one door."""
     doors = "elastic elastic.data elastic.failpoints elastic.integrations.lightning elastic.jax"
-    doors += " elastic.ray elastic.state elastic.torch_backend"
+    doors += " elastic.ray elastic.spark elastic.state elastic.torch_backend"
     files = sources("elastic", "driver", "chaos")
     full = {dotted(file) for file in files if file.name == "__init__.py" and file.read_text()}
     assert full == set(doors.split())

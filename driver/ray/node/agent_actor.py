@@ -24,17 +24,13 @@ from pathlib import Path
 import msgspec
 
 from elastic import version
+from elastic.driver.launch.agent_folder import make_folder, own_path, private, programs, sweep
+from elastic.driver.launch.agent_modules import BOOT, agents_path, users_modules
 from elastic.driver.launch.child_processes import SAID_LINES, ChildProcess, as_logged
 from elastic.driver.launch.ssh_failures import why_ended, why_no_agent
-from elastic.driver.launch.starter import AGENT_MODULE, Bootstrap
+from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.network.blocking_calls import within
-from elastic.driver.ray.node.agent_folder import make_folder, own_path, private, programs, sweep
-from elastic.driver.ray.node.environment import (
-    agents_path,
-    environ_of_bytes,
-    users_modules,
-    workers_environ,
-)
+from elastic.driver.ray.node.environment import environ_of_bytes, workers_environ
 from elastic.driver.ray.node.worker_calls import CallFailed, WorkerCalls
 from elastic.version import __version__
 
@@ -45,12 +41,6 @@ SENT_S = 0.3  # seconds for Ray to send an answer before the process is ended ab
 END_S = 10.0  # seconds for the agent to kill its workers, before it is killed itself
 DYING_S = 2.0  # ... if the node is already lost; its workers die with it
 REAP_S = 2.0
-
-# The agent must not import the user's modules, neither from its start folder nor through a variable.
-BOOT = (
-    "import runpy, sys; sys.path[:] = sys.argv.pop().split(':');"
-    f" runpy.run_module('{AGENT_MODULE}', run_name='__main__', alter_sys=True)"
-)
 
 Line = tuple[str, str]  # level and text
 

@@ -1,4 +1,4 @@
-"""The environment of workers on a Ray node, and the module path of their agent. Pure: no I/O, no clock.
+"""The environment of workers on a Ray node. Pure: no I/O, no clock.
 
 A worker should run in the environment of the user's runtime_env, without the settings of its parent, Ray's worker
 process. Variables that Ray sets for its process alone would slow a worker down (one thread), hide its GPUs, or disturb
@@ -93,33 +93,6 @@ def workers_environ(
     if not modules:
         del result["PYTHONPATH"]
     return result
-
-
-def users_modules(path: Sequence[str], own: Sequence[str], rays: str) -> list[str]:
-    """Return the entries of ``sys.path`` that a worker lacks.
-
-    ``own``: entries that it has. ``rays``: Ray's own folder.
-    """
-    known = {*own, ""}
-    return list(
-        dict.fromkeys(
-            entry
-            for entry in path
-            if entry not in known and entry != rays and not entry.startswith(f"{rays}/")
-        )
-    )
-
-
-def agents_path(own: Sequence[str], package: str, users: Sequence[str]) -> list[str]:
-    """Return the ``sys.path`` of an agent, in which no file of the user can shadow the agent's imports.
-
-    ``own`` is the interpreter's path, ``package`` the folder that contains hvd-elastic. If this is also the user's
-    folder, only Python's own modules precede it.
-    """
-    library = [entry for entry in own if entry.endswith((".zip", "/lib-dynload"))]
-    first = max((own.index(entry) + 1 for entry in library), default=0)
-    middle = [] if package in own else [package]
-    return list(dict.fromkeys([*own[:first], *middle, *own[first:], *users]))
 
 
 def environ_of_bytes(block: bytes) -> dict[str, str]:

@@ -13,13 +13,13 @@ import os
 from collections import deque
 from typing import Any
 
+from elastic.driver.launch.agent_folder import PATH_LIMIT
 from elastic.driver.network.blocking_calls import within
 from elastic.errors import ElasticError
 
 FRAME_LIMIT = 1 << 30  # bytes
 LENGTH_BYTES = 4
 HELLO_S = 30.0  # seconds from the connection to the line
-PATH_LIMIT = 107  # bytes of a unix socket's address
 
 
 class CallFailed(ElasticError, RuntimeError):

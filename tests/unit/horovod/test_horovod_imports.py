@@ -12,12 +12,17 @@ from horovod.common import util
 from horovod.runner.common.util.env import get_env_rank_and_size
 
 
+def _skip_without_engine(text: str) -> None:
+    for name, package in {"horovod.ray": "ray", "horovod.spark": "pyspark"}.items():
+        if name in text:
+            pytest.importorskip(package)
+
+
 @pytest.mark.parametrize(
     "statement", table.with_framework(table.lines(table.STATEMENTS), wanted=False)
 )
 def test_import_works_as_horovods_tests_and_examples_have_it(statement):
-    if "horovod.ray" in statement:
-        pytest.importorskip("ray")
+    _skip_without_engine(statement)
     exec(statement, {})
 
 
@@ -25,15 +30,13 @@ def test_import_works_as_horovods_tests_and_examples_have_it(statement):
     "statement", table.with_framework(table.lines(table.REFUSED), wanted=False)
 )
 def test_import_is_refused_when_there_is_no_counterpart(statement):
-    if "horovod.ray" in statement:
-        pytest.importorskip("ray")
+    _skip_without_engine(statement)
     table.try_refused(statement)
 
 
 @pytest.mark.parametrize("name", table.with_framework(table.MODULES.split(), wanted=False))
 def test_each_module_of_horovod_exists_or_is_refused(name):
-    if name.startswith("horovod.ray"):
-        pytest.importorskip("ray")
+    _skip_without_engine(name)
     table.try_module(name)
 
 

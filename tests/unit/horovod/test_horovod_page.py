@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "horovod.md"
 ROOT = PAGE.parents[1]
 # Modules of Horovod besides horovod.torch.
 MODULES = """
-    horovod.run horovod.spark horovod.ray
+    horovod.run horovod.spark.run horovod.spark.run_elastic horovod.ray
     horovod.data.BaseDataLoader horovod.data.AsyncDataLoaderMixin
     hvd.elastic.run hvd.elastic.TorchState hvd.elastic.ElasticSampler hvd.elastic.State
     hvd.elastic.ObjectState hvd.Compression.none hvd.Compression.fp16

@@ -6,6 +6,8 @@ What may come after them is ours, and has a default.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -166,6 +168,22 @@ def test_every_name_takes_what_horovods_takes(reference):
     signatures.compare(reference)
 
 
+SPARK = """
+    horovod.spark.run(fn, args=(), kwargs={}, num_proc=None, start_timeout=None, use_mpi=None, use_gloo=None, extra_mpi_args=None, env=None, stdout=None, stderr=None, verbose=1, nics=None, prefix_output_with_timestamp=False, executable=None)
+    horovod.spark.run_elastic(fn, args=(), kwargs={}, num_proc=None, min_num_proc=None, max_num_proc=None, start_timeout=None, elastic_timeout=None, reset_limit=None, env=None, stdout=None, stderr=None, verbose=1, nics=None, prefix_output_with_timestamp=False, min_np=None, max_np=None)
+"""
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [line.strip() for line in SPARK.strip().splitlines()],
+    ids=lambda line: line.partition("(")[0],
+)
+def test_every_name_of_spark_takes_what_horovods_takes(reference):
+    pytest.importorskip("pyspark")
+    signatures.compare(reference)
+
+
 @pytest.mark.parametrize(
     "reference", MXNET_REFERENCE, ids=lambda line: "horovod.mxnet." + line.partition("(")[0]
 )
@@ -196,7 +214,10 @@ def test_attributes_that_scripts_read(path, attributes):
             assert hasattr(type(value), name) or name in vars(value), name
 
 
-def test_a_missing_front_end_is_named():
+def test_a_missing_engine_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "horovod.spark", None)
+    monkeypatch.delitem(sys.modules, "horovod.spark")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with raises(ImportError):
         importlib.import_module("horovod.spark")
 

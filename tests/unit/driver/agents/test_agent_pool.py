@@ -39,6 +39,7 @@ from elastic.driver.agents.pool_events import (
     GiveUpOrdered,
     JobEnded,
     KillOrdered,
+    ListConnectedHosts,
     PostToDriver,
     RelayMessage,
     SendToAgents,
@@ -429,3 +430,53 @@ def test_earliest_deadline_comes_first_and_once():
     assert table.pop(9.0) == ("a", DeadlineKind.ARRIVAL)
     table.drop("b", DeadlineKind.ARRIVAL)
     assert table.first() is None and ("b", DeadlineKind.ARRIVAL) not in table
+
+
+# ---- engines whose tasks hold agents ---------------------------------------------------------------------------------
+
+
+def lists(actions: list[Any]) -> list[dict[str, int]]:
+    return [action.hosts for action in actions if isinstance(action, ListConnectedHosts)]
+
+
+def of_engine() -> tuple[AgentPool, AgentId, AgentId]:
+    """Return a pool with two agents that have connected by themselves."""
+    pool = AgentPool(Attach("job", 1, 2.0, 30.0), lists_hosts=True)
+    pool.handle(DriverReady(), 0.0)
+    agents = AgentId("h1", 1), AgentId("h2", 1)
+    for agent in agents:
+        pool.handle(AgentConnected(agent), 1.0)
+    one = Registered(1, "10.0.0.1", [], [], [], "job", ends=True)
+    assert lists(pool.handle(AgentMessageReceived(agents[0], one), 1.0)) == [{"h1": 1}]
+    both = lists(pool.handle(AgentMessageReceived(agents[1], one), 1.0))
+    assert both == [{"h1": 1, "h2": 1}]
+    return pool, *agents
+
+
+def test_hosts_of_an_engine_are_those_with_agents():
+    pool, first, _ = of_engine()
+    again = Registered(1, "10.0.0.1", [], [], [], "job", ends=True)
+    assert lists(pool.handle(AgentDisconnected(first, False), 2.0)) == []
+    pool.handle(AgentConnected(first), 2.1)
+    assert lists(pool.handle(AgentMessageReceived(first, again), 2.1)) == []
+    assert lists(pool.handle(AgentDisconnected(first, False), 3.0)) == []
+    assert lists(pool.handle(TimePassed(), 3.0 + RETURN_S)) == [{"h2": 1}]
+
+
+def test_agent_of_an_engine_is_dismissed_once_its_host_has_left_the_list():
+    pool, first, _ = of_engine()
+    assert pool.handle(HostsChanged({"h1": 1}), 2.0) == [], "the other is not on the list yet"
+    pool.handle(HostsChanged({"h1": 1, "h2": 1}), 2.1)
+    actions = pool.handle(HostsChanged({"h2": 1}), 3.0)
+    told = [each for each in actions if isinstance(each, SendToAgents)]
+    assert [each.agents for each in told] == [[first]]
+    assert isinstance(told[0].messages[0], Detach)
+    assert lists(actions) == [{"h2": 1}]
+
+
+def test_agents_that_connect_by_themselves_make_no_list():
+    pool = AgentPool(Attach("job", 1, 2.0, 30.0))
+    agent = AgentId("h1", 1)
+    pool.handle(AgentConnected(agent), 1.0)
+    registered = Registered(1, "10.0.0.1", [], [], [], "job")
+    assert lists(pool.handle(AgentMessageReceived(agent, registered), 1.0)) == []

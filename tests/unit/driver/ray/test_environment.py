@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.driver.ray.node.environment import (
-    agents_path,
-    environ_of_bytes,
-    users_modules,
-    without_rays_own,
-    workers_environ,
-)
+from elastic.driver.launch.agent_modules import agents_path, users_modules
+from elastic.driver.ray.node.environment import environ_of_bytes, without_rays_own, workers_environ
 from elastic.driver.ray.start_failures import exit_cause, why_no_actor
 from harness.golden import recorded
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
+from elastic.driver.launch.agent_folder import make_folder, sweep
 from elastic.driver.ray.actors import Taken
 from elastic.driver.ray.node.agent_actor import AgentActor, RayEngine, RayProcess
-from elastic.driver.ray.node.agent_folder import make_folder, sweep
 from elastic.driver.ray.node.worker_calls import CallFailed
 from elastic.driver.ray.starter import RayStarter, name_of
 from harness.golden import raises, recorded

@@ -1,4 +1,4 @@
-"""Folder of an agent's actor on its node, and lookups about its Python. Acts, decides nothing."""
+"""Folder of an agent that an engine's process holds, such as an actor of Ray, and lookups about its Python. Acts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from elastic.driver.ray.node.worker_calls import PATH_LIMIT
-
+PATH_LIMIT = 107  # bytes of a unix socket's address
 PREFIX = "hvd-elastic-"
 LOCK = "held-by-actor"
 
@@ -35,7 +34,7 @@ def make_folder() -> tuple[Path, int]:
 
 
 def sweep() -> None:
-    """Remove folders of actors that were killed, whose lock is free."""
+    """Remove folders of processes that were killed, whose lock is free."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():

@@ -1,0 +1,48 @@
+"""Queries of a Spark application through its JVM. Acts, decides nothing. All methods may block.
+
+Spark has no public function for the number of tasks that can run at the same time, and for executors that are being
+decommissioned. The ones used here are public in the JVM, and exist in 3.5 and 4.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+
+class SparkCluster:
+    """The application of a SparkContext."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._scala: Any = context._jsc.sc()
+
+    @property
+    def local(self) -> bool:
+        """Whether tasks run in the process of the driver, with a fixed number of slots."""
+        master = str(self._context.master)
+        return master == "local" or master.startswith("local[")
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the number of executors follows the number of tasks."""
+        return bool(self._scala.executorAllocationManager().isDefined())
+
+    def slots(self) -> int:
+        """Return the number of tasks that the present executors can run at the same time."""
+        profile = self._scala.resourceProfileManager().defaultResourceProfile()
+        return int(self._scala.maxNumConcurrentTasks(profile))
+
+    def addresses(self) -> list[str]:
+        """Return names or addresses of executors, the driver's last."""
+        status: Any = self._scala.getExecutorMemoryStatus().keySet().toSeq()
+        names = [str(status.apply(i)).rpartition(":")[0] for i in range(status.size())]
+        own = str(self._context._conf.get("spark.driver.host", ""))
+        return sorted(dict.fromkeys(names), key=lambda name: name == own)
+
+    def leaving(self, executors: Collection[str]) -> set[str]:
+        """Return those of the executors that run no new tasks: decommissioned, or lost."""
+        if self.local:
+            return set()
+        backend = self._scala.schedulerBackend()
+        return {each for each in executors if not backend.isExecutorActive(each)}

@@ -1,0 +1,139 @@
+"""Discovery of hosts as the agents that Spark's tasks hold. Makes no decisions.
+
+Agents connect by themselves, so the list follows the driver's connections. Executors that Spark decommissions are left
+out: their workers leave at the next commit, and Spark can end them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+
+from elastic.driver.discovery.interface import Log
+from elastic.driver.spark.task_environment import executor_of
+
+LOOK_S = 0.5  # interval between two checks for decommissioned executors
+SETTLE_S = (
+    2.0  # seconds without a new agent after which a job begins with fewer workers than requested
+)
+QUIET_S = 5.0  # waiting for tasks is logged after this time
+
+
+class SparkDiscovery:
+    """Yields ``{host: slots}`` of the connected agents.
+
+    Args:
+        wanted: number of slots to begin with.
+        least: number that is sufficient, if no more are coming.
+        start_s: seconds until so many have connected.
+        expired: called with the reason if they have not.
+        leaving: returns those of the executors that are being decommissioned; called in a thread, and may block.
+        log: called with a level and a text.
+    """
+
+    def __init__(
+        self,
+        *,
+        wanted: int,
+        least: int,
+        start_s: float,
+        expired: Callable[[str], None],
+        leaving: Callable[[Collection[str]], set[str]],
+        log: Log,
+    ) -> None:
+        self._wanted = wanted
+        self._least = least
+        self._start_s = start_s
+        self._expired = expired
+        self._leaving = leaving
+        self._log = log
+        self._hosts: dict[str, int] = {}
+        self._news = asyncio.Event()
+        self._left: set[str] = set()  # decommissioned executors
+
+    def connected(self, hosts: Mapping[str, int]) -> None:
+        """Replace the slots of the connected agents. Must be called in the event loop's thread."""
+        self._hosts = dict(hosts)
+        self._news.set()
+
+    async def watch(self) -> AsyncGenerator[dict[str, int], None]:
+        if not await self._enough():
+            await asyncio.Event().wait()  # until the end of the job, which `expired` has requested
+        over = threading.Event()
+        loop = asyncio.get_running_loop()
+        # One thread for all queries: the JVM has a connection for each thread of Python.
+        thread = threading.Thread(
+            target=self._look, args=(loop, over), name="ask spark", daemon=True
+        )
+        thread.start()
+        last: dict[str, int] | None = None
+        try:
+            while True:
+                self._news.clear()
+                hosts = self._listed()
+                if hosts != last:
+                    last = hosts
+                    yield dict(hosts)
+                await self._news.wait()
+        finally:
+            over.set()
+
+    async def _enough(self) -> bool:
+        """Wait for the slots to begin with. Return False after the time limit."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        said = False
+        while (slots := sum(self._hosts.values())) < self._wanted:
+            self._news.clear()
+            if not await self._changed(SETTLE_S) and slots >= self._least:
+                return True
+            waited_s = loop.time() - began
+            tasks = f"{slots} of {self._wanted} Spark tasks have started"
+            if waited_s >= self._start_s:
+                self._expired(
+                    f"{tasks} within {self._start_s:g} s, and {self._least} are needed: free or add executors, or"
+                    " raise start_timeout"
+                )
+                return False
+            if waited_s >= QUIET_S and not said:
+                said = True
+                self._log("info", f"waiting for Spark: {tasks}")
+        return True
+
+    async def _changed(self, within_s: float) -> bool:
+        waiting = asyncio.ensure_future(self._news.wait())
+        done, _ = await asyncio.wait({waiting}, timeout=within_s)
+        waiting.cancel()
+        return bool(done)
+
+    def _listed(self) -> dict[str, int]:
+        return {
+            host: slots
+            for host, slots in self._hosts.items()
+            if executor_of(host) not in self._left
+        }
+
+    def _look(self, loop: asyncio.AbstractEventLoop, over: threading.Event) -> None:
+        """Query Spark for decommissioned executors at intervals."""
+        said = ""
+        while not over.wait(LOOK_S):
+            executors = {executor_of(host) for host in self._hosts}
+            try:
+                leaving, trouble = self._leaving(executors), ""
+            except Exception as error:  # of py4j
+                leaving, trouble = set(), type(error).__name__
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                if trouble and trouble != said:
+                    text = f"Spark can't be asked for decommissioned executors: {trouble}"
+                    loop.call_soon_threadsafe(self._log, "warning", text)
+                if leaving - self._left:
+                    loop.call_soon_threadsafe(self._leave, leaving)
+            said = trouble
+
+    def _leave(self, executors: set[str]) -> None:
+        for executor in sorted(executors - self._left):
+            self._log("info", f"executor {executor} is decommissioned or lost: its workers leave")
+        self._left |= executors
+        self._news.set()

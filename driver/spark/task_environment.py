@@ -1,0 +1,67 @@
+"""Environment of an agent in a Spark task, and names of hosts. Pure: no I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+# Set by Spark for its Python worker process alone; the first is a secret.
+OF_SPARKS_PROCESS = (
+    "PYTHON_WORKER_FACTORY_",
+    "PYSPARK_",
+    "SPARK_REUSE_WORKER",
+    "SPARK_BUFFER_SIZE",
+)
+GPUS = "CUDA_VISIBLE_DEVICES"
+THREADS = "OMP_NUM_THREADS"
+LOCAL = "driver"  # the executor of a local master
+
+
+def agents_environ(
+    environ: Mapping[str, str],
+    *,
+    programs: str,
+    modules: Sequence[str],
+    gpus: Sequence[str] | None,
+    threads: int | None,
+    call: str,
+    folder: str,
+) -> dict[str, str]:
+    """Return the environment of an agent, which its workers inherit.
+
+    Args:
+        environ: environment of Spark's Python worker process.
+        programs: folder of the Python to run.
+        modules: folders of modules in addition to Python's default path.
+        gpus: addresses of the GPUs that Spark assigned; None if Spark assigns no GPUs.
+        threads: cores of a task; None to keep the environment's number.
+        call: path of the file with the workers' function.
+        folder: working folder.
+    """
+    clean = {name: each for name, each in environ.items() if not name.startswith(OF_SPARKS_PROCESS)}
+    path = [each for each in clean.get("PATH", "").split(":") if each and each != programs]
+    clean |= {"PATH": ":".join([programs, *path]), "PWD": folder, "ELASTIC_CALL": call}
+    clean.pop("PYTHONPATH", None)
+    if modules:
+        clean["PYTHONPATH"] = ":".join(modules)
+    if gpus is not None:
+        clean[GPUS] = ",".join(dict.fromkeys(gpus))
+    if threads is not None:
+        clean[THREADS] = str(threads)
+    return clean
+
+
+def executor_of_command(command: bytes) -> str:
+    """Return the executor's id from the content of its ``/proc/PID/cmdline``; `LOCAL` if it has none."""
+    words = command.decode("utf-8", "replace").split("\0")
+    at = words.index("--executor-id") + 1 if "--executor-id" in words else len(words)
+    return words[at] if at < len(words) else LOCAL
+
+
+def host_of(machine: str, executor: str, attempt: int) -> str:
+    """Return the name of a host for the driver. ``attempt``: id of the task attempt, which Spark never uses twice."""
+    return f"{machine}-{executor}-{attempt}"
+
+
+def executor_of(host: str) -> str:
+    """Return the executor's id from the name of a host."""
+    return host.rsplit("-", 2)[1]

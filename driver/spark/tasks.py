@@ -1,0 +1,142 @@
+"""Spark jobs whose tasks hold agents. Acts, decides nothing. Jobs run in threads, one for each job.
+
+A barrier stage starts all of its tasks together, and ends them together. Ordinary tasks are a Spark job each, since
+Spark ends a job, with all of its tasks, once one of them has failed a few times, even through the loss of executors. A
+task that ends before the training job is started again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from elastic.driver.sinks import Log
+from elastic.driver.spark.agent_task import AgentTask
+
+AGAIN_S = (0.2, 30.0)  # seconds until a task that failed is started again: first and longest
+RETURNS_S = 3.0  # seconds for tasks whose agents have ended
+CANCELLED_S = 15.0  # ... and for Spark to end the others
+TRIES = 4  # failures of a task before the first agent has connected, as Spark's own limit
+
+
+class SparkTasks:
+    """The tasks of one training job.
+
+    Args:
+        context: the SparkContext.
+        group: name of the Spark job group, unique in the application.
+        number: number of tasks.
+        barrier: run them in one barrier stage.
+        log: called with a level and a text, in any thread.
+        failed: called in any thread with the reason if the tasks cannot hold agents.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        *,
+        group: str,
+        number: int,
+        barrier: bool,
+        log: Log,
+        failed: Callable[[str], None],
+    ) -> None:
+        self._context = context
+        self._group = group
+        self._number = number
+        self._barrier = barrier
+        self._log = log
+        self._failed = failed
+        self._closing = threading.Event()
+        self._running: list[threading.Thread] = []
+        self._call: Any = None
+        self._said = ""
+        self.held = False  # some agent has connected
+
+    def begin(self, bootstrap: bytes, call: bytes, *, threads: bool) -> None:
+        """Submit the tasks. ``bootstrap``: see `AgentTask`."""
+        from pyspark import InheritableThread
+
+        self._call = self._context.broadcast(call)
+        task = AgentTask(bootstrap, self._call, self._barrier, threads)
+        jobs = [range(self._number)] if self._barrier else [[n] for n in range(self._number)]
+        for partitions in jobs:
+            thread = InheritableThread(target=self._keep, args=(partitions, task), daemon=True)
+            self._running.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """End the tasks, within a limit. Their agents have been dismissed."""
+        self._closing.set()
+        if not self._joined(RETURNS_S):
+            try:
+                self._context.cancelJobGroup(self._group)
+            except Exception as error:  # the JVM may be gone
+                self._log(
+                    "warning", f"Spark jobs {self._group} can't be cancelled: {first_line(error)}"
+                )
+            if not self._joined(CANCELLED_S):
+                self._log("warning", f"Spark has not ended all tasks of job group {self._group}")
+        if self._call is not None:
+            try:
+                self._call.destroy()
+            except Exception as error:
+                self._log("debug", f"the broadcast function can't be removed: {first_line(error)}")
+
+    def _joined(self, within_s: float) -> bool:
+        deadline = time.monotonic() + within_s
+        for thread in self._running:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._running)
+
+    def _keep(self, partitions: Sequence[int], task: AgentTask) -> None:
+        """Run the tasks of one Spark job, again and again unless they are a barrier stage."""
+        pause_s, tries = AGAIN_S[0], 0
+        while not self._closing.is_set():
+            try:
+                self._run(partitions, task)
+                pause_s, why = AGAIN_S[0], ""
+            except Exception as error:  # of Spark, its JVM, or the task
+                why, tries = cause(error), tries + 1
+            if self._closing.is_set():
+                return
+            if self._barrier:
+                self._failed(f"the barrier stage of Spark ended: {why or 'all agents exited'}")
+                return
+            if why:
+                if why != self._said:
+                    self._said = why
+                    self._log("warning", f"a Spark task ended and is started again: {why}")
+                if tries >= TRIES and not self.held:
+                    self._failed(f"a Spark task failed {tries} times: {why}")
+                    return
+            self._closing.wait(pause_s)
+            pause_s = min(2 * pause_s, AGAIN_S[1]) if why else AGAIN_S[0]
+
+    def _run(self, partitions: Sequence[int], task: AgentTask) -> None:
+        text = "agents of hvd-elastic"
+        self._context.setJobGroup(self._group, text, interruptOnCancel=True)
+        # Not range(), whose task has the numbers of all partitions.
+        data = self._context.parallelize(list(partitions), len(partitions))
+        (data.barrier() if self._barrier else data).mapPartitions(task).collect()
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error."""
+    return next(iter(str(error).splitlines()), type(error).__name__)[:300]
+
+
+def cause(error: BaseException) -> str:
+    """Return the reason of a failed Spark job: the last line of the Python traceback of a task, if there is one."""
+    java: Any = getattr(error, "java_exception", None)
+    text = str(error) if java is None else str(java.getMessage())
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    raised = [
+        line
+        for line in lines
+        if ": " in line and line.split(": ")[0].endswith(("Error", "Ended", "Exception"))
+    ]
+    python = [line for line in raised if not line.startswith(("org.", "java."))]
+    return (python or lines or [type(error).__name__])[0][:300]

@@ -1,0 +1,216 @@
+"""`run`: elastic training in the tasks of a Spark application, from Python."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import secrets
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elastic.driver.commandline.options.argument_parser import RAY
+from elastic.driver.commandline.options.keywords import accepts, words_of
+from elastic.errors import Invalid, JobFailed
+from elastic.launcher.launch_function import run_apart, values_of
+from elastic.launcher.run_function import pickled
+from elastic.protocol.report_values import Report
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from elastic.launcher.option_types import RayOptions
+
+NEEDS_SPARK = "elastic.spark needs Spark: pip install 'hvd-elastic[spark]', and Java 17 or later"
+START_S = 600.0  # Horovod's limit for the start of the tasks
+LOOK_S = 0.25
+QUIET_S = 10.0  # seconds without a new executor, after which too few are there
+WORKERS_MODULE = ("-m", "elastic.launcher.run_function")
+
+
+@accepts(RAY)
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    spark_start_timeout: float = START_S,
+    env: Mapping[str, str] | None = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    executable: str | None = None,
+    prefix_timestamps: bool = False,
+    on_report: Callable[[Report], object] | None = None,
+    **options: Unpack[RayOptions],
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on workers in the tasks of the active SparkContext; return the values by rank.
+
+    ``num_proc`` workers (default: spark.default.parallelism) run in a barrier stage, and the first failure ends the
+    job. ``min_num_proc`` or ``max_num_proc`` make the job elastic: its tasks are ordinary ones, it begins with
+    ``num_proc`` workers, or with fewer once no more executors join, continues with ``min_num_proc`` when executors are
+    lost, and grows to ``max_num_proc``. The options are those of `elastic.ray.run`, with times in seconds.
+
+    ``env`` is added to the workers' environment. ``stdout``, ``stderr``: text streams that receive the workers' output.
+    ``executable``: the workers' Python (default: that of Spark's tasks). ``prefix_timestamps``: prefix each line of
+    their output with the time. ``spark_start_timeout``: seconds for Spark to start the tasks. ``on_report`` is called
+    here with each `elastic.report` of a worker, and blocks the driver meanwhile.
+
+    Raises:
+        Invalid: (a ValueError) an argument is invalid, there is no SparkContext, or Spark has fewer slots than
+            workers; before anything is started.
+        JobFailed: the job failed.
+    """
+    flags = words_of(RAY, options)
+    call = pickled(fn, args, kwargs or {})
+    if on_report is not None and not callable(on_report):
+        raise Invalid(f"on_report is a {type(on_report).__name__}: pass a function of one argument")
+    context = active_context()
+    from elastic.driver.commandline import cli
+    from elastic.driver.job.start import Outcome, start
+    from elastic.driver.network.secret import SECRET_BYTES
+    from elastic.driver.spark.cluster import SparkCluster
+    from elastic.driver.spark.provider import SparkProvider
+
+    np, least, most = sizes(num_proc, min_num_proc, max_num_proc, int(context.defaultParallelism))
+    elastic = min_num_proc is not None or max_num_proc is not None
+    cluster = SparkCluster(context)
+    barrier = not elastic and not cluster.dynamic
+    if not cluster.dynamic:
+        await_slots(cluster, least, spark_start_timeout)
+    name = uuid.uuid4().hex[:12]
+    flags += ["-np", str(np), "--job", name]
+    if elastic:
+        flags += ["--min-np", str(least), "--max-np", str(most)]
+    environ = {**os.environ, **checked_environ(env)}
+    command = [executable or "python", *WORKERS_MODULE]
+    read = cli.read_options([*flags, *command], environ)
+    provider = SparkProvider(
+        context,
+        name=name,
+        call=call,
+        secret=secrets.token_bytes(SECRET_BYTES),
+        np=np,
+        least=least if elastic else np,
+        most=most,
+        barrier=barrier,
+        start_s=spark_start_timeout,
+        interfaces=read.network_interfaces or [],
+        threads=not _threads_given(context, environ),
+        log_level="debug" if options.get("verbose") else "info",
+    )
+    job = cli.make_job(read, environ, provider=provider)
+    assert job.fleet is not None
+    forwarded = {name: value for name, value in job.fleet.forwarded.items() if name != "PYTHONPATH"}
+    job = dataclasses.replace(
+        job,
+        fleet=dataclasses.replace(job.fleet, forwarded={**forwarded, **(env or {})}),
+        streams=_streams(stdout, stderr),
+        prefix_timestamps=prefix_timestamps,
+        reported=on_report,
+        begun=provider.begun,
+    )
+    try:
+        outcome: Outcome = run_apart(lambda: asyncio.run(start(job)))
+    finally:
+        provider.close()
+    if outcome.code != 0:
+        raise JobFailed(f"the job ended with exit code {outcome.code}: {outcome.reason}")
+    return values_of(outcome.results)
+
+
+def active_context() -> Any:
+    """Return the active SparkContext. Raises Invalid."""
+    try:
+        import pyspark
+    except ImportError:
+        raise Invalid(NEEDS_SPARK) from None
+    context = pyspark.SparkContext._active_spark_context
+    if context is not None:
+        return context
+    java = os.environ.get("JAVA_HOME") or shutil.which("java")
+    raise Invalid(
+        "there is no active SparkContext: create one first, with SparkSession.builder.getOrCreate(); Spark Connect"
+        " has none"
+        + ("" if java else ". Spark also needs Java 17 or later, which is not installed here")
+    )
+
+
+def sizes(
+    num_proc: int | None, least: int | None, most: int | None, parallelism: int
+) -> tuple[int, int, int]:
+    """Return the first, smallest and largest number of workers. Raises Invalid."""
+    given = {"num_proc": num_proc, "min_num_proc": least, "max_num_proc": most}
+    for name, count in given.items():
+        if count is not None and (
+            not isinstance(count, int) or isinstance(count, bool) or count < 1
+        ):
+            raise Invalid(f"{name} is {count!r}: pass a whole number of at least 1")
+    np = num_proc
+    if np is None:
+        np = max(parallelism, least or 1)
+        np = np if most is None else min(np, most)
+    low, high = np if least is None else least, np if most is None else most
+    if not low <= np <= high:
+        raise Invalid(
+            f"num_proc {np} is not between min_num_proc {low} and max_num_proc {high}: pass min <= num <= max"
+        )
+    return np, low, high
+
+
+def await_slots(cluster: Any, needed: int, within_s: float) -> None:
+    """Wait until Spark has slots for so many tasks. Raises Invalid, at once if no executors can join."""
+    began = grown = time.monotonic()
+    most = -1
+    while (slots := cluster.slots()) < needed:
+        now = time.monotonic()
+        if slots > most:
+            most, grown = slots, now
+        idle = slots > 0 and now - grown >= QUIET_S
+        if cluster.local or idle or now - began >= within_s:
+            more = "use the master local[N]" if cluster.local else "add executors or cores"
+            raise Invalid(
+                f"{needed} workers need as many slots, but Spark has {slots}: pass num_proc={max(1, slots)} or less,"
+                f" or {more}; a slot has spark.task.cpus cores"
+            )
+        time.sleep(LOOK_S)
+
+
+def checked_environ(given: Mapping[str, str] | None) -> dict[str, str]:
+    """Return additional environment variables. Raises Invalid."""
+    from elastic.ray.arguments import check_environ
+
+    check_environ(given)
+    return dict(given or {})
+
+
+def _threads_given(context: Any, environ: Mapping[str, str]) -> bool:
+    """Return whether the user has set the workers' number of threads."""
+    key = "spark.executorEnv.OMP_NUM_THREADS"
+    return "OMP_NUM_THREADS" in environ or context.getConf().get(key) is not None
+
+
+def _streams(
+    stdout: Any, stderr: Any
+) -> tuple[Callable[[bytes], None], Callable[[bytes], None]] | None:
+    if stdout is None and stderr is None:
+        return None
+
+    def writer(stream: Any) -> Callable[[bytes], None]:
+        def write(data: bytes) -> None:
+            binary = getattr(stream, "buffer", None)
+            if binary is None:
+                stream.write(data.decode("utf-8", "replace"))
+            else:
+                binary.write(data)
+            stream.flush()
+
+        return write
+
+    return writer(stdout or sys.stdout), writer(stderr or sys.stderr)

@@ -1,0 +1,28 @@
+"""``horovod.spark.run``: Horovod's functions on Spark. Names are loaded at first use; the import starts nothing."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if find_spec("pyspark") is None:
+    raise ImportError(
+        "horovod.spark needs Spark: pip install 'hvd-elastic[spark]', and Java 17 or later",
+        name="pyspark",
+    )
+
+if TYPE_CHECKING:
+    from horovod.spark.runner import run as run
+    from horovod.spark.runner import run_elastic as run_elastic
+
+__all__ = ["run", "run_elastic"]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'horovod.spark' has no attribute {name!r}")
+        from horovod.spark import runner
+
+        return getattr(runner, name)

@@ -1,0 +1,159 @@
+"""``run`` and ``run_elastic``: Horovod's functions to call a function in the tasks of a Spark application."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import elastic.spark
+from elastic.errors import Invalid
+from horovod.ray.settings import VERBOSE, interfaces
+
+START_S = 600.0
+START_TIMEOUT = "HOROVOD_SPARK_START_TIMEOUT"
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = {},
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    verbose: int = 1,
+    nics: Collection[str] | str | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on ``num_proc`` workers in tasks of Spark; return the values by rank.
+
+    Args:
+        num_proc: default: spark.default.parallelism.
+        start_timeout: seconds for Spark to start the tasks. Default: HOROVOD_SPARK_START_TIMEOUT, or 600.
+        env: added to the workers' environment.
+        stdout, stderr: text streams that receive the workers' output. Default: those of this process.
+        verbose: 2 logs everything.
+        nics: names of network interfaces; each host uses the first one that it has.
+        executable: the workers' Python. Default: that of Spark's tasks.
+
+    ``use_gloo`` has no effect, because Gloo has no alternative.
+
+    Raises:
+        Invalid: (a ValueError) an argument is not supported, there is no SparkContext, or it has too few slots.
+        JobFailed: (a RuntimeError) the job failed.
+    """
+    for name, value in {"use_mpi": use_mpi, "extra_mpi_args": extra_mpi_args}.items():
+        if value:
+            raise Invalid(f"horovod.spark.run({name}=...): MPI is not used: omit {name}")
+    return elastic.spark.run(
+        fn,
+        args,
+        kwargs,
+        num_proc=num_proc,
+        executable=executable,
+        **_common(start_timeout, env, stdout, stderr, verbose, nics, prefix_output_with_timestamp),
+    )
+
+
+def run_elastic(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = {},
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    verbose: int = 1,
+    nics: Collection[str] | str | None = None,
+    prefix_output_with_timestamp: bool = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on workers that continue when executors of Spark are lost or join.
+
+    Args:
+        num_proc: number to begin with. Default: spark.default.parallelism.
+        min_num_proc, max_num_proc: smallest and largest number. Default: ``num_proc``.
+        elastic_timeout: seconds for ``min_num_proc`` workers to become ready.
+        reset_limit: failures to survive; planned changes are not counted.
+        min_np, max_np: old names of ``min_num_proc`` and ``max_num_proc``.
+
+    The other arguments are those of `run`. Returns the values of the last world, by rank.
+
+    Raises:
+        Invalid: (a ValueError) an argument is not supported, there is no SparkContext, or it has too few slots.
+        JobFailed: (a RuntimeError) the job failed.
+    """
+    context = elastic.spark.active_context()
+    least = _renamed("min_num_proc", min_num_proc, "min_np", min_np)
+    most = _renamed("max_num_proc", max_num_proc, "max_np", max_np)
+    np, least, most = elastic.spark.sizes(num_proc, least, most, int(context.defaultParallelism))
+    return elastic.spark.run(
+        fn,
+        args,
+        kwargs,
+        num_proc=np,
+        min_num_proc=least,
+        max_num_proc=most,
+        elastic_timeout=elastic_timeout,
+        reset_limit=reset_limit,
+        **_common(start_timeout, env, stdout, stderr, verbose, nics, prefix_output_with_timestamp),
+    )
+
+
+def _common(
+    start_timeout: float | None,
+    env: Mapping[str, str] | None,
+    stdout: Any,
+    stderr: Any,
+    verbose: int,
+    nics: Collection[str] | str | None,
+    prefix_timestamps: bool,
+) -> dict[str, Any]:
+    return {
+        "spark_start_timeout": _start_s(start_timeout),
+        "env": env,
+        "stdout": stdout,
+        "stderr": stderr,
+        "verbose": int(verbose or 0) >= VERBOSE,
+        "network_interface": interfaces(nics) if nics else None,
+        "prefix_timestamps": prefix_timestamps,
+    }
+
+
+def _start_s(given: float | None) -> float:
+    text = os.environ.get(START_TIMEOUT) if given is None else given
+    try:
+        seconds = START_S if text is None else float(text)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not seconds > 0:
+        name = START_TIMEOUT if given is None else "start_timeout"
+        raise Invalid(f"{name} is {text!r}: pass a positive number of seconds")
+    return seconds
+
+
+def _renamed(name: str, value: int | None, old_name: str, old_value: int | None) -> int | None:
+    if old_value is None:
+        return value
+    if value is not None:
+        raise Invalid(f"{old_name} is the old name of {name}: pass {name} only")
+    warnings.warn(
+        f"run_elastic({old_name}=...) is deprecated; use {name}", DeprecationWarning, stacklevel=3
+    )
+    return old_value
+
+
+__all__ = ["run", "run_elastic"]
