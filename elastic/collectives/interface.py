@@ -107,28 +107,42 @@ class Collectives(Protocol):
 class GathersAndScatters(Protocol):
     """A group with native collectives for models whose parameters are sharded.
 
+    Each takes lists of tensors and launches them as one. Reductions are of floating point. The order of the additions
+    and the rounding of factors are the backend's, and half precision may be summed in half precision.
+
     Without them, an all-gather fills a list of tensors, and a reduce-scatter is an alltoall and a local reduction.
     """
 
-    def allgather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Set ``output``, of ``size`` times as many elements, to the ranks' tensors, one after the other."""
+    def allgather_into(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor]) -> Work:
+        """Set each output, of ``size`` times as many elements, to the ranks' tensors, one after the other."""
 
     def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, scale: float = 1.0, divisor: int = 1
+        self,
+        outputs: list[torch.Tensor],
+        tensors: list[torch.Tensor],
+        scale: float = 1.0,
+        divisor: int = 1,
     ) -> Work:
-        """Set ``output`` to the sum of the ranks' parts for this rank, multiplied by ``scale`` / ``divisor``.
+        """Set each output to the sum of the ranks' parts for this rank, multiplied by ``scale`` / ``divisor``.
 
-        ``tensor`` has ``size`` times as many elements, the parts in the order of the ranks. Floating point only. The
-        order of the additions is the backend's, and half precision may be summed in half precision.
+        Each of ``tensors`` has ``size`` times as many elements, the parts in the order of the ranks.
         """
+
+    def allreduce_scaled(
+        self, tensors: list[torch.Tensor], scale: float = 1.0, divisor: int = 1
+    ) -> Work:
+        """Set each tensor to the sum of the ranks' tensors, multiplied by ``scale`` / ``divisor``."""
 
 
 @runtime_checkable
 class StreamOrdered(Protocol):
     """A work on a GPU after which operators can be queued without waiting on the host."""
 
-    def follow(self) -> None:
+    def follow(self, limit_s: float | None = None) -> None:
         """Make the current stream wait for the collective.
+
+        The group fails if the collective does not end within ``limit_s`` seconds, or the group's own shorter timeout,
+        of the end of the one before it.
 
         The collective can still fail after this returns and leave invalid values, which operators behind it then read.
         `Runtime.settle` raises in that case, and must be called before any value is kept.

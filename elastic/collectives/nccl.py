@@ -86,8 +86,11 @@ class NcclCollectives:
         # The first collective that the GPU had not reached, and since when.
         self._looked_at: tuple[int, float] | None = None
         self._took_s = 0.0
+        self._behind: torch.cuda.Stream | None = None  # for events behind coalesced calls
         # The last collective that a stream follows, until `settle`.
         self._followed: NcclWork | None = None
+        # The oldest collective under way while streams follow one, and since when it is that.
+        self._oldest: tuple[NcclWork, float] | None = None
 
     # ---- connecting ------------------------------------------------------------------------------------------------
 
@@ -189,24 +192,78 @@ class NcclCollectives:
     def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
         return self.submit("allgather", [[as_bytes(each) for each in outputs]], [as_bytes(tensor)])
 
-    def allgather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        return self.submit("_allgather_base", as_bytes(output), as_bytes(tensor))
+    def allgather_into(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor]) -> Work:
+        calls = [
+            ("_allgather_base", as_bytes(output), as_bytes(tensor))
+            for output, tensor in zip(outputs, tensors, strict=True)
+        ]
+        return self._submit_together(calls)
 
     def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, scale: float = 1.0, divisor: int = 1
+        self,
+        outputs: list[torch.Tensor],
+        tensors: list[torch.Tensor],
+        scale: float = 1.0,
+        divisor: int = 1,
     ) -> Work:
-        options, then = c10d.ReduceScatterOptions(), None
-        result = output.detach()
+        calls: list[tuple[Any, ...]] = []
+        thens: list[Callable[[], object]] = []
+        for output, tensor in zip(outputs, tensors, strict=True):
+            options = c10d.ReduceScatterOptions()
+            result = output.detach()
+            thens += self._scaled(options, result, scale, divisor)
+            calls.append(("_reduce_scatter_base", result, tensor.detach(), options))
+        return self._submit_together(calls, thens)
+
+    def allreduce_scaled(
+        self, tensors: list[torch.Tensor], scale: float = 1.0, divisor: int = 1
+    ) -> Work:
+        calls: list[tuple[Any, ...]] = []
+        thens: list[Callable[[], object]] = []
+        for tensor in tensors:
+            options = c10d.AllreduceOptions()
+            result = tensor.detach()
+            thens += self._scaled(options, result, scale, divisor)
+            calls.append(("allreduce", [result], options))
+        return self._submit_together(calls, thens)
+
+    def _scaled(
+        self, options: Any, result: torch.Tensor, scale: float, divisor: int
+    ) -> list[Callable[[], object]]:
+        """Set the sum that NCCL computes. Return what is left to do afterwards."""
         if scale == 1.0 and divisor == self.size:
-            options.reduceOp = c10d.ReduceOp.AVG  # type: ignore[assignment]
-        elif tensor.dtype is torch.bfloat16:
+            options.reduceOp = c10d.ReduceOp.AVG
+        elif result.dtype is torch.bfloat16 and scale != divisor:
             # A premultiplied sum could be 0, because torch passes the factor as float32 and NCCL reads a bfloat16
             # (pytorch/pytorch#190745).
-            then = functools.partial(dtypes_and_ops.rescale_, result, scale, divisor)
+            return [functools.partial(dtypes_and_ops.rescale_, result, scale, divisor)]
         elif scale != divisor:
             premultiplied: Any = c10d._make_nccl_premul_sum
             options.reduceOp = premultiplied(scale / divisor)
-        return self.submit("_reduce_scatter_base", result, tensor.detach(), options, then=then)
+        return []
+
+    def _submit_together(
+        self, calls: list[tuple[Any, ...]], thens: list[Callable[[], object]] | None = None
+    ) -> NcclWork:
+        """Launch several calls of torch's backend as one kernel."""
+        then = None if not thens else functools.partial(_call_all, thens)
+        if len(calls) == 1:
+            return self.submit(*calls[0], then=then)
+
+        def together(backend: Any) -> Any:
+            backend._start_coalescing()
+            try:
+                for name, *arguments in calls:
+                    getattr(backend, name)(*arguments)
+            finally:
+                work = backend._end_coalescing()  # otherwise NCCL would wait for more calls
+            return work
+
+        work = self._launch(together, then)
+        if self._behind is None:
+            self._behind = torch.cuda.Stream(self._device)
+        work.mark_end(self._behind)
+        return work
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
@@ -226,6 +283,9 @@ class NcclCollectives:
     def submit(
         self, name: str, *arguments: Any, then: Callable[[], object] | None = None
     ) -> NcclWork:
+        return self._launch(lambda backend: getattr(backend, name)(*arguments), then)
+
+    def _launch(self, call: Callable[[Any], Any], then: Callable[[], object] | None) -> NcclWork:
         backend = self._backend
         self._raise_if_failed()
         if torch.cuda.is_current_stream_capturing():
@@ -237,7 +297,7 @@ class NcclCollectives:
         try:
             arrived.record(torch.cuda.current_stream(self._device))
             with self._launching:
-                work = NcclWork(self, getattr(backend, name)(*arguments), then)
+                work = NcclWork(self, call(backend), then)
         except RuntimeError as error:
             self._fail(str(error))
             raise CollectiveFailed(str(error), aborted=self._aborted) from None
@@ -265,9 +325,19 @@ class NcclCollectives:
             return None
         try:
             under_way = (work for work in list(self._under_way) if not work.finished())
-            return next((work.launched_at for work in under_way), None)
+            oldest = next(under_way, None)
         except RuntimeError:  # the device fails every query
             return None
+        if oldest is None:
+            self._oldest = None
+            return None
+        now = time.monotonic()
+        if self._oldest is None or self._oldest[0] is not oldest:
+            self._oldest = oldest, now
+        # Not from its launch: the host may be a whole step ahead of the GPU.
+        elif now - self._oldest[1] > oldest.limit_s:
+            self._fail(f"a collective did not complete within {oldest.limit_s:.0f} s")
+        return oldest.launched_at
 
     def counts(self) -> Counts:
         launched, now = self._launched, time.monotonic()
@@ -432,7 +502,9 @@ class NcclWork:
         )
         # Recorded after the work that ``then`` has queued.
         self._in_place: torch.cuda.Event | None = None
+        self._end: torch.cuda.Event | None = None
         self.number = 0  # position in its group, from 1
+        self.limit_s = group._launched_timeout_s
         self.launched_at = 0.0
         # Recorded before the collective on the stream it was launched from.
         self._arrived: torch.cuda.Event | None = None
@@ -468,7 +540,17 @@ class NcclWork:
 
     def order(self) -> None:
         """Make the present stream wait for its kernel. Unlike `wait`, this does not detect errors."""
-        self._work.get_future().wait()
+        if self._end is None:
+            self._work.get_future().wait()
+        else:
+            torch.cuda.current_stream(self._group._device).wait_event(self._end)
+
+    def mark_end(self, stream: torch.cuda.Stream) -> None:
+        """Record an event behind coalesced calls, whose future does not order streams."""
+        with torch.cuda.device(self._group._device), torch.cuda.stream(stream):
+            self._work.wait()
+            self._end = torch.cuda.Event()
+            self._end.record(stream)
 
     def within(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -479,9 +561,11 @@ class NcclWork:
         self.wait()
         return True
 
-    def follow(self) -> None:
+    def follow(self, limit_s: float | None = None) -> None:
         """Make the current stream wait for the collective; see `StreamOrdered`."""
         self._group._raise_if_failed()
+        if limit_s is not None:
+            self.limit_s = min(self.limit_s, limit_s)
         self._group._followed = self
         self.order()
         self._put_in_place()
@@ -495,7 +579,7 @@ class NcclWork:
         began = time.monotonic()
         while not self.done():
             waited = time.monotonic() - began
-            if waited > self._group._launched_timeout_s:
+            if waited > self.limit_s:
                 self._group._fail(f"a collective did not complete within {waited:.0f} s")
             elif waited > _SPIN_S:
                 time.sleep(_STEP_S)
@@ -525,6 +609,11 @@ class NcclWork:
             in_place = torch.cuda.Event()
             in_place.record(torch.cuda.current_stream(self._group._device))
             self._in_place = in_place
+
+
+def _call_all(thens: list[Callable[[], object]]) -> None:
+    for then in thens:
+        then()
 
 
 def _options(timeout_s: float) -> Any:

@@ -38,6 +38,7 @@ _LISTEN_S = (
     1e6  # seconds to wait for a request or the end of the world; sockets accept at most 24 days
 )
 _ASK_S = 1.0  # seconds for rank 0 to list waiting ranks; a dead process does not answer
+_WATCH_S = 1.0  # seconds between two looks at collectives that only streams wait for
 _FORM_S = 0.5  # seconds at exit for groups in creation, before they are aborted
 # Purposes that all ranks need in their first step, if they were needed before.
 NAMED = "named"
@@ -93,6 +94,8 @@ class Groups:
         # Objects to abort when the world breaks, with their generation. Appended before any blocking call.
         self._cuttable: list[tuple[int, Abortable]] = []
         self._closer = DeferredCloser()
+        self._watching: threading.Thread | None = None
+        self._closing = threading.Event()
 
     # ---- the store -------------------------------------------------------------------------------
 
@@ -289,7 +292,10 @@ class Groups:
         self._connecting.add(connecting)
         try:
             self._cut_with(generation, connecting)
-            return connecting.connect()
+            group = connecting.connect()
+            if _is_on_gpus(key) and self._env.driver is None and self._watching is None:
+                self._watching = threads.begin("elastic-watch", self._watch)
+            return group
         except BaseException:
             if _is_on_gpus(key):
                 self._unmade.append(cast(DeviceCollectives, connecting.group))
@@ -340,12 +346,18 @@ class Groups:
         return found[: messages.LAUNCHES_LIMIT]
 
     def followed_since(self) -> float | None:
-        """Return the launch time of the oldest collective that only streams wait for; called in the link thread.
+        """Return the launch time of the oldest collective that only streams wait for; called in one thread.
 
-        Fails the groups of which NCCL has detected an error: no thread of this package waits for them.
+        Fails the groups of which NCCL has detected an error, or that have reached their timeout: no thread of this
+        package waits for them.
         """
         found = [group.followed_since() for group in self.unsettled()]
         return min((at for at in found if at is not None), default=None)
+
+    def _watch(self) -> None:
+        """Call `followed_since` regularly where no link thread does: the training thread may wait inside CUDA."""
+        while not self._closing.wait(_WATCH_S):
+            self.followed_since()
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -408,6 +420,7 @@ class Groups:
 
     def close(self) -> None:
         """Close the groups at exit. CPU groups keep their sockets until the process ends: see `Runtime.close`."""
+        self._closing.set()
         self._closer.finish()
         if not self._out_of_torch(_FORM_S):
             for connecting in list(self._connecting):

@@ -8,6 +8,7 @@ the same order, with tensors of matching shapes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -151,17 +152,20 @@ def allgather(
 
 
 def allgather_into(
-    group: Collectives, output: torch.Tensor, tensor: torch.Tensor
+    group: Collectives, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> CollectiveCall:
-    """Gather the ranks' tensors into ``output``, one after another, regardless of its shape."""
+    """Gather the ranks' tensors into each output, one after another, regardless of its shape."""
     begun = CollectiveCall()
-    if tensor.numel() and isinstance(group, GathersAndScatters):
-        place = _in_row(begun, output, read=False)
-        begun.works.append(group.allgather_into(place.view(-1), _row(tensor)))
-    elif tensor.numel():
-        place = _in_row(begun, output, read=False)
-        places = list(place.view(-1).split(tensor.numel()))
-        begun.works.append(group.allgather(places, _row(tensor)))
+    places, rows = [], []
+    for output, tensor in zip(outputs, tensors, strict=True):
+        if tensor.numel():
+            places.append(_in_row(begun, output, read=False).view(-1))
+            rows.append(_row(tensor))
+    if rows and isinstance(group, GathersAndScatters):
+        begun.works.append(group.allgather_into(places, rows))
+        return begun
+    for place, row in zip(places, rows, strict=True):
+        begun.works.append(group.allgather(list(place.split(row.numel())), row))
     return begun
 
 
@@ -173,6 +177,15 @@ def allreduce(
 ) -> CollectiveCall:
     """Reduce in place."""
     begun = CollectiveCall()
+    if isinstance(group, GathersAndScatters) and all(_summed(each, reduction) for each in tensors):
+        rows = [
+            _in_row(begun, reductions.reducible(each.detach(), reduction))
+            for each in tensors
+            if each.numel()
+        ]
+        if rows:
+            begun.works.append(group.allreduce_scaled(rows, *reduction.scale(group.size)))
+        return begun
     if len(tensors) > 1 and _small(tensors):
         flat = torch.cat([_row(tensor) for tensor in tensors])
         begun.add(_allreduce(group, flat, reduction))
@@ -181,6 +194,12 @@ def allreduce(
     for tensor in tensors:
         begun.add(_allreduce(group, tensor, reduction))
     return begun
+
+
+def _summed(tensor: torch.Tensor, reduction: Reduction) -> bool:
+    """Return whether the reduction is a sum of real or complex floats, with or without a factor."""
+    floats = tensor.is_floating_point() or tensor.is_complex()
+    return floats and tensor.layout is torch.strided and reduction.op is Op.SUM
 
 
 def _small(tensors: Sequence[torch.Tensor]) -> bool:
@@ -243,36 +262,36 @@ def reduce(
 
 def reduce_scatter(
     group: Collectives,
-    output: torch.Tensor,
-    inputs: Sequence[torch.Tensor] | torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[Sequence[torch.Tensor] | torch.Tensor],
     reduction: Reduction,
 ) -> CollectiveCall:
     """Reduce and scatter.
 
     Args:
-        inputs: the part for each rank, by rank, or one tensor with all parts one after the other.
+        inputs: for each output, the part for each rank, by rank, or one tensor with all parts one after the other.
     """
-    begun, length, size = CollectiveCall(), output.numel(), group.size
-    if not length:
-        return begun
-    place = reductions.reducible(output.detach(), reduction)
-    if isinstance(inputs, torch.Tensor):
-        rows = _row(reductions.reducible(inputs.detach(), reduction))
-    else:
-        rows = _joined([reductions.reducible(each.detach(), reduction) for each in inputs])
-    length = place.numel()
-    if (
-        reduction.op is Op.SUM
-        and rows.is_floating_point()
-        and isinstance(group, GathersAndScatters)
-    ):
-        flat = _in_row(begun, place, read=False).view(-1)
-        begun.works.append(group.reduce_scatter(flat, rows, *reduction.scale(size)))
-        return begun
-    parts = rows.new_empty((size, length))
-    each = [length] * size
-    begun.works.append(group.alltoall(parts.view(-1), rows, each, each))
-    begun.then(lambda: reductions.combine_into(place, parts, reduction))
+    begun, size = CollectiveCall(), group.size
+    places, summed = [], []
+    for output, given in zip(outputs, inputs, strict=True):
+        if not output.numel():
+            continue
+        place = reductions.reducible(output.detach(), reduction)
+        if isinstance(given, torch.Tensor):
+            rows = _row(reductions.reducible(given.detach(), reduction))
+        else:
+            rows = _joined([reductions.reducible(each.detach(), reduction) for each in given])
+        if isinstance(group, GathersAndScatters) and _summed(rows, reduction):
+            places.append(_in_row(begun, place, read=False).view(-1))
+            summed.append(rows)
+            continue
+        parts = rows.new_empty((size, place.numel()))
+        each = [place.numel()] * size
+        begun.works.append(group.alltoall(parts.view(-1), rows, each, each))
+        begun.then(functools.partial(reductions.combine_into, place, parts, reduction))
+    if summed:
+        assert isinstance(group, GathersAndScatters)
+        begun.works.append(group.reduce_scatter(places, summed, *reduction.scale(size)))
     return begun
 
 

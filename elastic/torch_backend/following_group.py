@@ -163,6 +163,9 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         if rt is not None:
             rt.mark_broken(generation, str(error))
 
+    def settles(self) -> bool:
+        return lifecycle.current().training.in_user_code
+
     def call(
         self,
         name: str,
@@ -196,7 +199,8 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
     ) -> ElasticWork:
         asked_s = opts.timeout.total_seconds() if opts is not None else -1.0
         limit_s = asked_s if asked_s > 0 else self.timeout_s
-        return ElasticWork(self, name, begun, results, limit_s, self.futures)
+        later = opts is not None and bool(opts.asyncOp)
+        return ElasticWork(self, name, begun, results, limit_s, self.futures, read_later=later)
 
     def with_others(self, name: str) -> WorkerRuntime:
         """Return the runtime.

@@ -92,10 +92,7 @@ class ElasticProcessGroup(FollowingGroup):
                 )
 
         def begin(group: Collectives) -> CollectiveCall:
-            begun = CollectiveCall()
-            for output, tensor in zip(outputs, inputs, strict=True):
-                begun.add(collective_calls.allgather_into(group, output, tensor))
-            return begun
+            return collective_calls.allgather_into(group, outputs, inputs)
 
         return self.call("all_gather_into_tensor", inputs[0], begin, list(outputs), opts)
 
@@ -150,10 +147,7 @@ class ElasticProcessGroup(FollowingGroup):
         reduction = reductions.SUM if opts is None else reductions.read(opts.reduceOp)
 
         def begin(group: Collectives) -> CollectiveCall:
-            begun = CollectiveCall()
-            for output, each in zip(outputs, inputs, strict=True):
-                begun.add(collective_calls.reduce_scatter(group, output, each, reduction))
-            return begun
+            return collective_calls.reduce_scatter(group, outputs, inputs, reduction)
 
         return self.call(name, outputs[0], begin, list(outputs), opts)
 

@@ -66,11 +66,19 @@ class WorkOwner(Protocol):
     def broke(self, error: CollectiveFailed, generation: int) -> None:
         """Report a failed collective of a world, from a thread of this package. Never raises."""
 
+    def settles(self) -> bool:
+        """Return whether `Runtime.settle` is called before any value is kept."""
+
 
 class ElasticWork(_TorchWork):  # type: ignore[misc]
-    """One call of the process group. ``results``: the tensors that its future returns, as with torch's own works.
+    """One call of the process group.
 
     Several threads may wait for it; each receives the same outcome.
+
+    Args:
+        results: the tensors that its future returns, as with torch's own works.
+        read_later: whether the script has not asked for the results at once. Then the training stream waits for them,
+            not the host, if an invalid value can do no harm until the next commit.
     """
 
     def __init__(
@@ -81,6 +89,8 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         results: list[torch.Tensor],
         timeout_s: float | None,
         futures: Futures,
+        *,
+        read_later: bool = False,
     ) -> None:
         super().__init__()
         self._owner = owner
@@ -89,6 +99,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         self._results = results
         self._timeout_s = timeout_s
         self._futures = futures
+        self.read_later = read_later
         self.generation = owner.generation()  # generation in which it began
         self._lock = threading.RLock()
         self._error: CollectiveFailed | TensorMismatch | None = None
@@ -101,27 +112,44 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         """Wait for the collective and put the results in place.
 
         On a side stream of a GPU, only the stream waits: FSDP2 queues a whole step on such streams, ahead of the GPU.
+        On the default stream, see ``read_later``.
 
         Args:
-            timeout: defaults to the process group's timeout.
+            timeout: defaults to the process group's timeout. If given, the host waits, as with torch's NCCL.
 
         Raises:
             PeerLost: a rank was lost, in an elastic job.
             CollectiveFailed: a rank was lost or the timeout expired, in a job of fixed size. A RuntimeError.
             TensorMismatch: the message does not fit the tensor.
         """
-        limit_s: float | None = timeout.total_seconds() if timeout is not None else 0.0
-        limit_s = limit_s or self._timeout_s
+        asked_s = timeout.total_seconds() if timeout is not None else 0.0  # 0 from C++ code
+        limit_s = asked_s or self._timeout_s
         # The outcome is known and does not concern the current world.
         if self.generation != self._owner.generation():
             self.complete(limit_s)
             return True
         with self._owner.guard(self._name), recorded(f"{self._name} wait"):
-            if not (_on_side_stream() and self._follow()):
+            if asked_s or not self.may_follow() or not self.follow():
                 self.complete(limit_s)
         return True
 
-    def _follow(self) -> bool:
+    def may_follow(self) -> bool:
+        """Return whether the stream may wait in place of the host.
+
+        Integers may be indices: a kernel that reads beyond a tensor spoils the GPU for the whole process.
+        """
+        if _on_side_stream():
+            return True
+        floats = all(each.is_floating_point() or each.is_complex() for each in self._results)
+        return self.read_later and bool(self._results) and floats and self._owner.settles()
+
+    @property
+    def ordered(self) -> bool:
+        """Whether a stream can wait for it."""
+        begun = self._begun
+        return begun is None or all(isinstance(work, StreamOrdered) for work in begun.works)
+
+    def follow(self) -> bool:
         """Make the current stream wait and put the results in place on it. Return whether the works support it.
 
         Raises:
@@ -135,7 +163,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
             if len(works) != len(begun.works):
                 return False
             for work in works:
-                work.follow()
+                work.follow(self._timeout_s)
             for then in begun.thens:
                 then()
             self._begun = None
@@ -371,9 +399,11 @@ class Futures:
 def joined(owner: WorkOwner, name: str, works: list[ElasticWork], futures: Futures) -> ElasticWork:
     """Combine several works in flight into one."""
     begun = CollectiveCall()
-    begun.works = [_Inner(work) for work in works]
+    inner = _OrderedInner if all(work.ordered for work in works) else _Inner
+    begun.works = [inner(work) for work in works]
     results = [tensor for work in works for tensor in work.result()]
-    return ElasticWork(owner, name, begun, results, None, futures)
+    later = all(work.read_later for work in works)
+    return ElasticWork(owner, name, begun, results, None, futures, read_later=later)
 
 
 class _Inner:
@@ -391,3 +421,11 @@ class _Inner:
 
     def wait(self) -> None:
         self._work.complete(None)
+
+
+class _OrderedInner(_Inner):
+    """The same for one that a stream can wait for."""
+
+    def follow(self, limit_s: float | None = None) -> None:
+        if not self._work.follow():
+            self._work.complete(None)

@@ -1,10 +1,14 @@
 """Fully sharded models on made-up GPUs: FSDP2 over NCCL, on streams that the training thread does not wait for."""
 
+import os
+import re
+
 import pytest
 
 from fakecuda.replay import replayed
 from harness import wording
 from harness.history import SCRIPTS, History, sizes, started
+from harness.torchrun import torchrun
 
 pytestmark = [pytest.mark.fakecuda, pytest.mark.timeout(240)]
 
@@ -60,3 +64,12 @@ def test_fault_within_a_step_of_which_no_result_was_waited_for(job, fake_cuda, r
 def test_reduce_scatters_and_all_gathers_of_each_dtype_on_each_stream(job, fake_cuda):
     training = job("-np 3", ["python", SCRIPTS / "scatters_on_gpus.py"], env=fake_cuda(gpus=3))
     assert training.succeed(200).count("found all right") == 3
+
+
+@pytest.mark.slow
+def test_rank_that_waits_inside_cuda_without_a_driver_is_freed_at_the_timeout(fake_cuda, tmp_path):
+    env = os.environ | fake_cuda(gpus=2, ELASTIC_COLLECTIVE_TIMEOUT="3")
+    output = torchrun(SCRIPTS / "late_on_gpus.py", str(tmp_path), env=env)
+    (times,) = re.findall(r"queued after ([\d.]+) s, raised after ([\d.]+) s", output)
+    queued_s, raised_s = map(float, times)
+    assert queued_s < 1.0 and 2.0 < raised_s < 20.0

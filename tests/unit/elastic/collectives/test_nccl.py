@@ -514,22 +514,82 @@ def test_followed_since_fails_the_group_on_an_error_that_nccl_has_detected(nccl,
         nccl.group.settle()
 
 
-@pytest.mark.parametrize(
+def test_followed_collective_that_does_not_end_fails_the_group_at_its_limit(nccl, monkeypatch):
+    """The training thread may wait inside CUDA, so the thread that calls this has to see it."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    nccl.group.allreduce(torch.ones(3), Op.SUM).follow(5.0)
+    now[0] = 200.0  # the GPU has come to it only now, for all that is known
+    assert nccl.group.followed_since() == 100.0
+    now[0] = 204.0
+    assert nccl.group.followed_since() == 100.0
+    nccl.group.allreduce(torch.ones(3), Op.SUM)  # still possible
+    now[0] = 206.0
+    nccl.group.followed_since()
+    with pytest.raises(CollectiveFailed):
+        nccl.group.settle()
+
+
+def test_limit_of_a_followed_collective_begins_when_the_one_before_it_has_ended(nccl, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    kernels = [Kernel(), Kernel()]
+    nccl.backend.torchs.allreduce.side_effect = [each.work for each in kernels]
+    for _ in kernels:
+        nccl.group.allreduce(torch.ones(3), Op.SUM).follow(5.0)
+    for now[0] in (100.0, 104.0):
+        nccl.group.followed_since()
+    kernels[0].completed = True
+    for now[0] in (106.0, 110.0):
+        nccl.group.followed_since()
+    assert nccl.group._failed is None
+
+
+SCALINGS = pytest.mark.parametrize(
     ("scale", "divisor", "op"),
     [(1.0, 1, c10d.ReduceOp.SUM), (1.0, 2, c10d.ReduceOp.AVG), (0.5, 1, None), (1.0, 3, None)],
 )
-def test_reduce_scatter_leaves_the_scaling_to_nccl(nccl, monkeypatch, scale, divisor, op):
+
+
+@SCALINGS
+@pytest.mark.parametrize("scatters", [True, False])
+def test_nccl_scales_sums_of_sharded_models(nccl, monkeypatch, scatters, scale, divisor, op):
     premultiplied = create_autospec(c10d._make_nccl_premul_sum, return_value=c10d.ReduceOp.SUM)
     monkeypatch.setattr(c10d, "_make_nccl_premul_sum", premultiplied)
     torchs: Any = c10d.Backend
     scatter = create_autospec(torchs._reduce_scatter_base, return_value=nccl.kernel.work)
     nccl.backend.torchs._reduce_scatter_base = scatter
-    nccl.group.reduce_scatter(torch.zeros(2), torch.ones(4), scale, divisor)
-    options = scatter.call_args.args[-1]
+    if scatters:
+        nccl.group.reduce_scatter([torch.zeros(2)], [torch.ones(4)], scale, divisor)
+    else:
+        nccl.group.allreduce_scaled([torch.ones(4)], scale, divisor)
+    call = scatter if scatters else nccl.backend.torchs.allreduce
+    options = call.call_args.args[-1]
     if op is None:
         premultiplied.assert_called_once_with(scale / divisor)
     else:
         assert options.reduceOp == op
+
+
+def test_several_tensors_are_one_launch_that_ends_even_if_a_call_raises(nccl):
+    order: list[str] = []
+    torchs = nccl.backend.torchs
+    torchs._start_coalescing = lambda: order.append("start")
+    torchs._allgather_base = lambda output, tensor: order.append("gather")
+
+    def end() -> Any:
+        order.append("end")
+        return nccl.kernel.work
+
+    torchs._end_coalescing = end
+    tensors = [torch.ones(1), torch.ones(2)]
+    nccl.group.allgather_into([torch.zeros(2), torch.zeros(4)], tensors)
+    assert order == ["start", "gather", "gather", "end"]
+    assert len(nccl.group._under_way) == 1
+    torchs.allreduce.side_effect = RuntimeError("NCCL error")
+    with pytest.raises(CollectiveFailed):
+        nccl.group.allreduce_scaled(tensors)
+    assert order[-2:] == ["start", "end"]
 
 
 # ---- how far it has come -------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def test_tensors_of_several_dimensions_arrive_in_their_shape():
     gathered, turned, joined = torch.zeros(3, 2), torch.zeros(2, 3).t(), torch.zeros(1, 3, 2)
     result(collective_calls.allgather(group, [gathered], mine))
     result(collective_calls.allgather(group, [turned], mine))
-    result(collective_calls.allgather_into(group, joined, mine))
+    result(collective_calls.allgather_into(group, [joined], [mine]))
     swapped, listed = torch.zeros(3, 2), torch.zeros(3, 2)
     result(collective_calls.alltoall_rows(group, swapped, mine, [], []))
     result(collective_calls.alltoall(group, [listed], [mine]))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from datetime import timedelta
 from unittest.mock import create_autospec
 
 import pytest
 import torch
 
-from elastic.collectives.interface import Work
+from elastic.collectives.interface import StreamOrdered, Work
 from elastic.errors import CollectiveFailed
 from elastic.torch_backend.collective_calls import CollectiveCall
-from elastic.torch_backend.works import ElasticWork, Futures, WorkOwner, late
+from elastic.torch_backend.works import ElasticWork, Futures, WorkOwner, joined, late
 from harness.golden import recorded
 
 
@@ -100,3 +101,62 @@ def test_a_profile_shows_what_was_waited_for():
 @pytest.mark.parametrize("missing", [[], [3], [1, 2], list(range(1, 12))])
 def test_missing_ranks_are_named(missing: list[int]):
     recorded("messages", late(missing))
+
+
+# ---- streams that wait in place of the host ------------------------------------------------------------------------
+
+
+class WorkOnStream(Work, StreamOrdered):
+    """A collective that a stream can wait for."""
+
+
+@pytest.fixture
+def default_stream(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+
+def on_stream(results, *, later=True, settles=True):
+    """Return a work and its collective."""
+    group = Group()
+    group.owner.settles.return_value = settles
+    collective = create_autospec(WorkOnStream, instance=True)
+    collective.done.return_value = True
+    begun = CollectiveCall()
+    begun.works.append(collective)
+    work = ElasticWork(group.owner, "call", begun, results, 7.0, group.futures, read_later=later)
+    return work, collective
+
+
+def test_training_stream_waits_for_floats_that_are_read_later(default_stream):
+    work, collective = on_stream([torch.ones(2), torch.ones(2, dtype=torch.complex64)])
+    assert work.wait()
+    collective.follow.assert_called_once_with(7.0)
+    assert not collective.wait.called and not collective.within.called
+
+
+@pytest.mark.parametrize(
+    ("results", "later", "settles", "timeout"),
+    [
+        pytest.param([torch.ones(2, dtype=torch.int64)], True, True, 0, id="may be indices"),
+        pytest.param([], True, True, 0, id="a barrier"),
+        pytest.param([torch.ones(2)], False, True, 0, id="read at once"),
+        pytest.param([torch.ones(2)], True, False, 0, id="nothing settles it"),
+        pytest.param([torch.ones(2)], True, True, 5, id="a timeout of its own"),
+    ],
+)
+def test_host_waits_on_the_default_stream_if_an_invalid_value_could_do_harm(
+    default_stream, results, later, settles, timeout
+):
+    work, collective = on_stream(results, later=later, settles=settles)
+    assert work.wait(timedelta(seconds=timeout))
+    assert collective.wait.called and not collective.follow.called
+
+
+def test_coalesced_works_are_followed_together(default_stream):
+    pairs = [on_stream([torch.ones(2)]) for _ in range(2)]
+    owner = pairs[0][0]._owner
+    together = joined(owner, "coalesced", [work for work, _ in pairs], Futures(owner))
+    assert together.wait()
+    for work, collective in pairs:
+        assert collective.follow.called and not collective.wait.called
+        assert work.over
