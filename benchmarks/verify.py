@@ -7,8 +7,9 @@
 An injection is one job of 4 workers, under elasticrun, with 8 shards: from a drawn step on, a bit is flipped in
 gradients of one worker, or in a product of one of its models, in each pass or in some (see `Injection`). Half of the
 faults begin in a step in which the worker is checked, the others in any step. Counted are those that are
-found, after how many steps, innocent workers that were named, and jobs whose every commit, up to the last one, has the
-bits of an undisturbed process. A fault that changes no bit of any commit is no fault, and counted by itself.
+found, after how many steps, innocent workers that were named, and jobs whose commits, up to the last one, have the bits
+of an undisturbed process. Of a step that was repeated, the last commit counts. A fault that changes no bit of any
+commit is no fault, and counted by itself.
 
 `--read` shows the results of several earlier calls, each with `--json`, as one table.
 
@@ -102,7 +103,8 @@ class InjectionResult:
         named: ranks that were fenced for wrong gradients.
         found: the step; None: it was not found.
         agreed: last step before that in which the worker's gradients were right, by the evidence.
-        equal: every commit, up to the last step, has the bits of the undisturbed process.
+        equal: the last commit of every step has the bits of the undisturbed process.
+        changed: another commit had not, before its step was repeated.
         code: exit code of the job.
     """
 
@@ -112,6 +114,7 @@ class InjectionResult:
     agreed: int
     equal: bool
     code: int
+    changed: bool = False
 
 
 def checked(rank: int, share: float, step: int) -> int:
@@ -196,15 +199,21 @@ def run(injection: Injection, share: float) -> InjectionResult:
             ]
             facts = kills[0]["reason"]["facts"] if kills else {}
             commits = [each for each in job.events("WorkerDigested") if each.get("tensors")]
-            same = all(each["tensors"] == wanted[each["step"]] for each in commits if each["step"])
-            last = max((each["step"] for each in commits), default=0)
+            right: dict[int, dict[int, bool]] = {}  # by step and generation
+            for each in commits:
+                if step := each["step"]:
+                    of = right.setdefault(step, {})
+                    same = each["tensors"] == wanted[step]
+                    of[each["generation"]] = of.get(each["generation"], True) and same
+            lasting = [of[max(of)] for of in right.values()]
             return InjectionResult(
                 injection,
                 [each["worker"][1] for each in kills],
                 facts.get("step"),
                 facts.get("agreed", -1),
-                same and last == steps,
+                all(lasting) and sorted(right) == [*range(1, steps + 1)],
                 code,
+                not all(same for of in right.values() for same in of.values()),
             )
         finally:
             job.end()
@@ -252,20 +261,22 @@ def show(results: list[InjectionResult], share: float) -> tuple[dict[str, Any], 
     found.add_row("all", *row(results, share))
     console.print(found)
     real = [each for each in results if each.named or not each.equal]
+    found_all = [each for each in real if each.found is not None]
     innocents = sum(len({*each.named} - {each.injection.rank}) for each in results)
     timely = sum(in_time(each, share) for each in real) / max(1, len(real))
     caught = [each for each in real if each.found == each.injection.first]
     always = [each for each in real if each.injection.rarity == 1 and each.found is not None]
     evidence = sum(each.agreed >= each.injection.first for each in always)
-    wrong_bits = sum(not each.equal for each in caught)
+    wrong_bits = sum(not each.equal for each in found_all)
     print(f"failed jobs: {sum(each.code != 0 for each in results)}")
     print(
-        f"found in their first step: {len(caught)}; of these, other bits at the end: {wrong_bits}"
+        f"found: {len(found_all)}, in their first step: {len(caught)}; wrong commits were repeated:"
+        f" {sum(each.changed for each in found_all)}; other bits at the end: {wrong_bits}"
     )
     marks = [
         Mark("found in time", CERTAIN, timely, at_least=True),
         Mark("innocents named", 0, innocents),
-        Mark("jobs with other bits, if found in the first step", 0, wrong_bits),
+        Mark("jobs with other bits, if found", 0, wrong_bits),
         Mark("reports of a last right step after the fault began", 0, evidence),
         Mark("failed jobs", 0, sum(each.code != 0 for each in results)),
     ]

@@ -16,6 +16,7 @@ from elastic.protocol.messages import (
     Commit,
     Finite,
     Launches,
+    OlderCommits,
     Part,
     Place,
     RowBytes,
@@ -68,6 +69,7 @@ class WorkerReady(Event):
     running: bool = True
     number: int = 0
     shards: ShardsHeld | None = None
+    kept: OlderCommits = OlderCommits()
 
 
 class WorkerFailed(Event):
@@ -147,6 +149,7 @@ class WorkerMiscomputed(Event):
     right: str
     witnesses: list[int]
     agreed: int = -1
+    complete: bool = False
 
 
 class WorkerProgressed(Event):
@@ -663,7 +666,8 @@ class ReportRecovery(Action, omit_defaults=True):
     """Report that every member has resumed after a failure or a planned change.
 
     Times are milliseconds since the cause was noticed. ``from_checkpoint``: survivors restored a durable commit.
-    ``shards``: division of a sharded state. Journals of earlier versions lack both, and are replayed to the same bytes.
+    ``shards``: division of a sharded state. ``back_to``: the step with which an older commit begins, if the newest one
+    may be wrong. Journals of earlier versions lack these, and are replayed to the same bytes.
     """
 
     generation: int
@@ -675,3 +679,4 @@ class ReportRecovery(Action, omit_defaults=True):
     copied_bytes: int
     from_checkpoint: bool = False
     shards: ShardsDivided | None = None
+    back_to: int | None = None

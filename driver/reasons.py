@@ -46,6 +46,8 @@ class ReasonKind(enum.Enum):
     DAMAGED = "damaged"
     SPOILT = "spoilt"
     MISCOMPUTED = "miscomputed"
+    WENT_BACK = "went back"
+    NOT_WENT_BACK = "not went back"
     NO_INIT = "no init"
     NOT_READY = "not ready"
     # A worker is released, or killed because it did not leave.
@@ -340,6 +342,13 @@ def _all_returned(facts: Mapping[str, Any]) -> str:
     return f"finished on {facts['members']} of the {began} that started; {why}"
 
 
+def _went_back(facts: Mapping[str, Any]) -> str:
+    text = f"training is repeated from step {facts['step']}, since {facts['worker']} may have computed wrong gradients"
+    if facts["whole"]:
+        return f"{text} from then on"
+    return f"{text}; of earlier steps, in which it trained, too, no copy is left"
+
+
 def _scaled(facts: Mapping[str, Any]) -> str:
     """Sentence for a new number of workers. ``before``: the previous number; None if only the slots limited it."""
     wanted, before, slots = facts["workers"], facts["before"], facts["slots"]
@@ -501,6 +510,9 @@ SENTENCES: dict[ReasonKind, Sentence] = {
         "it computed wrong gradients",
         " of shard {shard} in step {step}: {digest}, but {right} on {witnesses}",
     ),
+    ReasonKind.WENT_BACK: _went_back,
+    ReasonKind.NOT_WENT_BACK: "weights may contain wrong gradients of {worker}: no copy of an older commit is left; to"
+    " remove them, start again from an older checkpoint (elasticrun --from)",
     ReasonKind.NO_INIT: "it did not call init() within {within_s:g} s",
     ReasonKind.NOT_READY: "it did not become ready within {within_s:g} s",
     ReasonKind.HOST_NOT_LISTED: "{host} left the list of hosts",

@@ -322,7 +322,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         step_input = rt.session.recovery.step_input
         join_preparation.prepare(state, native=rt.env.native, step_input=step_input)
     joined = rt.provisional
-    world = rt.worlds.next(digest, text, state.held_shards())
+    world = rt.worlds.next(digest, text, state.held_shards(), state.kept_commits())
     durable.entered(rt, world)
     following_group.follow(rt, first=first and not joined)
     rt.kept_variables.follow(rt.place, first=first)
@@ -338,6 +338,8 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         if world.checkpoint:
             durable.finish(rt, state)
         return
+    if rt.commits.went_back(state) and rt.first_not_finite is not None:
+        rt.first_not_finite.began()
     reset()
     if world.holders == 0:
         durable.resume(rt, state)
@@ -347,6 +349,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         state.save()  # from here on, the sent state is the commit of all ranks
     preallocated_memory.leave()
     rt.commits.adopt(copied)
+    rt.commits.keep_older(state)
     if copied:
         rt.commits.report_digest(state.digest(), 0)
     if world.checkpoint:

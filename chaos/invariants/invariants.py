@@ -93,7 +93,7 @@ from elastic.driver.journal.journal import recording
 from elastic.driver.reasons import ReasonKind
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
-from elastic.protocol.messages import Worker
+from elastic.protocol.messages import Commit, Worker
 
 __all__ = ["BrokenInvariant", "Invariants", "Summary", "check_journal"]
 
@@ -318,12 +318,20 @@ class Invariants:
         again = self.job.repeating or self.job.workers[worker].going  # its kill is repeated
         what = f"{worker} is fenced for wrong gradients, which no member has reported"
         self.job.must(reported or bool(again), "QUARANTINED STAYS EMPTY", what)
+        if reported and isinstance(event, WorkerMiscomputed) and not event.complete:
+            self._doubts_commits_since(self.job.workers[worker].trained_in)
         if which == "off" or self.job.settings.health_check or not self.job.settings.elastic:
             return
         slots = {(worker.host, worker.slot)}
         if which == "host":
             slots |= {(worker.host, slot) for slot in range(self.job.hosts.get(worker.host, 0))}
         self.job.quarantined |= slots
+
+    def _doubts_commits_since(self, generation: int) -> None:
+        after = Commit(generation, 0)
+        if self.job.doubted is not None and self.job.doubted[1] == self.job.generation:
+            after = min(after, self.job.doubted[0])
+        self.job.doubted = after, self.job.generation
 
     def _starts(self, worker: Worker) -> None:
         slot = (worker.host, worker.slot)

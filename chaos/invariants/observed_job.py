@@ -5,7 +5,7 @@ Pure: no I/O, no clock. See `invariants`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from elastic.chaos.invariants.deadlines import Deadlines
@@ -42,6 +42,8 @@ class LiveWorker:
     running: bool = False  # inside elastic.run at its last Ready
     ready: bool = False  # it has reported Ready since its last world
     commit: Commit | None = None  # commit of its last Ready
+    kept: list[Commit] = field(default_factory=list)  # older commits, from its last Ready
+    trained_in: int = 0  # first world of elastic.run that it was a member of
     holds: Commit | None = None  # oldest commit that it may hold
     going: str = ""  # why it must not be in a later world; empty: it may be
     stranded: bool = False  # its world broke outside elastic.run
@@ -75,6 +77,8 @@ class ObservedJob:
         self.generation = 0
         self.members: dict[Worker, int] = {}  # members of the current world with their ranks
         self.base: Commit | None = None  # the commit from which the current world began
+        # Commits since the first step of a worker whose gradients were wrong: after, and last generation.
+        self.doubted: tuple[Commit, int] | None = None
         self.trained = False
         # The newest commit in the storage, as reported to the driver.
         self.durable: Commit | None = None

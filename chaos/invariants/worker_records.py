@@ -229,6 +229,7 @@ class WorkerRecords:
             )
         self._not_from_outside(worker, known, event.commit)
         known.commit = known.holds = event.commit
+        known.kept = [each.commit for each in event.kept.commits]
         known.running, known.ready = event.running, True
         if self.job.first_ready_at is None:
             self.job.first_ready_at = self.job.now

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.chaos.invariants.observed_job import ObservedJob
+from elastic.chaos.invariants.observed_job import LiveWorker, ObservedJob
 from elastic.driver.events import Member, PublishWorld
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Commit, Worker
@@ -31,6 +31,9 @@ class WorldSequence:
         back_to = None
         if self.job.settings.restarts is not None:
             back_to = durable.generation if durable else 0
+        kept = [each.generation for w in workers for each in self.job.workers[w].kept]
+        if kept:
+            back_to = min([*kept] if back_to is None else [*kept, back_to])
         wrong = self.job.samples.began(generation, size, world.commit or durable, back_to)
         self.job.must(not wrong, "EACH SAMPLE ONCE", wrong)
         self._remember_digests(world)
@@ -38,6 +41,8 @@ class WorldSequence:
             known = self.job.workers[worker]
             known.before, known.placed, known.ready = known.placed, generation, False
             known.first = known.first or generation
+            if self.job.workers[workers[0]].running:
+                known.trained_in = known.trained_in or generation
             if rank < world.holders:
                 known.holds = world.commit
         self.job.generation, self.job.base = generation, world.commit
@@ -115,6 +120,13 @@ class WorldSequence:
             if worker in here and known is not None and known.ready and known.commit is not None:
                 held[worker] = known.commit
         newest = max(held.values(), default=None)
+        if newest is not None and self._is_doubted(newest):
+            newest = self._to_return_to([self.job.workers[w] for w in held], newest)
+            held = {
+                worker: newest
+                for worker, commit in held.items()
+                if newest in (commit, *self.job.workers[worker].kept)
+            }
         began = f"generation {world.generation} begins from commit {world.commit}"
         if world.commit != newest:
             self.job.broken("NEVER BACK", f"{began}, expected {newest}, the newest that is held")
@@ -136,6 +148,18 @@ class WorldSequence:
             old = sum(worker in self.job.members for worker in workers)
             what = f"{old} members had stopped in one place, {len(holders)} hold its commit"
             self.job.must(old == len(holders), "NEVER BACK", what)
+
+    def _is_doubted(self, commit: Commit) -> bool:
+        if self.job.doubted is None:
+            return False
+        after, until = self.job.doubted
+        return after < commit and commit.generation <= until
+
+    def _to_return_to(self, holders: list[LiveWorker], newest: Commit) -> Commit:
+        """Return the newest commit without doubtful steps of which there is a copy, else the oldest one."""
+        kept = [commit for known in holders for commit in known.kept]
+        sound = [commit for commit in kept if not self._is_doubted(commit)]
+        return max(sound) if sound else min(kept, default=newest)
 
     def _keeps_the_order(self, world: PublishWorld, workers: list[Worker]) -> None:
         end = len(self.job.members)  # rank for sorting new workers last

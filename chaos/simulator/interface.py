@@ -50,6 +50,8 @@ class SimulatedJob(Protocol):
     sharded: Any  # simulated_shards, or None
     seed: int
     verify: float  # share of the shards of a step that two workers compute
+    named: set[Worker]  # workers that the driver found to compute wrongly
+    excused: set[Worker]  # ... whose first steps no worker had a copy of
 
     def note(self, fault: str) -> None:
         """Record an injected fault."""

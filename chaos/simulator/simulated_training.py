@@ -23,6 +23,7 @@ class State(NamedTuple):
     steps: int
     history: int
     cursor: int = 0  # samples trained, over all epochs
+    spoilt: frozenset[Worker] = frozenset()  # workers whose wrong gradients are in it
 
     def sample(self, rank: int, epoch: int) -> int:
         """Return the sample that this rank trains next, counted over all epochs. The last round of an epoch is
@@ -32,10 +33,14 @@ class State(NamedTuple):
         left = epoch - before
         return self.cursor + rank if rank < left else self.cursor - before + rank - left
 
-    def after(self, generation: int, size: int, epoch: int) -> State:
+    def after(
+        self, generation: int, size: int, epoch: int, wrong: frozenset[Worker] = frozenset()
+    ) -> State:
+        """Return the state after a step of ``size`` workers, some with ``wrong`` gradients."""
         left = epoch - self.cursor % epoch
-        history = hash((self.history, generation, size))
-        return State(self.steps + 1, history, self.cursor + min(size, left))
+        history = hash((self.history, generation, size, *sorted(wrong)))
+        cursor = self.cursor + min(size, left)
+        return State(self.steps + 1, history, cursor, self.spoilt | wrong)
 
 
 class Collective:
@@ -44,6 +49,7 @@ class Collective:
 
     __slots__ = (
         "brought", "came", "done", "key", "ranks", "samples", "sent", "since", "told", "values",
+        "wrong",
     )  # fmt: skip
 
     def __init__(self, key: tuple[int, str, int], ranks: tuple[int, ...]) -> None:
@@ -57,6 +63,7 @@ class Collective:
         self.since: dict[int, float] = {}
         self.told: set[int] = set()  # ranks that have reported their wait
         self.values: dict[int, Any] = {}  # that ranks of a sharded state send to all
+        self.wrong: frozenset[Worker] = frozenset()  # workers with wrong gradients
 
     @property
     def complete(self) -> bool:
@@ -194,7 +201,7 @@ class Training:
         generation, size = collective.key[0], len(collective.ranks)
         before = collective.brought
         assert before is not None
-        after = before.after(generation, size, self.epoch)
+        after = before.after(generation, size, self.epoch, collective.wrong)
         self.step_made(before, after, sorted(collective.samples.values()))
 
     def step_made(self, before: State, after: State, samples: list[int]) -> None:
@@ -283,6 +290,10 @@ class Training:
         assert not self._is_corrupted(history), (
             f"{process.worker} has finished with a corrupted state"
         )
+        for worker in process.state.spoilt:
+            assert worker not in self.sim.named or worker in self.sim.excused, (
+                f"{process.worker} has finished with wrong gradients of {worker}, which was named"
+            )
         seen: list[int] = []
         while history in self._made:
             history, samples = self._made[history]

@@ -25,6 +25,7 @@ from elastic.errors import (
 )
 from elastic.exact import verification
 from elastic.exact.assignment import assign
+from elastic.exact.kept_commits import KeptCommits
 from elastic.exact.verification import Computed
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Commit, Message, ShardsHeld, ShardsPlaced, Worker
@@ -71,6 +72,8 @@ class SimulatedWorker:
         self.wrong = 0.0  # share of its passes whose gradients are wrong
         self.wrong_passes = 0  # such passes
         self.wrong_steps = 0  # steps of this world while all of its passes were wrong
+        self.wrong_shards: set[int] = set()  # own shards of the present step with wrong gradients
+        self.older: KeptCommits[State] = KeptCommits()
         self.inside: Collective | None = None
         self.entered = 0  # collectives of this generation
         self._said_hello = False
@@ -274,7 +277,8 @@ class SimulatedWorker:
 
     def _wait_for_world(self, layout: str) -> Thread:
         held = self.held_shards() if layout else None
-        self.perform(self.recovery.wait_for_world(Address("127.0.0.1", 1), layout, held))
+        kept = self.older.held
+        self.perform(self.recovery.wait_for_world(Address("127.0.0.1", 1), layout, held, kept))
         yield "ready", lambda: self.recovery.phase is not Phase.WAITING
         self.entered = self.wrong_steps = 0
         self.reports.begin_pace()
@@ -283,9 +287,30 @@ class SimulatedWorker:
 
     def _enter_world(self) -> Thread:
         yield from self._wait_for_world("model.weight float32 [10]")
+        self._go_back()
         yield from self.bring()
         self.recovery.adopt()
+        self._keep_older()
         self.sim.labelled(self)
+
+    def _go_back(self) -> None:
+        """Restore an older commit if the world begins with one; see `elastic.runtime.commit_log`."""
+        world, commit = self.recovery.world, self.recovery.goes_back()
+        if world is None or commit is None:
+            return
+        self.older.forget_after(commit)
+        if world.place.rank < world.holders:
+            copy = self.older.copy_of(commit)
+            assert copy is not None, f"{self.worker} has no copy of {commit}"
+            self.state = self.saved = copy
+            self.recovery.went_back(commit)
+
+    def _keep_older(self) -> None:
+        commit = self.recovery.agreed()
+        if self.sim.verify and commit is not None:
+            held = assign(SHARDS, self.recovery.place.size)
+            if self.older.due(self.saved.steps, verification.window(held, self.sim.verify)):
+                self.older.add(commit, self.saved.steps, self.saved)
 
     def begin_training(self) -> None:
         """Enter elastic.run, as a script does."""
@@ -324,12 +349,15 @@ class SimulatedWorker:
             rank, size = self.recovery.place.rank, self.recovery.place.size
             if self.sim.verify:
                 yield from self._verify(rank, size)
-            yield from self.arrive(self.collective("gradients", self.entered))
+            gradients = self.collective("gradients", self.entered)
+            if self.wrong_shards:
+                gradients.wrong |= {self.worker}
+            yield from self.arrive(gradients)
             if self.entered == 1:
                 self.perform(self.recovery.resumed({}, shards=self.placed_shards()))
             epoch = self.sim.training.epoch
             self.reports.samples.append(self.state.sample(rank, epoch))
-            self.state = self.state.after(self.recovery.generation, size, epoch)
+            self.state = self.state.after(self.recovery.generation, size, epoch, gradients.wrong)
             commits = self.state.steps % 4 == 0 or self.state.cursor % epoch == 0
             if commits:
                 yield from self.commit()
@@ -346,6 +374,7 @@ class SimulatedWorker:
         """
         held, generation, step = assign(SHARDS, size), self.recovery.generation, self.state.steps
         checks = verification.checks(held, self.sim.verify, self.sim.seed, generation, step)
+        self.wrong_shards = {shard for shard in held[rank] if self._computes_wrongly()}
         votes: dict[verification.ShardCheck, list[Computed]] = {check: [] for check in checks}
         asked: dict[verification.ShardCheck, tuple[int, ...]] = {
             check: (check.owner, check.second) for check in checks
@@ -353,7 +382,9 @@ class SimulatedWorker:
         for turn in range(2 if checks else 0):
             collective = self.collective("verification", 2 * self.entered + turn)
             collective.values[rank] = {
-                check: self._digest(check.shard) for check, ranks in asked.items() if rank in ranks
+                check: self._digest(check.shard, own=not turn and rank == check.owner)
+                for check, ranks in asked.items()
+                if rank in ranks
             }
             yield from self.arrive(collective)
             for check, ranks in asked.items():
@@ -373,11 +404,14 @@ class SimulatedWorker:
                 f"{self.worker} has been wrong in {self.wrong_steps} steps, expected at most {most}"
             )
 
-    def _digest(self, shard: int) -> int:
-        dice = self.sim.clock.random
-        if self.wrong and dice.random() < self.wrong:
+    def _computes_wrongly(self) -> bool:
+        return bool(self.wrong) and self.sim.clock.random.random() < self.wrong
+
+    def _digest(self, shard: int, *, own: bool) -> int:
+        """Return the digest of a pass. ``own``: the one whose gradients are used."""
+        if shard in self.wrong_shards if own else self._computes_wrongly():
             self.wrong_passes += 1
-            return dice.getrandbits(60)
+            return self.sim.clock.random.getrandbits(60)
         return hash((self.state.history, shard))
 
     def _leave_if_wrong(
@@ -401,6 +435,7 @@ class SimulatedWorker:
                 "0",
                 "1",
                 sorted({*right}),
+                complete=self.sim.verify >= 1.0,
             )
             self.say(evidence)
         if culprits:
@@ -445,6 +480,7 @@ class SimulatedWorker:
     def committed(self) -> None:
         self.saved = self.state
         self.recovery.committed()
+        self._keep_older()
         self.sim.labelled(self)
         commit, running = self.recovery.newest, self.recovery.phase is Phase.TRAINING
         if commit is not None and running and not self.sim.step_s:

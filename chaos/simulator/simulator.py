@@ -24,7 +24,15 @@ from elastic.chaos.simulator.simulated_shards import ShardedJob, ShardedWorker
 from elastic.chaos.simulator.simulated_training import Training
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.chaos.simulator.virtual_clock import Clock
-from elastic.driver.events import Action, DumpStacks, Event, KillWorker, PublishWorld, StartWorker
+from elastic.driver.events import (
+    Action,
+    DumpStacks,
+    Event,
+    KillWorker,
+    PublishWorld,
+    Report,
+    StartWorker,
+)
 from elastic.driver.journal.entries import readable_lines
 from elastic.driver.journal.file import FileJournal
 from elastic.driver.reasons import Reason, ReasonKind
@@ -117,6 +125,8 @@ class Simulation:
     ) -> None:
         self.seed = seed
         self.verify = verify
+        self.named: set[Worker] = set()
+        self.excused: set[Worker] = set()
         self.sharded = sharded
         self.workers = workers
         self.steps = steps
@@ -309,6 +319,8 @@ class Simulation:
             assert why is not ReasonKind.MISCOMPUTED or process is None or process.wrong_passes, (
                 f"{action.worker} is killed, whose gradients were right: {action.reason}"
             )
+            if why is ReasonKind.MISCOMPUTED:
+                self.named.add(action.worker)
             blamed = why in (ReasonKind.IDLE, ReasonKind.BUSY)
             assert not (blamed and process is not None and process.innocent), (
                 f"{action.worker} is killed at {process and process.point!r}: {action.reason}"
@@ -323,3 +335,7 @@ class Simulation:
         for action in actions:
             if isinstance(action, PublishWorld):
                 self.training.published(action)
+            about = action.about if isinstance(action, Report) else None
+            back = (ReasonKind.WENT_BACK, ReasonKind.NOT_WENT_BACK)
+            if about is not None and about.kind in back and not about.facts.get("whole"):
+                self.excused |= {w for w in self.named if str(w) == about.facts["worker"]}

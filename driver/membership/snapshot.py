@@ -56,6 +56,7 @@ from elastic.driver.membership.worlds.liveness_probes import LivenessProbes
 from elastic.driver.membership.worlds.planned_change import PlannedChange
 from elastic.driver.membership.worlds.root_cause import Exceptions, Mismatches, RootCauseSearch
 from elastic.driver.membership.worlds.script_failures import ScriptFailures
+from elastic.driver.membership.worlds.spoilt_commits import SpoiltCommits
 from elastic.driver.membership.worlds.stop import Stop
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
@@ -67,7 +68,9 @@ from elastic.protocol.messages import (
     Address,
     Commit,
     HeldCommitShards,
+    KeptCommit,
     Launches,
+    OlderCommits,
     Place,
     RowBytes,
     ShardsHeld,
@@ -101,6 +104,7 @@ OBJECTS: tuple[type, ...] = (  # created empty and then filled; compared by iden
         Mismatches,
         RootCauseSearch,
         ScriptFailures,
+        SpoiltCommits,
         LivenessProbes,
     ),
     *(
@@ -128,6 +132,7 @@ ENUMS: tuple[type[enum.Enum], ...] = (
 )
 STRUCTS: tuple[type[msgspec.Struct], ...] = (  # created from their parts, as are enums and tuples
     *(Worker, Commit, Address, Place, Launches, Times, Member, Notice, Reason, Called),
+    *(KeptCommit, OlderCommits),
     *(HeldCommitShards, ShardsHeld, RowBytes, ShardsPlaced, ShardsDivided),
     *Event.__subclasses__(),
     *Action.__subclasses__(),

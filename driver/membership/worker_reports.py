@@ -86,7 +86,7 @@ class WorkerReports(Part):
             self.staff.release(record, because(ReasonKind.RETURNED_BEFORE))
             return
         was_at_work = record.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)
-        record.commit, record.store = event.commit, event.store
+        record.commit, record.kept, record.store = event.commit, event.kept.commits, event.store
         record.layout, record.running = event.layout, event.running
         self.worlds.trained = self.worlds.trained or event.running
         record.moved(self.actions.now)
@@ -197,6 +197,8 @@ class WorkerReports(Part):
             agreed=event.agreed,
             quarantine=self.settings.quarantine,
         )
+        if not event.complete and self.settings.elastic:
+            self.worlds.spoilt.found(record, self.worlds.generation)
         self.staff.fence(record, why)
         self.staff.quarantine(record, why, self.worlds.world.places)
         if self.settings.elastic:

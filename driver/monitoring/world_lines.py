@@ -47,6 +47,8 @@ def recovery_line(
         lost = "no commit was made yet: training starts anew"
     if report.from_checkpoint:
         lost = "back to the newest checkpoint"
+    if report.back_to is not None:
+        lost = f"back to step {report.back_to}"
     source = source_sentence(recovery_facts(report.shards))
     return "; ".join(filter(None, (text, lost, source)))
 

@@ -183,6 +183,9 @@ class BufferKeeper:
     def digest_of(self, shard: int) -> int:
         return 0
 
+    def finite(self, shard: int) -> bool:
+        return True
+
     def _check(self, shard: int) -> None:
         """Raise Invalid for a change that would make workers differ."""
         for each in self._parameters.values():

@@ -25,7 +25,7 @@ from elastic.data import optimizer_steps
 from elastic.data.loader import StepShards
 from elastic.data.seeds import seed_of
 from elastic.errors import Invalid, StateMismatch
-from elastic.exact import assignment, batch_checks, generators, probe, tree
+from elastic.exact import assignment, batch_checks, generators, probe, tree, verification
 from elastic.exact.buffers import BufferKeeper
 from elastic.exact.load_balancing import Division, LoadBalancer
 from elastic.exact.shard_clock import ShardClock
@@ -64,10 +64,13 @@ class Shards:
 
     ``verify`` is the share of the shards that two ranks compute, such as 1/64. If their gradients differ, the others
     compute the shard, too, and the worker that was wrong leaves the job: see docs/verification.md. In a step with such
-    shards, the loop runs more often; see `verifying`.
+    shards, the loop runs more often; see `verifying`. Copies of two older commits of the state are kept in host memory,
+    to which the job returns then: ``verify_window`` is the least number of steps to repeat (default: eight steps with
+    checks), and 0 keeps no copies.
 
     Raises:
-        Invalid: ``count`` or ``seed`` is not a whole number in range, or ``verify`` not a number from 0 to 1.
+        Invalid: ``count``, ``seed`` or ``verify_window`` is not a whole number in range, or ``verify`` not a number
+            from 0 to 1.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Shards:
         exact: bool = True,
         by_speed: bool = True,
         verify: float = 0.0,
+        verify_window: int | None = None,
     ) -> None:
         for name, value, least in (("count", count, 1), ("seed", seed, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -86,6 +90,15 @@ class Shards:
             raise Invalid(
                 f"verify is {verify!r}: pass the share of the shards to compute twice, from 0 to 1, as in 1/64"
             )
+        if verify_window is not None and (
+            not isinstance(verify_window, int)
+            or isinstance(verify_window, bool)
+            or verify_window < 0
+        ):
+            raise Invalid(
+                f"verify_window is {verify_window!r}: pass the least number of steps to repeat, or 0 to keep no"
+                " older commits"
+            )
         if verify and not exact:
             raise Invalid("verify compares the bits of gradients: leave out exact=False")
         self.count = count
@@ -93,6 +106,7 @@ class Shards:
         self.exact = exact
         self.by_speed = by_speed
         self.verify = float(verify)
+        self.verify_window = verify_window
         self.step = 0
         self.inexact_since: int | None = None  # the first inexact step; see `computes_differently`
         # Digests of the gradients of this rank's shards in the last step, if requested, by ``3 layer.weight``.
@@ -174,6 +188,13 @@ class Shards:
         The loss of such a pass belongs to no step: `mean` and `means` leave it out.
         """
         return self._verifier.shard is not None
+
+    @property
+    def window(self) -> int:
+        """Number of steps before a rank is found to be wrong in which its gradients are doubted; 0: of none."""
+        if self.verify_window is not None or not self.verify:
+            return self.verify_window or 0
+        return verification.window(self._step().held, self.verify)
 
     @property
     def checked(self) -> frozenset[int]:

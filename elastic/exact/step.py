@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 from elastic.exact import tree
 
+NOT_FINITE = -1  # in place of the digest of gradients of which one is infinite or NaN
+
 
 class ShardStep(NamedTuple):
     """One step, from the view of this rank."""
@@ -37,7 +39,13 @@ class StepListener(Protocol):
         """Begin to compute a shard again, after this rank's own, for a comparison; see `elastic.exact.verifier`."""
 
     def second_pass_ends(self, shard: int) -> int:
-        """End the second pass without a trace. Return a digest of its gradients, 0 without any."""
+        """End the second pass without a trace.
+
+        Return a digest of its gradients, 0 without any, NOT_FINITE if one is infinite or NaN.
+        """
 
     def digest_of(self, shard: int) -> int:
-        """Return the same digest of one of this rank's own shards that `Shards.checked` contains."""
+        """Return the same of one of this rank's own shards that `Shards.checked` contains."""
+
+    def finite(self, shard: int) -> bool:
+        """Return whether all gradients of one of this rank's own shards were finite, if shards are verified."""

@@ -15,7 +15,7 @@ from elastic.collectives import agreement
 from elastic.data.seeds import seed_of
 from elastic.errors import CollectiveFailed, GradientsDiffer, Invalid
 from elastic.exact import generators, verification
-from elastic.exact.step import ShardStep, StepListener
+from elastic.exact.step import NOT_FINITE, ShardStep, StepListener
 from elastic.exact.verification import Computed, ShardCheck, VoteResult
 from elastic.protocol import messages
 from elastic.runtime import lifecycle
@@ -98,6 +98,9 @@ class Verifier:
     def passes(self, generation: int) -> Iterator[int]:
         """Yield the shards that this rank computes once more, after its own. Collective.
 
+        In each step, the ranks exchange which of their shards has an infinite or NaN gradient. Another rank computes it
+        at once; if its gradients are the same, an overflow or a diverging model is the cause, and the step goes on.
+
         Raises:
             PeerLost: a rank was lost, or its gradients were wrong.
             GradientsDiffer: gradients differ, and no vote names a culprit.
@@ -105,7 +108,7 @@ class Verifier:
         """
         step = self._step
         assert step is not None
-        if not self._begins and not self._checks:
+        if len(step.held) < 2:
             return
         first = (yield from self._first_step(step)) if self._begins else None
         digests = {shard: self._digest_of(shard) for shard in self.checked}
@@ -113,7 +116,11 @@ class Verifier:
             if check.second == step.rank:
                 digests[check.shard] = yield from self._compute(check.shard)
         found = self._exchange(
-            [*(first or ()), *(digests.get(check.shard, 0) for check in self._checks)]
+            [
+                *(first or ()),
+                *(digests.get(check.shard, 0) for check in self._checks),
+                self._not_finite(step),
+            ]
         )
         rows = [row[len(first or ()) :] for row in found]
         votes = {
@@ -123,6 +130,9 @@ class Verifier:
         if first is not None:
             votes |= self._compare_ranks([FirstStep(*row[: len(first)]) for row in found])
             self._generation, self._begins = generation, False
+        odd = [(rank, row[-1]) for rank, row in enumerate(found) if row[-1] >= 0]
+        if odd:
+            votes |= yield from self._recheck(odd, step, generation)
         yield from self._vote(votes, step)
         self._conclude(votes, step)
 
@@ -136,6 +146,37 @@ class Verifier:
         before, after = self._digest_of(shard), (yield from self._compute(shard))
         self._deterministic = before == after
         return FirstStep(self._arithmetic(), int(before == after), shard, before, after)
+
+    def _recheck(
+        self, odd: Sequence[tuple[int, int]], step: ShardStep, generation: int
+    ) -> Generator[int, None, dict[ShardCheck, list[Computed]]]:
+        """Let another rank compute each of these ranks' shards, whose gradients are not finite."""
+        again = verification.rechecks(odd, len(step.held), self._seed, generation, step.number)
+        row = [0] * len(again)
+        for place, check in enumerate(again):
+            if check.second == step.rank:
+                row[place] = yield from self._compute(check.shard)
+        found = self._exchange(row)
+        return {
+            check: [
+                Computed(check.owner, NOT_FINITE),
+                Computed(check.second, found[check.second][place]),
+            ]
+            for place, check in enumerate(again)
+        }
+
+    def _not_finite(self, step: ShardStep) -> int:
+        """Return this rank's first shard with an infinite or NaN gradient that is not checked anyway; -1: none."""
+        listeners = self._listeners()
+        return next(
+            (
+                each.shard
+                for each in step.merges
+                if each.shard not in self.checked
+                and not all(listener.finite(each.shard) for listener in listeners)
+            ),
+            -1,
+        )
 
     def _compute(self, shard: int) -> Generator[int, None, int]:
         step = self._step
@@ -203,10 +244,11 @@ class Verifier:
             step=self._step.number,
             shard=check.shard,
             rank=rank,
-            digest=f"{wrong:016x}",
-            right=f"{verdict.right:016x}",
+            digest=_shown(wrong),
+            right=_shown(verdict.right),
             witnesses=sorted({each.rank for each in computed if each.digest == verdict.right}),
             agreed=self._agreed.get(rank, -1),
+            complete=self.share >= 1.0,
         )
 
     def _leave(self, evidence: Sequence[messages.Miscomputed]) -> NoReturn:
@@ -225,9 +267,7 @@ class Verifier:
     def _give_up(self, check: ShardCheck, computed: Sequence[Computed]) -> NoReturn:
         assert self._step is not None
         error = GradientsDiffer(
-            self._step.number,
-            check.shard,
-            [(each.rank, f"{each.digest:016x}") for each in computed],
+            self._step.number, check.shard, [(each.rank, _shown(each.digest)) for each in computed]
         )
         self._raise_together(error)
 
@@ -279,5 +319,11 @@ class Verifier:
 
 
 def _combined(digests: Sequence[int]) -> int:
-    """Return a digest of 63 bits, never 0."""
+    """Return a digest of 63 bits, never 0, or NOT_FINITE."""
+    if NOT_FINITE in digests:
+        return NOT_FINITE
     return seed_of("gradients of optimizers", *digests) >> 1 or 1
+
+
+def _shown(digest: int) -> str:
+    return "not finite" if digest == NOT_FINITE else f"{digest:016x}"

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from elastic.protocol.calls import Calls
 
-VERSION = 4
+VERSION = 5
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large message
 RESULT_LIMIT = FRAME_LIMIT - 4096  # bytes of a returned value
 RELAY_LIMIT = FRAME_LIMIT + 4096  # bytes; a message of FRAME_LIMIT and its sender
@@ -27,6 +27,7 @@ TRACES_LIMIT = 100_000
 TENSORS_LIMIT = 100_000
 LAUNCHES_LIMIT = 64  # groups on one GPU
 SHARDS_LIMIT = 100_000  # shards of which a worker has a copy
+KEPT_LIMIT = 8  # older commits of which a worker has a copy
 REPORT_LIMIT = 64 * 1024  # bytes of one report of a script
 STEP_INPUT_LIMIT = 16 * 1024  # bytes
 COPY = "copy of the state"  # name of the wait for a copy of the state
@@ -86,6 +87,19 @@ class Commit(Value):
     def dotted(self) -> str:
         """The form used in journals: ``2.300``."""
         return f"{self.generation}.{self.number}"
+
+
+class KeptCommit(Value):
+    """An older commit of which a worker has a copy. ``step``: number of the next step of its `Shards`."""
+
+    commit: Commit
+    step: int
+
+
+class OlderCommits(Value):
+    """The older commits of which a worker has copies, oldest first."""
+
+    commits: Annotated[tuple[KeptCommit, ...], Meta(max_length=KEPT_LIMIT)] = ()
 
 
 class Address(Value):
@@ -275,6 +289,7 @@ class Ready(Message):
     running: bool = True  # False while still in init(), before elastic.run
     number: int = 0  # count of this process's waits: a late, older Ready is ignored
     shards: ShardsHeld | None = None  # of a sharded state
+    kept: OlderCommits = OlderCommits()
 
 
 class Failed(Message):
@@ -395,7 +410,7 @@ class Digested(Message):
 class Miscomputed(Message):
     """A vote of the ranks found that one of them computed wrong gradients of a shard; see `elastic.exact.verifier`.
 
-    Every rank sends it. Digests are 16 hexadecimal digits.
+    Every rank sends it. Digests are 16 hexadecimal digits, or ``not finite``.
     """
 
     generation: int
@@ -405,9 +420,10 @@ class Miscomputed(Message):
     digest: Annotated[str, Meta(max_length=16)]  # of its gradients
     right: Annotated[str, Meta(max_length=16)]
     witnesses: Annotated[list[int], Meta(max_length=16)]  # ranks that computed the right ones
-    agreed: int = (
-        -1
-    )  # last step of this world in which its gradients were compared and right; -1: none
+    # last step of this world in which its gradients were compared and right; -1: none
+    agreed: int = -1
+    # Every gradient is compared before it is used, so that no commit can contain a wrong one.
+    complete: bool = False
 
 
 class Raised(Message):

@@ -35,6 +35,10 @@ class CommittedState(Protocol):
 
     def report_commit(self) -> None: ...
 
+    def keep_older(self, commit: messages.Commit) -> None: ...
+
+    def go_back(self, commit: messages.Commit, *, restores: bool) -> None: ...
+
     def is_sharded(self) -> bool: ...
 
     def finish_commit(self) -> None: ...
@@ -90,6 +94,12 @@ class CommitLog:
             self._session.recovery.committed()
         if self.durable is not None:
             self.durable.saved()
+
+    def keep_older(self, state: CommittedState) -> None:
+        """Keep another copy of the newest commit, if the state does so."""
+        commit = self._session.recovery.agreed()
+        if commit is not None:
+            state.keep_older(commit)
 
     def sealed(self, commit: messages.Commit) -> None:
         """Record that all ranks have copied and mirrored a commit of a sharded state."""
@@ -220,6 +230,24 @@ class CommitLog:
             self.durable.stepped_back()
         self._session.account.stepped_back()
         self._session.phases.restored(time.monotonic())
+
+    def went_back(self, state: CommittedState) -> bool:
+        """Restore the commit with which a world begins, if that is not the newest one. Return whether it is older.
+
+        Other commits may contain wrong gradients; see `elastic.exact.verifier`.
+        """
+        recovery = self._session.recovery
+        world, commit = recovery.world, recovery.goes_back()
+        if world is None or commit is None:
+            return False
+        restores = world.place.rank < world.holders
+        state.go_back(commit, restores=restores)
+        if restores:
+            with self._session.lock:
+                recovery.went_back(commit)
+        if self.durable is not None:
+            self.durable.stepped_back()
+        return True
 
     def adopt(
         self,

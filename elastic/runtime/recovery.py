@@ -27,6 +27,7 @@ same place in the training, even if a worker missed messages.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastic.protocol import messages
@@ -280,16 +281,30 @@ class Recovery:
             self.phase = Phase.OUTSIDE
 
     def wait_for_world(
-        self, store: Address, layout: str, shards: messages.ShardsHeld | None = None
+        self,
+        store: Address,
+        layout: str,
+        shards: messages.ShardsHeld | None = None,
+        kept: Sequence[messages.KeptCommit] = (),
     ) -> list[Action]:
-        """Report ready. The answer is a World or the end. ``shards``: what this worker holds of a sharded state."""
+        """Report ready. The answer is a World or the end.
+
+        ``shards``: what this worker holds of a sharded state. ``kept``: older commits of which it has copies.
+        """
         if self.phase is Phase.OVER:
             return []
         self.phase = Phase.WAITING
         self._readies += 1
         commit = self.newest if self.running else None
         self._ready = messages.Ready(
-            self.generation, commit, store, layout, self.running, self._readies, shards
+            self.generation,
+            commit,
+            store,
+            layout,
+            self.running,
+            self._readies,
+            shards,
+            messages.OlderCommits((*kept,) if commit is not None else ()),
         )
         return [Send(self._ready)]
 
@@ -353,6 +368,18 @@ class Recovery:
         """Record that all members hold the same state: commit 0 of this generation."""
         self.newest = Commit(self.generation, 0)
         return self.newest
+
+    def goes_back(self) -> Commit | None:
+        """Return the commit with which the present world begins if it is older than the newest one, which may be wrong.
+
+        A rank that has a copy restores it, and calls `went_back`.
+        """
+        commit = None if self.world is None else self.world.commit
+        return commit if commit is not None and (self.newest or commit) > commit else None
+
+    def went_back(self, commit: Commit) -> None:
+        """Record that an older commit was restored."""
+        self.newest = commit
 
     def discard_commit(self) -> None:
         """Discard the commit, because the saved state is incomplete and no worker could continue from it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 
 from elastic.errors import CollectiveFailed
 from elastic.failpoints import failpoint
@@ -31,11 +32,15 @@ class DriverWorlds:
         self._wait("")
 
     def next(
-        self, layout: str, text: str, shards: messages.ShardsHeld | None = None
+        self,
+        layout: str,
+        text: str,
+        shards: messages.ShardsHeld | None = None,
+        kept: Sequence[messages.KeptCommit] = (),
     ) -> messages.World:
         """Report ready with the state's layout, under ``elastic.run``, and wait for a world.
 
-        ``shards``: what this worker holds of a sharded state.
+        ``shards``: what this worker holds of a sharded state. ``kept``: older commits of which it has copies.
 
         Raises:
             PeerLost: the world broke. Other errors of `Session.raise_over` likewise.
@@ -43,7 +48,7 @@ class DriverWorlds:
         if self._layout is None or layout != self._layout.digest:
             self._layout = messages.Layout(layout, text)
             self._session.send(self._layout)
-        return self._wait(layout, shards)
+        return self._wait(layout, shards, kept)
 
     def restate(self) -> None:
         """Send the layout and step input again, for another driver or connection. Called in the link thread."""
@@ -57,7 +62,12 @@ class DriverWorlds:
             self._step_input = messages.StepInput(kind)
             self._session.send(self._step_input)
 
-    def _wait(self, layout: str, shards: messages.ShardsHeld | None = None) -> messages.World:
+    def _wait(
+        self,
+        layout: str,
+        shards: messages.ShardsHeld | None = None,
+        kept: Sequence[messages.KeptCommit] = (),
+    ) -> messages.World:
         """Report ready, wait for a world and enter it. Raises the error that ends the wait otherwise."""
         session = self._session
         session.groups.make_room()
@@ -65,7 +75,7 @@ class DriverWorlds:
 
         def ready(recovery: Recovery) -> list[Action]:
             session.phases.mark("ready", time.monotonic())
-            return recovery.wait_for_world(store, layout, shards)
+            return recovery.wait_for_world(store, layout, shards, kept)
 
         session.update(ready)
         failpoint("rendezvous")

@@ -13,9 +13,10 @@ import torch
 
 from elastic.collectives.interface import Collectives
 from elastic.errors import Invalid, NotPicklable
+from elastic.exact.kept_commits import KeptCommits
 from elastic.exact.shards import Shards
 from elastic.failpoints import failpoint
-from elastic.protocol.messages import COPY, ShardsHeld
+from elastic.protocol.messages import COPY, Commit, KeptCommit, ShardsHeld
 from elastic.runtime import lifecycle
 from elastic.sharding import fsdp2, unsupported_sharding
 from elastic.state import replaced_optimizers, shard_checks
@@ -25,7 +26,7 @@ from elastic.state.fully_sharded.sharded_commits import ShardedCommits, WorldInv
 from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
 from elastic.state.handlers import state_transfer
 from elastic.state.handlers.diloco_state import DiLoCoStateHandler
-from elastic.state.handlers.held_commit import HeldCommit, HeldPart
+from elastic.state.handlers.held_commit import CommitCopy, HeldCommit, HeldPart
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
@@ -93,6 +94,7 @@ class HandledState(_OfThisProcess, ObjectState):
         self._first_names: dict[int, str] = {}
         self._begun = 0  # number of saves begun; lets a digest detect a save that began meanwhile
         self._introduce()
+        self._older: KeptCommits[CommitCopy] = KeptCommits()
         self._sharded = self._commits_of_shards(copies, least_shards)
         if self._sharded is not None:
             refuse_misspelled(values, {"copies": _is_number, "least_shards": _is_number})
@@ -507,6 +509,37 @@ class HandledState(_OfThisProcess, ObjectState):
                 optimizer.abandon_step()
         for part in self._of_ours():
             part.reset()
+
+    def keep_older(self, commit: Commit) -> None:
+        shards = next((each for each in self._shards() if each.verify), None)
+        if shards is None or self._foreign_handlers() or not self.valid():
+            return
+        if self._older.due(shards.step, shards.window):
+            for snapshot in self._snapshots():
+                snapshot.complete()
+            banks = {name: part.snapshot.bank.clone() for name, part in self._parts().items()}
+            random = None if self._random is None else self._random.saved
+            copy = CommitCopy(self._saved_state, banks, random)
+            self._older.add(commit, shards.step, copy)
+
+    def kept_commits(self) -> list[KeptCommit]:
+        return self._older.held
+
+    def go_back(self, commit: Commit, *, restores: bool) -> None:
+        self._older.forget_after(commit)
+        if not restores:
+            return
+        copy = self._older.copy_of(commit)
+        assert copy is not None, f"there is no copy of commit {commit}"
+        for name, part in self._parts().items():
+            newest, part.snapshot = part.snapshot, Snapshot(copy.banks[name])
+            part.restore()
+            part.snapshot = newest
+        self._saved_state = copy.values
+        self._restore_values()
+        if self._random is not None and copy.random is not None:
+            self._random.adopt(copy.random)
+        self.save()
 
     def _hold(self) -> HeldCommit:
         foreign = self._foreign_handlers()

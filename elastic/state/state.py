@@ -22,7 +22,7 @@ from elastic.errors import Invalid
 from elastic.failpoints import failpoint
 from elastic.monitoring import step_count, timeline
 from elastic.negotiation import submission
-from elastic.protocol.messages import ShardsHeld
+from elastic.protocol.messages import Commit, KeptCommit, ShardsHeld
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state.handlers import state_transfer
@@ -88,6 +88,7 @@ class State:
             rt.settle()
             self._save_whole()
             rt.commits.committed()
+            rt.commits.keep_older(self)
             self._rebalance()
             step_count.committed(getattr(self, "step", None), self._steps_taken())
             rt.commits.make_durable(self)
@@ -182,6 +183,16 @@ class State:
 
     def capture_shards(self) -> None:
         """Start training with a sharded state as it is, in the world of ``init()``."""
+
+    def keep_older(self, commit: Commit) -> None:
+        """Keep a second copy of the newest commit, if it is time to; see `elastic.exact.kept_commits`."""
+
+    def kept_commits(self) -> list[KeptCommit]:
+        """Return the older commits of which there are copies, oldest first."""
+        return []
+
+    def go_back(self, commit: Commit, *, restores: bool) -> None:
+        """Drop copies of commits that are newer than ``commit``. ``restores``: restore it, as the newest one."""
 
     def finish_commit(self) -> None:
         """Wait until the newest commit survives the loss of this worker. Collective if the state is sharded.

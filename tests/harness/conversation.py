@@ -7,6 +7,7 @@ talk.wait(1.0)                                     # with TimePassed at every de
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from elastic.driver.events import (
@@ -42,7 +43,7 @@ from elastic.driver.events import (
 from elastic.driver.membership.membership import Membership
 from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
-from elastic.protocol.messages import Address, Commit, Worker
+from elastic.protocol.messages import Address, Commit, KeptCommit, OlderCommits, Worker
 
 Kind = TypeVar("Kind", bound=Action)
 TICK_S = 0.001
@@ -69,10 +70,13 @@ def ready(
     *,
     layout: str = "x",
     running: bool = True,
+    kept: Sequence[tuple[int, int]] = (),
 ) -> Event:
+    """``kept``: older commits, each with 10 steps a generation."""
     held = Commit(*commit) if commit else None
     shape = layout if running else ""
-    return WorkerReady(worker(name), generation, held, store(name), shape, running)
+    older = OlderCommits(tuple(KeptCommit(Commit(*e), 10 * e[0] + e[1]) for e in kept))
+    return WorkerReady(worker(name), generation, held, store(name), shape, running, kept=older)
 
 
 def failed(name: str, generation: int, *, differs: bool = False) -> Event:

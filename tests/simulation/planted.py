@@ -33,10 +33,12 @@ from elastic.driver.membership.worlds import composition, worlds
 from elastic.driver.membership.worlds.gathering import Gathering
 from elastic.driver.membership.worlds.give_up import GiveUpRules
 from elastic.driver.membership.worlds.planned_change import PlannedChange
+from elastic.driver.membership.worlds.spoilt_commits import SpoiltCommits
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.driver.reasons import Reason
 from elastic.exact import verification
+from elastic.exact.kept_commits import KeptCommits
 from elastic.protocol import messages
 from elastic.protocol.messages import Commit
 from elastic.runtime.recovery import Recovery
@@ -388,6 +390,10 @@ def the_second_is_right(original: Any) -> Any:
     return verdict
 
 
+def never(original: Any) -> Any:
+    return lambda self, *args: False
+
+
 def rank_1_is_never_checked(original: Any) -> Any:
     def checks(*of: Any) -> Any:
         return tuple(each for each in original(*of) if 1 not in (each.owner, each.second))
@@ -425,6 +431,14 @@ SIMULATED = {
     "a wrong result is not reported": Bug(
         WorkerReports, "miscomputed", does_nothing, verified=True
     ),
+    "what a wrong worker has computed stays": Bug(
+        SpoiltCommits, "found", does_nothing, verified=True
+    ),
+    "no commit is doubted": Bug(SpoiltCommits, "doubts", never, verified=True),
+    "copies outlive the steps they hold": Bug(
+        KeptCommits, "forget_after", does_nothing, verified=True
+    ),
+    "an older commit is not restored": Bug(Recovery, "goes_back", does_nothing, verified=True),
     "a quarantine is forgotten": Bug(Slots, "quarantine", does_nothing, verified=True),
     "nobody waits for a check": Bug(WorkerPool, "hold", welcomed_at_once, health_check=True),
     "an agent is tried once": Bug(AgentPool, "_start_again", does_nothing, first=36),

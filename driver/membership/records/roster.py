@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.driver.reasons import Reason
-from elastic.protocol.messages import Address, Commit, Launches, Place, Worker
+from elastic.protocol.messages import Address, Commit, KeptCommit, Launches, Place, Worker
 
 INDEXED = ("stage", "leaving", "noticed", "exit_by", "killed_for", "frozen", "inside")
 
@@ -49,6 +49,8 @@ class WorkerRecord:
     held_until: float = 0.0  # time until which the first world waits for it while it is HELD
     check_by: float = 0.0  # while it is HELD: time at which its health check has timed out
     commit: Commit | None = None
+    kept: tuple[KeptCommit, ...] = ()  # older commits of which it has copies
+    first_generation: int = 0  # first world in which it trained; 0: none yet
     store: Address | None = None
     layout: str = ""
     running: bool = False  # it is inside elastic.run

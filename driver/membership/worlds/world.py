@@ -38,6 +38,7 @@ class World:
     cause_at: float = 0.0
     published_at: float = 0.0
     trained: bool = False  # a member resumed in this world or an earlier one
+    back_to: int | None = None  # it begins with an older commit: number of the step to repeat first
     places: dict[Worker, Place] = field(init=False)
     _resumed: dict[Worker, WorkerResumed] = field(default_factory=dict)
     _digests: dict[Commit, tuple[Worker, int]] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class World:
             phases_ms=phases,
             copied_bytes=sum(report.copied_bytes for report in reports),
             from_checkpoint=any(report.from_checkpoint for report in reports),
+            back_to=self.back_to,
             shards=_divided([*reports]),
         )
 

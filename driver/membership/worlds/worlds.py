@@ -20,6 +20,7 @@ from elastic.driver.membership.worlds.give_up import GiveUpRules
 from elastic.driver.membership.worlds.liveness_probes import LivenessProbes
 from elastic.driver.membership.worlds.planned_change import PlannedChange
 from elastic.driver.membership.worlds.root_cause import Exceptions, Mismatches, RootCauseSearch
+from elastic.driver.membership.worlds.spoilt_commits import Beginning, SpoiltCommits
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.reasons import Fact, Reason, ReasonKind, because
 from elastic.driver.settings import Settings
@@ -63,6 +64,7 @@ class Worlds:
         self.change_reason = because(ReasonKind.NOT_WANTED)  # reason of the last change, if any
         self.exceptions = Exceptions()
         self.mismatches = Mismatches()
+        self.spoilt = SpoiltCommits()
         self.signs = LivenessProbes()
         self.trained = False  # a worker has entered elastic.run
         self.stopping = False  # a stop was requested, and the last checkpoint is pending
@@ -165,7 +167,8 @@ class Worlds:
             if not s.killed_for and s.worker not in self.signs.silent
         ]
         old, new, others = candidates(ready, self.members)
-        composition = self._compose(old, new, {s.worker: s.commit for s in [*old, *new]})
+        beginning = self.spoilt.begin([*old, *new])
+        composition = self._compose(old, new, beginning.commits)
         for record in composition.leaving:
             assert record.leaving is not None
             self.staff.release(record, record.leaving)
@@ -180,10 +183,16 @@ class Worlds:
             return
         commit = composition.arrangement.commit
         self.end_if(self.give_up.in_circles(self.world, self.gathering, commit))
-        self._publish(composition, others, survivors=have - len(composition.joining))
+        survivors = have - len(composition.joining)
+        self._publish(composition, others, beginning, survivors=survivors)
 
     def _publish(
-        self, composition: Composition, others: list[WorkerRecord], *, survivors: int
+        self,
+        composition: Composition,
+        others: list[WorkerRecord],
+        beginning: Beginning,
+        *,
+        survivors: int,
     ) -> None:
         before, gathering, arranged = self.world, self.gathering, composition.arrangement
         source = self.roster[arranged.order[0]]
@@ -210,7 +219,9 @@ class Worlds:
             cause_at=self._cause_at,
             published_at=self.now,
             trained=before.trained,
+            back_to=beginning.older.step if beginning.older is not None else None,
         )
+        self._report_doubts(beginning)
         self.exceptions.world_began(self.generation, arranged.commit)
         self.give_up.script_failures.world_began(arranged.order)
         if self.root_cause_search is not None and self.root_cause_search.settled(arranged.order):
@@ -226,6 +237,8 @@ class Worlds:
         for worker in arranged.order:
             record = self.roster[worker]
             record.stage, record.stands_by = WorkerStage.MEMBER, False
+            if source.running:
+                record.first_generation = record.first_generation or self.generation
             record.moved(self.now)
             record.entered, record.phase, record.last_inside = 0, "", ""
             record.gpu = []
@@ -239,11 +252,28 @@ class Worlds:
             # The script may not reach another commit, because the workers of its data loader may not start in time.
             checkpoint=(
                 self.settings.durable
-                and (self.stopping or self.all_go)
+                # Or the newest checkpoint contains steps that are repeated now.
+                and (self.stopping or self.all_go or beginning.older is not None)
                 and arranged.commit is not None
             ),
         )
         self.actions.add(self.published)
+
+    def _report_doubts(self, beginning: Beginning) -> None:
+        """Log that the world begins with an older commit, and whether wrong gradients may remain in it."""
+        culprit, older = self.spoilt.culprit, beginning.older
+        if older is not None:
+            back = because(
+                ReasonKind.WENT_BACK,
+                worker=culprit,
+                step=older.step,
+                commit=older.commit.dotted,
+                whole=beginning.whole,
+            )
+            self.actions.log("warning", str(back), back)
+        elif not beginning.whole:
+            kept = because(ReasonKind.NOT_WENT_BACK, worker=culprit)
+            self.actions.log("warning", str(kept), kept)
 
     def _consider_change(self) -> None:
         """Begin a planned change if a worker waits to join or has to leave."""

@@ -22,10 +22,17 @@ SAMPLE = 4096  # elements of a bucket to check; a non-finite value spreads to ne
 
 def finite(tensor: torch.Tensor) -> bool:
     """Return whether all elements are finite. Always True for integers."""
+    return all(map(math.isfinite, extremes(tensor)))
+
+
+def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return two scalars that are finite if and only if all elements are; none for integers. Does not synchronize."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.numel() or not tensor.is_floating_point():
-        return True
+        return ()
     numbers = tensor.float() if tensor.itemsize == 1 else tensor  # torch cannot compare float8
-    return all(map(math.isfinite, torch.aminmax(numbers)))
+    return tuple(torch.aminmax(numbers))
 
 
 class FirstNotFinite:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -25,10 +25,10 @@ from elastic.context import Context
 from elastic.errors import CollectiveFailed, Interrupted, Invalid, StateMismatch
 from elastic.exact import tree
 from elastic.exact.shards import Shards
-from elastic.exact.step import ShardStep
+from elastic.exact.step import NOT_FINITE, ShardStep
 from elastic.failpoints import actions, failpoint
 from elastic.monitoring import moved_tensors
-from elastic.optimizer.gradients import bucket_plan, malloc_tuning
+from elastic.optimizer.gradients import bucket_plan, malloc_tuning, not_finite
 from elastic.optimizer.gradients.flat_buckets import Compressor
 from elastic.optimizer.gradients.gradient_hooks import GradientHooks, OptimizerParameters
 from elastic.optimizer.sharded.buckets import ShardBucket
@@ -90,6 +90,9 @@ class ShardReducer:
         self._noting = False  # whether digests of gradients are requested
         self._digests: dict[int, dict[str, int]] = {}  # of checked shards, by parameter
         self._checked = False  # whether the present shard is one of these
+        self._examines = False  # whether to find shards with infinite or NaN gradients
+        # Smallest and largest gradients, by shard.
+        self._extremes: dict[int, list[torch.Tensor]] = {}
         self._second_pass: int | None = None  # the shard; not None iff one is in progress
         self._kept: list[torch.Tensor | None] = []  # gradients before it
         shards.listen(self, trains=optimizer)
@@ -190,7 +193,8 @@ class ShardReducer:
                 each.shard: done for each, done in zip(step.merges, complete, strict=True)
             }
         self._step, self._launched, self._shard, self._last = step, 0, None, False
-        self._second_pass, self._digests = None, {}
+        self._second_pass, self._digests, self._extremes = None, {}, {}
+        self._examines = bool(self.shards.verify) and len(step.held) > 1
         self._ready.clear()
 
     def shard_begins(self, merge: tree.Merge, last: bool) -> None:
@@ -277,6 +281,9 @@ class ShardReducer:
                 self.shards.gradients[f"{shard} {name}"] = found
             if self._checked:
                 self._digests.setdefault(shard, {})[f"{slot.number} {name}"] = found
+        if gradient is not None and self._examines:
+            assert self._shard is not None
+            self._extremes.setdefault(self._shard.shard, []).extend(not_finite.extremes(gradient))
         if gradient is not None and self._keeps:
             storage = gradient.untyped_storage().data_ptr()
             if storage in self._storages:
@@ -305,18 +312,22 @@ class ShardReducer:
 
     @torch.no_grad()
     def second_pass_ends(self, shard: int) -> int:
-        found = {}
+        found, extremes = {}, list[torch.Tensor]()
         for (parameter, number), kept in zip(self._trained(), self._kept, strict=True):
             gradient, parameter.grad = parameter.grad, kept
             if gradient is not None:
                 name = self._parameters.name(parameter)
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 found[f"{number} {name}"] = digest.digest([(name, dense.detach().cpu())])
+                extremes += not_finite.extremes(dense)
         self._second_pass, self._kept = None, []
-        return _digest_of(found)
+        return _digest_of(found) if _all_finite(extremes) else NOT_FINITE
 
     def digest_of(self, shard: int) -> int:
-        return _digest_of(self._digests.get(shard, {}))
+        return _digest_of(self._digests.get(shard, {})) if self.finite(shard) else NOT_FINITE
+
+    def finite(self, shard: int) -> bool:
+        return _all_finite(self._extremes.get(shard, []))
 
     def _trained(self) -> list[tuple[torch.Tensor, int]]:
         """Return the trained parameters with their numbers."""
@@ -474,6 +485,15 @@ class ShardReducer:
             self.shards.computes_differently(differs)
         elif self.shards.inexact_since is None:
             self.shards.inexact_since = self.shards.step
+
+
+def _all_finite(extremes: Sequence[torch.Tensor]) -> bool:
+    """Return whether these scalars are finite. Waits for each device once."""
+    devices = {each.device for each in extremes}
+    return all(
+        bool(torch.stack([e.double() for e in extremes if e.device == device]).isfinite().all())
+        for device in devices
+    )
 
 
 def _digest_of(found: dict[str, int]) -> int:

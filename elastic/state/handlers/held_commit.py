@@ -55,6 +55,15 @@ class HeldPart:
         return self.part.described(self.structure, self.own, self.tensors | whole)
 
 
+@dataclass(frozen=True)
+class CommitCopy:
+    """Copy of a commit in memory of its own. ``banks``: by name of the part; ``random``: as in `HeldCommit`."""
+
+    values: dict[str, Any]
+    banks: dict[str, SnapshotBuffers]
+    random: dict[str, Any] | None
+
+
 @dataclass
 class HeldCommit:
     """One commit.

@@ -255,6 +255,14 @@ class SnapshotBuffers:
     def buffers(self) -> dict[str, torch.Tensor]:
         return {name: copy.buffer for name, copy in self.copies.items()}
 
+    def clone(self) -> SnapshotBuffers:
+        """Return the same copies in buffers of their own, in pageable memory, to restore from once."""
+        twin = SnapshotBuffers()
+        twin.extra = self.extra
+        for name, copy in self.copies.items():
+            twin.copies[name] = _Copy(copy.buffer, copy.buffer.clone())
+        return twin
+
 
 class Snapshot:
     """Newest copies of named tensors.
@@ -262,8 +270,8 @@ class Snapshot:
     One set of copies can be held while later commits are copied to a second set, which is then kept for reuse.
     """
 
-    def __init__(self) -> None:
-        self.bank = SnapshotBuffers()
+    def __init__(self, bank: SnapshotBuffers | None = None) -> None:
+        self.bank = bank or SnapshotBuffers()
         self._stage = pinned.DeviceStaging()
         self._held: SnapshotBuffers | None = None
         self._spare: SnapshotBuffers | None = None

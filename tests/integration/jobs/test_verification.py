@@ -73,6 +73,56 @@ def test_worker_when_its_gradients_are_wrong_then_it_is_named_and_no_bit_of_it_s
     assert later and all(each[1] != rank for each in later), "its slot is quarantined"
 
 
+def lasting(training: Any) -> dict[int, dict[str, int]]:
+    """Return the tensors of each step's last commit: earlier ones may have been made with wrong gradients."""
+    found: dict[int, tuple[int, dict[str, int]]] = {}
+    for event in training.events("WorkerDigested"):
+        if event.get("tensors") and event["step"]:
+            generation = event["generation"]
+            if generation >= found.get(event["step"], (0, {}))[0]:
+                found[event["step"]] = generation, event["tensors"]
+    return {step: tensors for step, (_, tensors) in sorted(found.items())}
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_worker_when_it_was_wrong_before_its_check_then_those_steps_are_repeated_without_it(
+    job, reference, durable
+):
+    """Its gradients are in the weights of several commits."""
+    rank, share = 2, 1 / 8
+    first = next(
+        step
+        for step in range(3, 40)
+        if not any(step <= checked <= step + 2 for checked in checked_steps(rank, share, step))
+    )
+    found_in = checked_steps(rank, share, first)[0]
+    steps = found_in + 6
+    training = train(
+        job,
+        f"-np {WORKERS} --min-np 1 {RETURN}"
+        + (" --checkpoint-dir checkpoints --checkpoint-every 1commits" if durable else ""),
+        VERIFY=str(share),
+        STEPS=str(steps),
+        ELASTIC_FAILPOINTS=flip(rank, first, steps),
+    )
+    training.succeed(timeout=120)
+    wanted, final = reference(steps)
+    assert (training.folder / "final.json").read_text() == final
+    kept = lasting(training)
+    assert [*kept] == [*range(1, steps + 1)]
+    assert all(tensors == wanted[step] for step, tensors in kept.items())
+    assert any(
+        event["tensors"] != wanted[event["step"]]
+        for event in training.events("WorkerDigested")
+        if event.get("tensors") and event["step"]
+    )
+    ((worker, facts),) = fenced(training)
+    assert worker == ["localhost", rank, 1] and first < facts["step"] <= found_in
+    backs = [each["about"] for each in training.actions("Report") if each.get("about")]
+    (back,) = [each["facts"] for each in backs if each["kind"] == "went back"]
+    assert back["step"] <= first and back["whole"]
+
+
 @pytest.mark.parametrize("seed", [1])
 def test_commits_when_workers_are_killed_and_shards_verified_then_they_stay_the_same(
     job, reference, seed

@@ -129,3 +129,27 @@ def test_verdict_when_most_ranks_are_right_then_no_innocent_is_named(ranks, data
         return  # not noticed this time
     found += [Computed(rank, digests[rank]) for rank in verification.voters(found, ranks)]
     assert verification.verdict(found, ranks) == VoteResult(tuple(sorted(faulty)), 7)
+
+
+@pytest.mark.parametrize(
+    ("held", "share", "steps"),
+    [
+        ([(0, 1), (2, 3), (4, 5), (6, 7)], 1 / 16, 64),
+        ([(0, 1), (2, 3), (4, 5), (6, 7)], 0.25, 16),
+        ([(0, 1), (2, 3), (4, 5), (6, 7)], 1.0, 0),
+        ([(0, 1)], 0.5, 0),
+        ([(0, 1), (2, 3)], 0.0, 0),
+    ],
+)
+def test_window_when_steps_have_checks_then_it_has_eight_of_them(held, share, steps):
+    assert verification.window(held, share) == steps
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_rechecks_when_shards_are_not_finite_then_each_has_another_rank_of_its_own(ranks):
+    for step in range(20):
+        found = [(rank, 10 + rank) for rank in range(ranks)]
+        checks = verification.rechecks(found, ranks, 3, 2, step)
+        assert [(each.owner, each.shard) for each in checks] == found
+        assert sorted(each.second for each in checks) == [*range(ranks)]
+        assert all(each.owner != each.second for each in checks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -233,6 +234,82 @@ def test_training_when_a_rank_is_lost_in_a_second_pass_then_others_lose_it(ranks
         return run.shards.step, run.shards.verifying
 
     assert ranks(3, train) == [(2, False)] * 3
+
+
+# ---- gradients that are not finite -----------------------------------------------------------------------------------
+
+
+def spoils(run: Run, shard: int, value: float) -> None:
+    """Let one element of a gradient of a shard be ``value`` in the backward pass in progress."""
+    bias = run.model.last.bias
+
+    def put(gradient: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        gradient = gradient.clone()
+        gradient[1] = value
+        return gradient
+
+    handle = bias.register_hook(put)
+
+
+UNCHECKED = next(
+    step
+    for step in range(3, 50)
+    if not verification.checks([(0, 1), (2, 3), (4, 5), (6, 7)], 1 / 64, 3, 1, step)
+)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("always", [False, True])
+def test_step_without_a_check_when_a_gradient_is_not_finite_then_its_rank_is_named(
+    ranks, value, always
+):
+    def train(rank: int) -> Any:
+        run = Run(1 / 64)
+
+        def wrong(step: int, shard: int, count: int) -> bool:
+            if rank == 2 and step == UNCHECKED and (always or not run.shards.verifying):
+                spoils(run, shard, value)
+            return False
+
+        run.wrong = wrong
+        with pytest.raises(PeerLost):
+            run.train(200)
+        world: Any = lifecycle.current()
+        return world.miscomputed, run.shards.step, run.second
+
+    for reports, steps, _ in ranks(4, train):
+        (report,) = reports
+        assert report.rank == 2 and report.step == steps == UNCHECKED
+        assert report.digest == "not finite" != report.right and len(report.witnesses) == 3
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_step_when_all_ranks_find_a_gradient_that_is_not_finite_then_it_is_taken(ranks, size):
+    """As with a scale that is too large: the shard is computed twice, and training goes on as without verify."""
+
+    def train(rank: int, share: float = 1 / 64) -> Any:
+        run = Run(share)
+
+        def wrong(step: int, shard: int, count: int) -> bool:
+            if step in (UNCHECKED, UNCHECKED + 1) and shard == 5:
+                spoils(run, shard, math.inf)
+            return False
+
+        run.wrong = wrong
+        found = run.train(UNCHECKED + 4)
+        world: Any = lifecycle.current()
+        return found, run.second, getattr(world, "miscomputed", [])
+
+    ((wanted, _, _),) = ranks(1, lambda rank: train(rank, 0.0))
+    found = ranks(size, train)
+    assert not any(reports for _, _, reports in found)
+    for values, _, _ in found:
+        assert all(
+            torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(wanted, values, strict=True)
+        )
+    second = sum(second for _, second, _ in found)
+    assert second >= size + 2, "one pass for each step with such a gradient"
 
 
 # ---- a bug that the comparison must show -----------------------------------------------------------------------------

@@ -1,0 +1,67 @@
+"""Commits that may contain wrong gradients, and the older one to return to. Pure: no I/O, no clock.
+
+A worker that is found to compute wrongly may have done so since its first step, and every commit since may contain its
+gradients, except where all gradients are compared before they are used. Workers keep copies of older commits
+(see `elastic.exact.kept_commits`): the next world begins with the newest one from before the worker's first step, else
+with the oldest one. Commits of later worlds are made by the remaining workers, and are not doubted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic.driver.membership.records.roster import WorkerRecord
+from elastic.protocol.messages import Commit, KeptCommit, Worker
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The commits with which the next world may begin.
+
+    Attributes:
+        commits: the one that each worker brings, None if it has no copy.
+        older: not None iff it is older than the newest one.
+        whole: whether no commit from before the first doubtful step is missing.
+    """
+
+    commits: dict[Worker, Commit | None]
+    older: KeptCommit | None = None
+    whole: bool = True
+
+
+@dataclass
+class SpoiltCommits:
+    """The doubtful commits of a job: those after ``after``, up to generation ``until``."""
+
+    after: Commit | None = None
+    until: int = 0
+    culprit: str = ""  # the last worker that was found
+
+    def found(self, record: WorkerRecord, generation: int) -> None:
+        """Doubt all commits since the first step of a worker, which was a member of ``generation``."""
+        since = Commit(record.first_generation, 0)
+        known = self.after is not None and self.until == generation
+        self.after = min(self.after, since) if known and self.after is not None else since
+        self.until, self.culprit = generation, str(record.worker)
+
+    def doubts(self, commit: Commit) -> bool:
+        return self.after is not None and self.after < commit and commit.generation <= self.until
+
+    def begin(self, ready: Iterable[WorkerRecord]) -> Beginning:
+        """Return the commits of ready workers with which the next world may begin."""
+        here = list(ready)
+        newest = max((s.commit for s in here if s.commit is not None), default=None)
+        own = {s.worker: s.commit for s in here}
+        if newest is None or not self.doubts(newest):
+            return Beginning(own)
+        older = [each for s in here for each in s.kept]
+        sound = max((each for each in older if not self.doubts(each.commit)), default=None)
+        chosen = sound or min(older, default=None)
+        if chosen is None:
+            return Beginning(own, whole=False)
+        commits = {
+            s.worker: chosen.commit if any(each == chosen for each in s.kept) else None
+            for s in here
+        }
+        return Beginning(commits, chosen, whole=sound is not None)
