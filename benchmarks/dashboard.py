@@ -33,7 +33,11 @@ CORE, MEMORY_MB, SHOWN_S = 0.01, 20.0, 0.2  # limits
 
 @dataclass
 class PageFigures:
-    """Results of one job. ``shown_s``: for each loss, the time until the last viewer received it."""
+    """Results of one job.
+
+    Args:
+        shown_s: for each loss, the time until the last viewer received it.
+    """
 
     core: float = 0.0  # share of one core during training
     peak_mb: float = 0.0
@@ -65,7 +69,9 @@ class Viewers:
         self._heard[text] = {}
 
     def until(self, text: bytes, timeout_s: float = 20.0) -> float:
-        """Wait until all viewers have received an expected text; return the time on the machine's monotonic clock."""
+        """Wait until all viewers have received an expected text and return the time on the machine's monotonic
+        clock.
+        """
         deadline = time.monotonic() + timeout_s
         while len(self._heard[text]) < self.count:
             if time.monotonic() > deadline:

@@ -95,7 +95,11 @@ class SpeedAnswer:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one host in a round. ``peak``: in the `WINDOW_S` with most."""
+    """Bytes of one host in a round.
+
+    Args:
+        peak: in the `WINDOW_S` with most.
+    """
 
     format: str
     fragments: int
@@ -316,7 +320,11 @@ def ask_traffic(rate: str, latency_s: float) -> list[Traffic]:
 
 
 def traffic_of(answer: Mapping[str, Any], record: Sequence[tuple[float, int]]) -> Traffic:
-    """Evaluate a round. ``record``: times and bytes sent so far."""
+    """Evaluate a round.
+
+    Args:
+        record: times and bytes sent so far.
+    """
     inside = [each for each in record if answer["began"] <= each[0] <= answer["ended"]]
     sent, most = inside[-1][1] - inside[0][1], peak(inside, WINDOW_S)
     return Traffic(answer["format"], answer["fragments"], answer["payload"], sent, most)

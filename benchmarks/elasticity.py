@@ -249,7 +249,7 @@ class Jobs:
         raise SystemExit(f"{why}; the jobs' log ends:\n{self._log.read()[-3000:]}")
 
     def do(self, job: str, **order: Any) -> tuple[float, Traffic]:
-        """Send an order; return the slowest worker's seconds, and the traffic of all of them with the driver."""
+        """Send an order and return the slowest worker's seconds, and the traffic of all of them with the driver."""
         for stream in self._lines[job]:
             _say(stream, order)
         answers = [self._heard(stream) for stream in self._lines[job]]

@@ -57,7 +57,11 @@ WARMUP = 20  # steps of each variant, with many shards
 
 @dataclass(frozen=True)
 class ShardQuestion:
-    """One measurement. ``shards``: number of shards; 0: one per worker, compared with an ordinary step."""
+    """One measurement.
+
+    Args:
+        shards: number of shards. 0 means one per worker, compared with an ordinary step.
+    """
 
     model: str
     shards: int

@@ -145,8 +145,9 @@ class Disturbed(Job):
             return None
 
     def full(self, steps: int) -> list[Step] | None:
-        """Wait until the newest world is complete and all its members have made ``steps`` steps; return the last step
-        of each worker."""
+        """Wait until the newest world is complete and all its members have made ``steps`` steps and return the last
+        step of each worker.
+        """
         recent = self._recent()
         newest = max((s.generation for s in recent), default=0)
         counts: dict[int, list[Step]] = {}

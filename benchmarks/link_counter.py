@@ -16,7 +16,11 @@ COUNTERS = Path("/proc/net/dev")  # of the reader's network namespace
 
 
 def sent_bytes(counters: str, interface: str = "eth0") -> int:
-    """Return the bytes sent by an interface. ``counters``: content of /proc/net/dev."""
+    """Return the bytes sent by an interface.
+
+    Args:
+        counters: content of /proc/net/dev.
+    """
     for line in counters.splitlines():
         name, _, values = line.partition(":")
         if name.strip() == interface:

@@ -40,7 +40,11 @@ CONSOLE = results_output.console()
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of one command. ``newcomers``: number of new members in the resulting world."""
+    """Effect of one command.
+
+    Args:
+        newcomers: number of new members in the resulting world.
+    """
 
     launcher: str
     command: str

@@ -37,7 +37,7 @@ latest: list[TorchState] = []
 
 
 def trainer_of(state: TorchState) -> Any:
-    """Return the trainer of Lightning or Hugging Face; None: the example has its own loop."""
+    """Return the trainer of Lightning or Hugging Face. None means that the example has its own loop."""
     return getattr(vars(state).get("progress"), "_trainer", None)
 
 

@@ -25,7 +25,7 @@ JOIN_MS = 60_000  # time that the lighthouse waits for all, so that the first qu
 
 
 def why_not() -> str:
-    """Return why torchft cannot be used; empty if it can."""
+    """Return why torchft cannot be used, or an empty result if it can."""
     if importlib.util.find_spec("torchft") is None:
         return "not installed"
     try:

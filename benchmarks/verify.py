@@ -101,7 +101,7 @@ class InjectionResult:
 
     Attributes:
         named: ranks that were fenced for wrong gradients.
-        found: the step; None: it was not found.
+        found: the step. None means that it was not found.
         agreed: last step before that in which the worker's gradients were right, by the evidence.
         equal: the last commit of every step has the bits of the undisturbed process.
         changed: another commit had not, before its step was repeated.

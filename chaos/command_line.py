@@ -21,7 +21,11 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Commands of one program. ``examples``: lines at the end of its help."""
+    """Commands of one program.
+
+    Args:
+        examples: lines at the end of its help.
+    """
 
     program: str
     purpose: str
@@ -29,7 +33,11 @@ class CommandLine:
     examples: Sequence[str] = ()
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
-        """Run one command and return its exit code. ``arguments``: default: those of the process."""
+        """Run one command and return its exit code.
+
+        Args:
+            arguments: the default is those of the process.
+        """
         words = list(sys.argv[1:] if arguments is None else arguments)
         if not words or words[0] in ("-h", "--help"):
             print(self.overview())

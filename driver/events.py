@@ -35,7 +35,8 @@ class Event(msgspec.Struct, frozen=True, tag=True):
 class HostsChanged(Event):
     """A new list of hosts from discovery: the slots of each host, in order of preference.
 
-    ``fixed``: discovery cannot list more hosts or slots later; an operator still can add slots to this machine.
+    Args:
+        fixed: discovery cannot list more hosts or slots later; an operator still can add slots to this machine.
     """
 
     hosts: dict[str, int]
@@ -51,7 +52,7 @@ class WorkerConnected(Event):
 
 
 class WorkerReconnected(Event):
-    """A worker replaced a lost connection; see protocol.Reconnected."""
+    """A worker replaced a lost connection. See protocol.Reconnected."""
 
     worker: Worker
     generation: int
@@ -59,7 +60,7 @@ class WorkerReconnected(Event):
 
 
 class WorkerReady(Event):
-    """A worker waits for a world; see protocol.Ready."""
+    """A worker waits for a world. See protocol.Ready."""
 
     worker: Worker
     generation: int
@@ -73,7 +74,11 @@ class WorkerReady(Event):
 
 
 class WorkerFailed(Event):
-    """A collective failed at a worker. ``differs``: the ranks called different collectives, which ``calls`` lists."""
+    """A collective failed at a worker.
+
+    Args:
+        differs: the ranks called different collectives, which ``calls`` lists.
+    """
 
     worker: Worker
     generation: int
@@ -112,7 +117,11 @@ class WorkerLeaving(Event):
 
 
 class WorkerResumed(Event):
-    """A worker completed its first collective of a generation. ``from_checkpoint``: see `protocol.messages.Resumed`."""
+    """A worker completed its first collective of a generation.
+
+    Args:
+        from_checkpoint: see `protocol.messages.Resumed`.
+    """
 
     worker: Worker
     generation: int
@@ -138,7 +147,7 @@ class WorkerDigested(Event):
 
 
 class WorkerMiscomputed(Event):
-    """A worker reports the result of a vote: ``rank`` computed wrong gradients of a shard; see protocol.Miscomputed."""
+    """A worker reports the result of a vote: ``rank`` computed wrong gradients of a shard. See protocol.Miscomputed."""
 
     worker: Worker
     generation: int
@@ -153,7 +162,7 @@ class WorkerMiscomputed(Event):
 
 
 class WorkerProgressed(Event):
-    """A worker started or stopped waiting in a collective, or is in a phase marked as long; see protocol.Progress."""
+    """A worker started or stopped waiting in a collective, or is in a phase marked as long. See protocol.Progress."""
 
     worker: Worker
     generation: int
@@ -166,7 +175,7 @@ class WorkerProgressed(Event):
 
 
 class WorkerLocated(Event):
-    """The script line of a worker that others wait for; see protocol.Located."""
+    """Report of the script line of a worker that holds up other workers. See protocol.Located."""
 
     worker: Worker
     generation: int
@@ -174,7 +183,7 @@ class WorkerLocated(Event):
 
 
 class WorkerPaced(Event):
-    """The share of the last seconds that a worker spent inside collectives; see protocol.Pace."""
+    """The share of the last seconds that a worker spent inside collectives. See protocol.Pace."""
 
     worker: Worker
     generation: int
@@ -186,7 +195,7 @@ class WorkerPaced(Event):
 
 
 class WorkerSpent(Event):
-    """Time spent by a worker since ``init()``; see protocol.TimeSpent. No decision depends on it."""
+    """Time spent by a worker since ``init()``. See protocol.TimeSpent. No decision depends on it."""
 
     worker: Worker
     generation: int
@@ -200,8 +209,10 @@ class WorkerSpent(Event):
 
 
 class WorkerFrozen(Event):
-    """A worker's liveness timeout expired: its agent has not observed it able to run. ``how``: the cause, as observed
-    from outside.
+    """The liveness timeout of a worker expired. Its agent has not observed the worker running.
+
+    Args:
+        how: the cause, as observed from outside.
     """
 
     worker: Worker
@@ -268,10 +279,12 @@ class WorkerReturned(Event):
 
 
 class WorkerDisconnected(Event):
-    """A worker's control connection closed.
+    """The control connection of a worker closed.
 
-    An exit usually follows immediately; if none does, the worker must be fenced. ``silent``: the connection was not
-    closed, but the host no longer acknowledges packets.
+    An exit usually follows immediately; if none does, the worker must be fenced.
+
+    Args:
+        silent: the connection was not closed, but the host no longer acknowledges packets.
     """
 
     worker: Worker
@@ -316,12 +329,12 @@ class HealthOutcome(enum.Enum):
 
 
 class WorkerHealthChecked(Event):
-    """The health check beside a worker's start has ended; see `Settings.health_check`.
+    """The health check beside a worker's start has ended. See `Settings.health_check`.
 
     Args:
         worker: the worker that is admitted if it passed; its slot is the one that was checked.
         outcome: see `HealthOutcome`.
-        code: exit code, or minus the signal; None if it did not end by itself or could not be started.
+        code: exit code, or minus the signal, or None if it did not end by itself or could not be started.
         line: last line of its output, shortened.
         took_s: seconds from its start to its result.
     """
@@ -345,7 +358,7 @@ class Notice(Value):
 
     Args:
         text: the source of the notice and its content.
-        within_s: seconds until the machine is reclaimed; None if unknown.
+        within_s: seconds until the machine is reclaimed, or None if unknown.
     """
 
     text: str
@@ -358,7 +371,7 @@ class HostReported(Event):
     Args:
         running: workers that run on the host.
         ordered: workers that it was ordered to start earlier; one that is not in ``running`` has exited, while other
-            start orders may still be in transit. None: every order was received.
+            start orders may still be in transit. None means every order was received.
         notice: the preemption notice in effect, if any.
     """
 
@@ -369,7 +382,11 @@ class HostReported(Event):
 
 
 class HostLeaving(Event):
-    """A host will be reclaimed. ``alone``: the driver also runs there and ends with it."""
+    """A host will be reclaimed.
+
+    Args:
+        alone: the driver also runs there and ends with it.
+    """
 
     host: str
     notice: Notice
@@ -410,7 +427,7 @@ class ScaleRequested(Event):
 
 
 class DrainRequested(Event):
-    """An operator requests that no worker runs on a host; ``off`` cancels this."""
+    """An operator requests that no worker runs on a host. ``off`` cancels the request."""
 
     request: int
     host: str
@@ -425,7 +442,7 @@ class RemoveRequested(Event):
 
 
 class CheckpointMade(Event):
-    """A commit was stored completely: no failure can lose it."""
+    """A commit was stored completely. It survives any failure."""
 
     commit: Commit
 
@@ -446,8 +463,11 @@ class WorkerDiffers(Event):
 class ReplicasSpoilt(Event):
     """Infinite or NaN gradients corrupted all replicas because the memory of one worker was damaged.
 
-    ``commit`` and all other commits in memory are lost. ``damaged``: workers whose parameters differed before from
-    those of ``equal`` others. Older journals report these workers before, as WorkerDiffers.
+    ``commit`` and all other commits in memory are lost.
+
+    Args:
+        damaged: workers whose parameters differed before from those of ``equal`` others. Older journals report these
+            workers before, as WorkerDiffers.
     """
 
     generation: int
@@ -473,7 +493,7 @@ class StartWorker(Action):
 
 
 class KillWorker(Action):
-    """Kill a worker's whole process group by SIGKILL; its exit is reported as WorkerExited."""
+    """Kill the whole process group of a worker with SIGKILL. The exit is reported as WorkerExited."""
 
     worker: Worker
     reason: Reason
@@ -515,7 +535,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class PublishWorld(Action, omit_defaults=True):
-    """Publish a new generation; see protocol.World for what each member receives.
+    """Publish a new generation. See protocol.World for what each member receives.
 
     Journals of earlier versions lack ``checkpoint``, and are replayed to the same bytes.
     """
@@ -530,7 +550,7 @@ class PublishWorld(Action, omit_defaults=True):
 
 
 class TellWorld(Action, omit_defaults=True):
-    """Send one member its world again, since it may have missed the message when it lost its connection."""
+    """Send the current world to one member again, because a lost connection may have dropped the message."""
 
     generation: int
     member: Member
@@ -570,7 +590,7 @@ class CallOffChange(Action):
 
 
 class LetGo(Action):
-    """Notify a worker to leave: it exits with code 0, or with 1 if it was ``fenced``."""
+    """Tell a worker to leave. The worker exits with code 0, or with code 1 if it was ``fenced``."""
 
     worker: Worker
     reason: Reason
@@ -587,7 +607,7 @@ class RejectWorker(Action):
 
 
 class TellStandby(Action):
-    """Notify a worker that the world has no place for it now, and that it should wait for one."""
+    """Tell a worker that the world has no place for it. The worker waits for a place."""
 
     worker: Worker
 
@@ -646,7 +666,7 @@ class ShardsDivided(Value):
     Args:
         shards: number of shards, which is smaller than the number of workers if there are replicas.
         copy_hosts: number of hosts other than its first that hold each shard.
-        restored: the commit to which the world returned, as numbered by the sharded state; None: a checkpoint.
+        restored: the commit to which the world returned, as numbered by the sharded state. None means a checkpoint.
         rows: bytes of all workers' rows, by source.
         received: bytes of these rows that workers received from others.
         lost: shards of the restored commit that no worker of this world had trained.
@@ -665,9 +685,13 @@ class ShardsDivided(Value):
 class ReportRecovery(Action, omit_defaults=True):
     """Report that every member has resumed after a failure or a planned change.
 
-    Times are milliseconds since the cause was noticed. ``from_checkpoint``: survivors restored a durable commit.
-    ``shards``: division of a sharded state. ``back_to``: the step with which an older commit begins, if the newest one
-    may be wrong. Journals of earlier versions lack these, and are replayed to the same bytes.
+    Times are milliseconds since the cause was noticed. Journals of earlier versions lack the last three fields, and are
+    replayed to the same bytes.
+
+    Args:
+        from_checkpoint: survivors restored a durable commit.
+        shards: division of a sharded state.
+        back_to: step with which an older commit begins, if the newest one may be wrong.
     """
 
     generation: int

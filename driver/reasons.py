@@ -171,7 +171,7 @@ Fact = Union[str, bool, int, float, None, "Reason", List["Reason"]]  # noqa: UP0
 
 
 class Reason(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A kind and the ``facts`` that its sentence names. Workers are written as ``h:2#1``; times are in seconds."""
+    """A kind and the ``facts`` of its sentence. Workers have the form ``h:2#1``, and times are in seconds."""
 
     kind: ReasonKind
     facts: dict[str, Fact] = {}
@@ -223,7 +223,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def start_checkpoint(facts: Mapping[str, Any]) -> str:
-    """Return for example ``step 300, checkpoint r0001-g0002-c00000300 in /checkpoints``; see `StartCheckpoint`."""
+    """Return for example ``step 300, checkpoint r0001-g0002-c00000300 in /checkpoints``. See `StartCheckpoint`."""
     step = "" if facts["step"] is None else f"step {facts['step']}, "
     return f"{step}checkpoint {facts['name']} in {facts['place']}"
 
@@ -300,7 +300,11 @@ def _next_world(facts: Mapping[str, Any]) -> str:
 
 
 def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
-    """Sentence for a hang without a culprit. ``before``: number of worlds that hung since the last new commit."""
+    """Sentence for a hang without a culprit.
+
+    Args:
+        before: number of worlds that hung since the last new commit.
+    """
 
     def sentence(facts: Mapping[str, Any]) -> str:
         before = facts["before"]
@@ -320,8 +324,11 @@ def _ended(facts: Mapping[str, Any]) -> str:
 
 
 def _layouts_differ(facts: Mapping[str, Any]) -> str:
-    """Sentence for a state that differs. ``first``: a worker that was rejected earlier for the same state, or None if
-    shards were lost with ``worker``."""
+    """Sentence for a state that differs.
+
+    Args:
+        first: a worker that was rejected earlier for the same state, or None if shards were lost with ``worker``.
+    """
     again = ", as did that of {first} before" if facts["first"] else ", and its shards are lost"
     said = "the state of {worker} differs from that of {rank_0}" + again
     build = "build the same model, optimizer and state on every rank"
@@ -350,7 +357,11 @@ def _went_back(facts: Mapping[str, Any]) -> str:
 
 
 def _scaled(facts: Mapping[str, Any]) -> str:
-    """Sentence for a new number of workers. ``before``: the previous number; None if only the slots limited it."""
+    """Sentence for a new number of workers.
+
+    Args:
+        before: the previous number, or None if only the slots limited it.
+    """
     wanted, before, slots = facts["workers"], facts["before"], facts["slots"]
     was = "one per slot" if before is None else str(before)
     text = f"scaled from {was} to {counted(wanted, 'worker')}"
@@ -371,8 +382,12 @@ def _scaled(facts: Mapping[str, Any]) -> str:
 
 
 def _unhealthy(facts: Mapping[str, Any]) -> str:
-    """Sentence for a failed health check. ``outcome``: value of `HealthOutcome`; ``code``: exit code, if there is
-    one."""
+    """Sentence for a failed health check.
+
+    Args:
+        outcome: value of `HealthOutcome`.
+        code: exit code, if there is one.
+    """
     how = {"timed_out": "timed out", "wrong_result": "computed a wrong result"}
     text = how.get(str(facts["outcome"]), "failed")
     if facts["outcome"] == "failed" and facts["code"] is not None:
@@ -391,8 +406,12 @@ def _only_slots(slots: int) -> str:
 
 
 def _too_few_slots(facts: Mapping[str, Any]) -> str:
-    """Sentence for too few slots. ``usable``: number of slots that have a worker or may get one. ``given_up``: the
-    first slots that have been given up, as text."""
+    """Sentence for too few slots.
+
+    Args:
+        usable: number of slots that have a worker or may get one.
+        given_up: the first slots that have been given up, as text.
+    """
     more = f" and {facts['more']} more" if facts["more"] else ""
     begin = "{needed:+worker} needed, but {slots}: gave up {given_up}{more} after {attempts:+attempt} without progress"
     facts = {**facts, "slots": _only_slots(facts["usable"]), "more": more}
@@ -400,7 +419,11 @@ def _too_few_slots(facts: Mapping[str, Any]) -> str:
 
 
 def _first_world(facts: Mapping[str, Any]) -> str:
-    """Sentence for the first world. ``wanted``: the value of -np if fewer workers are ready."""
+    """Sentence for the first world.
+
+    Args:
+        wanted: the value of -np if fewer workers are ready.
+    """
     members, wanted = facts["members"], facts.get("wanted")
     if wanted is None:
         return f"first world: {counted(members, 'worker')} ready"

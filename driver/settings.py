@@ -42,7 +42,9 @@ QUARANTINES = ("slot", "host", "off")
 class StartCheckpoint(msgspec.Struct, frozen=True):
     """The checkpoint from which a job begins.
 
-    ``name``: of its folder in ``place``, a folder or URL. ``step``: of the state, if it has one.
+    Args:
+        name: name of its folder in ``place``, a folder or URL.
+        step: step of the state, if it has one.
     """
 
     name: str
@@ -52,9 +54,9 @@ class StartCheckpoint(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a job. Limits are numbers of workers; names ending in ``_s`` are seconds.
+    """Settings of a job. Limits are numbers of workers, and names that end in ``_s`` are seconds.
 
-    Raises Invalid with a message that says what to change.
+    Raises Invalid with a message that names the option to change.
     """
 
     np: int
@@ -116,29 +118,32 @@ class Settings:
             )
         if not self.workers_min <= self.np <= self.workers_max:
             raise Invalid(
-                f"-np {self.np} is outside --min-np {self.workers_min} .. --max-np {self.workers_max}: pass min <= np"
-                " <= max"
+                f"-np {self.np} is not between --min-np {self.workers_min} and --max-np {self.workers_max}: pass"
+                " min <= np <= max"
             )
         if self.standbys and (not self.elastic or self.workers_max == UNBOUNDED):
             raise Invalid(
-                f"--standbys {self.standbys} requires a largest world size: pass --max-np"
+                f"--standbys {self.standbys} requires a maximum world size: pass --max-np"
             )
         for name in ("start_timeout_s", "elastic_timeout_s", "cooldown_min_s", "cooldown_max_s"):
             if getattr(self, name) <= 0:
                 raise Invalid(f"{name} is {getattr(self, name)}: pass a positive number of seconds")
         if self.cooldown_min_s > self.cooldown_max_s:
             raise Invalid(
-                f"the cooldown range {self.cooldown_min_s} .. {self.cooldown_max_s} s is empty: pass MIN <= MAX"
+                f"the cooldown range from {self.cooldown_min_s} to {self.cooldown_max_s} s is empty: pass MIN <="
+                " MAX"
             )
         for name in ("idle_s", "busy_warning_s", "busy_s", "gpu_hang_s"):
             if getattr(self, name) < 0:
-                raise Invalid(f"{self._shown(name)}: pass seconds, or 0 to turn it off")
+                raise Invalid(
+                    f"{self._shown(name)}: pass a number of seconds, or 0 to disable the timeout"
+                )
         for name in ("lease_s", "gpu_limit_s", "kill_s", "health_check_s"):
             if getattr(self, name) <= 0:
                 raise Invalid(f"{self._shown(name)}: pass a positive number of seconds")
         if self.health_check is not None and not self.health_check.strip():
             raise Invalid(
-                f"{FLAGS['health_check']} is empty: pass a command or auto, or leave it out for no check"
+                f"{FLAGS['health_check']} is empty: pass a command or auto, or omit the flag"
             )
         if self.quarantine not in QUARANTINES:
             raise Invalid(

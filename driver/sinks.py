@@ -17,7 +17,7 @@ Log = Callable[[str, str], None]  # level ("debug", "info", "warning", "error") 
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Resources that one worker uses. A value of None is unknown.
+    """Resources that one worker uses. None means an unknown value.
 
     Args:
         cores: processors in use, averaged since the last measurement.
@@ -33,7 +33,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sink(Protocol):
-    """Destination of the workers' output; see `elastic.driver.processes.output`."""
+    """Destination of the workers' output. See `elastic.driver.processes.output`."""
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
         """Accept bytes in the order they were written, split anywhere."""
@@ -48,4 +48,4 @@ class Sink(Protocol):
         """Return the reason for the exit, as far as the worker has reported it."""
 
     def drop(self, worker: Worker) -> None:
-        """Discard a worker that has exited and whose streams are finished."""
+        """Discard a worker after its exit and the end of its streams."""

@@ -25,7 +25,8 @@ _NOT_COMPILED = ("SyntaxError", "IndentationError", "TabError")
 
 
 def exception_line(text: str) -> str:
-    """Return ``OSError: the first line``, `shortened`, of the last traceback in ``text``; empty if there is none.
+    """Return ``OSError: the first line``, `shortened`, of the last traceback in ``text``, or an empty result if there
+    is none.
 
     An earlier traceback, of an exception that was caught, is ignored.
     """

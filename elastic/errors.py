@@ -13,10 +13,10 @@ raised_as: dict[type[Interrupted], type[Interrupted]] = {}
 
 
 class Interrupted(BaseException):
-    """Base of the exceptions that unwind user code to ``elastic.run``. Not an error; do not catch it.
+    """Base of the exceptions that unwind user code to ``elastic.run``. They are not errors. Do not catch them.
 
-    A ``BaseException``, so that a user's ``except RuntimeError:`` around an out-of-memory handler cannot swallow a
-    change of the world.
+    The class derives from ``BaseException``, so that ``except RuntimeError:`` in user code, as for out-of-memory
+    errors, cannot catch a change of the world.
     """
 
     def __new__(cls, *args: Any) -> Any:
@@ -28,7 +28,9 @@ class PeerLost(Interrupted):
 
 
 class WorldChanging(Interrupted):
-    """A planned change: raised by ``commit()`` and ``check_host_updates()``, so nothing is lost."""
+    """A planned change of the world. ``commit()`` and ``check_host_updates()`` raise this exception, so no work is
+    lost.
+    """
 
 
 class HorovodInternalError(RuntimeError):
@@ -38,7 +40,8 @@ class HorovodInternalError(RuntimeError):
 class HostsUpdatedInterrupt(RuntimeError):
     """The hosts changed. Raise it under ``elastic.run`` to rejoin with the current state.
 
-    ``skip_sync``: kept because scripts set and read it; commits decide whether state is copied.
+    Args:
+        skip_sync: kept because scripts set and read it; commits decide whether state is copied.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -68,7 +71,8 @@ class StateMismatch(ElasticError):
 class ShardLost(ElasticError):
     """Some shards of a sharded state are lost, because no worker holds them. Ends the job unless a checkpoint exists.
 
-    ``lost``: for each missing shard of the newest commit, its number, the number of shards, and the hosts that held it.
+    Args:
+        lost: for each missing shard of the newest commit, its number, the number of shards, and the hosts that held it.
     """
 
     def __init__(self, lost: Sequence[tuple[int, int, Sequence[str]]]) -> None:
@@ -88,9 +92,11 @@ class ShardLost(ElasticError):
 
 
 class GradientsDiffer(ElasticError):
-    """Ranks computed different gradients of one shard, and a vote can't tell which are right; see `elastic.Shards`.
+    """Ranks computed different gradients of one shard, and a vote can't tell which are right. See `elastic.Shards`.
 
-    ``step``, ``shard``: of the gradients. ``computed``: rank and digest of each computation, in their order.
+    Args:
+        step, shard: of the gradients.
+        computed: rank and digest of each computation, in their order.
     """
 
     def __init__(self, step: int, shard: int, computed: Sequence[tuple[int, str]]) -> None:
@@ -139,7 +145,9 @@ class WorkerOrphaned(JobFailed, DriverLost):
 
 
 class Differing(NamedTuple):
-    """A group whose ranks called different collectives. ``key`` identifies it on all its ranks, within their world."""
+    """A group whose ranks called different collectives. ``key`` identifies the group on all its ranks within their
+    world.
+    """
 
     key: str
     rank: int
@@ -179,7 +187,7 @@ class CollectiveFailed(HorovodInternalError):
         self.awaited = awaited
 
     def again(self) -> CollectiveFailed:
-        """Return a copy: each waiting call raises its own."""
+        """Return a copy of the error, because each waiting call raises its own copy."""
         return CollectiveFailed(
             *self.args,
             aborted=self.aborted,
@@ -192,11 +200,14 @@ class CollectiveFailed(HorovodInternalError):
 
 
 class TensorMismatch(ElasticError, HorovodInternalError):
-    """The ranks submitted mismatched tensors under one name. Every rank raises it; the message names the difference.
+    """The ranks submitted mismatched tensors under one name. Every rank raises this error. The message names the
+    difference.
 
-    Although it is a HorovodInternalError, it is not recovered from, because the same code would submit the same tensors
-    again. It ends the worker with a traceback. ``calls``: the ranks' different calls, as
-    `elastic.protocol.calls.Called`.
+    The class is a HorovodInternalError, but ``elastic.run`` does not recover from it, because the same code would
+    submit the same tensors again. The error ends the worker with a traceback.
+
+    Args:
+        calls: different calls of the ranks, as `elastic.protocol.calls.Called`.
     """
 
     calls: tuple[Any, ...] = ()
@@ -206,12 +217,12 @@ class TensorMismatch(ElasticError, HorovodInternalError):
         self.calls = tuple(calls)
 
     def again(self) -> TensorMismatch:
-        """Return a copy: each waiting call raises its own."""
+        """Return a copy of the error, because each waiting call raises its own copy."""
         return TensorMismatch(*self.args, calls=self.calls)
 
 
 class Invalid(ElasticError, ValueError):
-    """Bad input: a flag, a file, an argument. The message says what to do."""
+    """Invalid input, such as a flag, a file or an argument. The message contains the remedy."""
 
 
 class Unsupported(Invalid, HorovodInternalError, NotImplementedError):
@@ -223,7 +234,7 @@ class Unsupported(Invalid, HorovodInternalError, NotImplementedError):
 
 
 class Fixed(enum.Enum):
-    """Kinds of objects whose layout is fixed for one world; see `NotElastic`."""
+    """Kinds of objects with a layout that is fixed for one world. See `NotElastic`."""
 
     PROCESS_GROUP = "process group of some ranks"
     PARAMETERS = "sharded parameters"
@@ -233,10 +244,13 @@ class Fixed(enum.Enum):
 
 
 class NotElastic(Invalid, NotImplementedError):
-    """A script uses an object that can't follow a change of the world. ``kind``: its kind.
+    """A script uses an object that can't follow a change of the world.
 
     Raised before the training starts, or before the next update after a change. It ends the worker: the same script
     would use the same object again.
+
+    Args:
+        kind: its kind.
     """
 
     def __init__(self, message: str, kind: Fixed) -> None:
@@ -251,7 +265,8 @@ class NotReduced(Invalid):
     """A model in DistributedDataParallel trains a parameter that was added after DDP was created, so ranks would
     diverge.
 
-    ``parameter``: its name, as in ``model.layer.weight``.
+    Args:
+        parameter: its name, as in ``model.layer.weight``.
     """
 
     def __init__(self, message: str, parameter: str) -> None:

@@ -72,7 +72,7 @@ AGAIN = (
 
 
 def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
-    """Decorate a training function whose first argument is a State; return what the function returns.
+    """Decorate a training function whose first argument is a State and return what the function returns.
 
     The function is called again after every change of the world, with the state of the last commit (after a failure) or
     the current one (after a planned change).
@@ -107,8 +107,8 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
         train = functools.partial(func, *args, **kwargs)
         if not isinstance(state, State):
             raise Invalid(
-                f"the first argument of a function under elastic.run is a State, not a"
-                f" {type(state).__name__}; pass TorchState(model=..., optimizer=...)"
+                "the first argument of a function under elastic.run must be a State, not a"
+                f" {type(state).__name__}: pass TorchState(model=..., optimizer=...)"
             )
         rt = lifecycle.current()
         if rt.training.over:
@@ -309,7 +309,8 @@ def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:
 def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -> None:
     """Wait for a world and send the state to its members that lack it. Raises PeerLost.
 
-    ``others``: layout of the optimizers that are not in the state.
+    Args:
+        others: layout of the optimizers that are not in the state.
     """
     if rt.alone:
         if first:
@@ -387,5 +388,4 @@ def _copy_state(rt: WorkerRuntime, state: State, world: World) -> int:
 
 
 def _lacking(world: World) -> range:
-    """Return the ranks that do not hold the newest commit; never rank 0."""
     return range(max(1, world.holders), world.place.size)

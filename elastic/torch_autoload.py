@@ -59,8 +59,8 @@ def group_for_ddp() -> Any:
 
         raise Invalid(
             "DistributedDataParallel was created before the process group: call"
-            " torch.distributed.init_process_group() first; it needs no arguments here, because elasticrun sets this"
-            " worker's rank"
+            " torch.distributed.init_process_group() first. It needs no arguments, because elasticrun sets the"
+            " rank of this worker"
         )
     return c10d._get_default_group()
 

@@ -85,7 +85,11 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats per byte. ``batch``: (B, T+1) int64."""
+        """Return the mean cross-entropy in nats per byte.
+
+        Args:
+            batch: (B, T+1) int64.
+        """
         return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
     @torch.no_grad()

@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def kill_one(pids: list[int], chance: random.Random) -> int:
-    """Kill a worker of a world of at least two; return the number of killed workers."""
+    """Kill a worker of a world of at least two and return the number of killed workers."""
     if len(pids) < 2:
         return 0
     rank = chance.randrange(len(pids))

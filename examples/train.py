@@ -71,7 +71,7 @@ def command(args: argparse.Namespace, hosts: Path) -> list[str]:
 
 
 def trouble(job: subprocess.Popen[bytes], args: argparse.Namespace, hosts: Path) -> None:
-    """Inject both faults; return afterwards, or at the end of the job."""
+    """Inject both faults and return afterwards, or at the end of the job."""
     if not reached(args.steps // 3, job, args.out):
         return
     pids = journal.pids(args.out / "journal.jsonl")
@@ -87,7 +87,7 @@ def trouble(job: subprocess.Popen[bytes], args: argparse.Namespace, hosts: Path)
 
 
 def reached(step: int, job: subprocess.Popen[bytes], out: Path) -> bool:
-    """Wait until the training has reached a step; return False if it ended first."""
+    """Wait until the training has reached a step and return False if it ended first."""
     while job.poll() is None:
         steps = [line["step"] for line in journal.lines(out / "metrics.jsonl") if "step" in line]
         if steps and steps[-1] >= step:

@@ -91,7 +91,7 @@ class UnavailableModules(MetaPathFinder, Loader):
         raise refuse(name, INTERNALS[name])
 
     def exec_module(self, module: ModuleType) -> None:
-        """Never called: `create_module` raises."""
+        """Never called, because `create_module` raises."""
 
 
 def refuse_internals() -> None:
@@ -101,7 +101,7 @@ def refuse_internals() -> None:
 
 
 def need_keras(front_end: str) -> None:
-    """Import the Keras that this process uses; otherwise like `need`."""
+    """Import the Keras of this process. Otherwise like `need`."""
     from elastic.rendezvous import environment
 
     need("tf_keras" if environment.legacy_keras() else "keras", front_end)

@@ -72,14 +72,16 @@ def main(options: argparse.Namespace) -> int:
     folder = Path(tempfile.gettempdir(), name)
     disturbed = faults.check_job(options.command, plan, folder=folder / "disturbed")
     if disturbed.journal.parent != folder / "disturbed":
-        raise Invalid("each of the two runs writes its own journal: leave --journal out")
+        raise Invalid(
+            "--journal can't be used here, because each of the two runs writes its own journal: omit --journal"
+        )
     faults.check_plan(plan, disturbed.settings, digests=True)
     if options.undisturbed is None:
         if DIR in disturbed.settings.env:
             raise Invalid(
-                "the second run would resume from the --checkpoint-dir of the first: omit --checkpoint-dir, or run"
-                " the job once with --digests --journal FILE, then pass --undisturbed FILE and another"
-                " --checkpoint-dir"
+                "the second run would resume from the --checkpoint-dir of the first run: omit --checkpoint-dir."
+                " Alternatively, run the job once with --digests --journal FILE, then pass --undisturbed FILE"
+                " and another --checkpoint-dir"
             )
         first = faults.check_job(options.command, Plan(), folder=folder / "undisturbed")
         code, _ = _run(first, Plan(), "undisturbed")
@@ -91,14 +93,14 @@ def main(options: argparse.Namespace) -> int:
         before = options.undisturbed
         if not before.exists():
             raise Invalid(
-                f"{before} does not exist: pass to --undisturbed a journal that elasticrun --digests --journal FILE"
-                " wrote"
+                f"the journal {before} does not exist: pass --undisturbed a journal of a run with elasticrun"
+                " --digests --journal FILE"
             )
     wanted, _ = _read(before)
     if not wanted:
         raise Invalid(
-            f"{before} contains no tensor digests: pass an elastic.Shards to the job's state, call commit(), and run"
-            " the job with elasticrun --digests"
+            f"{before} contains no tensor digests: add an elastic.Shards to the state of the job, call commit(),"
+            " and run the job with elasticrun --digests"
         )
     inside = digests.difference(wanted, wanted)
     if inside is not None:
@@ -124,7 +126,7 @@ def _print_faults(plan: Plan) -> None:
 
 
 def _run(job: Job, plan: Plan, how: str) -> tuple[int, int]:
-    """Run the job; return its exit code and the number of faults."""
+    """Run the job and return its exit code and the number of faults."""
     say(f"the job runs {how}: {' '.join(job.words)}")
     job.journal.parent.mkdir(parents=True, exist_ok=True)
     done = under_fire(job, plan, digests=False, env=ASKED, each_turn=_check_steps)
@@ -136,10 +138,9 @@ def _check_steps(story: JobProgress, driver: int, now: float) -> None:
     """End the job at its first commit if its steps cannot be compared. Raises Invalid."""
     if story.no_steps:
         raise Invalid(
-            "the state of the job has no elastic.Shards, so its steps are not counted and two runs can't be"
-            " compared: train with elastic.Shards, and pass it to the state, as in elastic.TorchState(model=model,"
-            " optimizer=optimizer, shards=shards, loader=loader); `elasticrun docs exact` shows the changes to a"
-            " script"
+            "the state of the job has no elastic.Shards, so the two runs can't be compared: add it to the"
+            " state, as in elastic.TorchState(model=model, optimizer=optimizer, shards=shards, loader=loader)."
+            " `elasticrun docs exact` shows the changes to a script"
         )
 
 

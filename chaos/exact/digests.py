@@ -13,8 +13,10 @@ SHOWN = 5  # names of tensors
 
 @dataclass(frozen=True)
 class HeldCommit:
-    """Digests of a worker's state before ``step``, the first step that it has not trained. ``gradients``: digests of
-    the gradients of the previous step, by shard and parameter.
+    """Digests of a worker's state before ``step``, the first step that it has not trained.
+
+    Args:
+        gradients: digests of the gradients of the previous step, by shard and parameter.
     """
 
     step: int

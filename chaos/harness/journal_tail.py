@@ -80,7 +80,7 @@ class JobProgress(ViewReader):
 
     @property
     def members(self) -> list[Worker]:
-        """Members of the newest world by rank, without those that have exited."""
+        """Return the members of the newest world by rank. Members that have exited are omitted."""
         return [worker for worker in self.view.ranks if worker in self.view.workers]
 
     @property
@@ -91,7 +91,7 @@ class JobProgress(ViewReader):
         return {each.worker: each.pid for each in connected}
 
     def present(self) -> list[Worker]:
-        """Return the members whose process IDs are known, by rank."""
+        """Return the members with known process IDs, by rank."""
         pids = self.pids
         return [worker for worker in self.members if worker in pids]
 

@@ -25,8 +25,12 @@ class CorruptedFile:
 
 
 class BitFlips:
-    """Bit flips of one job. ``rules``: file of the job's failpoints; ``checkpoints``: local folder to which the job
-    writes."""
+    """Bit flips of one job.
+
+    Args:
+        rules: file of the job's failpoints.
+        checkpoints: local folder to which the job writes.
+    """
 
     def __init__(self, rules: Path, checkpoints: Storage, dice: random.Random) -> None:
         self._rules = rules
@@ -53,7 +57,9 @@ class BitFlips:
         new.rename(self._rules)
 
     def spoil(self) -> CorruptedFile | None:
-        """Flip a bit in a file of the newest complete checkpoint. Return None if there is none. Raises OSError."""
+        """Flip a bit in a file of the newest complete checkpoint. Return None if no complete checkpoint exists.
+        Raises OSError.
+        """
         for name in reversed(catalog.names(self._checkpoints)):
             found = catalog.entry(self._checkpoints, name).manifest
             if found is not None:

@@ -137,14 +137,14 @@ def plan_of(options: argparse.Namespace) -> Plan:
     if options.plan is not None:
         if given:
             raise Invalid(
-                f"{given[0]} and --plan exclude each other: move {given[0]} into the plan"
+                f"{given[0]} can't be combined with --plan: move {given[0]} into the plan"
             )
         try:
             text = options.plan.read_text()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is not text"
             raise Invalid(
-                f"cannot read the plan {options.plan}: {why}; pass a readable TOML file"
+                f"the plan {options.plan} can't be read: {why}. Pass a readable TOML file"
             ) from None
         plan = read_plan(text, str(options.plan))
         if options.seed is not None and plan.chance is None:
@@ -153,7 +153,9 @@ def plan_of(options: argparse.Namespace) -> Plan:
                 " [random] to the plan"
             )
         if options.seed is not None and plan.chance is not None and plan.chance.seed is not None:
-            raise Invalid(f"both --seed and {options.plan} specify a seed: keep one of them")
+            raise Invalid(
+                f"--seed and the plan {options.plan} both specify a seed: keep only one of them"
+            )
     else:
         plan = Plan(chance=_chance_of(options))
     return plan.seeded(secrets.randbelow(2**31) if options.seed is None else options.seed)
@@ -162,7 +164,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 def _chance_of(options: argparse.Namespace) -> Chance:
     mean, duration = options.mean_time_between_faults, options.duration
     if mean is None:
-        raise Invalid("no faults given: pass --plan FILE or --mean-time-between-faults S")
+        raise Invalid("no faults were given: pass --plan FILE or --mean-time-between-faults S")
     for flag, value in (("--mean-time-between-faults", mean), ("--duration", duration)):
         if value is not None and not 0 < value < float("inf"):
             raise Invalid(f"{flag} is {value:g}: pass a number of seconds above 0")
@@ -183,14 +185,15 @@ def _chance_of(options: argparse.Namespace) -> Chance:
 def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job:
     """Return the command with a journal, checked like elasticrun does. Raises Invalid.
 
-    ``folder``: folder for the journal if the command does not specify one; None: a new folder, created when the job
-    runs.
+    Args:
+        folder: folder for the journal if the command does not specify one. None means a new folder, created when
+            the job runs.
     """
     at = next((i for i, word in enumerate(command) if Path(word).name in PROGRAMS), None)
     if at is None:
         raise Invalid(
-            "no job given: pass it after --, started with elasticrun, as in -- elasticrun -np 4 --min-np 1"
-            " python train.py"
+            "no job was given: pass an elasticrun command after --, as in -- elasticrun -np 4 --min-np 1 python"
+            " train.py"
         )
     options = cli.read_options(command[at + 1 :], os.environ)
     checked = cli.make_job(options, os.environ)
@@ -199,7 +202,7 @@ def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job
         catalog.give_back_run(Storage(env[DIR]), int(env[CHECKPOINT_RUN]))
     if not checked.settings.elastic:
         raise Invalid(
-            "this job is not elastic, so the first lost worker ends it: add --min-np, as in elasticrun -np 4"
+            "the job is not elastic, so the first lost worker ends it: add --min-np, as in elasticrun -np 4"
             " --min-np 1 python train.py"
         )
     if checked.journal is not None:
@@ -218,9 +221,7 @@ def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
     if "cut" in kinds:
         network.check_cut()
     if plan.counts_commits() and not digests:
-        raise Invalid(
-            "after_commits needs digests, which record the commits: omit --no-digests and faults that flip bits"
-        )
+        raise Invalid("after_commits and faults that flip bits need digests: omit --no-digests")
     if plan.flips():
         check_flips(plan, settings)
     for fault in plan.faults:
@@ -228,7 +229,7 @@ def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
         if word == "rank" and int(rest) >= settings.workers_max:
             raise Invalid(
                 f"the plan has a fault for rank {rest}, but the job has at most {settings.workers_max} workers:"
-                f" give a rank of at most {settings.workers_max - 1}"
+                f" use a rank of at most {settings.workers_max - 1}"
             )
     longest = PAUSE_SHARE * settings.lease_s
     factors = [fault.factor for fault in plan.faults if fault.kind == "slow"]
@@ -236,9 +237,9 @@ def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
         factors.append(plan.chance.factor)
     if factors and RUN_S * (max(factors) - 1) > longest:
         raise Invalid(
-            f"a worker slowed {max(factors):g} times pauses for {RUN_S * (max(factors) - 1):.1f} s at a time and is"
-            f" treated as frozen, because the lease is {settings.lease_s:g} s: pass a factor of at most"
-            f" {1 + int(10 * longest / RUN_S) / 10:g}"
+            f"a slowdown factor of {max(factors):g} pauses a worker for {RUN_S * (max(factors) - 1):.1f} s at a"
+            f" time, which exceeds the lease of {settings.lease_s:g} s, so the worker would be treated as"
+            f" frozen: pass a factor of at most {1 + int(10 * longest / RUN_S) / 10:g}"
         )
 
 
@@ -246,18 +247,22 @@ def check_flips(plan: Plan, settings: Settings) -> None:
     """Raise Invalid if this job cannot detect flipped bits."""
     if DIR not in settings.env:
         raise Invalid(
-            "flipped bits are detected at durable commits: give the job --checkpoint-dir, and for a short test"
-            " --checkpoint-every 10commits"
+            "flipped bits are detected when a checkpoint is written: start the job with --checkpoint-dir, and"
+            " in a short test with --checkpoint-every 10commits"
         )
     if plan.kinds() & {*FLIPPED} and settings.workers_max < 3:
         raise Invalid(
-            "with two replicas that differ, the wrong one can't be identified: give the job three or more"
+            "a job with two replicas can't tell which replica is wrong: start the job with at least three"
             " workers"
         )
     if SPOILS_FILE in plan.kinds() and not Storage(settings.env[DIR]).local:
-        raise Invalid(f"{SPOILS_FILE} needs a local folder: pass one with --checkpoint-dir")
+        raise Invalid(
+            f"{SPOILS_FILE} needs a local folder: pass a local folder as --checkpoint-dir"
+        )
     if RULES in os.environ:
-        raise Invalid(f"{RULES} is set, but faults that flip bits set it themselves: unset it")
+        raise Invalid(
+            f"{RULES} is set, but faults that flip bits must set it themselves: unset {RULES}"
+        )
 
 
 def check_json(path: Path) -> None:

@@ -30,9 +30,11 @@ class Sign(enum.Enum):
 class FaultOutcome:
     """Outcome of one fault.
 
-    ``at_s``: seconds from the start of training to the fault. ``noticed_ms``: time from the fault until the driver
-    noticed it. ``back_ms``: time from the fault until a world without the victim, or a new ring with it, was training.
-    None: never.
+    Args:
+        at_s: seconds from the start of training to the fault.
+        noticed_ms: time from the fault until the driver noticed it.
+        back_ms: time from the fault until a world without the victim, or a new ring with it, was training. None means
+            never.
     """
 
     number: int

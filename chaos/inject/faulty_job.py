@@ -91,7 +91,7 @@ def under_fire(
     try:
         process = subprocess.Popen(job.words, env=environ, stdout=output, stderr=output)
     except OSError as error:
-        raise Invalid(f"cannot start {job.words[0]}: {error.strerror}") from None
+        raise Invalid(f"the program {job.words[0]} can't be started: {error.strerror}") from None
     fire = _Fire(plan, Injector(mark, say, flips))
     follower = JournalTail(job.journal, JobProgress())
     try:
@@ -137,8 +137,11 @@ class _Fire:
         self._dice = random.Random(plan.chance.seed if plan.chance is not None else None)
 
     def turn(self, story: JobProgress, now: float, *, calm: Callable[[], bool]) -> None:
-        """Inject due faults. ``calm()`` is called before each fault; if it returns True, no new faults begin and
-        lasting ones end."""
+        """Inject the faults that are due.
+
+        Args:
+            calm: called before each fault. If it returns True, no new fault begins, and lasting faults end.
+        """
         if calm() or story.ending:
             self.injector.close(now)
             return

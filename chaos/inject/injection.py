@@ -99,7 +99,9 @@ class Injector:
     ) -> None:
         """Begin a fault immediately. Raises NotOurs and OSError.
 
-        ``pids``: process IDs of all workers; ``place``: rank and size of the worker.
+        Args:
+            pids: process IDs of all workers.
+            place: rank and size of the worker.
         """
         process = self._hold(worker, pids[worker])
         injected = Injected(

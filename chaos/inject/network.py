@@ -35,9 +35,14 @@ class Socket:
 def check_partition() -> None:
     """Raise Invalid if packets cannot be dropped here. Creates a table to test this, without affecting packets."""
     if os.geteuid() != 0:
-        raise Invalid("a partition requires root to drop packets: run as root, or omit partition")
+        raise Invalid(
+            "a partition drops packets, which requires root: run the command as root, or omit partition from the"
+            " faults"
+        )
     if shutil.which("nft") is None:
-        raise Invalid("a partition requires nft: run apt-get install nftables, or omit partition")
+        raise Invalid(
+            "a partition requires the program nft: run apt-get install nftables, or omit partition from the faults"
+        )
     try:
         PacketFilter(os.getpid()).close()
     except OSError as error:
@@ -49,9 +54,11 @@ def check_partition() -> None:
 def check_cut() -> None:
     """Raise Invalid if connections cannot be closed from outside here."""
     if os.geteuid() != 0:
-        raise Invalid("a cut requires root: run as root, or omit cut from the faults")
+        raise Invalid("a cut requires root: run the command as root, or omit cut from the faults")
     if shutil.which("ss") is None:
-        raise Invalid("a cut requires ss: run apt-get install iproute2, or omit cut")
+        raise Invalid(
+            "a cut requires the program ss: run apt-get install iproute2, or omit cut from the faults"
+        )
 
 
 def sockets_of(pid: int) -> list[Socket]:
@@ -73,7 +80,6 @@ def sockets_of(pid: int) -> list[Socket]:
 
 
 def _socket(fields: list[str], inodes: Collection[str]) -> Socket | None:
-    """Parse a line of /proc/net/tcp; None if it is not one of these sockets."""
     if len(fields) < 10 or fields[9] not in inodes:
         return None
     peer = None if fields[3] == LISTEN else _end(fields[2])
@@ -198,8 +204,7 @@ class PacketFilter:
                 return
             time.sleep(0.01)
         raise OSError(
-            "nft could not create a table that belongs to its process: Linux 5.12 and nft 0.9.9 or later are"
-            " required"
+            "nft could not create a table owned by its process: Linux 5.12 and nft 0.9.9 or later are required"
         )
 
 

@@ -91,7 +91,11 @@ class Injected:
 
 @dataclass(frozen=True)
 class Chance:
-    """Random faults, for ``duration_s`` after training began (None: until the end)."""
+    """Random faults of a plan.
+
+    Args:
+        duration_s: seconds after the start of training during which faults occur. None means until the end.
+    """
 
     mean_s: float
     kinds: tuple[str, ...] = ("kill", "freeze")
@@ -118,7 +122,7 @@ class Plan:
         return any(fault.after_commits is not None for fault in self.faults)
 
     def seeded(self, seed: int) -> Plan:
-        """Return the plan with a seed added if it has none."""
+        """Return the plan with a seed. A plan without a seed gets a new one."""
         if self.chance is None or self.chance.seed is not None:
             return self
         return replace(self, chance=replace(self.chance, seed=seed))
@@ -155,8 +159,10 @@ class Schedule:
     def due(self, *, since_s: float, commits: int, generation: int) -> list[Fault]:
         """Return the due faults.
 
-        ``since_s``: seconds since training began; ``commits``: number of commits so far; ``generation``: the current
-        generation.
+        Args:
+            since_s: seconds since training began.
+            commits: number of commits so far.
+            generation: the current generation.
         """
         now = [fault for fault in self._waiting if _has_come(fault, since_s, commits, generation)]
         self._waiting = [fault for fault in self._waiting if fault not in now]
@@ -193,11 +199,13 @@ def choose(
     spare: Sequence[str],
     dice: random.Random,
 ) -> list[Worker]:
-    """Return the victims of a fault; empty if no victim is allowed.
+    """Return the victims of a fault, or an empty result if no victim is allowed.
 
-    ``members``: live members of the current world, by rank. ``arrived``: the same members by age, oldest first.
-    ``suffering``: workers under another fault. Drawn faults spare one member, which keeps the state, and never affect a
-    slot of ``spare``.
+    Args:
+        members: live members of the current world, by rank.
+        arrived: the same members by age, oldest first.
+        suffering: workers under another fault. Drawn faults spare one member, which keeps the state, and never affect a
+            slot of ``spare``.
     """
     if fault.drawn:
         free = [worker for worker in members if worker not in suffering]

@@ -50,7 +50,7 @@ def read_plan(text: str, name: str) -> plan.Plan:
     # A number with thousands of digits, or deeply nested brackets.
     except (ValueError, RecursionError):
         raise Invalid(
-            f"{name} contains a number that is too long, or is nested too deeply"
+            f"{name} is nested too deeply, or contains a number with too many digits"
         ) from None
     for key in tables:
         if key not in ("random", "fault"):

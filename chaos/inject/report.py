@@ -32,7 +32,11 @@ STALL_S = 0.25
 
 @dataclass
 class Recovery:
-    """A new training world of elastic.run. ``at_s``: since training began."""
+    """A new training world of elastic.run.
+
+    Args:
+        at_s: since training began.
+    """
 
     at_s: float
     generation: int
@@ -45,7 +49,11 @@ class Recovery:
 
 @dataclass
 class Steps:
-    """Numbers of commits. ``again_s``: seconds of uncommitted work that was repeated."""
+    """Numbers of commits.
+
+    Args:
+        again_s: seconds of uncommitted work that was repeated.
+    """
 
     kept: int = 0
     lost: int = 0
@@ -56,7 +64,11 @@ class Steps:
 
 @dataclass
 class Goodput:
-    """Goodput in seconds. ``full_s``: training time with at least the initial number of workers."""
+    """Goodput in seconds.
+
+    Args:
+        full_s: training time with at least the initial number of workers.
+    """
 
     total_s: float = 0.0
     training_s: float = 0.0
@@ -82,8 +94,12 @@ class Goodput:
 
 @dataclass
 class Digests:
-    """``compared``: number of commits and state copies reported by several workers. ``single``: number reported by only
-    one."""
+    """Digests of commits and state copies.
+
+    Args:
+        compared: number of commits and copies reported by several workers.
+        single: number of commits and copies reported by one worker.
+    """
 
     compared: int = 0
     differing: int = 0
@@ -96,9 +112,12 @@ class Digests:
 class Report:
     """Evaluation of a job.
 
-    ``code``: the job's exit code. ``broken``: broken invariants, as sentences. ``trained``: a worker of elastic.run
-    completed a collective; otherwise nothing was tested. ``planned``: number of faults in the plan. ``missed``: a
-    sentence for each one that was not injected.
+    Args:
+        code: the job's exit code.
+        broken: broken invariants, as sentences.
+        trained: a worker of elastic.run completed a collective; otherwise nothing was tested.
+        planned: number of faults in the plan.
+        missed: a sentence for each one that was not injected.
     """
 
     code: int
@@ -116,7 +135,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """The job's exit code; 1 if it succeeded but broke a guarantee, or tested nothing."""
+        """Exit code of the job. The code is 1 if the job succeeded but broke a guarantee or tested nothing."""
         promises = self.broken or self.steps.lost or self.digests.differing
         return self.code or (1 if promises or not self.trained else 0)
 
@@ -132,7 +151,11 @@ def report(
     planned: int = 0,
     missed: Iterable[str] = (),
 ) -> Report:
-    """Evaluate a journal. ``spared``: drawn faults without an allowed victim."""
+    """Evaluate a journal.
+
+    Args:
+        spared: drawn faults without an allowed victim.
+    """
     reading = _Reading(settings)
     for entry in entries:
         reading.read(entry)

@@ -55,7 +55,6 @@ def _faults(faults: list[FaultOutcome]) -> Table:
 
 
 def _recoveries(recoveries: list[Recovery]) -> Table:
-    """Return one row per kind and one per phase: a recovery is as slow as its slowest worker in each."""
     table = _table("recoveries, in ms")
     for name in ("", "phase", "times", "p50", "p90", "max"):
         table.add_column(name, justify="left" if name in ("", "phase") else "right")

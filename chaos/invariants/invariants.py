@@ -115,7 +115,11 @@ class Summary:
 
 
 class Invariants:
-    """The invariants of one job. ``samples``: size of the dataset, if the job is known to train whole epochs."""
+    """The invariants of one job.
+
+    Args:
+        samples: size of the dataset, if the job is known to train whole epochs.
+    """
 
     def __init__(self, settings: Settings, *, samples: int = 0) -> None:
         self.job = ObservedJob(settings, samples)
@@ -383,15 +387,18 @@ class Invariants:
 
 
 def check_journal(path: Path, *, samples: int = 0, ended: bool = True) -> Summary:
-    """Check every line of a journal. ``ended``: False if the job continues or its driver was killed.
+    """Check every line of a journal.
 
     Raises BrokenInvariant, or Invalid if the file is not a journal.
+
+    Args:
+        ended: False if the job continues or its driver was killed.
     """
     found = recording(path)
     if found.start is not None:
         raise Invalid(
-            f"{str(path)!r} begins in the middle of a job, so it can be replayed but not checked;"
-            " pass the journal of its first driver"
+            f"the journal {str(path)!r} begins in the middle of a job, so only replay is possible: pass the"
+            " journal of the job's first driver to check the invariants"
         )
     invariants = Invariants(found.settings, samples=samples)
     invariants.begun(found.header.writer)

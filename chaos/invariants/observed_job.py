@@ -17,7 +17,7 @@ from elastic.protocol.messages import Commit, Worker
 
 
 class BrokenInvariant(AssertionError):
-    """A broken invariant: its violation, the line of the journal that shows it, and the expected state."""
+    """A broken invariant. The message names the violation, the line of the journal, and the expected state."""
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class ObservedJob:
             self.broken(invariant, what)
 
     def here(self) -> list[tuple[Worker, LiveWorker]]:
-        """Return the members whose processes run."""
+        """Return the members with running processes."""
         return [(w, self.workers[w]) for w in self.members if w in self.workers]
 
     def goes(

@@ -77,7 +77,8 @@ class SampleHistory:
     ) -> str:
         """Record a world. Commits after its own are undone; earlier ones are final.
 
-        ``back_to``: the oldest generation to which a later world may still return.
+        Args:
+            back_to: the oldest generation to which a later world may still return.
         """
         self._sizes[generation] = size
         if self._kept_before is None:
@@ -106,8 +107,10 @@ class SampleHistory:
             self._pending[each] = self._undone.pop(each)
 
     def finish(self, *, complete: bool) -> str:
-        """Check the end of the job. ``complete``: it succeeded, so all samples of a dataset of known size must be
-        there.
+        """Check the end of the job.
+
+        Args:
+            complete: it succeeded, so all samples of a dataset of known size must be there.
         """
         wrong = self._settle(before=None)
         if wrong or not self._epochs:
@@ -127,7 +130,6 @@ class SampleHistory:
         return self._epochs.setdefault(number, Epoch())
 
     def _settle(self, before: int | None) -> str:
-        """Count commits that no later world can undo: of generations before ``before``, or all."""
         for commit in sorted(c for c in self._pending if before is None or c.generation < before):
             reports = self._pending.pop(commit)
             reported = [pair for by_epoch in reports.values() for pair in by_epoch.items()]

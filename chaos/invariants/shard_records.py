@@ -2,7 +2,7 @@
 
 Pure: no I/O, no clock. See `invariants`.
 
-Before each world, workers report the shards that they hold, and after it, the commit that they restored; see
+Before each world, workers report the shards that they hold, and after it, the commit that they restored. See
 `elastic.protocol.messages`. A world must not restore a commit older than one that a worker reported as sealed, unless
 some shards of the sealed commit were held only by workers that are missing, on more hosts than there are copies.
 """
@@ -19,7 +19,7 @@ from elastic.protocol.messages import Commit, HeldCommitShards, ShardsHeld, Shar
 
 @dataclass
 class ShardedWorld:
-    """Members of one world, the shards that they held before it, and their parts of the state in it."""
+    """Members of one world, with their shards before the world and their parts of the state in the world."""
 
     members: tuple[Worker, ...]
     held: dict[Worker, ShardsHeld]
@@ -58,7 +58,11 @@ class ShardedWorld:
 
 
 class ShardRecords:
-    """Checks the reports on shards in one journal. ``restored``: number of worlds that restored a commit."""
+    """Checks the reports on shards in one journal.
+
+    Args:
+        restored: number of worlds that restored a commit.
+    """
 
     def __init__(self, job: ObservedJob) -> None:
         self.job = job
@@ -147,7 +151,11 @@ class ShardRecords:
             self._every_shard_is_placed(world)
 
     def _goes_back(self, generation: int, restored: Commit | None) -> None:
-        """Check the commit that a world restores. ``restored``: None if there is no complete commit in memory."""
+        """Check the commit that a world restores.
+
+        Args:
+            restored: None if there is no complete commit in memory.
+        """
         world, sealed = self._worlds[generation], self._before
         back = f"generation {generation} goes back to {restored or 'no commit in memory'}"
         if restored is not None:

@@ -117,25 +117,25 @@ def _refuse_what_cannot_run(options: argparse.Namespace) -> None:
     large = options.workers >= LARGE
     seconds: float | None = options.seconds
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
-        raise Invalid(f"--seconds is {seconds:g}: pass a number of virtual seconds above 0")
+        raise Invalid(f"--seconds is {seconds:g}: pass a positive number of virtual seconds")
     if seconds is not None and not large:
         what = (
             f"--seconds applies to jobs of {LARGE} or more workers; this one has {options.workers}"
         )
-        raise Invalid(f"{what} and runs until its --steps are trained; leave --seconds out")
+        raise Invalid(f"{what} and runs until all --steps are trained: omit --seconds")
     if options.sharded and large:
         raise Invalid(
-            f"--sharded applies to jobs of fewer than {LARGE} workers, and this one has {options.workers}"
+            f"--sharded supports jobs of fewer than {LARGE} workers, but this job has {options.workers} workers"
         )
     if options.journal is None:
         return
     if large:
-        raise Invalid(f"a job of {LARGE} or more workers writes no journal; leave --journal out")
+        raise Invalid(f"a simulation of {LARGE} or more workers writes no journal: omit --journal")
     path: Path = options.journal
     writable = path if path.exists() else path.parent
     if path.is_dir() or not writable.exists() or not os.access(writable, os.W_OK):
         raise Invalid(
-            f"cannot write the journal {str(path)!r}: pass a file in a writable folder that exists"
+            f"the journal {str(path)!r} can't be written: pass a file in an existing, writable folder"
         )
 
 

@@ -12,7 +12,7 @@ from elastic.protocol.messages import Worker
 
 
 class Agent(Protocol):
-    """An agent, as seen by its workers."""
+    """Interface of an agent for its workers."""
 
     host: str
     frozen: bool

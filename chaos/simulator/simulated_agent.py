@@ -208,7 +208,7 @@ class SimulatedAgent:
         return Notice(self._notice.text, left_s)
 
     def announce(self, notice: Notice | None) -> None:
-        """Announce the end of the machine; with None, withdraw the notice."""
+        """Announce the end of the machine. None withdraws the notice."""
         self._notice = notice
         if notice is not None and notice.within_s is not None:
             self._ends_at = self.sim.clock.now + notice.within_s

@@ -27,7 +27,6 @@ Fault = Callable[[SimulatedJob], None]
 
 
 def _sound(sim: SimulatedJob) -> list[SimulatedWorker]:
-    """Return the workers that will continue if no fault affects them."""
     return [
         p
         for p in sim.processes.values()
@@ -213,7 +212,7 @@ def spoil_all(sim: SimulatedJob) -> None:
 
 
 def change_hosts(sim: SimulatedJob) -> None:
-    """List a random subset of the hosts, possibly none; often list all again shortly afterwards."""
+    """List a random subset of the hosts, which may be empty. All hosts are often listed again shortly afterwards."""
     hosts = {h: n for h, n in sim.hosts.items() if sim.clock.random.random() < 0.7}
     if not _spared(sim, [p for p in sim.processes.values() if p.worker.host not in hosts]):
         return
@@ -234,7 +233,7 @@ def crash_agent(sim: SimulatedJob) -> None:
 
 
 def lose_host(sim: SimulatedJob) -> None:
-    """Lose a machine, which sends nothing and returns only after the phase with faults."""
+    """Lose a machine. It sends nothing, and returns only after the phase with faults."""
     agent = _agent(sim)
     if agent is not None and len(sim.agents) > 1:
         sim.note(f"lose {agent.host}")
@@ -285,7 +284,7 @@ def freeze_agent(sim: SimulatedJob) -> None:
 
 
 def freeze_machine(sim: SimulatedJob) -> None:
-    """Freeze a whole machine except its kernel, which acknowledges packets: an agent and its workers."""
+    """Freeze the agent and the workers of a machine. Its kernel still acknowledges packets."""
     agent = _agent(sim)
     if agent is None or len(sim.agents) < 2:
         return

@@ -52,7 +52,7 @@ class SimulatedNetwork:
         self._of: dict[str, list[Connection]] = {}  # by host
 
     def open(self, host: str, lost: Callable[[Connection], None]) -> Connection | None:
-        """Open a connection from a process on ``host``; None if the driver cannot be reached now."""
+        """Open a connection from a process on ``host``. Return None if the driver cannot be reached now."""
         blocked = (host, INWARD) in self.cuts or (host, OUTWARD) in self.cuts
         if blocked or not self.driver.can_accept():
             return None
@@ -69,7 +69,7 @@ class SimulatedNetwork:
         return list(self._of.get(host, ()))
 
     def driver_disconnected(self) -> None:
-        """End all connections with the driver's process, including those that it had not accepted yet."""
+        """End all connections with the process of the driver. Pending connections end too."""
         for connections in list(self._of.values()):
             for connection in list(connections):
                 connection.break_off(tell_driver=False)

@@ -63,7 +63,7 @@ class ShardedJob:
 
     Args:
         copies: number of copies of each shard on other hosts.
-        least: smallest number of shards of a world with replicas; None: each rank has a shard of its own.
+        least: smallest number of shards of a world with replicas. None means that each rank has a shard of its own.
     """
 
     def __init__(self, copies: int, least: int | None = None) -> None:
@@ -86,8 +86,9 @@ class ShardedJob:
         self.newest = Sealed(steps, workers)
 
     def met(self, present: tuple[Worker, ...], steps: int | None) -> None:
-        """Check the step whose commit these workers restore; None: they have no complete commit. Raises
-        AssertionError."""
+        """Check the step whose commit these workers restore. None means that they have no complete commit. Raises
+        AssertionError.
+        """
         newest = self.newest
         self.lost += steps is None
         self.restored += steps is not None
@@ -103,7 +104,7 @@ class ShardedJob:
 
 
 class ShardedWorker(SimulatedWorker):
-    """One process whose state is sharded."""
+    """One process with a sharded state."""
 
     def __init__(self, sim: SimulatedJob, agent: Any, worker: Worker) -> None:
         super().__init__(sim, agent, worker)
@@ -231,7 +232,7 @@ class ShardedWorker(SimulatedWorker):
     # ---- another world ---------------------------------------------------------------------------------------------
 
     def bring(self) -> Thread:
-        """Restore the newest complete commit, whose rows move to their owners in this world."""
+        """Restore the newest complete commit. Its rows move to their owners in this world."""
         self._stop_mirroring()
         self._exchanges = self._count = 0
         rank, size = self.recovery.place.rank, self.recovery.place.size

@@ -76,7 +76,7 @@ class WaitReports(Protocol):
 
 
 class Process(Protocol):
-    """The interface of a worker that training uses; see `elastic.chaos.simulator.simulated_worker`."""
+    """The interface of a worker that training uses. See `elastic.chaos.simulator.simulated_worker`."""
 
     worker: Worker
     recovery: Recovery
@@ -124,7 +124,9 @@ class Training:
         self.ranks[world.generation] = {m.worker: n for n, m in enumerate(world.members)}
 
     def copying(self, holders: int, size: int) -> tuple[int, ...]:
-        """Return the ranks that take part in copying the state: the source and all ranks that lack it."""
+        """Return the ranks that take part in the transfer of the state. These are the source and all ranks that
+        lack the state.
+        """
         if (holders, size) not in self._copying:
             self._copying[holders, size] = (0, *range(max(1, holders), size))
         return self._copying[holders, size]

@@ -264,7 +264,7 @@ class SimulatedWorker:
             except PeerLost:
                 if self.gpu_hangs:  # aborted work on a hung GPU does not end
                     yield "drain", DEVICE_S
-                    raise DeviceLost("its GPU did not come back") from None
+                    raise DeviceLost("the GPU did not recover") from None
                 yield "restore", self.sim.clock.between(0.0, 0.05)
                 self.state = self.saved
                 self.reports.samples = []

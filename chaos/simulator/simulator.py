@@ -99,7 +99,11 @@ def settings_for(
 
 
 class Simulation:
-    """Simulated job. ``faults``: number of injected faults; ``mild`` ones spare the last holder of the state."""
+    """Simulated job.
+
+    Args:
+        faults: number of injected faults; ``mild`` ones spare the last holder of the state.
+    """
 
     def __init__(
         self,
@@ -254,7 +258,7 @@ class Simulation:
         self.training.heal(host)
 
     def lose_host(self, host: str) -> None:
-        """Lose a host: no connection is closed, and no process is notified."""
+        """Lose a host without closing connections or notifying processes."""
         agent = self.agents[host]
         agent.lost = True
         self.network.cut(host, 0, 1)

@@ -56,7 +56,7 @@ class AgentManager:
         attach: first message to each agent.
         sink: receives the workers' output.
         log: called with a level and a text.
-        starter: starts agents; None if agents are started externally.
+        starter: starts agents, or None if agents are started externally.
         reach: called with a host; returns the configuration with which its agent finds this driver.
         folder: working folder of the workers.
         adopted: workers of the previous driver.
@@ -141,7 +141,7 @@ class AgentManager:
         self._handle(pool_events.DriverReady())
 
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start a worker; see `Launcher.start`. ``env`` takes precedence over the environment of the agent's host."""
+        """Start a worker. See `Launcher.start`. ``env`` takes precedence over the environment of the agent's host."""
         env = {**env, **self._environ_of(worker.host)}
         self._handle(pool_events.StartOrdered(Start(worker, list(command), env, self._folder)))
 
@@ -171,7 +171,7 @@ class AgentManager:
     async def close(self) -> None:
         """Dismiss all agents.
 
-        Waits, within a limit, until they have killed their workers and those that exit have disconnected.
+        Waits, within a time limit, until the agents have killed their workers and the exiting agents have disconnected.
         """
         self._handle(pool_events.JobEnded())
         for task in self._starting:
@@ -263,14 +263,18 @@ class RelayedWorkers:
         gone: Callable[[Worker, bool], None],
         expected: Callable[[Worker], bool],
     ) -> Address:
-        """Serve agents; see `Server.open`. The agents know which workers may connect, since they started them."""
+        """Serve agents. See `Server.open`. Agents start their workers, so each agent knows the workers that may
+        connect.
+        """
         return await self._fleet.listen(interface, port, heard, gone)
 
     def send(self, worker: Worker, message: Message) -> bool:
         return self._fleet.order(worker.host, Tell([worker], cast(Any, message)))
 
     def send_each(self, messages: Iterable[tuple[Worker, Message]]) -> None:
-        """Send messages. Consecutive messages for the same host are sent together, without waiting for the others."""
+        """Send messages. Consecutive messages for the same host are sent together, and hosts do not wait for each
+        other.
+        """
         for host, group in groupby(messages, key=lambda each: each[0].host):
             self._fleet.order(
                 host, *(Tell([worker], cast(Any, message)) for worker, message in group)
@@ -288,7 +292,7 @@ class RelayedWorkers:
         return False
 
     def drain(self, worker: Worker) -> None:
-        """Do nothing; see `connected`."""
+        """Do nothing. See `connected`."""
 
     def disconnect(self, worker: Worker) -> None:
         self._fleet.order(worker.host, Drop(worker))

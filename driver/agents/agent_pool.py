@@ -120,12 +120,12 @@ class AgentPool:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def agent_of(self, host: str) -> AgentId | None:
-        """Return the agent to which messages for a host are sent; None if none is connected."""
+        """Return the agent to which messages for a host are sent, or None if none is connected."""
         known = self._hosts.get(host)
         return known.agent if known is not None and known.here else None
 
     def alive(self) -> frozenset[Worker]:
-        """Return the workers that were ordered or reported and whose exit was not reported."""
+        """Return the workers that were ordered or reported and have not been reported as exited."""
         return frozenset(worker for host in self._hosts.values() for worker in host.running)
 
     def awaits_agents(self) -> bool:
@@ -202,11 +202,6 @@ class AgentPool:
                 self._expect(host, CALL_S, "its agent has not reconnected to the new driver")
 
     def _beat(self) -> None:
-        """Send a beat to all agents, so that a lost host is detected.
-
-        A host that receives nothing but whose own packets arrive is detected only while unacknowledged data are in
-        flight.
-        """
         self._due.put("", DeadlineKind.BEAT, self._actions.now + self.attach.lease_s / BEATS)
         agents = [host.agent for host in self._hosts.values() if host.here and host.agent]
         if agents:
@@ -255,11 +250,11 @@ class AgentPool:
                 self._actions.add(pool_events.DisconnectAgent(agent))
 
     def _agent_called(self, agent: AgentId, host: AgentRecord) -> None:
-        """Handle a new connection: the agent receives Attach and answers with Registered.
+        """Handle a new connection of an agent.
 
-        If another agent of the host is connected, the agent with the lower incarnation has been replaced without
-        noticing. The agent with the higher one waits until the other has disconnected: it may be the same machine after
-        a reboot that was not noticed yet.
+        The agent receives Attach and answers with Registered. If another agent of the host is connected, the agent with
+        the lower incarnation is outdated. The agent with the higher incarnation waits until the outdated one has
+        disconnected, because a reboot of the machine may not have been detected yet.
         """
         if host.agent is None or host.agent == agent or not host.here:
             self._actions.add(pool_events.SendToAgents([agent], [self.attach]))
@@ -328,7 +323,6 @@ class AgentPool:
             self._expect(host, RETURN_S, f"its agent has not reconnected within {RETURN_S:g} s")
 
     def _give_up_host(self, host: AgentRecord, why: str) -> None:
-        """Give up a host; its agent may return like any lost agent."""
         if not host.here or host.agent is None or self._closing:
             return
         self._actions.log("error", f"agent of {host.name} given up: {why}")

@@ -55,7 +55,7 @@ def main() -> int:
 
 
 async def serve(bootstrap: Bootstrap, *, slots: int, bound: bool, log: Log) -> int:
-    """Run one agent to its end; return its exit code. Raises Invalid if etcd cannot be used."""
+    """Run one agent to its end and return its exit code. Raises Invalid if etcd cannot be used."""
     if bootstrap.etcd is None:
         find = _at_addresses(bootstrap.drivers, bootstrap.drivers_file)
         process = HostAgent(bootstrap, find, slots=slots, bound=bound, log=log)
@@ -74,8 +74,8 @@ def read_bootstrap(line: bytes) -> Bootstrap:
         secret = b""
     if len(secret) < SECRET_BYTES:
         raise Invalid(
-            "standard input has no bootstrap message of this release: agents are started by elasticrun, or by hand"
-            " with elasticrun agent --job NAME --etcd HOST:PORT"
+            "standard input contains no bootstrap message of this release: let elasticrun start the agent, or"
+            " run elasticrun agent --job NAME --etcd HOST:PORT"
         )
     known = bootstrap.drivers or bootstrap.drivers_file
     if not known and bootstrap.etcd is None:
@@ -99,8 +99,9 @@ def check(bootstrap: Bootstrap) -> None:
 
 
 def own_slots() -> int:
-    """Return the number of usable GPUs of this host, or of cores if it has none. Does not use torch, whose import takes
-    seconds."""
+    """Return the number of usable GPUs of this host. A host without GPUs has one slot per core. The function avoids the
+    import of torch, which takes seconds.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         devices = [word for word in visible.split(",") if word.strip() not in ("", "-1")]
@@ -134,7 +135,9 @@ def _at_addresses(drivers: list[str], file: str = "") -> Find:
 
 
 def _listed(file: str) -> list[str]:
-    """Return the addresses in a file that the agent's starter may rewrite; empty if there is no such file."""
+    """Return the addresses in a file that the agent's starter may rewrite, or an empty result if there is no such
+    file.
+    """
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return Path(file).read_text().split() if file else []
     return []

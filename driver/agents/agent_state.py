@@ -31,7 +31,7 @@ class AttachOutcome:
 
 @dataclass
 class AgentState:
-    """State of one agent. `HostAgent` reads the fields; only this class modifies them."""
+    """State of one agent. `HostAgent` reads the fields, and only this class modifies them."""
 
     job: str = ""  # empty: no current job
     term: int = 0  # greatest term served in the last job
@@ -44,10 +44,13 @@ class AgentState:
     _over: str = ""  # the last job that was over
 
     def attached(self, attach: Attach, *, seated: int = 0) -> AttachOutcome:
-        """Handle a driver's `Attach`. ``seated``: the leader's term according to etcd; 0 if etcd has none.
+        """Handle a driver's `Attach`.
 
         Terms restart with each job whose journal is a file, and if etcd loses its data; then it is another job. For
         jobs in etcd, the term in etcd is decisive.
+
+        Args:
+            seated: the leader's term according to etcd, or 0 if etcd has none.
         """
         if attach.term < self.term and (attach.job == self._last or seated not in (0, attach.term)):
             return AttachOutcome(
@@ -74,7 +77,7 @@ class AgentState:
 
     @property
     def away_by(self) -> float | None:
-        """The time by which a driver must have returned; None if one is connected."""
+        """Time by which a driver must have returned. The value is None while a driver is connected."""
         return None if self.away_since is None else self.away_since + self._away_s
 
     def given_up(self, now: float) -> bool:
@@ -89,10 +92,11 @@ class AgentState:
         self.generation = max(self.generation, generation)
 
     def fenced(self, generation: int, now: float) -> bool:
-        """Return whether the workers here must be killed because the others have continued without them.
+        """Return whether this host's workers must be killed because the other workers have continued without them.
 
-        ``generation``: the current one according to a source other than the driver. True only after no driver was
-        reachable for one liveness timeout.
+        Args:
+            generation: the current one according to a source other than the driver. True only after no driver was
+                reachable for one liveness timeout.
         """
         if self.away_since is None or now - self.away_since < self._lease_s:
             return False
@@ -107,7 +111,7 @@ class AgentState:
         self.release()
 
     def release(self) -> None:
-        """Give up the job, which continues without the workers here. Its driver may return."""
+        """Give up the job after it continued without this host's workers. The driver may return."""
         self.job, self.away_since = "", None
         self.exits.clear()
 

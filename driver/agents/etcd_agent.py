@@ -21,7 +21,7 @@ from elastic.driver.sinks import Log
 
 
 class _Generation(msgspec.Struct):
-    """Latest world, as written by the driver; see `elastic.driver.job.start_multi_host`."""
+    """Latest world, as written by the driver. See `elastic.driver.job.start_multi_host`."""
 
     generation: int
     job: str
@@ -30,10 +30,12 @@ class _Generation(msgspec.Struct):
 async def serve_by_etcd(
     bootstrap: Bootstrap, access: EtcdAccess, *, slots: int, bound: bool, log: Log
 ) -> int:
-    """Run an agent to its end; return its exit code.
+    """Run an agent to its end and return its exit code.
 
-    ``bound``: a driver started the agent and already knows its host. Raises Invalid if etcd cannot be used, or if
-    another agent serves this host.
+    Args:
+        bound: a driver started the agent and already knows its host.
+
+    Raises Invalid if etcd cannot be used, or if another agent serves this host.
     """
     seat = _Seat()
     etcd = EtcdClient(access, log)
@@ -94,7 +96,6 @@ async def _watch_driver(registration: Registration, seat: _Seat, process: HostAg
 
 
 async def _watch_generation(etcd: EtcdClient, job: str, process: HostAgent) -> None:
-    """Fence the workers if the other workers have continued without this host while no driver can reach it."""
     latest: _Generation | None = None
 
     async def look_again() -> None:

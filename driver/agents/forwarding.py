@@ -20,7 +20,7 @@ CONGESTED = 8 * 1024 * 1024  # maximum number of bytes pending on the connection
 
 
 class ForwardingSink:
-    """Forwards output to the driver; see `Sink`.
+    """Forwards output to the driver. See `Sink`.
 
     Args:
         send: sends a message; returns False without a connection.

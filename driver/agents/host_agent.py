@@ -202,7 +202,7 @@ class HostAgent:
             self._uplink.drop(f"a driver of term {term} is now the leader")
 
     def fence(self, generation: int, job: str) -> None:
-        """Handle a generation of this job that was read from etcd; see `AgentState.fenced`."""
+        """Handle a generation of this job that was read from etcd. See `AgentState.fenced`."""
         if self._state.job == job and self._state.fenced(generation, self._now()):
             self._give_up(
                 f"the job continued with generation {generation} without this host, because no "

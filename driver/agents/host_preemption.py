@@ -65,7 +65,7 @@ class HostPreemption:
 
     @property
     def notice(self) -> Notice | None:
-        """The notice in effect, with the remaining time; None if there is none."""
+        """The notice in effect, with the remaining time, or None if there is none."""
         if self._signal_reason:
             left_s = self._end_by - asyncio.get_running_loop().time()
             return Notice(self._signal_reason, max(0.0, left_s))

@@ -106,7 +106,7 @@ class Announced(AgentMessage):
 
 
 class Here(AgentMessage):
-    """Regular answer to `Beat`: the agent is not only connected but running."""
+    """Regular answer to `Beat`. The answer shows that the agent is running, not just connected."""
 
 
 # ---- driver -> agent ---------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Beat(AgentMessage):
 
 
 class Detach(AgentMessage, tag="Dismissed"):
-    """The job is over: kill its remaining workers."""
+    """End of the job. The agent kills the remaining workers."""
 
     reason: str
 

@@ -15,7 +15,7 @@ def limit_for(hosts: int | None, soft: int, hard: int) -> int:
     """Return the limit to set.
 
     Args:
-        hosts: number of hosts; None if unknown.
+        hosts: number of hosts, or None if unknown.
         soft: current soft limit.
         hard: current hard limit.
 
@@ -29,8 +29,8 @@ def limit_for(hosts: int | None, soft: int, hard: int) -> int:
         return wanted
     if hosts is not None and hard < SPARE + hosts:
         raise Invalid(
-            f"{hosts} hosts need {wanted} open files, but this process may have {hard}: raise the hard limit"
-            f" (ulimit -Hn {wanted}, or LimitNOFILE= of its service)"
+            f"{hosts} hosts need {wanted} open files, but the hard limit of this process is {hard}: raise the"
+            f" limit with ulimit -Hn {wanted}, or with LimitNOFILE= in the systemd unit"
         )
     return hard
 

@@ -18,11 +18,11 @@ class PartitionDetector:
 
     @property
     def cut_off(self) -> bool:
-        """True if hosts are not given up because none is reachable."""
+        """Whether hosts are retained because no host is reachable."""
         return bool(self._held)
 
     def here(self, host: str) -> list[str]:
-        """Record a reachable host. Returns the held hosts, whose deadlines restart."""
+        """Record a reachable host. Returns the retained hosts, and restarts their deadlines."""
         self._known.add(host)
         self._here.add(host)
         released, self._held = self._held - {host}, set()
@@ -37,7 +37,7 @@ class PartitionDetector:
         self._here.discard(host)
 
     def drop(self, host: str) -> None:
-        """Discard a dismissed host: its reachability no longer matters."""
+        """Discard a dismissed host, so that its reachability is ignored."""
         for hosts in (self._known, self._here, self._held):
             hosts.discard(host)
 

@@ -24,7 +24,11 @@ class AgentConnected(msgspec.Struct, frozen=True):
 
 
 class AgentMessageReceived(msgspec.Struct, frozen=True):
-    """A message of an agent. ``caller``: the numeric address of its side of the connection, if needed."""
+    """A message of an agent.
+
+    Args:
+        caller: the numeric address of its side of the connection, if needed.
+    """
 
     agent: AgentId
     message: Any  # one of messages.FromAgent
@@ -32,14 +36,22 @@ class AgentMessageReceived(msgspec.Struct, frozen=True):
 
 
 class AgentDisconnected(msgspec.Struct, frozen=True):
-    """An agent's connection ended. ``silent``: it was not closed, but data are no longer acknowledged."""
+    """An agent's connection ended.
+
+    Args:
+        silent: it was not closed, but data are no longer acknowledged.
+    """
 
     agent: AgentId
     silent: bool
 
 
 class AgentStarted(msgspec.Struct, frozen=True):
-    """A `StartAgent` succeeded; the agent has yet to connect. ``outlives``: it may outlive its starter."""
+    """A `StartAgent` succeeded; the agent has yet to connect.
+
+    Args:
+        outlives: it may outlive its starter.
+    """
 
     host: str
     outlives: bool = False
@@ -65,7 +77,7 @@ class KillOrdered(msgspec.Struct, frozen=True):
 
 
 class GiveUpOrdered(msgspec.Struct, frozen=True):
-    """The driver gives up a host whose agent is connected but does not answer."""
+    """The driver gives up a host. The agent of the host is connected but does not respond."""
 
     host: str
     why: str
@@ -76,7 +88,7 @@ class DriverReady(msgspec.Struct, frozen=True):
 
 
 class JobEnded(msgspec.Struct, frozen=True):
-    """The job ended: agents are no longer needed."""
+    """The job ended, so agents are no longer needed."""
 
 
 PoolEvent = (

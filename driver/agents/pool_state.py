@@ -72,7 +72,7 @@ class PoolDeadlines:
         return self._first
 
     def pop(self, now: float) -> tuple[str, DeadlineKind] | None:
-        """Remove and return the earliest expired deadline; None if none has expired."""
+        """Remove and return the earliest expired deadline, or None if none has expired."""
         first = self.first()
         if first is None or first > now:
             return None
@@ -82,7 +82,11 @@ class PoolDeadlines:
 
 
 class PoolActions:
-    """Actions in the order in which they are performed. ``now``: time of the event, in seconds."""
+    """Actions in the order in which they are performed.
+
+    Args:
+        now: time of the event, in seconds.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -45,7 +45,7 @@ class Uplink:
         closed: called with the reason when an open connection ended.
         missing: called with the reason when no driver was found.
         lease_s: liveness timeout.
-        tls: TLS context of the connection; None: no TLS.
+        tls: TLS context of the connection. None means no TLS.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Uplink:
             self._hang_up()
 
     def send(self, message: AgentMessage) -> bool:
-        """Send a message without blocking. Returns False if there is no connection; the message is then dropped."""
+        """Send a message without blocking. If no connection exists, drop the message and return False."""
         if self._connection is None or not self.open:
             return False
         body = encoded(message, RELAY_LIMIT)
@@ -143,7 +143,7 @@ class Uplink:
                 failures.append(f"{host}:{port} does not answer within {CONNECT_S:g} s")
             except (OSError, ProtocolError) as error:
                 failures.append(f"{host}:{port}: {_worded(error)}")
-        raise NoDriver("; ".join(failures) or "the driver has no address")
+        raise NoDriver("; ".join(failures) or "the address of the driver is unknown")
 
     async def _prove(self, host: str, port: int) -> None:
         loop = asyncio.get_running_loop()

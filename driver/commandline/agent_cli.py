@@ -47,7 +47,7 @@ and agents with --secret-file. The secret grants full access to the jobs that us
 
 @dataclass
 class AgentOptions(Options):
-    """Flags as passed by the user; None if not passed."""
+    """Flags of the command. A field is None if the user did not pass the flag."""
 
     drivers: list[str] | None = flag(
         "--driver",
@@ -88,7 +88,7 @@ class AgentOptions(Options):
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the command; return its exit code. Raises Invalid."""
+    """Run the command and return its exit code. Raises Invalid."""
     name, *rest = arguments
     return _secret(rest) if name == "secret" else _agent(rest, environ)
 
@@ -101,7 +101,7 @@ def _secret(arguments: Sequence[str]) -> int:
     own, files = parser.split(arguments)
     parser.parse_args(own)
     if len(files) != 1:
-        raise Invalid("no file given: pass one, as in elasticrun secret job.secret")
+        raise Invalid("no file was given: pass a file name, as in elasticrun secret job.secret")
     make_secret_file(files[0])
     print(f"created {files[0]}: copy it to every host of the job, and keep it from other users")
     return 0
@@ -154,7 +154,8 @@ def agent_bootstrap(options: AgentOptions, environ: Mapping[str, str]) -> Bootst
     job_root(options.job_name)
     if (etcd is None) == (options.drivers is None):
         raise Invalid(
-            "pass exactly one of --etcd HOST:PORT and --driver HOST:PORT, to find the driver"
+            "the driver's address is unknown, or given twice: pass exactly one of --etcd HOST:PORT and --driver"
+            " HOST:PORT"
         )
     for address in options.drivers or ():
         parse_address(address)
@@ -202,6 +203,4 @@ def _slots(text: str | None) -> int:
     try:
         return check_slots(whole(1)(str(text)))
     except Exception:
-        raise Invalid(
-            f"--slots {text!r} is not a number of workers: pass a number, or auto"
-        ) from None
+        raise Invalid(f"--slots is {text!r}: pass a number of workers, or auto") from None

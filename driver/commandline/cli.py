@@ -78,7 +78,11 @@ _SLACK_S = 60.0  # collectives time out long after the driver has decided about 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code. ``argument_parser``: default: those of the process."""
+    """Run the program and return its exit code.
+
+    Args:
+        argument_parser: the default is those of the process.
+    """
     replace_closed_streams()
     arguments = sys.argv[1:] if arguments is None else arguments
     environ = dict(os.environ)
@@ -158,7 +162,7 @@ def _called() -> str:
 
 
 def _run_unless_finished(options: Options, environ: Mapping[str, str]) -> int:
-    """Run the job unless it has already finished; return the exit code. Raises Invalid, OSError."""
+    """Run the job unless it has already finished and return the exit code. Raises Invalid, OSError."""
     same = same_command_of(options, environ)
     found = None if same is None else finished_before(same, options)
     if same is not None and found is not None:
@@ -253,7 +257,7 @@ def make_job(
         options: options as given by the user.
         environ: environment of the driver.
         this_host: recognizes names of this machine.
-        cores: cores that the workers share; default: those of this process.
+        cores: cores that the workers share (default: those of this process).
         provider: engine that supplies the hosts, if any.
 
     Raises Invalid, and then removes the files that it has created.
@@ -273,7 +277,7 @@ def _checked_job(
 ) -> Job:
     if options.controller != "gloo":
         raise Invalid(
-            f"--{options.controller} is not available: leave it out; workers are started directly and communicate"
+            f"--{options.controller} is not supported: omit it. Workers are started directly and communicate"
             " over Gloo or NCCL"
         )
     cores = cores or len(os.sched_getaffinity(0))
@@ -414,8 +418,8 @@ def _stdin_rank(options: Options, workers_max: int, *, by_agents: bool) -> int |
             behind = False
         if behind:
             raise Invalid(
-                f"--stdin {rank}: this command runs in the background, where it can't read from the terminal: run"
-                " it in the foreground, or redirect its input"
+                f"--stdin {rank} needs the terminal, but this command runs in the background: run the command in"
+                " the foreground, or redirect its input"
             )
     return rank
 
@@ -467,7 +471,7 @@ def _command(options: Options, python: str) -> list[str]:
     """Return the program as it is started. Raises Invalid."""
     if options.module:
         if options.no_python:
-            raise Invalid("-m and --no-python exclude each other: keep one of them")
+            raise Invalid("-m and --no-python can't be combined: keep only one of them")
         return [python, "-m", *options.command] if options.command else []
     return options.command if options.no_python else run_by_python(options.command, python)
 
@@ -491,7 +495,6 @@ def _stall_limits(options: Options) -> dict[str, Any]:
 
 
 def _own_timeout_s(options: Options, environ: Mapping[str, str]) -> float | None:
-    """Return the user's timeout for collectives; None if the user gave none. Raises Invalid."""
     if options.gloo_timeout_seconds is not None:
         return options.gloo_timeout_seconds
     text = environ.get("ELASTIC_COLLECTIVE_TIMEOUT")
@@ -589,7 +592,7 @@ def _hosts(options: Options, workers_max: int, standbys: int, cores: int) -> dic
     }
     given = [flag for flag, value in sources.items() if value is not None]
     if len(given) > 1:
-        raise Invalid(f"{' and '.join(given)} exclude each other: keep one of them")
+        raise Invalid(f"{' and '.join(given)} can't be combined: keep only one of them")
     slots = _given(options.slots_per_host, 1)
     if options.hosts is not None:
         hosts = parse_hosts(options.hosts, default_slots=slots)

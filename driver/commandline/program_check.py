@@ -20,9 +20,13 @@ def run_by_python(command: Sequence[str], python: str) -> list[str]:
 
 
 def check_command(command: Sequence[str], *, path: str | None) -> None:
-    """Raise Invalid with a sentence that suggests a correction. ``path``: value of PATH."""
+    """Raise Invalid with a sentence that suggests a correction.
+
+    Args:
+        path: value of PATH.
+    """
     if not command:
-        raise Invalid(f"no program given: put it after the flags, as in {_EXAMPLE}")
+        raise Invalid(f"no program was given: pass the program after the flags, as in {_EXAMPLE}")
     program = command[0]
     if shutil.which(program, path=path) is None:
         raise Invalid(_why_not(program))
@@ -30,8 +34,8 @@ def check_command(command: Sequence[str], *, path: str | None) -> None:
         script = command[1]
         if script == "-":
             raise Invalid(
-                "python - reads the script from standard input, which workers do not share: save the script to"
-                " a file"
+                "python - reads the script from standard input, which only one process can read: save the"
+                " script to a file"
             )
         if script.endswith(".py") and not script.startswith("-") and not os.path.isfile(script):
             raise Invalid(f"{script} does not exist in {os.getcwd()}: pass the path of the script")

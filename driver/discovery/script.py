@@ -44,10 +44,10 @@ def find_script(text: str, *, path: str | None = None) -> list[str]:
         return [os.path.abspath(found), *words[1:]]
     if os.path.isfile(local):
         raise Invalid(
-            f"discovery script {script} is not executable; run: chmod +x {shlex.quote(script)}"
+            f"the discovery script {script} is not executable: run chmod +x {shlex.quote(script)}"
         )
     raise Invalid(
-        f"discovery script {script!r} does not exist: pass the path of an executable file"
+        f"the discovery script {script!r} does not exist: pass the path of an executable file"
     )
 
 
@@ -177,12 +177,6 @@ class ScriptDiscovery(PolledDiscovery):
 
 
 class _Output:
-    """Reads one pipe as it fills, only while the script runs.
-
-    No asyncio pipe is used: asyncio reports the end of a process only once its pipes are closed, and a program that the
-    script left in the background may hold them open forever.
-    """
-
     def __init__(self) -> None:
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)

@@ -18,7 +18,9 @@ class StaticDiscovery:
 
 
 class OwnSlots:
-    """This machine only, if its slots were not specified. It has as many slots as the job may have workers."""
+    """Discovery of this machine alone, for jobs without specified slots. The machine has one slot per allowed
+    worker.
+    """
 
     def __init__(self, hosts: dict[str, int]) -> None:
         [(self._host, self.slots)] = hosts.items()

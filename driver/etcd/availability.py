@@ -12,7 +12,11 @@ Line = tuple[str, Reason]  # level and reason to log
 
 
 class Availability:
-    """Availability of etcd. ``name``: its address for log lines."""
+    """Availability of etcd.
+
+    Args:
+        name: its address for log lines.
+    """
 
     def __init__(self, name: str, now: float, *, grace_s: float, gap_s: float) -> None:
         self._name = name
@@ -23,7 +27,7 @@ class Availability:
         self._away = False
 
     def answered(self, now: float) -> Line | None:
-        """Record an answer; return the line to log, if any."""
+        """Record an answer and return the line to log, if any."""
         silent_s = now - self._answered_at
         self._answered_at = now
         if silent_s >= self._gap_s:
@@ -34,7 +38,7 @@ class Availability:
         return "info", because(ReasonKind.STORE_BACK, store=self._name, silent_s=silent_s)
 
     def failed(self, reason: str, now: float) -> Line | None:
-        """Record a failed connection or request; return the line to log, if any."""
+        """Record a failed connection or request and return the line to log, if any."""
         if self._away or now - self._answered_at < self._grace_s:
             return None
         self._away = True

@@ -96,7 +96,7 @@ class EtcdClient:
     async def put(
         self, key: str, value: bytes, lease: int = 0, *, within_s: float | None = 5.0
     ) -> int:
-        """Write a value; return the revision of the change."""
+        """Write a value and return the revision of the change."""
         revision = await self.transact([], [Put(key, value, lease)], within_s=within_s)
         assert revision is not None
         return revision
@@ -109,10 +109,10 @@ class EtcdClient:
         *,
         within_s: float | None = 5.0,
     ) -> int | None:
-        """Perform all operations atomically if all conditions hold, and return the revision; otherwise return None.
+        """Perform all operations atomically if all conditions hold, and return the revision. Otherwise return None.
 
-        If an answer is lost, the request is repeated, so None may also mean that the first attempt succeeded and
-        invalidated the conditions. etcd accepts at most 128 operations and 1.5 MB.
+        If an answer is lost, the client repeats the request. In this case None can also mean that the first attempt
+        succeeded and invalidated the conditions. etcd accepts at most 128 operations and 1.5 MB.
         """
         rpc = self._rpc
         request = rpc.TxnRequest(
@@ -156,7 +156,7 @@ class EtcdClient:
         )
 
     async def keep_alive(self, lease: int, *, within_s: float | None = 5.0) -> float:
-        """Renew a lease; return its time to live in seconds, 0 if it has expired."""
+        """Renew a lease and return its time to live in seconds, 0 if it has expired."""
         request = self._rpc.LeaseKeepAliveRequest(ID=lease)
         return float((await self._members.ask(_renewal, request, within_s)).TTL)
 
@@ -227,13 +227,13 @@ class EtcdClient:
             while True:
                 answer = await connection.outcome(stream.read(), within_s)
                 if not hasattr(answer, "events"):
-                    raise Unavailable("the server ended the watch")
+                    raise Unavailable("etcd ended the watch")
                 self._members.answered()
                 if answer.compact_revision:
                     return
                 if answer.canceled:
                     # The token may have expired; the next connection gets a new one.
-                    raise Unavailable(answer.cancel_reason or "the server cancelled the watch")
+                    raise Unavailable(answer.cancel_reason or "etcd cancelled the watch")
                 within_s = None  # `_pulse` closes the connection if etcd is unavailable
                 if answer.events:
                     yield answer.events
@@ -245,7 +245,7 @@ async def _one(stream: Any) -> Any:
     answer = await stream.read()
     stream.cancel()
     if not hasattr(answer, "TTL"):
-        raise Unavailable("the server ended the stream")
+        raise Unavailable("etcd ended the stream")
     return answer
 
 

@@ -67,8 +67,11 @@ def load() -> Any:
 
 
 class EtcdConnection:
-    """A connection that opens at the first call. ``closed``: this end has closed it, and every pending call raises
-    Unavailable."""
+    """A connection that opens at the first call.
+
+    Args:
+        closed: this end has closed it, and every pending call raises Unavailable.
+    """
 
     def __init__(self, endpoint: str, access: EtcdAccess) -> None:
         self.endpoint = endpoint
@@ -99,7 +102,7 @@ class EtcdConnection:
             if "authentication is not enabled" in str(error):
                 return  # access is not restricted
             raise AccessDenied(
-                f"etcd rejects user {self._access.user!r}: {error}; check --etcd-user and its password"
+                f"etcd rejected user {self._access.user!r}: {error}. Check --etcd-user and the password"
             ) from None
         self._token = answer.token
 
@@ -120,16 +123,16 @@ class EtcdConnection:
             raise
         if not done:
             _forget(task)
-            raise Unavailable(f"no answer within {within_s:g} s")
+            raise Unavailable(f"etcd did not respond within {within_s:g} s")
         if task.cancelled():
-            raise Unavailable("the connection was closed")
+            raise Unavailable("the connection to etcd was closed")
         error = task.exception()
         if error is None:
             return task.result()
         if isinstance(error, self._rpc.AioRpcError):
             raise self._translated(error) from None
         if self.closed and isinstance(error, Exception):
-            raise Unavailable("the connection was closed") from None
+            raise Unavailable("the connection to etcd was closed") from None
         raise error
 
     async def close(self) -> None:

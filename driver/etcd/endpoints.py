@@ -34,13 +34,17 @@ OPEN_S = 5.0
 
 
 class Endpoints:
-    """The members of etcd, with at most one connection at a time. ``root``: prefix of all keys that are used."""
+    """The members of etcd, with at most one connection at a time.
+
+    Args:
+        root: prefix of all keys that are used.
+    """
 
     def __init__(
         self, access: EtcdAccess, log: Log, *, root: bytes, end: bytes, grace_s: float
     ) -> None:
         if not access.endpoints:
-            raise Invalid("no etcd endpoint given: pass HOST:PORT[,HOST:PORT...]")
+            raise Invalid("no etcd endpoint was given: pass HOST:PORT[,HOST:PORT...]")
         for endpoint in access.endpoints:
             name, _, port = endpoint.rpartition(":")
             if not name or "/" in name or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -89,7 +93,7 @@ class Endpoints:
         if len(set(troubles.values())) == 1:
             troubles = {self._name: next(iter(troubles.values()))}
         texts = [f"etcd at {where} does not answer ({why})" for where, why in troubles.items()]
-        raise Invalid(f"{'; '.join(texts)}: start etcd, or pass other addresses") from None
+        raise Invalid(f"{'; '.join(texts)}. Start etcd, or pass other addresses") from None
 
     async def close(self) -> None:
         """Close; pending and later requests raise Unavailable."""
@@ -108,8 +112,9 @@ class Endpoints:
         return self._contact.unsettled_s(self._now(), settle_s)
 
     async def ask(self, method: Method, request: Any, within_s: float | None) -> Any:
-        """Return the answer of any member. Raises Unavailable after ``within_s``; None: wait until etcd is available
-        again."""
+        """Return the answer of any member. Raises Unavailable after ``within_s``. None means to wait until etcd is
+        available again.
+        """
         deadline = None if within_s is None else self._now() + within_s
         while True:
             left_s = CALL_S if deadline is None else min(CALL_S, deadline - self._now())
@@ -132,7 +137,7 @@ class Endpoints:
     async def connected(self) -> EtcdConnection:
         async with self._connecting:
             if self.closed:
-                raise Unavailable("the connection was closed here")
+                raise Unavailable("this process closed the connection to etcd")
             if self._connection is None:
                 await self._connect(CALL_S)
             assert self._connection is not None

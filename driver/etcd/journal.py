@@ -38,7 +38,7 @@ _NUMBER = re.compile(r"\d{12}")
 
 
 class Leader(Protocol):
-    """Writes that only a leader may perform; see `leadership`."""
+    """Writes that only a leader may perform. See `leadership`."""
 
     async def transact(self, puts: list[tuple[str, bytes]], deletes: list[str]) -> None: ...
 
@@ -91,7 +91,7 @@ class EtcdArchive:
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> EtcdJournal:
         if self._next is None:
-            raise RuntimeError("the journal was not read from the store yet")
+            raise RuntimeError("the journal has not been read from etcd yet")
         journal = EtcdJournal(self._leader, self._folder, header, header.writer, policy)
         await journal.replace([*self._obsolete, *self._counting], self._next)
         return journal
@@ -100,7 +100,7 @@ class EtcdArchive:
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> EtcdJournal:
         if self._next is None:
-            raise RuntimeError("the journal was not read from the store yet")
+            raise RuntimeError("the journal has not been read from etcd yet")
         journal = EtcdJournal(
             self._leader, self._folder, past.header, writer, policy, entries=past.replayed
         )
@@ -108,7 +108,7 @@ class EtcdArchive:
         return journal
 
     async def clear(self) -> None:
-        """Delete the journal, so that no driver resumes from it."""
+        """Delete the journal. No driver can resume from it afterwards."""
         left = [f"{self._folder}header"] + [
             f"{self._folder}{number:012}" for number in [*self._obsolete, *self._counting]
         ]
@@ -117,7 +117,7 @@ class EtcdArchive:
             left = left[DELETES:]
 
     def close(self) -> None:
-        """Do nothing: the only resource is the leadership, which is held elsewhere."""
+        """Do nothing. The leadership is the only resource, and another object owns it."""
 
 
 class EtcdJournal(RecordJournal[PendingRecord]):
@@ -191,7 +191,7 @@ def _records(numbers: Mapping[int, bytes], begins: int) -> Iterator[bytes]:
     pieces: list[bytes] = []
     for expected, number in enumerate((n for n in numbers if n >= begins), start=begins):
         if number != expected:
-            raise ValueError(f"record {expected} is missing")
+            raise ValueError(f"record {expected} of the journal is missing")
         head, _, body = numbers[number].partition(b"\n")
         index, count = map(int, head.split(b"/"))
         if index == 1:

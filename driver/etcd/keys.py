@@ -59,7 +59,7 @@ def check_host(host: str) -> str:
             f"host name {host[:20]!r}... is too long: pass at most {HOST_LIMIT} characters"
         )
     if parse_host(f"[{host}]" if ":" in host else host)[0] != host:
-        raise Invalid(f"host name {host!r} contains slots: pass the name only")
+        raise Invalid(f"host name {host!r} includes a number of slots: pass only the name")
     return host
 
 
@@ -70,7 +70,7 @@ def check_slots(slots: int) -> int:
 
 
 def read_host(name: str, value: bytes) -> HostRecord | None:
-    """Parse a value; None if it is invalid."""
+    """Parse a value. Return None if the value is invalid."""
     try:
         check_host(name)
         record = msgspec.json.decode(value, type=HostRecord)
@@ -81,7 +81,7 @@ def read_host(name: str, value: bytes) -> HostRecord | None:
 
 
 def read_leader(value: bytes) -> LeaderRecord | None:
-    """Parse a value; None if it is invalid."""
+    """Parse a value. Return None if the value is invalid."""
     try:
         return msgspec.json.decode(value, type=LeaderRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -89,7 +89,7 @@ def read_leader(value: bytes) -> LeaderRecord | None:
 
 
 def leader_of(record: LeaderRecord | None) -> LeaderAddress | None:
-    """Return the driver's address and term; None if no driver leads, or its address is unknown yet."""
+    """Return the driver's address and term, or None if no driver leads, or its address is unknown yet."""
     if record is None or not record.address:
         return None
     host = f"[{record.address}]" if ":" in record.address else record.address
@@ -100,5 +100,5 @@ def split_address(address: str) -> tuple[str, int]:
     """Split ``host:port``; an IPv6 address is in brackets. Raises Invalid."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise Invalid(f"{address!r} is not an address: write host:port")
+        raise Invalid(f"{address!r} is not an address: pass host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)

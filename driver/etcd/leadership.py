@@ -55,7 +55,7 @@ class Leadership:
 
     @property
     def leads(self) -> bool:
-        """True if this driver leads, as far as it knows. Only a transaction can confirm this."""
+        """Whether this driver believes that it is the leader. Only a transaction can confirm the leadership."""
         return self._guard_condition is not None and not self.lost.is_set()
 
     @property
@@ -63,7 +63,7 @@ class Leadership:
         return self._guard.pid if self._guard else None
 
     async def acquire(self) -> int:
-        """Wait until no driver leads, then lead; return the new term. Raises LeadershipLost after `resign`."""
+        """Wait until no driver leads, then lead and return the new term. Raises LeadershipLost after `resign`."""
         if self._resigned:
             raise self._leadership_lost()
         self._guard = self._guard or LeaseGuard(self._etcd.access, self._log)
@@ -140,8 +140,8 @@ class Leadership:
                 term = int(last.value) + 1 if last else 1
             except ValueError:
                 raise Invalid(
-                    f"etcd key {self._term} does not contain a number: delete the key if job {self._job} is not"
-                    " running"
+                    f"the etcd key {self._term} does not contain a number: check that job {self._job} is not"
+                    " running, then delete the key"
                 ) from None
             lease = await self._live_lease()
             record = LeaderRecord(term)

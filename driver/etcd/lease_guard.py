@@ -27,7 +27,7 @@ REVOKE_S = 10.0
 
 
 class LeaseGuard:
-    """The driver's side: starts the process, sends it leases, ends it."""
+    """Driver's side of the lease guard. Starts the process, sends it leases, and ends it."""
 
     def __init__(self, access: EtcdAccess, log: Log) -> None:
         self._popen: subprocess.Popen[bytes] | None = None
@@ -60,7 +60,7 @@ class LeaseGuard:
         self._write(str(lease).encode())
 
     def close(self) -> None:
-        """End the process, after which the lease expires by itself unless it was revoked."""
+        """End the process. Leases that were not revoked expire afterwards."""
         if self._popen is not None:
             self._popen.kill()
             assert self._popen.stdin is not None

@@ -95,8 +95,9 @@ class Registration:
                 await self._etcd.revoke(self._lease, within_s=2.0)
 
     async def watch_driver(self) -> AsyncGenerator[LeaderAddress | None, None]:
-        """Yield the driver's address and term, then each change. None: there is no leader, or its address is
-        unknown."""
+        """Yield the driver's address and term, and then each change. None means that no driver leads or that the
+        address is unknown.
+        """
         last: LeaderAddress | None = None
         first = True
         async with contextlib.aclosing(self._etcd.watch(f"{self._root}driver")) as changes:

@@ -17,8 +17,12 @@ NAMED = 4  # maximum number of workers named per group
 
 
 class CheckpointLines:
-    """Log lines about the checkpoints of one job. ``now``: clock in seconds; ``log``: called with a level and a
-    text."""
+    """Log lines about the checkpoints of one job.
+
+    Args:
+        now: clock in seconds.
+        log: called with a level and a text.
+    """
 
     def __init__(self, now: Callable[[], float], log: Callable[[str, str], None]) -> None:
         self._now = now

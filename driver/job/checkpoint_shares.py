@@ -55,7 +55,11 @@ class CheckpointCompleted:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A commit will not be stored. ``reason``: why not."""
+    """A commit will not be stored.
+
+    Args:
+        reason: why not.
+    """
 
     number: int
     who: Worker
@@ -77,7 +81,9 @@ class ReplicaCorrupted:
 
 @dataclass(frozen=True)
 class ReplicasDiffer:
-    """Replicas differ, and it is unknown which are correct, because there is no majority or they were never equal."""
+    """The replicas differ, and the correct one is unknown. Either no majority agrees, or the replicas were never
+    equal.
+    """
 
     commit: Commit
     groups: list[list[Worker]]  # groups of workers that agree
@@ -89,7 +95,8 @@ class ReplicasDiffer:
 class ReplicasCorrupted:
     """Damaged memory of one worker corrupted all replicas through the gradients.
 
-    ``damaged``: workers that differed from ``equal`` others before; empty if unknown.
+    Args:
+        damaged: workers that differed from ``equal`` others before, or an empty result if unknown.
     """
 
     generation: int
@@ -131,7 +138,7 @@ class CheckpointShares:
         self._not_finite.clear()
 
     def handle(self, worker: Worker, message: Any) -> list[Action] | None:
-        """Handle a message; return the actions, or None if it does not concern checkpoint shares."""
+        """Handle a message about checkpoint shares. Return the actions, or None for other messages."""
         if not isinstance(
             message, (CheckpointDue, NotFinite, ShareWritten, ShareDropped, CheckpointWritten)
         ):

@@ -41,8 +41,11 @@ class Decider(Protocol):
 
 
 class JobDecisions:
-    """Decisions of one job. ``running`` and ``members``: workers and members under the previous driver, if this one
-    resumes a job."""
+    """Decisions of one job.
+
+    Args:
+        running and members: workers and members under the previous driver, if this one resumes a job.
+    """
 
     def __init__(
         self,
@@ -158,7 +161,6 @@ class JobDecisions:
         return actions + self.ending.hurried(now) if again else actions
 
     def _unseen(self, event: Event) -> set[Worker]:
-        """Return the workers whose exit will no longer be reported."""
         match event:
             case HostLost(host):
                 return {worker for worker in self.running if worker.host == host}

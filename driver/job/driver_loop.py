@@ -96,8 +96,9 @@ class WorkerConnections(Protocol):
 class JobRuntime:
     """A job, and the addresses at which its workers find the driver and each other.
 
-    ``by_agents``: agents start the workers and provide the environment of their hosts. ``environ`` then contains only
-    additions, and ``advertised``, ``bind`` and ``secret`` are unused.
+    Args:
+        by_agents: agents start the workers and provide the environment of their hosts. ``environ`` then contains only
+            additions, and ``advertised``, ``bind`` and ``secret`` are unused.
     """
 
     settings: Settings
@@ -117,7 +118,8 @@ class JobRuntime:
 class Adopted:
     """State taken over from an earlier driver of the job.
 
-    ``clock_offset``: seconds to add to this machine's clock to continue the journal's clock.
+    Args:
+        clock_offset: seconds to add to this machine's clock to continue the journal's clock.
     """
 
     running: Collection[Worker]
@@ -228,9 +230,9 @@ class Driver:
         return self._decisions.members
 
     def ordered_results(self) -> list[bytes | None]:
-        """Return the results of the last world's members by rank; None for a member that sent none.
+        """Return the results of the last world's members by rank. The result of a member that sent nothing is None.
 
-        If no worker called ``init()``, there was no world, and the ranks are those assigned at the start.
+        If no worker called ``init()``, no world existed. The ranks are then the ranks at the start of the job.
         """
         places = self.places or self._promised
         by_rank = sorted(places, key=lambda worker: places[worker].rank)

@@ -140,10 +140,12 @@ def listed_hosts(job: Job, workers_max: int) -> Discovery:
 def room_for(
     job: Job, discovery: Discovery, cores: int | None = None
 ) -> Callable[[int], Awaitable[str]] | None:
-    """Return a function that adds slots to this machine for a number of workers; None if the slots are specified.
+    """Return a function that adds slots to this machine for a number of workers, or None if the slots are specified.
 
     The function returns "" or the reason for refusing. The limit is `most_workers`, unless the job had more before.
-    ``cores``: default is the number that this process may use.
+
+    Args:
+        cores: default is the number that this process may use.
     """
     if not isinstance(discovery, OwnSlots):
         return None

@@ -84,7 +84,11 @@ class JobIO:
     stopped: bool = False  # stopped by a signal: do not wait for a slow reader of the output
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
-        """Distribute a worker's report. ``reported``: an additional receiver."""
+        """Distribute a worker's report.
+
+        Args:
+            reported: an additional receiver.
+        """
         self.page.reported(report)
         if self.report is not None:
             self.report.report(report)
@@ -96,7 +100,11 @@ class JobIO:
             reported(report)
 
     def noted(self, event: Event, actions: Sequence[Action], now: float) -> None:
-        """Record an event and its actions. ``now``: time on the journal's clock."""
+        """Record an event and its actions.
+
+        Args:
+            now: time on the journal's clock.
+        """
         if isinstance(event, StopRequested):
             self.output.tracebacks.stopped = True
         if isinstance(event, WorkerRaised):
@@ -108,7 +116,7 @@ class JobIO:
         self.page.changed()
 
     def adopted(self, workers: Mapping[Worker, tuple[int, int | None]], generation: int) -> None:
-        """Record the workers of the previous driver; see `JobView.adopt`."""
+        """Record the workers of the previous driver. See `JobView.adopt`."""
         with self.changing:
             self.view.adopt(workers, generation, time.time())
 
@@ -119,8 +127,9 @@ class JobIO:
     def log_remaining(self, *, last: bool = False) -> None:
         """Log exceptions of workers that were not logged yet.
 
-        ``last``: no worker is left. A worker may have reported an exception and been killed before it wrote its
-        traceback to stderr.
+        Args:
+            last: no worker is left. A worker may have reported an exception and been killed before it wrote its
+                traceback to stderr.
         """
         # A worker that reports why the job cannot continue has no traceback.
         unsent = [
@@ -261,7 +270,7 @@ def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorService:
 
 
 def _shown_by(status: StatusLine | None, output: Output) -> Callable[[str], None] | None:
-    """Return the function that shows the status line; None if stderr is not a terminal."""
+    """Return the function that shows the status line, or None if stderr is not a terminal."""
     if status is None:
         return None
     line = status

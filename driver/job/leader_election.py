@@ -17,7 +17,11 @@ LEFT_S = 4.0  # ... and the seat of a killed driver once its lease has expired
 
 
 class LeaderLease:
-    """Leadership in etcd. ``waited``: another driver led before."""
+    """Leadership in etcd.
+
+    Args:
+        waited: another driver led before.
+    """
 
     def __init__(self, etcd: Any, leadership: Leadership, *, waited: bool) -> None:
         self.etcd = etcd
@@ -51,8 +55,8 @@ async def campaign(
         taking.cancel()
         await asyncio.wait({taking})
         raise Invalid(
-            f"another driver is running job {plan.name}: wait until it ends, use another --job name, or pass --standby"
-            " to take over from it"
+            f"another driver is running job {plan.name}: wait until that driver ends, use another --job name, or"
+            " pass --standby to take over when it fails"
         )
     if waited:
         log("info", f"standby: another driver leads job {plan.name}")

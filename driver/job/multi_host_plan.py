@@ -25,7 +25,11 @@ FORWARDED = re.compile(
 
 @dataclass(frozen=True)
 class PodSource:
-    """Selection of pods as hosts. ``slots``: slots of each pod, or None for its number of GPUs (at least one)."""
+    """Selection of pods as hosts.
+
+    Args:
+        slots: slots of each pod, or None for its number of GPUs (at least one).
+    """
 
     selector: str
     namespace: str | None  # None: that of this pod
@@ -36,7 +40,11 @@ class PodSource:
 
 @dataclass(frozen=True, kw_only=True)
 class MultiHostPlan:
-    """Settings for other hosts and driver failover. ``outlived``: agents continue without this driver."""
+    """Settings for other hosts and driver failover.
+
+    Args:
+        outlived: agents continue without this driver.
+    """
 
     name: str  # name of the job
     secret: bytes = field(repr=False)
@@ -72,7 +80,7 @@ class MultiHostPlan:
         return self.by_etcd or self.service is not None or self.pods is not None
 
     def server_tls(self) -> ssl.SSLContext | None:
-        """Return the server's TLS context; None without TLS. Raises Invalid."""
+        """Return the server's TLS context, or None without TLS. Raises Invalid."""
         if self.tls is None:
             return None
         from elastic.protocol import tls

@@ -22,7 +22,10 @@ async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], l
     """Detach the agents of the job in the journal at ``path``, as its driver would have done at the end.
 
     The agents search for a driver at the address of the killed one. Waits, within a limit, until their workers are
-    dead. ``listed``: hosts of the new job.
+    dead.
+
+    Args:
+        listed: hosts of the new job.
     """
     if plan.etcd or plan.provider or plan.agents_come:
         return  # these agents find the new driver, and clean up before they serve it

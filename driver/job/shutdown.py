@@ -30,9 +30,9 @@ class Shutdown:
         members: places of the last world's members.
         alive: all worker processes.
         leave_s: seconds for workers to leave.
-        idle_s: seconds after which a frozen member that trains again is killed; 0: never.
+        idle_s: seconds after which a frozen member that trains again is killed. 0 means never.
         failed: members whose training function raised or called sys.exit.
-        now: on the caller's clock.
+        now: current time on the caller's clock.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Shutdown:
             self._remind_at, self._kill_at = None, now + self._leave_s
 
     def lost(self, workers: Collection[Worker], now: float) -> list[events.Action]:
-        """Handle workers whose host is lost. Their exits are not observed."""
+        """Handle the loss of a host. The exits of its workers are not observed."""
         members = sorted(self._alive & self._members.keys() & set(workers), key=self._rank)
         self._alive -= set(workers)
         if self.code != 0 or not members:

@@ -35,7 +35,7 @@ class Outcome:
     Args:
         code: its exit code.
         reason: why it ended.
-        results: pickled results of launched functions by rank; None for a missing result.
+        results: pickled results of launched functions by rank, or None for a missing result.
         reports: the last report of each rank of the last world that has reported.
     """
 
@@ -89,8 +89,6 @@ async def _started(job: Job, job_io: JobIO, this_host: ThisHost) -> Outcome:
 
 
 async def _may_grow(fleet: MultiHostPlan) -> bool:
-    """Return whether a script that lists only this machine may list other machines later, whose workers must reach this
-    one."""
     return not is_loopback(await listen_address(fleet.interfaces, (), grows=True))
 
 

@@ -12,7 +12,7 @@ from elastic.checkpoints.files.storage import Storage
 
 
 class StartCleanup:
-    """The files of one start. ``remove`` removes them in reverse order; safe to repeat."""
+    """Files of one start. ``remove`` removes them in reverse order, and may be called repeatedly."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []

@@ -66,7 +66,7 @@ Outcome = tuple[int, str, list[bytes | None], dict[int, Report]]
 async def start_fleet(
     job: Job, plan: MultiHostPlan, job_io: JobIO, known: dict[str, int] | None, this_host: ThisHost
 ) -> Outcome:
-    """Run a job with agents; return its exit code, the reason, and results and last reports by rank.
+    """Run a job with agents and return its exit code, the reason, and results and last reports by rank.
 
     Raises Invalid and OSError before anything is started.
     """
@@ -105,8 +105,9 @@ async def _past(
     unawaited = plan.standby and lead is not None and not lead.waited
     if found is None and lead is not None and lead.waited and not plan.fresh:
         raise Invalid(
-            f"job {plan.name} can't be resumed: its journal is missing from etcd, although a driver was running the"
-            " job. Restore etcd, or pass --fresh to discard the job's remaining data and start a new job"
+            f"job {plan.name} can't be resumed, because its journal is missing from etcd, although a driver was"
+            " running the job: restore etcd, or pass --fresh to discard the remaining data of the job and start"
+            " a new job"
         )
     if begun_alone or (found is not None and found.ended is not None and unawaited):
         return None  # its workers ended with their driver, or no driver has waited for its outcome
@@ -134,11 +135,14 @@ def _archive(job: Job, plan: MultiHostPlan, lead: LeaderLease | None) -> Archive
 
 
 def _bound(server: ControlServer[Any], interface: str, port: int, own: int) -> Address:
-    """Bind the server and return its address. ``own``: the port of --driver-port.
+    """Bind the server and return its address.
 
     Raises:
         Invalid: this port, or that of the previous driver, is taken.
         OSError: the driver cannot listen.
+
+    Args:
+        own: the port of --driver-port.
     """
     try:
         return server.bind(interface, port)
@@ -148,8 +152,8 @@ def _bound(server: ControlServer[Any], interface: str, port: int, own: int) -> A
         where = f"port {port} of {interface}"
         if port == own:
             raise Invalid(
-                f"--driver-port {port} can't be used: {where}: {error.strerror}; pass another port, or leave it out"
-                " to use any free one"
+                f"--driver-port {port} can't be used: {where}: {error.strerror}. Pass another port, or omit"
+                " --driver-port to use any free port"
             ) from error
         raise Invalid(
             f"{where}, where the agents of this job look for its driver, can't be used: {error.strerror}; free the"
@@ -494,7 +498,6 @@ class _Run:
                 task.add_done_callback(self._publishing.discard)
 
     async def _publish_generation(self, generation: int) -> None:
-        """Publish the generation, so that disconnected agents can detect that the job has continued without them."""
         assert self.lead is not None
         value = msgspec.json.encode({"generation": generation, "term": self.term, "job": self.id})
         with contextlib.suppress(LeadershipLost):

@@ -26,8 +26,8 @@ async def copied_to(
 
     Args:
         file: the file to write.
-        header: of the job.
-        state: snapshot of the state at the end of the previous driver; None if this is the first driver.
+        header: header of the journal.
+        state: snapshot of the state at the end of the previous driver, or None if this is the first driver.
         at: time of the snapshot.
         failed: called if the copy can no longer be written.
 

@@ -53,7 +53,7 @@ class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Description of a job: the first line of its journal."""
+    """Description of a job. It is the first line of the journal."""
 
     journal: int
     date: str
@@ -73,12 +73,12 @@ class Header(msgspec.Struct, frozen=True):
         """
         if self.journal == ABANDONED:
             raise Invalid(
-                "the journal is incomplete, because its driver could not write to it (is the disk full?): "
-                "start a new job with --fresh"
+                "the journal is incomplete, because the driver could not write to it, possibly because the disk"
+                " was full: start a new job with --fresh"
             )
         if self.journal != FORMAT:
             raise Invalid(
-                f"the journal has format {self.journal}, but this version reads format {FORMAT}"
+                f"the journal has format {self.journal}, but this version reads only format {FORMAT}"
             )
         try:
             return Settings(**self.settings)
@@ -87,7 +87,11 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, omit_defaults=True):
-    """One event. ``error``: the exception that was raised while handling it, if any."""
+    """One event.
+
+    Args:
+        error: the exception that was raised while handling it, if any.
+    """
 
     at: float
     event: Event
@@ -97,7 +101,7 @@ class Entry(msgspec.Struct, omit_defaults=True):
 
 
 class Snapshot(msgspec.Struct):
-    """Complete state of a membership after the preceding entry; see `snapshot`."""
+    """Complete state of a membership after the preceding entry. See `snapshot`."""
 
     snapshot: msgspec.Raw
     at: float
@@ -244,7 +248,7 @@ def _kinds(fact: object) -> Any:
 
 
 def readable_lines(entries: Sequence[Entry], *, since: float) -> Iterator[str]:
-    """Yield readable lines: seconds since ``since``, the event, and each action below it."""
+    """Yield readable lines. Each entry has the seconds since ``since`` and the event, followed by its actions."""
     for entry in entries:
         yield f"{entry.at - since:+10.3f}  {describe(entry.event)}"
         for action in entry.actions:

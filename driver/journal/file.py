@@ -92,12 +92,12 @@ class FileArchive:
             return past_of(decoded_header(first), lines)
         except OSError as error:
             raise Invalid(
-                f"cannot read the journal {str(self.path)!r}: {error.strerror}"
+                f"the journal {str(self.path)!r} can't be read: {error.strerror}"
             ) from error
         except (msgspec.MsgspecError, UnicodeError, Invalid) as error:
             raise Invalid(
-                f"the journal {str(self.path)!r} can't be resumed: {error}; pass another file as --journal to"
-                " start a new job"
+                f"the journal {str(self.path)!r} can't be resumed: {error}. To start a new job, pass another"
+                " file as --journal"
             ) from error
 
     def make_way(self) -> None:
@@ -129,8 +129,8 @@ class FileArchive:
             with contextlib.suppress(OSError):
                 os.unlink(copy)
             raise Invalid(
-                f"the journal in {str(self.path)!r}, of an earlier job, can't be kept as {kept[0]}:"
-                f" {error.strerror}; move it, or pass another file"
+                f"the journal {str(self.path)!r} of an earlier job can't be renamed to {kept[0]}:"
+                f" {error.strerror}. Move the journal, or pass another file"
             ) from error
 
     def keep_private(self) -> None:
@@ -156,7 +156,9 @@ class FileArchive:
         return header is not None and header.outlives
 
     def header(self) -> Header | None:
-        """Return the header of the job in the file, even if the journal is incomplete; None if there is none."""
+        """Return the header of the journal in the file, even if the journal is incomplete. Return None without a
+        journal.
+        """
         if not self.regular:
             return None
         try:
@@ -210,7 +212,7 @@ class FileJournal(Journal):
         return cls(FileArchive(path), header_of(settings, writer=writer_here()), 0, policy)
 
     async def settle(self) -> None:
-        """Do nothing: recorded entries are already in the file and outlive this process."""
+        """Do nothing. Recorded entries are already in the file and survive this process."""
 
     def trouble(self, at: float, reason: Reason) -> None:
         self._write(encoded(TroubleLine(reason, at)))
@@ -268,8 +270,8 @@ def check_own(path: Path) -> None:
         taken = _has_journal(other)
     if taken:
         raise Invalid(
-            f"{str(path)!r} is reserved for a rotated copy of the journal {str(other)!r}: pass another file"
-            " as --journal"
+            f"{str(path)!r} is reserved for a rotated copy of the journal {str(other)!r}: pass another file as"
+            " --journal"
         )
 
 
@@ -290,7 +292,7 @@ def _check_unwritten(path: Path) -> None:
 
 
 def _has_journal(path: Path) -> bool:
-    """Return whether the file contains a journal; False if it is empty.
+    """Return whether the file contains a journal, or False if it is empty.
 
     Raises:
         Invalid: it contains other data.

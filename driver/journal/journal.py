@@ -58,7 +58,7 @@ Rebuilt = TypeVar("Rebuilt", bound=Machine)
 
 
 class ReplayDiffers(ElasticError):
-    """The same events led to actions other than those recorded: the code has changed or is not deterministic."""
+    """A replay with the same events produced other actions. Either the code changed, or it is not deterministic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class SnapshotPolicy:
     """When and how to take snapshots.
 
     Args:
-        take: returns a snapshot of the state after the latest entry; None: take no snapshots.
+        take: returns a snapshot of the state after the latest entry. None means take no snapshots.
         snapshot_every: number of entries between two snapshots.
         failed: called once if the journal can no longer be written, for example because the disk is full. The job
             continues.
@@ -80,11 +80,11 @@ class SnapshotPolicy:
 
 
 class Journal:
-    """Journal that keeps the latest entries in memory, and base class of those that store all of them.
+    """Journal that keeps the latest entries in memory. Base class of journals that store all entries.
 
-    A snapshot is due after ``snapshot_every`` entries, but not before these are as large as the last snapshot, so that
-    writing it costs no more than the reading that it avoids. It is taken once the driver has no pending decision and
-    ``suits`` returns True, at the latest after FORCED times as many entries.
+    A snapshot is due after ``snapshot_every`` entries. In addition, the entries must be at least as large as the last
+    snapshot, so that a snapshot never costs more than the replay that it saves. The journal takes the snapshot when the
+    driver has no pending decision and ``suits`` returns True, but at the latest after FORCED times as many entries.
     """
 
     def __init__(self, policy: SnapshotPolicy | None = None, *, entries: int = 0) -> None:
@@ -132,7 +132,7 @@ class Journal:
         )
 
     def close(self) -> None:
-        """Close the journal; nothing more is recorded."""
+        """Close the journal. No more entries are recorded."""
 
     # ---- for subclasses --------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ def recording(path: Path) -> Recording:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise Invalid(
-            f"cannot read the journal {str(path)!r}: {error.strerror}; pass a readable file"
+            f"the journal {str(path)!r} can't be read: {error.strerror}. Pass a readable file"
         ) from error
     torn = lines.pop()
     try:
@@ -230,7 +230,7 @@ def recording(path: Path) -> Recording:
                     start = snapshot
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise Invalid(
-                f"{str(path)!r}, line {number}, is not a journal entry: {error}"
+                f"line {number} of {str(path)!r} is not a journal entry: {error}"
             ) from error
     return Recording(header, settings, entries, takeovers, start)
 
@@ -289,14 +289,16 @@ def _replayed(
             raised = type(error).__name__
         if raised != entry.error.partition(":")[0]:
             raise ReplayDiffers(
-                f"line {number}, {describe(entry.event)}: the replay raised {raised or 'nothing'}, but the recording"
-                f" has {entry.error or 'nothing'}"
+                f"line {number}, {describe(entry.event)}: the replay raised {raised or 'nothing'}, but the"
+                f" journal records {entry.error or 'nothing'}"
             )
         if entry.digest is None:
             _compare(number, entry, actions)
         elif entry.digest != digest_of(actions):
             result = describe(actions)
-            raise ReplayDiffers(f"line {number}, {describe(entry.event)}: now leads to {result}")
+            raise ReplayDiffers(
+                f"line {number}, {describe(entry.event)}: the replay returned {result}"
+            )
         yield entry.event, actions
 
 
@@ -306,8 +308,8 @@ def _compare(number: int, entry: Entry, actions: Sequence[Action]) -> None:
         now = actions[index] if index < len(actions) else None
         if not same(recorded, now):
             raise ReplayDiffers(
-                f"line {number}, {describe(entry.event)}: action {index + 1} was recorded as"
-                f" {describe(recorded)}, but is now {describe(now)}"
+                f"line {number}, {describe(entry.event)}: the journal records action {index + 1} as"
+                f" {describe(recorded)}, but the replay returned {describe(now)}"
             )
 
 

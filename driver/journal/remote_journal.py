@@ -20,7 +20,7 @@ R = TypeVar("R", bound=PendingRecord)
 
 
 class RecordJournal(Journal, Generic[R]):
-    """An open journal. It never fails: it waits for its store, or until another driver leads."""
+    """An open journal in a store. Writes wait for the store, or until another driver leads."""
 
     def __init__(
         self, make: type[R], writer: Writer, policy: SnapshotPolicy | None, *, entries: int = 0

@@ -32,7 +32,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
     """Restore a job.
 
     Args:
-        header: of the journal.
+        header: header of the journal.
         lines: all lines after the header, or from a snapshot on.
 
     Raises:
@@ -46,7 +46,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
         try:
             line = decoded(text)
         except (msgspec.MsgspecError, UnicodeError) as error:
-            raise Invalid(f"entry {number} is invalid: {error}") from error
+            raise Invalid(f"journal entry {number} is invalid: {error}") from error
         match line:
             case Snapshot(data, at, writer):
                 membership = snapshot.restore_snapshot(bytes(data), settings)
@@ -60,7 +60,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
         rebuilt(entries, membership)
     except ReplayDiffers as error:
         why = f"it was written by another version of this program, whose decisions differ ({error})"
-        raise Invalid(f"{why}: resume with the version that wrote it") from error
+        raise Invalid(f"{why}: resume the job with the version that wrote the journal") from error
     ended = membership.verdict
     if entries:
         at = max(at, entries[-1].at)
@@ -99,7 +99,7 @@ def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) 
 
 
 def check_same_job(past: RecoveredJob, command: Sequence[str], settings: Settings) -> None:
-    """Check that the command and settings are those with which the job started.
+    """Check that the command and settings match those at the start of the job.
 
     Raises:
         Invalid: they differ; the message lists all differences.
@@ -107,8 +107,8 @@ def check_same_job(past: RecoveredJob, command: Sequence[str], settings: Setting
     found = differences(past, command, settings)
     if found:
         raise Invalid(
-            f"the options differ from those at the start of the job: {'; '.join(found)}. Resume with the same"
-            " options, or pass --fresh to discard the job and start a new one"
+            f"the options differ from those at the start of the job: {'; '.join(found)}. Resume with the"
+            " original options, or pass --fresh to discard the job and start a new job"
         )
 
 
@@ -130,7 +130,7 @@ def to_go_on_with(
         command, settings: of this driver.
         resume: whether this driver may continue a job.
         fresh: whether to discard an existing job.
-        name: of the journal, for errors.
+        name: name of the journal, for errors.
 
     Raises:
         Invalid: the job may neither be continued nor discarded.
@@ -141,14 +141,14 @@ def to_go_on_with(
         if past.over:
             return None
         raise Invalid(
-            f"{name}: an earlier job has not ended, and its workers may still be training: "
-            "pass --resume to continue it, or --fresh to discard it and start a new one"
+            f"{name} contains an earlier job that has not ended, and its workers may still be training: pass"
+            " --resume to continue the job, or --fresh to discard it and start a new job"
         )
     if past.over and list(command) != past.command:
         assert past.ended is not None
         raise Invalid(
-            f"{name}: an earlier job, {_line(past.command)}, ended with exit code "
-            f"{past.ended.code}: pass --fresh to start a new one"
+            f"{name} contains an earlier job, {_line(past.command)}, which ended with exit code"
+            f" {past.ended.code}: pass --fresh to start a new job"
         )
     if not past.over:
         check_same_job(past, command, settings)

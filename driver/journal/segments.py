@@ -40,12 +40,16 @@ _heads = msgspec.json.Decoder(Head)
 
 @dataclass(eq=False)
 class SegmentedRecord(PendingRecord):
-    """A record whose pieces have heads. ``after``: the place from which it continues."""
+    """A record with a head for each piece.
+
+    Args:
+        after: the place from which it continues.
+    """
 
     after: Place | None = None
 
     def piece(self) -> bytes | None:
-        """Return the next piece with its head; None when all are written."""
+        """Return the next piece with its head, or None when all are written."""
         if self.written == self.pieces:
             return None
         head = Head(self.written + 1, self.pieces, self.begins, self.after)

@@ -18,9 +18,9 @@ LOCK = "held-by-actor"
 
 
 def make_folder() -> tuple[Path, int]:
-    """Create a private folder whose path is short enough for a socket.
+    """Create a private folder with a path that is short enough for a socket.
 
-    The descriptor holds a lock, which `sweep` respects.
+    The returned descriptor holds a lock. `sweep` skips locked folders.
     """
     where = tempfile.gettempdir()
     if len(os.fsencode(where)) + len(PREFIX) + 24 > PATH_LIMIT:

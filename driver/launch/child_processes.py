@@ -98,7 +98,7 @@ class ChildProcess:
         return self._printed.decode("utf-8", "replace")
 
     def hang_up(self) -> None:
-        """Close its standard input, which tells the process that its parent has exited."""
+        """Close the standard input of the process. The process then treats its parent as exited."""
         if not self._input.closed:
             self._loop.remove_writer(self._input.fileno())
             self._input.close()

@@ -59,7 +59,11 @@ def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def defaults(threads: int) -> dict[str, str]:
-    """Return the defaults, which users may override. ``threads``: this worker's share of the cores."""
+    """Return the defaults, which users may override.
+
+    Args:
+        threads: this worker's share of the cores.
+    """
     return {
         **nccl_settings.DEFAULTS,
         "OMP_NUM_THREADS": str(threads),

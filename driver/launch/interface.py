@@ -49,7 +49,7 @@ class Launcher(Protocol):
         """
 
     def alive(self) -> frozenset[Worker]:
-        """Return the workers that were started and whose exit has not been reported yet."""
+        """Return the started workers that have not been reported as exited."""
 
     async def close(self) -> None:
         """Kill all workers, wait for them within a time limit, and release everything."""

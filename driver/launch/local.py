@@ -89,7 +89,7 @@ class LocalLauncher:
         self.agent.dump(worker)
 
     def give_up(self, host: str, why: str) -> None:
-        """Do nothing: this machine always responds."""
+        """Do nothing, because this machine always responds."""
 
     def alive(self) -> frozenset[Worker]:
         return self.agent.alive()

@@ -80,8 +80,8 @@ class SshOptions:
             not self.python or self.python[0] in "-~" or not self.python.isprintable()
         ):
             raise Invalid(
-                f"--remote-python {self.python!r} is not a path of a Python: pass the full path, as in"
-                " /opt/venv/bin/python"
+                f"--remote-python {self.python!r} is not the path of a Python interpreter: pass a full path such"
+                " as /opt/venv/bin/python"
             )
 
     def words(self) -> list[str]:
@@ -130,7 +130,7 @@ class SshStarter:
             raise StartFailed(no_ssh(host, self._options.program)) from None
         except OSError as error:
             raise StartFailed(
-                f"ssh to {host} can't be started: {self._options.program}: {error.strerror}"
+                f"the program {self._options.program} can't be started to reach {host}: {error.strerror}"
             ) from None
 
     async def close(self) -> None:

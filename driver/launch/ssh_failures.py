@@ -70,7 +70,7 @@ def why_no_agent(
     """Return the reason why there is no agent on a host.
 
     Args:
-        code: exit code of the command that should have become the agent; None: it did not exit in time.
+        code: exit code of the command that should have become the agent. None means it did not exit in time.
         ours: release of this package.
         release: different release that the agent reported, or None.
     """

@@ -9,7 +9,7 @@ from elastic.protocol.messages import Worker
 
 
 def rank_of(environ: Mapping[str, str]) -> int | None:
-    """Return the rank in a worker's environment, or None if it has none."""
+    """Return the rank in the environment of a worker, or None if the rank is not set."""
     text = environ.get("HOROVOD_RANK", "")
     return int(text) if text.isdecimal() else None
 
@@ -18,7 +18,7 @@ def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
     """Check ``--stdin``.
 
     Args:
-        rank: rank of the worker that reads standard input; None: none.
+        rank: rank of the worker that reads standard input. None means that no worker reads it.
         by_agents: agents in other processes start the workers.
 
     Raises:
@@ -28,20 +28,22 @@ def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
         return
     if rank >= workers_max:
         ranks = "rank 0" if workers_max == 1 else f"ranks 0 to {workers_max - 1}"
-        raise Invalid(f"--stdin {rank}: this job has {ranks}; pass one of them")
+        raise Invalid(
+            f"--stdin {rank} is not a rank of this job, which has {ranks}: pass one of them"
+        )
     if by_agents:
         raise Invalid(
-            f"--stdin {rank}: standard input reaches only workers of this machine, in a job that ends with this"
-            " process: leave out --stdin, or run the job without other hosts, --etcd, --resume and --standby (with"
-            " a discovery script, also pass --network-interface lo)"
+            f"--stdin {rank} is not supported for this job, because standard input reaches only workers of this"
+            " machine that end with this process: omit --stdin, or omit other hosts, --etcd, --resume and"
+            " --standby. With a discovery script, also pass --network-interface lo"
         )
 
 
 class StandardInput:
-    """Standard input of a job, which the worker with the given rank receives. ``rank`` None: no worker receives it.
+    """Standard input of a job, for the worker with the given rank. If ``rank`` is None, no worker receives it.
 
-    One worker at a time receives it. Once that worker has ended, the next worker that starts in its slot or with its
-    rank receives the rest of the input.
+    Only one worker at a time receives the input. When this worker has ended, the next worker in its slot or with its
+    rank receives the rest.
     """
 
     def __init__(self, rank: int | None) -> None:

@@ -64,7 +64,7 @@ class ChildStarter:
             await self._children.begin(bootstrap, command, self._environ, explain)
         except OSError as error:
             raise StartFailed(
-                f"no agent can be started on {bootstrap.host}: {command[0]}: {error.strerror}"
+                f"no agent can be started on {bootstrap.host}, because {command[0]} failed: {error.strerror}"
             ) from None
 
     async def close(self) -> None:

@@ -30,7 +30,7 @@ class Failures(Part):
     """Handles failures and exits, one method per event."""
 
     def handle(self, event: Event) -> bool:
-        """Handle a failure or an exit; return whether it was one."""
+        """Handle a failure or an exit and return whether it was one."""
         match event:
             case WorkerFailed():
                 self.failed(event)
@@ -249,9 +249,6 @@ class Failures(Part):
     # ---- the cause -------------------------------------------------------------------------------------------------
 
     def _record_complaint(self, record: WorkerRecord, verdict: Reason) -> None:
-        """Record that a worker cannot continue because of another one. The next exit explains the failure. If there is
-        none, ``verdict`` is the reason.
-        """
         if self.worlds.root_cause_search is None:
             if self.worlds.completed:
                 early = ", ".join(self.worlds.completed[:8])

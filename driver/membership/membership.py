@@ -46,7 +46,7 @@ __all__ = ["IllegalEvent", "Membership", "Phase", "describe_exit"]
 
 
 class Membership:
-    """Membership of one job. Pass it events with their time, and perform the actions that it returns, in order."""
+    """Membership of one job. Pass each event with its time, and perform the returned actions in order."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -105,7 +105,7 @@ class Membership:
 
     @property
     def stragglers(self) -> frozenset[Worker]:
-        """Workers that slow down the others although all make progress."""
+        """Workers that slow down the other workers. All workers still make progress."""
         return self.stuck.stragglers
 
     def place_of(self, worker: Worker) -> Place | None:

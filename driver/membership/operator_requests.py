@@ -33,7 +33,7 @@ class OperatorRequests(Part):
     hosts."""
 
     def handle(self, event: Event) -> bool:
-        """Handle a request; return whether the event was one."""
+        """Handle a request and return whether the event was one."""
         match event:
             case ScaleRequested(request, workers):
                 self._answer(request, *self._scale(workers))

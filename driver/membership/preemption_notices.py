@@ -44,7 +44,11 @@ STOPPED = 143  # exit code, as after SIGTERM; a batch system may requeue the job
 
 @dataclass
 class Departure:
-    """The announced end of one machine. ``by``: time on the caller's clock; None if unknown."""
+    """The announced end of one machine.
+
+    Args:
+        by: time on the caller's clock, or None if unknown.
+    """
 
     text: str
     by: float | None
@@ -56,7 +60,7 @@ class Departure:
 
 
 class Notices(Part):
-    """Tracks the machines that will be reclaimed, and decides what their workers do."""
+    """Machines that will be reclaimed, and the decisions about their workers."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -76,7 +80,7 @@ class Notices(Part):
         self._looked_at: tuple[int, int, int] | None = None  # state at the previous check
 
     def handle(self, event: Event) -> bool:
-        """Handle a notice about a machine; return whether it was one."""
+        """Handle a notice about a machine and return whether it was one."""
         match event:
             case HostLeaving(host, notice, alone):
                 self._leaves(host, notice, alone=alone)
@@ -94,7 +98,9 @@ class Notices(Part):
             self._stays(event.host)
 
     def listed(self, hosts: dict[str, int]) -> None:
-        """Handle a new list from discovery: a host that left it returns as another machine."""
+        """Handle a new list from discovery. A host that was removed from the list is treated as a new machine when
+        it returns.
+        """
         for host in self.announced.keys() - hosts.keys():
             self._clear(host)
             for record in self.roster.hosts.get(host, {}).values():

@@ -193,8 +193,6 @@ def restore_snapshot(data: bytes, settings: Settings) -> Membership:
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Disable garbage collection, which would take six times as long as the snapshot itself: it would examine half a
-    million lists that are all in use."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -249,7 +247,7 @@ class _Taking:
         way = self._ways.get(kind)
         if way is None:
             raise SnapshotError(
-                f"a snapshot can't hold {kind.__module__}.{kind.__qualname__}: {value!r:.200}"
+                f"a snapshot can't contain {kind.__module__}.{kind.__qualname__}: {value!r:.200}"
             )
         return way(value)
 
@@ -285,7 +283,7 @@ class _Taking:
     def _method(self, value: Any) -> list[int]:
         owner, name = value.__self__, value.__name__
         if (type(owner), name) not in METHODS:
-            raise SnapshotError(f"a snapshot can't hold the method {value!r:.200}")
+            raise SnapshotError(f"a snapshot can't contain the method {value!r:.200}")
         found = self._methods.get((id(owner), name))
         if found is None:
             row = [self._number(_METHOD), name, self._part(owner)]
@@ -330,10 +328,6 @@ class _Taking:
 
 
 class _Making:
-    """Restores objects: creates mutable ones empty, then immutable ones from their parts, then fills the mutable
-    ones.
-    """
-
     def __init__(self, snapshot: _Snapshot, settings: Settings) -> None:
         kinds = [
             (_METHOD if name == _METHOD else _NAMED[name], names) for name, *names in snapshot.kinds
@@ -376,7 +370,7 @@ class _Making:
         if kind == _METHOD:
             name, owner = values
             if (type(owner), name) not in METHODS:
-                raise ValueError(f"method {name} can't be part of a snapshot")
+                raise ValueError(f"a snapshot can't contain the method {name}")
             return getattr(owner, name)
         return kind(values) if kind in (tuple, frozenset) else kind(*values)
 
@@ -412,6 +406,6 @@ def _have_the_same_fields(kinds: list[list[str]], settings: Settings) -> None:
         odd = expected.get(name, set()) ^ set(names)
         if odd:
             raise Invalid(
-                f"the snapshot was taken by another version of this program: {name} differs in"
-                f" {', '.join(sorted(odd))}; resume with the version that wrote it"
+                f"the snapshot was taken by another version, in which {name} has different fields"
+                f" ({', '.join(sorted(odd))}): resume the job with the version that wrote the journal"
             )

@@ -19,7 +19,9 @@ BEFORE = "model before the gradients became infinite or NaN"
 
 
 class IllegalEvent(AssertionError):
-    """An event that is neither outdated nor legal: a bug. The message contains the events before it."""
+    """An event that is neither outdated nor allowed, which indicates a bug. The message contains the preceding
+    events.
+    """
 
 
 class WorkerReports(Part):
@@ -30,7 +32,7 @@ class WorkerReports(Part):
         self.frozen = frozen
 
     def handle(self, event: events.Event) -> bool:
-        """Handle a worker's report about itself; return whether the event was one. Raises IllegalEvent."""
+        """Handle a worker's report about itself and return whether the event was one. Raises IllegalEvent."""
         match event:
             case events.WorkerConnected():
                 self.connected(event)
@@ -178,7 +180,7 @@ class WorkerReports(Part):
         self.worlds.lose(here[0], reason)
 
     def miscomputed(self, event: events.WorkerMiscomputed) -> None:
-        """Fence a worker whose gradients are wrong, and quarantine its slot. Every rank reports it."""
+        """Fence a worker with wrong gradients, and quarantine its slot. Every rank reports such a worker."""
         members = self.worlds.members
         if event.generation != self.worlds.generation or not 0 <= event.rank < len(members):
             return

@@ -27,9 +27,11 @@ NAMED = 8  # joining workers listed
 
 @dataclass(frozen=True)
 class ChangeWait:
-    """One wait. ``until``: its end; if it has not ended, the time of the query.
+    """One wait for a commit.
 
-    ``reached``: a member reached a commit; None: it has not ended.
+    Args:
+        until: end of the wait, or the time of the query if the wait has not ended.
+        reached: a member reached a commit. None means that the wait has not ended.
     """
 
     since: float
@@ -55,7 +57,11 @@ class ChangeWait:
 
 
 class ChangeWaits(ViewReader):
-    """Waits of one job, of at least WAIT_S. ``count``: of past ones."""
+    """Waits of one job, of at least WAIT_S.
+
+    Args:
+        count: number of past waits.
+    """
 
     def __init__(self, view: JobView) -> None:
         self.view = view
@@ -67,7 +73,7 @@ class ChangeWaits(ViewReader):
         view.follow(self)
 
     def current(self, now: float) -> ChangeWait | None:
-        """Return the current wait; None if there is none."""
+        """Return the current wait, or None if no member waits."""
         if self._since is None or now - self._since < WAIT_S:
             return None
         if not (self._joining or self._leaving):

@@ -40,7 +40,7 @@ class CommitRate:
         return since, self._measured
 
     def value(self, now: float) -> float | None:
-        """Return the current number of commits per second; None if unknown.
+        """Return the current number of commits per second, or None if unknown.
 
         Ranks that wait for others make no commits: once the usual interval between two commits has passed, the rate
         decays, to 0 within STALL_S. The rate is also 0 if no newer commit was reported for two usual intervals.

@@ -21,7 +21,11 @@ class ExitLines:
         self._timer = DebounceTimer(self.say, held)
 
     def shares(self, about: Reason | None, *, starting: bool = False) -> bool:
-        """Return whether a line is deferred. ``starting``: there was no world yet, so further exits may end the job."""
+        """Return whether a line is deferred.
+
+        Args:
+            starting: there was no world yet, so further exits may end the job.
+        """
         if about is None or about.kind is not ReasonKind.SLOT_COOLS:
             return False
         self._timer.touch()

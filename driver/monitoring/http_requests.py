@@ -26,7 +26,11 @@ SAME_SITE = ("same-origin", "")  # Sec-Fetch-Site values; older browsers do not 
 
 @dataclass(frozen=True)
 class PageRefusal:
-    """A refused request. ``status``: HTTP status code and phrase."""
+    """A refused request.
+
+    Args:
+        status: HTTP status code and phrase.
+    """
 
     status: str
     why: str
@@ -45,7 +49,11 @@ class RequestGuard:
     names: Collection[str] = ("localhost",)
 
     def answer(self, head: bytes) -> str | PageRefusal:
-        """Return ``page``, ``events`` or a refusal. ``head``: the request up to the empty line."""
+        """Return ``page``, ``events`` or a refusal.
+
+        Args:
+            head: the request up to the empty line.
+        """
         try:
             first, *lines = head.decode("ascii").split("\r\n")
             method, target, version = first.split(" ")

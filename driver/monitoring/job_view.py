@@ -43,7 +43,7 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that a worker announced itself: an exception of its script, or an exit with an error."""
+    """Failure that a worker reported. It is either an exception of the script or an exit with an error."""
 
     raised: bool
     what: str  # summary of the exception, otherwise the call that ended it; empty if its state differs
@@ -155,7 +155,7 @@ class JobView:
 
         Args:
             workers: pid, 0 if unknown, and rank, None outside the world, of each running process.
-            generation: of their world.
+            generation: generation of their world.
             now: the time.
         """
         self.touched = []
@@ -273,7 +273,6 @@ class JobView:
             self.failed_checks[slot] = (self.failed_checks.get(slot, (0, event))[0] + 1, event)
 
     def _known(self, worker: Worker) -> WorkerView | None:
-        """Return the process that sent a report; None if it has exited. It may have started before the first event."""
         known = self.workers.get(worker)
         if known is None and worker.incarnation > self._last.get((worker.host, worker.slot), 0):
             known = self.workers[worker] = WorkerView(worker, Stage.CONNECTED)

@@ -380,9 +380,9 @@ def bound_visitors(server: Any) -> None:
 
 
 def refuse_other_names(server: Any, own: str) -> None:
-    """Refuse requests to a server on loopback whose Host header is another machine's name.
+    """Refuse requests to a server on loopback if the Host header names another machine.
 
-    Such a request comes from a browser that has loaded a site whose name now resolves to this address (DNS rebinding).
+    Such a request can come from a website that resolves to this address (DNS rebinding).
     """
     names = {"localhost", own.lower(), socket.gethostname().lower()}
     app = server.get_app()
@@ -404,7 +404,7 @@ class MetricsServer(Collector):
 
     Args:
         address: address to listen on.
-        port: port to listen on; 0: a free one.
+        port: port to listen on. 0 means any free port.
         figures: the metrics to serve.
         changing: lock that the driver's thread holds while it changes ``figures``, which the threads of scrapes read.
 
@@ -423,7 +423,7 @@ class MetricsServer(Collector):
             self._server, self._thread = start_http_server(port, address, registry)
         except OSError as error:
             raise Invalid(
-                f"metrics can't be served on {address} port {port}: {error.strerror or error}; pass another"
+                f"metrics can't be served on {address} port {port}: {error.strerror or error}. Pass another"
                 " --metrics-port or --metrics-host"
             ) from None
         bound_visitors(self._server)

@@ -15,6 +15,10 @@ from elastic.protocol.messages import Worker
 
 
 def failure_lasts(view: JobView, ending: Collection[Worker]) -> bool:
-    """Return whether more exceptions and exits are expected. ``ending``: workers that have reported an exception."""
+    """Return whether more exceptions and exits are expected.
+
+    Args:
+        ending: workers that have reported an exception.
+    """
     failed = view.end is not None and view.end.code != 0
     return failed or view.broken or not view.workers.keys().isdisjoint(ending)

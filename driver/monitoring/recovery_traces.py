@@ -53,7 +53,8 @@ def phases_of(report: ReportRecovery) -> list[tuple[str, float, float]]:
 class RecoveryTraces(ViewReader):
     """Traces of one job, on a clock of seconds since 1970.
 
-    ``processors``: destinations of spans; default: those that the environment variables configure.
+    Args:
+        processors: destinations of spans (default: those that the environment variables configure).
     """
 
     def __init__(
@@ -135,7 +136,6 @@ class ExportErrorHandler(logging.Handler):
 
 
 def _processors(environ: Mapping[str, str]) -> list[SpanProcessor]:
-    """Return the processors that the environment variables configure; by default, one that sends spans by OTLP."""
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     found: list[SpanProcessor] = []
@@ -155,12 +155,14 @@ def _processors(environ: Mapping[str, str]) -> list[SpanProcessor]:
             install = f"pip install opentelemetry-exporter-{wanted.replace('_', '-')}"
             if wanted == "otlp_proto_http":
                 install = INSTALL
-            raise Invalid(f"--opentelemetry: exporter {wanted} is not installed: {install}")
+            raise Invalid(
+                f"the OpenTelemetry exporter {wanted} (--opentelemetry) is not installed: {install}"
+            )
         try:
             found.append(BatchSpanProcessor(next(iter(exporters)).load()()))
         # For example an invalid variable, or a missing certificate.
         except Exception as error:
             raise Invalid(
-                f"--opentelemetry: exporter {wanted} can't be created: {error}"
+                f"the OpenTelemetry exporter {wanted} (--opentelemetry) can't be created: {error}"
             ) from error
     return found

@@ -2,7 +2,7 @@
 
 Pure: no I/O, no clock.
 
-A worker numbers its reports and repeats them if some may have been lost; see `elastic.monitoring.report_queue`.
+A worker numbers its reports and repeats them if some may have been lost. See `elastic.monitoring.report_queue`.
 """
 
 from __future__ import annotations

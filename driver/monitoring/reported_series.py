@@ -55,7 +55,11 @@ class ReportedSeries:
         self._highest = -math.inf
 
     def report(self, rank: int, metrics: Mapping[str, Any], at: float) -> None:
-        """Record one report; ``at`` in seconds since 1970."""
+        """Record one report.
+
+        Args:
+            at: time of the report, in seconds since 1970.
+        """
         for name, value in metrics.items():
             if isinstance(value, str):
                 if name in self.texts or len(self.texts) < NAMES:

@@ -41,7 +41,7 @@ class Reports:
         self._send_each = send_each
 
     def heard(self, worker: Worker, message: Any) -> bool:
-        """Handle a message; return whether it was a report."""
+        """Handle a message and return whether it was a report."""
         if not isinstance(message, Reported):
             return False
         if self._ledger.heard(worker, message):
@@ -55,7 +55,7 @@ class Reports:
         return {rank: self._last[ranks[rank]] for rank in sorted(ranks)}
 
     def keep(self, workers: set[Worker]) -> None:
-        """Discard the state of all workers except these; the others are lost."""
+        """Discard the state of all workers except the given ones. The other workers are lost."""
         self._ledger.keep(workers)
         for worker in self._last.keys() - workers:
             del self._last[worker]

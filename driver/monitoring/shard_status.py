@@ -59,7 +59,7 @@ class ShardStatus:
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """Values for `as_sentence`; None until all workers of a world have reported."""
+        """Values for `as_sentence`, or None until all workers of a world have reported."""
         if self._divided is None:
             return None
         return {

@@ -47,7 +47,11 @@ class StallEnd(enum.Enum):
 
 @dataclass(frozen=True)
 class Culprit:
-    """A member that the others wait for. ``line``: script line, ``train.py:12``; empty if unknown."""
+    """A member that the others wait for.
+
+    Args:
+        line: script line, ``train.py:12``, or an empty result if unknown.
+    """
 
     worker: Worker
     rank: int
@@ -57,7 +61,11 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Stall:
-    """One stall. ``until``: the end of the stall, or the time of the query if ``end`` is None."""
+    """One stall.
+
+    Args:
+        until: the end of the stall, or the time of the query if ``end`` is None.
+    """
 
     since: float
     until: float
@@ -73,7 +81,11 @@ class Stall:
         return self.until - self.since
 
     def facts(self, offset: float = 0.0) -> dict[str, Any]:
-        """Return the stall as JSON; ``offset`` is added to its times."""
+        """Return the stall as JSON.
+
+        Args:
+            offset: seconds to add to each time.
+        """
         return {
             "since": self.since + offset,
             "seconds": self.seconds,
@@ -207,11 +219,13 @@ class Stalls(ViewReader):
 
     @property
     def waits_since(self) -> float | None:
-        """Time since which members wait in a collective, however briefly; None if none waits."""
+        """Time since which members have waited in a collective, including brief waits. The value is None if no
+        member waits.
+        """
         return min((wait.since for wait in self._waits.values()), default=None)
 
     def current(self, now: float) -> Stall | None:
-        """Return the current stall; None if there is none."""
+        """Return the current stall, or None if the job makes progress."""
         found = [self._stall(wait, now) for wait in self._waits.values()]
         return min(
             (stall for stall in found if stall is not None), key=lambda s: s.since, default=None
@@ -229,7 +243,8 @@ class Stalls(ViewReader):
     def seconds(self, since: float, until: float, lasting: Stall | None) -> float:
         """Return the stalled seconds in an interval.
 
-        ``lasting``: `current` at ``until``; no past stall may end later.
+        Args:
+            lasting: `current` at ``until``; no past stall may end later.
         """
         first = bisect_right(self._ends, since)
         before = self._sums[first - 1] if first else 0.0
@@ -387,7 +402,9 @@ ENDS = {
 
 
 def blamed(facts: Mapping[str, Any]) -> str:
-    """Return the culprits of a stall's facts, as ``rank 1 (h:1#1) at train.py:12``; empty if there are none."""
+    """Return the culprits of a stall's facts, as ``rank 1 (h:1#1) at train.py:12``, or an empty result if there are
+    none.
+    """
     names = [
         f"rank {each['rank']} ({each['worker']})"
         + (f" at {each['line']}" if each["line"] else "")

@@ -43,15 +43,16 @@ class StepRate:
             self._rate.committed(steps, now)
 
     def steps(self, now: float) -> float | None:
-        """Return steps per second; None if unknown. While no steps are made, the rate decays to 0 as in
-        `CommitRate.value`."""
+        """Return steps per second, or None if unknown. While no steps are made, the rate decays to 0 as in
+        `CommitRate.value`.
+        """
         return self._rate.value(now)
 
     def mean(self) -> float | None:
-        """Return steps per second of the whole job, including recoveries and stalls; None if unknown."""
+        """Return steps per second of the whole job, including recoveries and stalls, or None if unknown."""
         return self._made / self._over_s if self._over_s > 0 else None
 
     def samples(self, now: float, size: int) -> float | None:
-        """Return samples per second of ``size`` workers; None if unknown."""
+        """Return samples per second of ``size`` workers, or None if unknown."""
         steps = self.steps(now)
         return None if steps is None or self._batch is None else steps * self._batch * size

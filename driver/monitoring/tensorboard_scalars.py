@@ -33,7 +33,12 @@ JOB = "job"  # folder of the driver's own measurements; each reporting rank has 
 
 
 class Scalar(NamedTuple):
-    """One point of a curve. ``run``: folder of its file; ``at``: seconds since 1970."""
+    """One point of a curve.
+
+    Args:
+        run: folder of its file.
+        at: seconds since 1970.
+    """
 
     run: str
     tag: str
@@ -43,7 +48,7 @@ class Scalar(NamedTuple):
 
 
 class ScalarsOfReports:
-    """Converter of one job's reports to scalars. Pure: no I/O, no clock."""
+    """Converter of a job's reports to scalars. Pure: no I/O, no clock."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}  # reports, by rank
@@ -68,7 +73,7 @@ class ScalarsOfReports:
 
 
 def of_actions(actions: Sequence[Action], at: float) -> list[Scalar]:
-    """Return the scalars of the driver's actions; their step is the generation."""
+    """Return the scalars of the driver's actions. The step of each scalar is the generation."""
     found = []
     for action in actions:
         if isinstance(action, PublishWorld):

@@ -103,8 +103,8 @@ class Spent:
             self.stalled[most[1]] = self.stalled.get(most[1], 0.0) + seconds
 
     def measured(self, report: Times, doing: Part) -> Mapping[str, float] | None:
-        """Return the parts of the worker's steps since its last report. None if it was not training all the time, or if
-        the time is too short.
+        """Return the parts of the worker's steps since its last report. Return None if the worker did not train the
+        whole time or if the time is too short.
         """
         if self.said_at is None or self.doing not in IN_STEPS or doing not in IN_STEPS:
             return None
@@ -116,10 +116,10 @@ class Spent:
     def times(
         self, now: float, stalled_s: float = 0.0, steps: Mapping[str, float] | None = None
     ) -> Seconds:
-        """Return the seconds by part; they sum to the worker's age.
+        """Return the seconds by part. Their sum is the age of the worker.
 
         Args:
-            now: on the driver's clock.
+            now: current time on the driver's clock.
             stalled_s: stalled seconds since its last report.
             steps: `measured` of another worker, used if this worker has not reported enough itself.
         """
@@ -244,7 +244,11 @@ class TimeSpent(ViewReader):
                 pass
 
     def _stop(self, now: float, *, first: bool) -> None:
-        """Handle a member that waits for another world. ``first``: the current one was only for ``init()``."""
+        """Handle a member that waits for another world.
+
+        Args:
+            first: the current one was only for ``init()``.
+        """
         if first:
             self._stretch = "starting"
         else:
@@ -359,8 +363,8 @@ class TimeSpent(ViewReader):
         return _sum([self.older, *(times for _, times in self.workers())])
 
     def goodput(self) -> float | None:
-        """Return the share of all workers' time that was spent training. None if no worker was in ``elastic.run``,
-        since workers report their activity only there.
+        """Return the share of the workers' time that was spent in training. Return None if no worker was in
+        ``elastic.run``, because workers report their activity only there.
         """
         total = self.total()
         worked = sum(msgspec.structs.astuple(total))
@@ -385,7 +389,8 @@ WORDS: dict[Stretch, str] = {
 def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
     """Return the summary as lines of a table, with up to SHOWN workers.
 
-    ``zeros``: include empty stretches and parts.
+    Args:
+        zeros: include empty stretches and parts.
     """
     job, total = spent.stretches(), spent.total()
     until = ", until the last worker exited" if spent.over else ""

@@ -62,7 +62,11 @@ class Timeline:
     def traced(
         self, worker: Worker, message: messages.Traced, ranks: Mapping[Worker, int]
     ) -> list[str]:
-        """Return the lines for a worker's records. ``ranks``: ranks in the newest world."""
+        """Return the lines for a worker's records.
+
+        Args:
+            ranks: ranks in the newest world.
+        """
         key = str(worker)
         lines = self._named(worker, ranks.get(worker))
         lines += self._format.records(key, message.records, message.offset_ns)
@@ -78,7 +82,11 @@ class Timeline:
         now_ns: int,
         ranks: Mapping[Worker, int],
     ) -> list[str]:
-        """Return the lines for an event and its actions. ``ranks``: ranks in the newest world before the actions."""
+        """Return the lines for an event and its actions.
+
+        Args:
+            ranks: ranks in the newest world before the actions.
+        """
         self._now_ns = now_ns
         lines = self._happened(event)
         for action in actions:
@@ -192,8 +200,6 @@ class Timeline:
     # ---- rows
 
     def _named(self, worker: Worker, rank: int | None) -> list[str]:
-        """Return the lines that name a worker's process. A worker that left a world keeps the name that it had
-        there."""
         key = str(worker)
         if self._format.knows(key):
             return []

@@ -89,7 +89,7 @@ class Tracing(ViewReader):
     # ---- workers
 
     def heard(self, worker: Worker, message: Any) -> bool:
-        """Handle a message; return whether it concerned only a timeline."""
+        """Handle a message and return whether it concerned only a timeline."""
         match message:
             case messages.ClockAsked(asked_ns):
                 heard_ns = time.monotonic_ns()
@@ -153,13 +153,15 @@ class Tracing(ViewReader):
         if not self._path:
             try:
                 if not os.path.isabs(wanted.path):
-                    raise Invalid(f"the path {wanted.path!r} is relative: pass an absolute one")
+                    raise Invalid(
+                        f"the timeline path {wanted.path!r} is relative: pass an absolute path"
+                    )
                 if os.path.isfile(wanted.path) and not is_free(wanted.path):
                     # The user that starts the job may overwrite any of their files, but a worker on another host must
                     # not.
                     raise Invalid(
-                        f"{wanted.path!r} is a file on the driver's host that is not a timeline: remove it, or pass"
-                        " another path"
+                        f"{wanted.path!r} already exists on the driver's host, but is not a timeline: remove the"
+                        " file, or pass another path"
                     )
                 self.open(wanted.path, mark_cycles=wanted.mark_cycles)
                 self._log("info", f"{worker} started a timeline: {wanted.path}")

@@ -34,8 +34,9 @@ def recovery_line(
 ) -> str:
     """Return for example ``recovered in 83 ms with 3 workers, generation 5; no committed step lost``.
 
-    ``held``: whether a member held a commit; every survivor holds a commit that all members of the previous world made.
-    ``committed``: whether any commit was made in this job; without one, members hold the initial state.
+    Args:
+        held: whether a member held a commit; every survivor holds a commit that all members of the previous world made.
+        committed: whether any commit was made in this job; without one, members hold the initial state.
     """
     verb = _VERBS.get(report.kind, report.kind)
     size = counted(report.size, "worker")

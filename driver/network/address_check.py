@@ -19,7 +19,7 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class AddressCheck:
-    """Addresses that hosts use and have, as counts, so that hosts need not be compared in pairs."""
+    """Addresses of all hosts, stored as counts. Hosts need not be compared in pairs."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, _CheckedHost] = {}
@@ -76,7 +76,7 @@ class AddressCheck:
             self._held.setdefault(network, Counter()).update(dict.fromkeys(held, by))
 
     def _trouble(self, newest: _CheckedHost) -> str:
-        """Return the kind of problem that the newest host causes; the empty string if there is none."""
+        """Return the kind of problem that the newest host causes, or the empty string if there is none."""
         if len(self._hosts) < 2:
             return ""
         if self._versions[4] and self._versions[6]:
@@ -118,7 +118,6 @@ class AddressCheck:
         )
 
     def _common(self, newest: _CheckedHost) -> _Network | None:
-        """Return a network in which every host has its own address, preferably IPv4; None if there is none."""
         common = [
             network
             for network in newest.has

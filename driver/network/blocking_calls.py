@@ -19,7 +19,7 @@ T = TypeVar("T")
 async def to_thread(function: Callable[..., T], *args: Any, within_s: float | None) -> T:
     """Run a function in a thread. Return its result, or raise its exception.
 
-    Raises asyncio.TimeoutError after ``within_s``; the function then continues, and its result is ignored.
+    Raises asyncio.TimeoutError after ``within_s`` seconds. The function then continues, and its result is ignored.
     """
     future = begun(lambda: function(*args), "outside the loop")
     await within(over(future), within_s)

@@ -98,11 +98,13 @@ def wanted_address(
     if scoped is not None:
         raise Invalid(_no_scope(f"{scoped.address} of {scoped.name}"))
     here = ", ".join(map(str, own[:SHOWN])) or "none"
-    raise Invalid(f"{FLAG} {','.join(wanted)} matches no address of this machine, which has {here}")
+    raise Invalid(
+        f"{FLAG} {','.join(wanted)} matches no address of this machine. Its addresses are {here}"
+    )
 
 
 def name_of(address: str, own: Sequence[InterfaceAddress]) -> str | None:
-    """Return the interface with this address; for an address such as 127.0.0.2, the interface with its network."""
+    """Return the interface with this address. For an address such as 127.0.0.2, return the interface of its network."""
     for each in own:
         if each.address == address:
             return each.name
@@ -155,7 +157,7 @@ def _version(address: str) -> int:
 
 
 def _network(name: str) -> _Network | None:
-    """Parse a network; None for the name of an interface. Raises Invalid."""
+    """Parse a network. Return None for the name of an interface. Raises Invalid."""
     try:
         if "%" not in name:
             return ipaddress.ip_network(name, strict=False)
@@ -163,7 +165,8 @@ def _network(name: str) -> _Network | None:
         if _NAME.fullmatch(name) and not re.fullmatch(r"[\d.]+|[\da-fA-F:]*::[\da-fA-F:]*", name):
             return None
     raise Invalid(
-        f"{FLAG} {name!r} is neither an interface nor a network: pass one such as eth1, 10.0.0.0/8 or fd00::/8"
+        f"{FLAG} {name!r} is neither an interface nor a network: pass a value such as eth1, 10.0.0.0/8 or"
+        " fd00::/8"
     )
 
 
@@ -174,7 +177,6 @@ def _fits(interface: InterfaceAddress, name: str, network: _Network | None) -> b
 
 
 def _reachable(own: Sequence[InterfaceAddress], family: int) -> str:
-    """Return the best guess without a setting: real interfaces before internal ones, then by family."""
     found = [each for each in own if each.up and not each.loopback and not each.link_local]
     if not found:
         raise Invalid(

@@ -51,12 +51,21 @@ class Owner(Protocol[Who]):
     def lost(
         self, connection: Connection[Who], peer: Who | None, trouble: str, error: Exception | None
     ) -> None:
-        """Handle the end of a connection. ``trouble``: why this end closed it; ``error``: error of the transport."""
+        """Handle the end of a connection.
+
+        Args:
+            trouble: why this end closed it.
+            error: error of the transport.
+        """
         ...
 
 
 class Connection(asyncio.Protocol, Generic[Who]):
-    """One connection, from accept or connect to close. ``calls``: this end opened the connection."""
+    """One connection, from accept or connect to close.
+
+    Args:
+        calls: this end opened the connection.
+    """
 
     def __init__(
         self, owner: Owner[Who], loop: asyncio.AbstractEventLoop, *, calls: bool = False
@@ -190,7 +199,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self.end(f"not authenticated within {HANDSHAKE_S:.0f} s{hint if silent else ''}")
 
     def end(self, trouble: str = "", error: Exception | None = None) -> None:
-        """Close immediately; see `Owner.lost`, which is called once, before this returns."""
+        """Close immediately. See `Owner.lost`, which is called once, before this returns."""
         if self._over:
             return
         self._over = True

@@ -171,9 +171,8 @@ class ControlServer(Generic[Who]):
         return self.bind(interface, port)
 
     def send(self, peer: Who, *messages: msgspec.Struct) -> bool:
-        """Send messages without blocking, in one chunk.
-
-        Returns False if not connected, in which case they are dropped.
+        """Send messages without blocking, in one chunk. If the peer is not connected, drop the messages and return
+        False.
         """
         connection = self._connections.get(peer)
         return connection is not None and connection.write(*map(encoded, messages))
@@ -195,7 +194,7 @@ class ControlServer(Generic[Who]):
         return peer in self._connections
 
     def peer(self, worker: Who) -> str:
-        """Return the numeric address of a caller; empty if not connected."""
+        """Return the numeric address of a caller, or an empty result if not connected."""
         connection = self._connections.get(worker)
         return "" if connection is None else connection.peer.rpartition(":")[0].strip("[]")
 

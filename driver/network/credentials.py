@@ -21,7 +21,11 @@ class TlsFiles(msgspec.Struct, frozen=True):
 
 
 class EtcdAccess(msgspec.Struct, frozen=True):
-    """Endpoints and credentials of etcd. ``tls`` None: unencrypted."""
+    """Endpoints and credentials of etcd.
+
+    Args:
+        tls: TLS context. None means an unencrypted connection.
+    """
 
     endpoints: list[str]  # host:port of one or more members of the cluster, tried in turn
     tls: TlsFiles | None = None

@@ -29,7 +29,9 @@ def parse_host(text: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
     if text.startswith("["):
         name, bracket, rest = text[1:].partition("]")
         if not bracket or not _is_ipv6(name) or (rest and not rest.startswith(":")):
-            raise Invalid(f"{text!r} is not an address in brackets; write it as in [::1]:4")
+            raise Invalid(
+                f"{text!r} has an invalid address in brackets: write the address as in [::1]:4"
+            )
         slots = rest[1:] if rest else None
     elif text.count(":") > 1:
         raise Invalid(
@@ -50,7 +52,7 @@ def parse_line(line: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
         return None
     match = _LINE.fullmatch(text)
     if match is None:
-        raise Invalid("it is neither host:slots nor host slots=N")
+        raise Invalid("the entry has neither the form host:slots nor the form host slots=N")
     host, slots = parse_host(match["host"], default_slots=default_slots, slots_min=slots_min)
     if match["slots"] is not None:
         if match["host"] not in (host, f"[{host}]"):
@@ -96,10 +98,10 @@ def read_hostfile(path: str, *, default_slots: int = 1) -> dict[str, int]:
             text = file.read(_FILE_LIMIT)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise Invalid(f"hostfile {path} can't be read: {reason}") from None
+        raise Invalid(f"the hostfile {path} can't be read: {reason}") from None
     hosts = parse_lines(text, source=f"hostfile {path}", default_slots=default_slots)
     if not hosts:
-        raise Invalid(f"hostfile {path} lists no host; write lines such as gpu7 slots=4")
+        raise Invalid(f"the hostfile {path} lists no host: write lines such as gpu7 slots=4")
     return hosts
 
 
@@ -156,15 +158,15 @@ class ThisHost:
         lookup = begun(lambda: self._resolve(host), f"resolve {host}")
         if not futures.wait([lookup], self._resolve_s).done:
             raise _Unresolved(
-                f"cannot resolve host {host!r} within {self._resolve_s:g} s: check the name server, or pass an IP"
-                " address"
+                f"host {host!r} was not resolved within {self._resolve_s:g} s: check the name server, or pass an"
+                " IP address"
             )
         try:
             addresses = lookup.result()
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise _Unresolved(
-                f"cannot resolve host {host!r}: {reason}; check the spelling and DNS, or pass an IP address"
+                f"host {host!r} can't be resolved: {reason}. Check the spelling and DNS, or pass an IP address"
             ) from None
         here = any(map(self._is_here, addresses))
         return None if here else f"{host} is another machine ({', '.join(addresses[:3])})"
@@ -176,7 +178,7 @@ class ThisHost:
 
 
 def literal_address(host: str) -> str | None:
-    """Return the normalized address if ``host`` is an address; None for a name.
+    """Return the normalized address if ``host`` is an address, or None for a name.
 
     For example ``127.1`` and ``0x7f.1`` -> ``127.0.0.1``.
     """
@@ -204,14 +206,16 @@ def parse_address(text: str) -> tuple[str, int]:
 
 def _add(hosts: dict[str, int], host: str, slots: int) -> None:
     if host in hosts:
-        raise Invalid(f"host {host} is listed twice: list it once, with all its slots")
+        raise Invalid(f"host {host} is listed twice: list the host once, with all its slots")
     hosts[host] = slots
 
 
 def _slots(text: str, slots: str, slots_min: int) -> int:
     number = int(slots) if re.fullmatch(r"[0-9]{1,9}", slots) else -1
     if number < slots_min:
-        raise Invalid(f"{text!r} needs a whole number of slots, {slots_min} or more, as in gpu7:4")
+        raise Invalid(
+            f"{text!r} has an invalid number of slots: pass a whole number of at least {slots_min}, as in gpu7:4"
+        )
     if number > SLOTS_LIMIT:
         raise Invalid(
             f"{text!r} has more than {SLOTS_LIMIT} slots for one host; write host:slots, without a port"

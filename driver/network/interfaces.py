@@ -50,12 +50,12 @@ def alone_address(wanted: Sequence[str], own: Sequence[InterfaceAddress] | None 
 
 
 def worker_network(bind: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return additions to ``environ`` for workers that listen on ``bind``; variables set there are not replaced."""
+    """Return environment variables for workers that listen on ``bind``. Variables in ``environ`` are not replaced."""
     return worker_variables(bind, own_addresses(), environ)
 
 
 def route_to(address: str) -> str | None:
-    """Return the address from which this machine reaches another; None without a route."""
+    """Return this machine's address on the route to another machine. Return None without a route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         # connect ignores the zone of fe80::1%eth0 in text, and needs it as a number
@@ -85,7 +85,7 @@ async def listen_address(
         wanted: value of --network-interface.
         towards: names or numeric addresses of the machines that will connect, or of etcd, in order of importance.
         grows: hosts may be added later.
-        own: addresses of this machine; default: read from the system.
+        own: addresses of this machine (default: read from the system).
         resolve: resolves a name.
         route: see `route_to`.
 
@@ -104,7 +104,7 @@ async def listen_address(
         return alone_address(wanted, own)
     if local is None:
         raise Invalid(
-            f"no address of this machine leads to another host ({'; '.join(reasons)}): pass {FLAG}"
+            f"no address of this machine has a route to another host ({'; '.join(reasons)}): pass {FLAG}"
         )
     if is_link_local(local):
         return choose_bind((), [], local=local)  # raises with the reason

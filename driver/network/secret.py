@@ -23,7 +23,7 @@ _HOW = "create one with `elasticrun secret FILE`"
 
 
 def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
-    """Read the job's secret from ``file`` or the environment; None if neither is given. Raises Invalid."""
+    """Read the job's secret from ``file`` or the environment. Return None if neither is given. Raises Invalid."""
     if file is not None:
         return _read(file, "--secret-file")
     named, given = environ.get(FILE_VARIABLE), environ.get(VARIABLE)
@@ -41,17 +41,17 @@ def make_secret_file(path: str) -> None:
         fd = os.open(path, flags, 0o600)
     except FileExistsError:
         raise Invalid(
-            f"{path} already exists, and jobs may use it: pass another name, or remove it first"
+            f"{path} already exists, and a job may use this secret: pass another name, or remove the file first"
         ) from None
     except (OSError, ValueError) as error:
-        raise Invalid(f"{path} can't be created: {_why(error)}; pass another path") from None
+        raise Invalid(f"{path} can't be created: {_why(error)}. Pass another path") from None
     try:
         with os.fdopen(fd, "w") as made:
             os.fchmod(fd, 0o600)  # a default ACL may have granted more permissions
             made.write(secrets.token_hex(SECRET_BYTES) + "\n")
     except OSError as error:
         os.unlink(path)
-        raise Invalid(f"{path} can't be written: {_why(error)}; pass another path") from None
+        raise Invalid(f"{path} can't be written: {_why(error)}. Pass another path") from None
 
 
 def derived(secret: bytes, purpose: str) -> bytes:

@@ -37,7 +37,9 @@ class Command:
             return None
         if code != 0:
             wrote = wrote.strip()[-200:]
-            raise SourceError(f"exit code {code}, expected 0 or 1{wrote and f': {wrote}'}")
+            raise SourceError(
+                f"the command ended with exit code {code}, but 0 or 1 was expected{wrote and f': {wrote}'}"
+            )
         self._known = self._read(printed)
         return self._known
 
@@ -67,7 +69,7 @@ class Command:
                 printed, wrote = process.communicate(timeout=ANSWER_S)
             except subprocess.TimeoutExpired as error:
                 orphan_reaper.kill_group(process.pid)  # including its child processes
-                raise SourceError(f"no answer within {ANSWER_S:g} s") from error
+                raise SourceError(f"the command did not finish within {ANSWER_S:g} s") from error
         return process.returncode, printed, wrote
 
     def _read(self, printed: str) -> PreemptionNotice:

@@ -68,7 +68,7 @@ class GoogleCloud:
         content = answer.json()
         if not isinstance(content, dict):
             raise SourceError(
-                f"the metadata service sent an undocumented answer: {answer.text[:80]!r}"
+                f"the metadata service sent an unknown response: {answer.text[:80]!r}"
             )
         if content.get("preempted") == "TRUE":
             return self._since("Google Cloud will preempt this machine", PREEMPTED_S)
@@ -79,7 +79,6 @@ class GoogleCloud:
         return None
 
     def _since(self, text: str, within_s: float) -> PreemptionNotice:
-        """Return a notice. If it was already known, it keeps its time."""
         if self._known is not None and self._known.text == text:
             return self._known
         return PreemptionNotice(text, time.time() + within_s)

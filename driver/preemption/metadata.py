@@ -20,7 +20,11 @@ PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of the server. ``skew_s``: seconds by which the server's clock is ahead of this machine's."""
+    """Answer of the server.
+
+    Args:
+        skew_s: seconds by which the server's clock is ahead of this machine's.
+    """
 
     status: int
     headers: Mapping[str, str]  # names in lower case
@@ -88,7 +92,7 @@ class MetadataServer:
             while piece := response.read1(PIECE):
                 pieces.append(piece)
                 if time.monotonic() > deadline or sum(map(len, pieces)) > LIMIT:
-                    raise SourceError("the metadata service sent an incomplete answer")
+                    raise SourceError("the metadata service sent an incomplete response")
             named = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, named, b"".join(pieces), _skew_s(named))
         except (OSError, http.client.HTTPException, ValueError) as error:

@@ -55,7 +55,7 @@ class Slurm:
         return self._signalled
 
     def signalled(self) -> None:
-        """Record SIGUSR1. Callable from another thread, since it is one assignment."""
+        """Record SIGUSR1. Callable from another thread, because a single assignment is atomic."""
         at = time.time() + SIGNALLED_S if self._end_at is None else self._end_at
         self._signalled = PreemptionNotice(
             f"Slurm announced the end of job {self._job} with a signal", at
@@ -71,7 +71,6 @@ class Slurm:
         return self._end_at is None or now >= self._end_at - LEAD_S
 
     def _query(self) -> float | None:
-        """Return the end of the job; None if it has no time limit, or if the controller does not answer."""
         command = ["squeue", "--noheader", "--jobs", self._job, "--format", "%A %e"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(

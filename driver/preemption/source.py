@@ -12,7 +12,11 @@ class SourceError(Exception):
 
 @dataclass(frozen=True)
 class PreemptionNotice:
-    """Notice that the machine will end. ``at``: seconds since 1970 on this machine's clock; None if unknown."""
+    """Notice that the machine will end.
+
+    Args:
+        at: seconds since 1970 on this machine's clock, or None if unknown.
+    """
 
     text: str  # the source and its notice
     at: float | None
@@ -42,4 +46,4 @@ class NoticeSource(Protocol):
         """
 
     def hint(self) -> str:
-        """Return information for the operator, each time only once; empty if there is none."""
+        """Return information for the operator, each time only once, or an empty result if there is none."""

@@ -48,8 +48,8 @@ def check(wanted: str) -> None:
         return
     if shutil.which(wanted) is None:
         raise Invalid(
-            f"--preemption {wanted} is not one of auto, aws, gcp, azure, slurm and off, and no such command exists:"
-            " pass one of these, or a command with its path"
+            f"--preemption is {wanted}, which is neither one of auto, aws, gcp, azure, slurm and off, nor the"
+            " path of a command: pass one of these, or a command with its path"
         )
 
 
@@ -88,7 +88,7 @@ class Watch:
 
     @property
     def notice(self) -> Notice | None:
-        """The current notice, with the remaining time. If there are several, the one whose end is first."""
+        """Current notice with the remaining time. If several notices exist, the notice with the earliest end."""
         if not self._standing:
             return None
         now = time.time()
@@ -96,7 +96,7 @@ class Watch:
         return Notice(first.text, None if first.at is None else max(0.0, first.at - now))
 
     def released(self) -> None:
-        """Report that no workers run here now."""
+        """Report that no worker runs on this host now."""
         if self._standing:
             self._released.set()
 

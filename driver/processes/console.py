@@ -71,7 +71,7 @@ class WriterThread:
             return self._changed.wait_for(lambda: not self._queue and not self._writing, timeout_s)
 
     def close(self, timeout_s: float | None) -> bool:
-        """Wait as ``wait`` does, and write nothing afterwards."""
+        """Wait like ``wait``. Nothing is written afterwards."""
         try:
             complete = self.wait(timeout_s)
         finally:  # Ctrl-C ends the wait
@@ -124,12 +124,11 @@ class WriterThread:
 
 
 def write_to(stream: TextIO | None) -> Write:
-    """Return a function that writes to a stream such as sys.stdout, through its descriptor if it has one. With None,
-    everything is dropped.
+    """Return a function that writes to a stream such as sys.stdout, through its descriptor if possible.
 
-    sys.stdout is None if a daemon or a batch system closed it before Python started. A thread that is blocked in the
-    lock of a Python stream would make the interpreter fail at exit; a thread that is blocked in the system call does
-    not.
+    If the stream is None, the function drops everything. sys.stdout is None if a daemon or a batch system closed it
+    before Python started. The descriptor is used because a thread that blocks in the lock of a Python stream makes the
+    interpreter fail at exit, while a thread that blocks in the system call does not.
     """
     if stream is None:
         return lambda data: None
@@ -155,8 +154,9 @@ def write_to(stream: TextIO | None) -> Write:
 
 
 def write_both(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Write, Write]:
-    """Return ``write_to`` of each stream, or the same function twice if both have the same destination, as with
-    ``2>&1``."""
+    """Return ``write_to`` of each stream. If both have the same destination, as with ``2>&1``, return the same function
+    twice.
+    """
     out = write_to(stdout)
     try:
         one = os.path.sameopenfile(stdout.fileno(), stderr.fileno())  # type: ignore[union-attr]
@@ -180,7 +180,11 @@ def replace_closed_streams() -> None:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether a stream is a terminal. ``stream``: for example sys.stderr, which may be closed or None."""
+    """Return whether a stream is a terminal.
+
+    Args:
+        stream: a stream such as sys.stderr, which may be closed or None.
+    """
     return stream is not None and not stream.closed and stream.isatty()
 
 

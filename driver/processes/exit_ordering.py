@@ -14,7 +14,7 @@ PARTING_S = 2.0
 
 
 class Connections(Protocol):
-    """Connections of workers; see `Server`."""
+    """Connections of workers. See `Server`."""
 
     def drain(self, worker: Worker) -> None: ...
     def connected(self, worker: Worker) -> bool: ...

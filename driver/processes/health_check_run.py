@@ -58,8 +58,12 @@ def environment_of(worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
 
 
 class HealthCheckRun:
-    """One check. ``done`` is called once with its result, unless it is cancelled first. ``reaped`` is called with its
-    pid."""
+    """One health check.
+
+    Args:
+        done: called once with the result, unless the check is cancelled first.
+        reaped: called with the pid of the reaped process.
+    """
 
     def __init__(
         self,

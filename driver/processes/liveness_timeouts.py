@@ -44,7 +44,7 @@ class LivenessTimeouts(Generic[Key]):
         self._put(key, now)
 
     def renew(self, key: Key, now: float) -> bool:
-        """Renew a key; return whether it had expired. No effect without a grant."""
+        """Renew a key and return whether it had expired. No effect without a grant."""
         if key in self._out:
             self._out.remove(key)
             self._put(key, now)
@@ -54,7 +54,7 @@ class LivenessTimeouts(Generic[Key]):
         return False
 
     def drop(self, key: Key) -> None:
-        """Remove a key whose process exited or was fenced."""
+        """Remove a key after its process exited or was fenced."""
         self._renewed.pop(key, None)
         self._out.discard(key)
 

@@ -19,9 +19,9 @@ SCANS = 5  # a process may fork while its session is scanned; the next scan find
 
 
 def kill_sessions(sessions: Collection[int]) -> None:
-    """Kill all processes of these sessions: the leaders' groups first, then groups that they created.
+    """Kill all processes of these sessions. The groups of the leaders are killed first, then the other groups.
 
-    The caller ensures that session numbers have not been reused: the leader runs or is not reaped yet.
+    The caller ensures that the session IDs have not been reused. The leader must run, or must not be reaped yet.
     """
     for session in sessions:
         kill_group(session)
@@ -56,7 +56,7 @@ def members_of(sessions: Collection[int]) -> list[int]:
 
 
 def state_of(pid: int) -> tuple[str, int]:
-    """Return the state letter and session of a process; ("X", 0) if it does not exist."""
+    """Return the state letter and the session of a process. Return ("X", 0) if the process does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The command name is in parentheses and may contain any character.
@@ -67,7 +67,7 @@ def state_of(pid: int) -> tuple[str, int]:
 
 
 def heed(groups: set[int], text: bytes) -> bytes:
-    """Apply the complete lines of ``text``; return the incomplete rest."""
+    """Apply the complete lines of ``text`` and return the incomplete rest."""
     *lines, rest = text.split(b"\n")
     for line in lines:
         if line[:1] == b"+":

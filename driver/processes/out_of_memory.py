@@ -22,7 +22,7 @@ def parse_counts(text: str) -> dict[str, int]:
 
 
 def memory_groups(text: str) -> tuple[str | None, str | None]:
-    """Return the memory cgroups of version 2 and version 1 in /proc/self/cgroup; None for a missing one."""
+    """Return the memory cgroups of version 2 and version 1 in /proc/self/cgroup, or None for a missing one."""
     paths: dict[str, str] = {}
     for line in text.splitlines():
         number, _, rest = line.partition(":")
@@ -38,7 +38,8 @@ def memory_groups(text: str) -> tuple[str | None, str | None]:
 class OutOfMemory:
     """Out-of-memory kills of this process's cgroup.
 
-    ``root``: "/", or in tests a folder with its own /proc and /sys.
+    Args:
+        root: "/", or in tests a folder with its own /proc and /sys.
     """
 
     root: Path = Path("/")
@@ -74,7 +75,7 @@ class OutOfMemory:
         return "out of memory" + ("" if limit is None else f", the limit is {limit / 1e9:.1f} GB")
 
     def limit_bytes(self) -> int | None:
-        """Return the memory limit in bytes that this group's processes share, or None if they have none."""
+        """Return the memory limit of this process group in bytes, or None without a limit."""
         text = "" if self._limit is None else _read(self._limit).strip()
         limited = text.isdigit() and int(text) < UNLIMITED_BYTES
         return int(text) if limited else None

@@ -46,7 +46,7 @@ class Output:
         unsaid: called when ``tracebacks.rest()`` has new lines.
         asked: returns whether an operator requested a worker's stacks.
         timestamps: prefix lines with the time.
-        folder: for output files; None: no files.
+        folder: folder for output files. None means no files.
         clock: returns the time as text.
         heard: called with all lines.
     """
@@ -147,8 +147,9 @@ class Output:
     def close(self, timeout_s: float | None = None) -> None:
         """Wait until all pending data are written or the reader has closed the stream, as ``cat`` does.
 
-        ``timeout_s``: limit for each stream. By default there is no limit, since no other process waits, and the user
-        may read a pager much later. Ctrl-C ends the wait (KeyboardInterrupt).
+        Args:
+            timeout_s: limit for each stream. By default there is no limit, since no other process waits, and the user
+                may read a pager much later. Ctrl-C ends the wait (KeyboardInterrupt).
         """
         for worker, stream in list(self._partial):
             self.finish(worker, stream)
@@ -188,7 +189,6 @@ class Output:
         self._stacks[worker].append(line.decode(errors="replace"))
 
     def _show_stacks(self, worker: Worker) -> None:
-        """Show the stacks, unless an operator requested them and receives them as an answer."""
         text = "".join(f"{line}\n" for line in self._stacks.pop(worker, []))
         if text and not self._asked(worker):
             self._show(worker, "stderr", _pieces(text if self._verbose else training_stack(text)))

@@ -18,8 +18,9 @@ PROMPT_S = 0.1  # seconds after which an incomplete line is considered a prompt
 class Pipe:
     """One stream of one worker. ``closed`` is called once at its end.
 
-    ``prompts``: the worker has standard input and may print a prompt, so an incomplete line is also passed on if
-    nothing follows it.
+    Args:
+        prompts: the worker has standard input and may print a prompt, so an incomplete line is also passed on if
+            nothing follows it.
     """
 
     def __init__(

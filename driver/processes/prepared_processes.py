@@ -51,7 +51,7 @@ Plain = tuple[str, bool, list[str]]  # interpreter, whether unbuffered, and what
 
 
 def plain(command: Sequence[str]) -> Plain | None:
-    """Parse ``python [-u] SCRIPT.py ...`` or ``python [-u] -m MODULE ...``; None for other commands."""
+    """Parse ``python [-u] SCRIPT.py ...`` or ``python [-u] -m MODULE ...``. Return None for other commands."""
     words = [*command]
     program = os.path.basename(words[0]) if words else ""
     if not program.startswith("python"):
@@ -94,16 +94,21 @@ def read(wanted: str) -> tuple[list[str], int]:
     if words in ([], [OFF]):
         return [], 0
     if OFF in words:
-        raise ValueError(f"{OFF} excludes modules and numbers: omit {OFF}, or pass {OFF} alone")
+        raise ValueError(
+            f"{OFF} can't be combined with modules or numbers: omit {OFF}, or pass only {OFF}"
+        )
     names = [word for word in words if not word.isdecimal()]
     for name in names:
         if not all(map(str.isidentifier, name.split("."))):
             raise ValueError(
-                f"{name} is not a module name: pass names, or auto, and a number for more than one process"
+                f"{name} is not a module name: pass module names or auto, and a number for more than one process"
             )
     counts = [int(word) for word in words if word.isdecimal()]
     if counts and (len(counts) > 1 or not 1 <= counts[0] <= MOST):
-        raise ValueError(f"{', '.join(map(str, counts))} processes: pass one number, 1 to {MOST}")
+        raise ValueError(
+            f"several numbers of processes were given ({', '.join(map(str, counts))}): pass one number from 1 to"
+            f" {MOST}"
+        )
     return names, counts[0] if counts else 1
 
 
@@ -111,7 +116,7 @@ class PreparedProcesses:
     """Preloaded processes of one host.
 
     Args:
-        modules: see `read` and `prepared_process`; empty: none.
+        modules: see `read` and `prepared_process`. Empty means that no process is preloaded.
         spawn: starts a process in the same way as a worker.
         gone: called with the pid when a process exits that was not needed.
         available: returns the available memory of the host or container, in bytes.
@@ -233,7 +238,6 @@ class PreparedProcesses:
             asyncio.get_running_loop().call_later(LOOK_S, self._reap_later)
 
     def _reap(self) -> bool:
-        """Reap the killed processes that have exited; return whether others have not. Never blocks."""
         exited = [process for process in self._killed if process.poll() is not None]
         self._killed = [process for process in self._killed if process not in exited]
         for process in exited:

@@ -23,7 +23,11 @@ _PLAIN = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/", "s
 
 @dataclass(frozen=True)
 class Stat:
-    """A line of /proc/PID/stat. ``ticks``: processor time of all its threads and reaped children."""
+    """A line of /proc/PID/stat.
+
+    Args:
+        ticks: processor time of all its threads and reaped children.
+    """
 
     state: str
     parent: int
@@ -35,8 +39,9 @@ class Stat:
 class ProcSample:
     """Resources used so far by a process and its whole session.
 
-    ``io_bytes``: read and written, cached or not. ``memory``: bytes held now, with memory shared in the session
-    counted once.
+    Args:
+        io_bytes: read and written, cached or not.
+        memory: bytes held now, with memory shared in the session counted once.
     """
 
     state: str
@@ -66,7 +71,7 @@ def parse_end(text: bytes) -> tuple[bool, int]:
 
 
 def parse_status(text: bytes) -> tuple[int, int]:
-    """Return the pid of the process's tracer (0: none), and the signals that it handles, as bits."""
+    """Return the pid of the tracer (0 without a tracer) and the handled signals as bits."""
     fields = dict(line.partition(b":")[::2] for line in text.splitlines())
     return int(fields.get(b"TracerPid", b"0")), int(fields.get(b"SigCgt", b"0"), 16)
 
@@ -129,9 +134,10 @@ def stat_of(pid: int) -> Stat:
 
 
 def end_of(pid: int) -> int | None:
-    """Return the exit code, or minus the signal, of a process whose threads will never run again; otherwise None.
+    """Return the exit code, or minus the signal, of a process if its threads will never run again. Otherwise return
+    None.
 
-    Its memory, descriptors and sockets may still exist.
+    The memory, descriptors and sockets of the process may still exist.
     """
     try:
         _, code = parse_end(_read(f"/proc/{pid}/stat"))
@@ -196,7 +202,8 @@ def frozen(pid: int) -> bool:
 def cannot_run(pid: int, last: Stat | None) -> tuple[str, Stat]:
     """Return why a process cannot run now (the empty string if it can), and its current Stat.
 
-    ``last``: the Stat of the previous check.
+    Args:
+        last: the Stat of the previous check.
     """
     stat = stat_of(pid)
     if stat.state == STOPPED:
@@ -252,7 +259,7 @@ _known_mounts: dict[str, str] | None = None
 
 
 def _read_or_nothing(path: str) -> bytes:
-    """Read a file; empty if access is denied, as for another user's process."""
+    """Read a file. Return an empty text if access is denied, as for another user's process."""
     try:
         return _read(path)
     except OSError:

@@ -33,9 +33,9 @@ def spawn(
         command: program and arguments.
         env: environment.
         announce: called with the pid, in the child.
-        folder: working folder; default: that of this process.
+        folder: working folder (default: that of this process).
         pass_fds: descriptors that the child keeps.
-        stdin: descriptor of standard input; default: empty.
+        stdin: descriptor of standard input (default: empty).
     """
     driver = os.getpid()
 

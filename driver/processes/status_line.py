@@ -40,7 +40,7 @@ class StatusLine:
             self._write((ERASE if drawn else b"") + data + line)
 
     def show(self, data: bytes) -> None:
-        """Set the text of the line; blank: no line."""
+        """Set the text of the line. An empty text removes the line."""
         with self._changing:
             text = data.decode(errors="replace").strip()
             self._line = self._fitted(text) if text else b""

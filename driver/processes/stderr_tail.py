@@ -114,7 +114,8 @@ def _cause_of(report: Uncaught | LostDriver) -> ExitCause:
 class TracebackLedger:
     """Shows each exception once, and counts the other workers that raised the same exception or only lost a peer.
 
-    ``verbose``: show every frame, and exceptions about lost peers.
+    Args:
+        verbose: show every frame, and exceptions about lost peers.
     """
 
     def __init__(self, *, verbose: bool = False) -> None:
@@ -126,7 +127,11 @@ class TracebackLedger:
         self._lost: dict[tuple[str, str], list[str]] = {}  # workers by summary and script line
 
     def add(self, name: str, uncaught: Uncaught) -> str:
-        """Return the text to show now, if any. ``name``: the worker's rank, or ``host:slot``."""
+        """Return the text to show now, if any.
+
+        Args:
+            name: the worker's rank, or ``host:slot``.
+        """
         if uncaught.peer and self.stopped:
             return ""
         if uncaught.peer and not self._verbose:
@@ -144,9 +149,8 @@ class TracebackLedger:
     def rest(self) -> list[str]:
         """Return the pending lines, once.
 
-        There is one line for each exception that was already shown and that other workers also raised. The first of
-        these lines also counts the workers that only lost a peer. If there is no such line, the workers that lost a
-        peer have a line of their own.
+        Each line reports an exception that was already shown and that other workers also raised. The first line also
+        counts the workers that only lost a peer. Without such a line, these workers have a separate line.
         """
         lost = self._lost_peers()
         lines = []

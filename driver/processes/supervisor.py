@@ -122,13 +122,15 @@ class ProcessSupervisor:
         folder: str | None = None,
         stdin: int = subprocess.DEVNULL,
     ) -> None:
-        """Start a worker; see `Launcher.start`.
-
-        ``folder``: working folder; default: that of this process. ``stdin``: descriptor of its standard input;
-        default: empty. A worker with standard input never uses a preloaded process.
+        """Start a worker. See `Launcher.start`.
 
         The start waits until the previous process of the slot has exited and has released its ports, locks and memory,
         but at most DEATH_S.
+
+        Args:
+            folder: working folder (default: that of this process).
+            stdin: descriptor of its standard input (default: empty). A worker with standard input never uses a
+                preloaded process.
         """
         assert worker not in self.alive(), f"{worker} is already running"
         if any(_one_slot(worker, each.worker) for each in self._dying):
@@ -294,7 +296,7 @@ class ProcessSupervisor:
         pass_fds: Sequence[int] = (),
         stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
-        """Start a process; see `spawning.spawn`. It is registered with the orphan reaper."""
+        """Start a process. See `spawning.spawn`. It is registered with the orphan reaper."""
         self._born[:] = bytes(len(self._born))
         try:
             return spawn(
@@ -377,7 +379,6 @@ class ProcessSupervisor:
             self._loop.call_soon_threadsafe(done, *arguments)
 
     def _on_ending(self, process: _Process, looks: int) -> None:
-        """Check a process whose main thread has ended, or has executed another program."""
         if process.reported:
             return
         code = proc_stats.end_of(process.pid)
@@ -459,7 +460,7 @@ class ProcessSupervisor:
 
 
 def _reporting_to(pipe: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Return additional environment with which a worker sends the exception that ends it; see `uncaught.sending`."""
+    """Return additional environment with which a worker sends the exception that ends it. See `uncaught.sending`."""
     start = os.path.dirname(sitecustomize.__file__)
     path = os.pathsep.join(filter(None, (start, env.get("PYTHONPATH"))))
     target = f"/proc/{os.getpid()}/fd/{pipe}:{os.fstat(pipe).st_ino}"

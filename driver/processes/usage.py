@@ -46,7 +46,11 @@ class Rates:
 
 
 class Gpus:
-    """Use of GPUs. ``nvml``: the module; default: pynvml, if it is installed and works."""
+    """Use of GPUs.
+
+    Args:
+        nvml: the module (default: pynvml, if it is installed and works).
+    """
 
     def __init__(self, nvml: Any = None) -> None:
         self._nvml = nvml

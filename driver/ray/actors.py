@@ -23,13 +23,13 @@ class Actors(Protocol):
         """Create an AgentActor on this node and no other. Returns before the actor runs. Raises Taken."""
 
     def find(self, name: str) -> Any:
-        """Return the live actor of that name; None if there is none."""
+        """Return the live actor with this name, or None if the actor does not exist."""
 
     def names(self) -> list[str]:
         """Return the names of all live actors in the job's namespace."""
 
     def ask(self, actor: Any, method: str, *args: Any) -> Future[Any]:
-        """Call a method; the result is a future of its return value."""
+        """Call a method. The result is a future of its return value."""
 
     def kill(self, actor: Any) -> None:
         """Kill an actor immediately, even if it has not started or is already dead."""

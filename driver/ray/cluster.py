@@ -46,14 +46,14 @@ class Cluster(Protocol):
     def nodes(self) -> dict[str, Node]: ...
 
     def draining(self) -> set[str] | None:
-        """Return the draining nodes; None if this release of Ray does not report them."""
+        """Return the draining nodes, or None if this release of Ray does not report them."""
 
     def make(self, name: str, bundle: Mapping[str, float], *, detached: bool) -> None: ...
 
     def remove(self, id: str) -> None: ...
 
     def gpus(self, group: Group, index: int, share: float) -> list[str] | None:
-        """Return the ids of the GPUs of a placed bundle; None while the query is in progress."""
+        """Return the GPU IDs of a placed bundle. Return None while the query is in progress."""
 
     def free(self) -> dict[str, float]: ...
 
@@ -64,7 +64,7 @@ class ClusterRequest:
 
     Args:
         most: maximum number of slots.
-        resources: of each slot.
+        resources: resources of each slot.
         group: use only bundles of this group, which is never removed.
         in_use: resources of each bundle that the caller uses.
         per_bundle: slots in each bundle that has room for them.
@@ -83,7 +83,7 @@ class ClusterRequest:
         for name, amount in self.resources.items():
             if not isinstance(amount, (int, float)) or not amount >= 0:
                 raise Invalid(
-                    f"resources_per_worker: {name} is {amount!r}: pass a number, 0 or more"
+                    f"resources_per_worker: {name} is {amount!r}: pass a number of at least 0"
                 )
         if not any(self.resources.values()):
             raise Invalid("resources_per_worker requests nothing: pass at least {'CPU': 1}")

@@ -19,7 +19,7 @@ def actor_name(job: str) -> str:
 
 
 def find_actor(job: str) -> Any | None:
-    """Return the driver's actor; None if there is no such job. This process must have joined the cluster."""
+    """Return the driver's actor, or None if there is no such job. This process must have joined the cluster."""
     try:
         return ray.get_actor(actor_name(job), namespace=NAMESPACE)
     except ValueError:
@@ -36,16 +36,14 @@ def desk_of(job: str) -> tuple[str, bytes]:
             address = os.environ.get("RAY_ADDRESS", "auto")
             ray.init(address=address, log_to_driver=False, logging_level=40)
     except (ConnectionError, RayError, RuntimeError) as error:
-        raise Invalid(f"no Ray cluster found: {error}; set RAY_ADDRESS") from None
+        raise Invalid(f"no Ray cluster was found: {error}. Set RAY_ADDRESS") from None
     actor = find_actor(job)
     if actor is None:
-        raise Invalid(
-            f"detached job {job} does not exist in this Ray cluster: see `ray list actors`"
-        )
+        raise Invalid(f"the Ray cluster has no detached job {job}: see `ray list actors`")
     try:
         desk: tuple[str, bytes] | None = ray.get(actor.desk.remote(), timeout=WITHIN_S)
     except (GetTimeoutError, RayError) as error:
-        raise Invalid(f"the driver of job {job} does not answer: {type(error).__name__}") from None
+        raise Invalid(f"the driver of job {job} does not respond: {type(error).__name__}") from None
     if desk is None:
-        raise Invalid(f"job {job} has not started, or has ended")
+        raise Invalid(f"job {job} has not started yet, or has already ended")
     return desk

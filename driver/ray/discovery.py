@@ -113,7 +113,7 @@ class RayDiscovery:
         return self._nodes[host]
 
     def gpus_of(self, host: str) -> list[str]:
-        """Return the GPU ids for each slot, joined by commas if there are several; [] if no GPUs were requested."""
+        """Return the GPU IDs of each slot, joined by commas. Return [] if the job requested no GPUs."""
         return list(self._gpus.get(host, ()))
 
     def follow(self, need: Callable[[], ResourceDemand]) -> None:
@@ -180,7 +180,7 @@ class RayDiscovery:
         try:
             while left := await self._call(self._remove_all, CLOSE_S):
                 if self._clock() >= until:
-                    raise RayUnavailable(f"{left} still exist")
+                    raise RayUnavailable(f"{left} were not removed")
                 await self._sleep(self._look_s)
         except RayUnavailable as error:
             ends = (
@@ -209,7 +209,7 @@ class RayDiscovery:
         try:
             return await self._calls(call, within_s)
         except asyncio.TimeoutError:
-            raise RayUnavailable(f"no response within {within_s:g} s") from None
+            raise RayUnavailable(f"Ray did not respond within {within_s:g} s") from None
 
     def _ask(self) -> _Look:
         """Query Ray. This runs in a thread, so it must not change this object."""
@@ -219,7 +219,7 @@ class RayDiscovery:
         else:
             group = self._cluster.group(self._given)
             if group is None:
-                raise RayUnavailable("the placement group is unknown to Ray")
+                raise RayUnavailable("Ray does not know the placement group")
             groups = [group]
         draining = self._cluster.draining()
         nodes = self._cluster.nodes()

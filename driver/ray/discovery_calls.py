@@ -21,7 +21,7 @@ _untyped: Any = ray
 
 
 class RayCalls:
-    """The cluster that this process is connected to; see `elastic.driver.ray.cluster.Cluster`."""
+    """The cluster that this process is connected to. See `elastic.driver.ray.cluster.Cluster`."""
 
     def __init__(self) -> None:
         self._ours: dict[str, bool] = {}  # group id -> whether it belongs to this namespace
@@ -105,7 +105,7 @@ def held_of(group: PlacementGroup) -> dict[int, dict[str, float]]:
 
 
 def remove_claims(job: str) -> int:
-    """Remove the claims of a driver that was killed; return their number."""
+    """Remove the claims of a driver that was killed and return their number."""
     calls = RayCalls()
     left = present(calls, prefix_of(job))
     for _, group in left:

@@ -98,7 +98,7 @@ class RayArchive:
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> RayJournal:
         if self._turn is None:
-            raise RuntimeError("the journal store was not read yet")
+            raise RuntimeError("the journal has not been read from the store yet")
         journal = RayJournal(self._turn, self._chapters, header, header.writer, policy)
         await journal.begin()
         return journal
@@ -115,10 +115,10 @@ class RayArchive:
         return journal
 
     async def forget(self, within_s: float = FORGET_S) -> None:
-        """Remove the journal of a job whose outcome is no longer needed.
+        """Remove the journal of a job after its outcome has been read.
 
-        Must be called by the driver that writes the journal; raises LeadershipLost if another driver writes it. Keys
-        that cannot be removed in time remain.
+        Only the driver that writes the journal may call this method. Raises LeadershipLost if another driver writes the
+        journal. Keys that cannot be removed in time remain.
         """
         try:
             await within(self._forget(), within_s)
@@ -130,7 +130,7 @@ class RayArchive:
             )
 
     def close(self) -> None:
-        """Do nothing: no resource is held."""
+        """Do nothing, because the object owns no resource."""
 
     async def _forget(self) -> None:
         if self._turn is not None:
@@ -168,7 +168,11 @@ class RayArchive:
 
 
 class WriterTerm:
-    """The turn of one driver. ``number``: it follows all smaller ones."""
+    """The turn of one driver.
+
+    Args:
+        number: it follows all smaller ones.
+    """
 
     def __init__(
         self,
@@ -209,7 +213,9 @@ class WriterTerm:
                 f"another driver leads job {self._job} now, or Ray's key-value store lost its data; this driver"
                 " exits",
             )
-        raise LeadershipLost(f"this driver does not lead job {self._job}; nothing was done")
+        raise LeadershipLost(
+            f"this driver is not the leader of job {self._job}, so it changed nothing"
+        )
 
     def chapter(self, number: int) -> str:
         """Return the name of a chapter. Sorting names yields their order."""

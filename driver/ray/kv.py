@@ -32,7 +32,7 @@ class KVStore(Protocol):
         """Write a value, replacing any other."""
 
     def create(self, key: str, value: bytes) -> bool:
-        """Write a value if the key does not exist; return whether it was written."""
+        """Write a value if the key does not exist and return whether it was written."""
 
     def get(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Return the existing keys with their values."""

@@ -24,7 +24,7 @@ CALL_S = 2.0
 
 
 class RayKV:
-    """The store of the cluster that this process is connected to; see `kv.KVStore`."""
+    """The store of the cluster that this process is connected to. See `kv.KVStore`."""
 
     def put(self, key: str, value: bytes) -> None:
         with _answering() as gcs:

@@ -65,8 +65,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of a check. ``seats``: claims of each node in the order of the slots, with nodes in order of
-    preference.
+    """The result of a check.
+
+    Args:
+        seats: claims of each node in the order of the slots, with nodes in order of preference.
     """
 
     seats: dict[str, list[int]] = field(default_factory=dict)
@@ -98,7 +100,8 @@ class SlotTable:
     def settle(self, placed: Mapping[int, str]) -> dict[str, list[int]]:
         """Assign slots.
 
-        ``placed``: node of each usable claim. If there are too many claims, those that have a slot take precedence.
+        Args:
+            placed: node of each usable claim. If there are too many claims, those that have a slot take precedence.
         """
         kept = {
             node: [number for number in numbers if placed.get(number) == node]
@@ -130,7 +133,8 @@ class PlacementGroupPool:
     def want(self, most: int, used: Mapping[str, int], emptied: Collection[str]) -> None:
         """Set the wanted number of slots, besides those on ``emptied`` nodes.
 
-        ``used``: number of slots of each node up to the last one with a worker; these are always kept.
+        Args:
+            used: number of slots of each node up to the last one with a worker; these are always kept.
         """
         seats = self._seats.all
         self._most = most + sum(len(seats.get(node, ())) for node in emptied)
@@ -241,7 +245,8 @@ def suitable(
 ) -> list[int]:
     """Return the bundles of a given group that have room for a worker. Raises Invalid if there is none.
 
-    ``in_use``: resources of each bundle that the caller uses.
+    Args:
+        in_use: resources of each bundle that the caller uses.
     """
     left = {index: dict(bundle) for index, bundle in sorted(bundles.items())}
     for index in left.keys() & in_use.keys():
@@ -289,7 +294,7 @@ def has_room(bundle: Mapping[str, float], resources: Mapping[str, float]) -> boo
 
 
 def show(resources: Mapping[str, float]) -> str:
-    """Return for example ``CPU 1, GPU 0.5``; memory in GB."""
+    """Return a text such as ``CPU 1, GPU 0.5``. Memory is given in GB."""
     return ", ".join(
         f"{name} {amount / 1e9:.3g} GB" if "memory" in name else f"{name} {amount:g}"
         for name, amount in sorted(resources.items())
@@ -308,9 +313,10 @@ def shortage(
     too_large: bool,
     given: bool,
 ) -> str:
-    """Return why a job cannot start, and what to do.
+    """Return the reason why a job cannot start, and the remedy.
 
-    ``free``: unused resources of all nodes together, besides placed claims.
+    Args:
+        free: unused resources of all nodes together, besides placed claims.
     """
     one = at_least == 1
     each = show(resources)

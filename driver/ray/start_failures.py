@@ -15,7 +15,9 @@ _INSTALL = (
 def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) -> str:
     """Return the message for an exception of Ray.
 
-    ``kind``: its class name, TimeoutError after a timeout; ``text``: its message.
+    Args:
+        kind: its class name, TimeoutError after a timeout.
+        text: its message.
     """
     message = _COLOUR.sub("", text)
     node = node[:8]

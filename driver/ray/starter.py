@@ -158,7 +158,7 @@ class RayStarter:
             )
         except Exception as error:
             raise CallFailed(
-                f"the worker of rank {rank} has exited: {exit_cause(held.host, str(error))}"
+                f"the worker of rank {rank} exited: {exit_cause(held.host, str(error))}"
             ) from None
         if answer[1]:
             raise CallFailed(answer[1])

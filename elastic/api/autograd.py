@@ -22,8 +22,6 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class _Allreduce(torch.autograd.Function):
-    """Gradient: the same reduction of the gradients (also for Min, Max and Product, as in Horovod)."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -96,8 +94,6 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _Alltoall(torch.autograd.Function):
-    """Gradient: the gradient of each row is returned to the rank that sent the row; unsent rows get zeros."""
-
     @staticmethod
     def forward(
         ctx: Any, name: str | None, members: Members, splits: Any, tensor: torch.Tensor
@@ -163,7 +159,11 @@ def _backward(name: str | None) -> str | None:
 def _average(
     how: tuple[str | None, Members], gradients: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Average gradients over ranks. ``how``: name and members. Complex gradients are averaged as pairs of reals."""
+    """Average gradients over ranks.
+
+    Args:
+        how: name and members. Complex gradients are averaged as pairs of reals.
+    """
     parts = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]
     averages = allreduce(*how, Op.AVERAGE, 1.0, 1.0, *parts)
     return [
@@ -173,7 +173,6 @@ def _average(
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Return for each tensor whether it can have a gradient, by dtype, so that all ranks agree."""
     return [
         # An object that is not a tensor is rejected later, when it is submitted.
         not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex()
@@ -186,6 +185,5 @@ def _chosen(items: Sequence[Any], floating: list[bool]) -> list[Any]:
 
 
 def _placed(gradients: Sequence[torch.Tensor], floating: list[bool]) -> Gradients:
-    """Put the gradients in the positions of their tensors, and None in the others."""
     following = iter(gradients)
     return tuple(next(following) if chosen else None for chosen in floating)

@@ -77,7 +77,7 @@ def allreduce(
     """Reduce a tensor over all ranks. Differentiable.
 
     Args:
-        tensor: of any shape and a reducible dtype.
+        tensor: tensor of any shape and a reducible dtype.
         average, name, compression, op, prescale_factor, postscale_factor, process_set: see the module.
 
     Returns:
@@ -148,7 +148,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an in-place `allreduce`; do not touch the tensor before `synchronize`, which returns it."""
+    """Start an in-place `allreduce`. Do not access the tensor before `synchronize`, which returns the tensor."""
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(
@@ -166,7 +166,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors; small ones of one dtype are packed into one buffer. Differentiable.
+    """Reduce several tensors. Small tensors of one dtype are packed into one buffer. Differentiable.
 
     Args:
         tensors: a list of tensors on one device, of any shapes and of reducible dtypes.
@@ -289,7 +289,7 @@ def allgather(
     """Concatenate the tensors of all ranks along dimension 0, in rank order. Differentiable.
 
     Args:
-        tensor: of shape ``[rows, ...]`` and any dtype. ``rows`` may differ between ranks.
+        tensor: tensor of shape ``[rows, ...]`` and any dtype. ``rows`` may differ between ranks.
         name, process_set: see the module.
 
     Returns:
@@ -317,7 +317,7 @@ def allgather_async(
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Gather several tensors on one device, as `allgather`; returns a list in the same order. Differentiable."""
+    """Gather several tensors on one device, like `allgather`. Returns a list in the same order. Differentiable."""
     return list(autograd.allgather(name, resolve(process_set), *tensors))
 
 
@@ -341,7 +341,7 @@ def broadcast(
     """Broadcast a tensor from one rank to all. Differentiable.
 
     Args:
-        tensor: of the same shape and dtype on all ranks; any dtype. Its values matter on ``root_rank`` only.
+        tensor: tensor of the same shape and dtype on all ranks; any dtype. Its values matter on ``root_rank`` only.
         root_rank: a world rank, with a ``process_set`` too.
         name, process_set: see the module.
 
@@ -378,7 +378,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Broadcast into the tensor itself, and return it. Not differentiable."""
+    """Broadcast into the tensor itself, and return the tensor. Not differentiable."""
     members = resolve(process_set)
     handle = start_broadcast(tensor, root_rank, name, members=members, in_place=True, soon=True)
     result: torch.Tensor = synchronize(handle)
@@ -391,7 +391,9 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a `broadcast` into the tensor itself; do not touch it before `synchronize`, which returns it."""
+    """Start a `broadcast` into the tensor itself. Do not access the tensor before `synchronize`, which returns the
+    tensor.
+    """
     members = resolve(process_set)
     return start_broadcast(tensor, root_rank, name, members=members, in_place=True)
 
@@ -408,7 +410,7 @@ def alltoall(
     """Send rows to each rank, and receive rows from each. Differentiable.
 
     Args:
-        tensor: of shape ``[rows, ...]`` and any dtype. ``rows`` may differ between ranks.
+        tensor: tensor of shape ``[rows, ...]`` and any dtype. ``rows`` may differ between ranks.
         splits: the number of rows for each rank, in rank order: int32, of shape ``[size]``. Default: the same
             number for all ranks.
         name, process_set: see the module.
@@ -454,7 +456,7 @@ def reducescatter(
     """Reduce a tensor over all ranks, and return a part of its rows to each. Differentiable.
 
     Args:
-        tensor: of shape ``[rows, ...]`` and a reducible dtype.
+        tensor: tensor of shape ``[rows, ...]`` and a reducible dtype.
         op: Average or Sum.
         name, compression, process_set, prescale_factor, postscale_factor: see the module.
 
@@ -543,7 +545,7 @@ def as_op(op: int | None, average: bool | None) -> Op:
     """
     if average is not None:
         if op is not None:
-            raise ValueError("op and average were both given: pass op alone")
+            raise ValueError("op and average were both given: pass only op")
         warnings.warn("average= is deprecated; use op=Average or op=Sum", DeprecationWarning, 4)
         return Op.AVERAGE if average else Op.SUM
     if op is None:

@@ -86,8 +86,8 @@ class SyncBatchNorm(_BatchNorm):
             )
         if input.shape[1] != self.num_features:
             raise ValueError(
-                f"SyncBatchNorm({self.num_features}) got {input.shape[1]} channels in dimension 1: create it with"
-                " that number"
+                f"SyncBatchNorm was created for {self.num_features} channels, but dimension 1 of the input has"
+                f" {input.shape[1]} channels: create it with the input's number of channels"
             )
 
 

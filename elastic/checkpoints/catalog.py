@@ -21,7 +21,7 @@ BLOCK = 1 << 20  # bytes read at once
 
 
 class IncompleteCommit(UnreadableCommit):
-    """An incomplete commit: its manifest was never written."""
+    """An incomplete commit, whose manifest was never written."""
 
 
 CLAIMS_READ = 8  # number of newest claims to read when looking for running jobs
@@ -35,9 +35,9 @@ class CheckpointEntry:
     """The folder of a commit.
 
     Args:
-        name: of the commit.
+        name: name of the commit.
         manifest: None if the commit cannot be used.
-        trouble: why it cannot be used; empty if it can.
+        trouble: why it cannot be used, or an empty result if it can.
         torn: whether it is incomplete: its manifest was never written.
         newer: whether it was written by a newer version of this package.
     """
@@ -60,10 +60,10 @@ def names(storage: Storage) -> list[CommitName]:
 
 
 def claim_run(storage: Storage) -> int:
-    """Return a run number that no checkpoint in the folder and no other job uses.
+    """Return a run number that neither a checkpoint in the folder nor another job uses.
 
-    Object stores cannot create a file only if it does not exist. Two jobs that start at the same moment on an object
-    store may therefore receive the same number.
+    Object stores cannot create a file exclusively. Two jobs that start at the same moment on an object store may
+    therefore receive the same number.
 
     Raises:
         OSError: the storage failed.
@@ -77,7 +77,11 @@ def claim_run(storage: Storage) -> int:
 
 
 class RunOwner(msgspec.Struct, frozen=True):
-    """Process that a run belongs to. ``began_at``: its start time in seconds since 1970."""
+    """Process that a run belongs to.
+
+    Args:
+        began_at: its start time in seconds since 1970.
+    """
 
     host: str
     pid: int
@@ -85,7 +89,7 @@ class RunOwner(msgspec.Struct, frozen=True):
 
 
 def writing_here(storage: Storage, before: int | None = None) -> RunOwner | None:
-    """Return a running process of this machine, other than this one, that has claimed a run; None if there is none.
+    """Return a running process of this machine, other than this one, that has claimed a run, or None if there is none.
 
     Args:
         storage: the folder.
@@ -111,7 +115,7 @@ def writing_here(storage: Storage, before: int | None = None) -> RunOwner | None
 
 
 def give_back_run(storage: Storage, number: int) -> None:
-    """Release a claimed run number under which nothing was written.
+    """Release a claimed run number if no checkpoint was written under it.
 
     Raises:
         OSError: the storage failed.
@@ -130,12 +134,12 @@ def read(storage: Storage, name: CommitName) -> Manifest:
     try:
         found = manifest.decode_manifest(storage.read(f"{name}/{manifest.MANIFEST}"))
     except FileNotFoundError:
-        raise IncompleteCommit("manifest.json is missing, so the commit is incomplete") from None
+        raise IncompleteCommit("the commit is incomplete: manifest.json is missing") from None
     if found.name != name:
-        raise UnreadableCommit(f"{manifest.MANIFEST} belongs to commit {found.name}")
+        raise UnreadableCommit(f"{manifest.MANIFEST} describes another commit, {found.name}")
     files = storage.sizes(str(name))
     if manifest.MANIFEST not in files:
-        raise IncompleteCommit("the commit was removed during the read")
+        raise IncompleteCommit("another process removed the commit while it was being read")
     trouble = manifest.missing(found, files)
     if trouble:
         raise UnreadableCommit(trouble)
@@ -156,15 +160,16 @@ def entry(storage: Storage, name: CommitName) -> CheckpointEntry:
 
 
 def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
-    """Refuse a commit written by a newer version: a job that skipped it would eventually prune it.
+    """Refuse a commit of a newer version. A job that skipped such a commit would eventually prune it.
 
     Raises:
         Invalid: the commit was written by a newer version.
     """
     if found.newer:
         raise Invalid(
-            f"{storage.url}/{found.name} can't be used: {found.trouble}. It was not changed: run the version that"
-            " wrote it, or start over with --fresh, which keeps it"
+            f"the checkpoint {storage.url}/{found.name} can't be used: {found.trouble}. The checkpoint was not"
+            " changed. Run the version that wrote it, or start a new job with --fresh, which keeps the"
+            " checkpoint"
         )
 
 
@@ -206,7 +211,9 @@ def chosen(storage: Storage, which: str) -> Manifest:
     try:
         return read(storage, fitting[0])
     except UnreadableCommit as error:
-        raise Invalid(f"{storage.url}/{fitting[0]} can't be used: {error}") from error
+        raise Invalid(
+            f"the checkpoint {storage.url}/{fitting[0]} can't be used: {error}"
+        ) from error
 
 
 def prune(storage: Storage, keep: int, floor: int = 0) -> list[CommitName]:

@@ -43,9 +43,9 @@ class Checkpoints:
 
     @property
     def newest(self) -> str | None:
-        """The newest commit that this rank knows to be durable, as ``elasticrun checkpoints`` lists it: ``g3c450``.
+        """Newest commit that this rank knows to be durable, in the form ``g3c450`` of ``elasticrun checkpoints``.
 
-        None if none was written since this worker started to train.
+        The value is None if no checkpoint was written since this worker started training.
         """
         rt = lifecycle.active()
         if rt is None or rt.commits.durable is None:

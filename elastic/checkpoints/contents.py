@@ -45,7 +45,8 @@ class StateItem:
 class Contents:
     """Everything a checkpoint stores.
 
-    ``objects``: leaves of the state dict other than the commit's tensors, by path.
+    Args:
+        objects: leaves of the state dict other than the commit's tensors, by path.
     """
 
     items: list[StateItem]
@@ -71,7 +72,7 @@ def dotted(path: Path) -> str:
 
 
 def contents(held: HeldCommit) -> Contents:
-    """Return the contents of a commit whose copies are complete."""
+    """Return the contents of a commit with complete copies."""
     items: list[StateItem] = []
     objects: dict[Path, Any] = {}
     for name, value in held.values.items():

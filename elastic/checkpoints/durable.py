@@ -38,13 +38,13 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
         return
     if not isinstance(state, ObjectState) or "save" in overridden(state):
         raise Invalid(
-            f"--checkpoint-dir: {type(state).__name__} overrides save(), so it can't be written to a checkpoint; use"
+            f"{type(state).__name__} overrides save(), so --checkpoint-dir can't write it to a checkpoint: use"
             " TorchState or ObjectState, or train without --checkpoint-dir"
         )
     if rt.alone and rt.place.size > 1:
         raise Invalid(
-            "--checkpoint-dir with several workers requires elasticrun; under other launchers leave"
-            f" {options.DIR} unset"
+            f"--checkpoint-dir with several workers requires elasticrun: unset {options.DIR} under other"
+            " launchers"
         )
     storage = Storage(found.url)
     if rt.alone and not found.run:  # without a driver, no run number is assigned

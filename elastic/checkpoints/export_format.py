@@ -26,6 +26,6 @@ def format_of(file: str) -> ExportFormat:
         if suffix.lower() in each.value:
             return each
     raise Invalid(
-        f"{file} has {f'the suffix {suffix}' if suffix else 'no suffix'}, which stands for no format: choose a name"
-        f" that ends in {', '.join(ExportFormat.TORCH.value)} for torch.load, or .safetensors"
+        f"{file} has {f'the suffix {suffix}' if suffix else 'no suffix'}, which does not select an export"
+        f" format: use {', '.join(ExportFormat.TORCH.value)} for torch.load, or .safetensors"
     )

@@ -32,7 +32,11 @@ Key = tuple[str, str]  # part, tensor
 
 
 class SkippedValue(NamedTuple):
-    """A value that was not exported. ``but_tensors``: its tensors were exported, but its other contents were not."""
+    """A value that was not exported.
+
+    Args:
+        but_tensors: its tensors were exported, but its other contents were not.
+    """
 
     name: str
     but_tensors: bool = False
@@ -40,7 +44,11 @@ class SkippedValue(NamedTuple):
 
 @dataclass
 class ExportedState:
-    """State dicts of models, and other values, by their names in the state. ``left_out``: values in neither."""
+    """State dicts of models, and other values, by their names in the state.
+
+    Args:
+        left_out: values in neither.
+    """
 
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
@@ -83,8 +91,8 @@ def _safetensors() -> Callable[..., None]:
         from safetensors.torch import save_file
     except ImportError as error:
         raise Invalid(
-            "writing a .safetensors file requires the safetensors package, which is not installed: run"
-            " pip install safetensors, or choose a name such as state.pt to write with torch.save"
+            "the safetensors package is not installed, so no .safetensors file can be written: run pip install"
+            " safetensors, or use a file name such as state.pt"
         ) from error
     save: Callable[..., None] = save_file
     return save
@@ -103,7 +111,8 @@ def _named(models: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
                 used.add(tensor.data_ptr())
     if not found:
         raise Invalid(
-            "the checkpoint contains no model to write to a .safetensors file: choose a name such as state.pt"
+            "the checkpoint contains no model, so no .safetensors file can be written: use a file name such as"
+            " state.pt"
         )
     return found
 

@@ -29,7 +29,11 @@ BLOCK = 1 << 20  # bytes read at once
 
 
 class TrainingReturned(msgspec.Struct, frozen=True):
-    """Written by rank 0. ``modules``: signatures of the modules that rank 0 imported, by path; see `signature`."""
+    """Written by rank 0.
+
+    Args:
+        modules: signatures of the modules that rank 0 imported, by path. See `signature`.
+    """
 
     commit: CommitName
     modules: dict[str, str]
@@ -37,7 +41,11 @@ class TrainingReturned(msgspec.Struct, frozen=True):
 
 
 class PathsRead(msgspec.Struct, frozen=True):
-    """Paths that one rank has read, with their signatures. ``unseen``: why this list may be incomplete."""
+    """Paths that one rank has read, with their signatures.
+
+    Args:
+        unseen: why this list may be incomplete.
+    """
 
     commit: CommitName
     paths: dict[str, str]
@@ -96,7 +104,7 @@ def _is_installed(path: str) -> bool:
 
 
 def read_by_all(storage: Storage, commit: CommitName, ranks: int) -> dict[str, str] | None:
-    """Return the signatures of all paths that the ranks have read; None if the list of a rank may be incomplete.
+    """Return the signatures of all paths that the ranks have read, or None if the list of a rank may be incomplete.
 
     Raises:
         OSError: the storage failed.
@@ -116,7 +124,7 @@ def read_by_all(storage: Storage, commit: CommitName, ranks: int) -> dict[str, s
 
 
 def read_returned(storage: Storage) -> TrainingReturned | None:
-    """Return the record, or None if there is none or it is not readable.
+    """Return the record, or None if the record is missing or not readable.
 
     Raises:
         OSError: the storage failed.

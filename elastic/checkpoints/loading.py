@@ -45,21 +45,21 @@ def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
         differ = {*there.splitlines()} ^ {*here.splitlines()}
         computed = all(".arithmetic." in line for line in differ)
         raise StateMismatch(
-            f"{state_transfer.difference(there, here, 'the checkpoint')}; {where} was not changed:"
-            f" {COMPUTE_AS_BEFORE if computed else 'run the script that wrote it'}, or start over with"
-            " --fresh or with another --checkpoint-dir"
+            f"{state_transfer.difference(there, here, 'the checkpoint')}. The checkpoint in {where} was not"
+            f" changed: {COMPUTE_AS_BEFORE if computed else 'run the script that wrote it'}, or start a new job"
+            " with --fresh or another --checkpoint-dir"
         )
     values, structures = _python(storage, found, {name: part.value for name, part in parts.items()})
     if parts.keys() != structures.keys():
         raise StateMismatch(
-            f"{where} contains {sorted(structures)}, but this state has {sorted(parts)}: run the script that wrote"
-            " the checkpoint"
+            f"the checkpoint in {where} contains {sorted(structures)}, but this state has {sorted(parts)}: run"
+            " the script that wrote the checkpoint"
         )
     missing = sorted({name for name in names_of(state) if name not in values})
     if missing:
         raise StateMismatch(
-            f"{where} lacks the values {', '.join(missing)} of this state: run the script that wrote the checkpoint,"
-            " or start over with --fresh"
+            f"the checkpoint in {where} lacks the values {', '.join(missing)} of this state: run the script that"
+            " wrote the checkpoint, or start a new job with --fresh"
         )
     change_detection.notice()
     with torch.no_grad():
@@ -116,7 +116,6 @@ def _compare(file: str, check: Check) -> None:
 def _tensors(
     storage: Storage, found: Manifest, parts: Mapping[str, Part], structures: dict[str, Any]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Load all tensors that are not sharded into their destinations. Return the tensors that have none, by part."""
     stored_whole = [each for each in found.tensors if each.rows is None]
     places: dict[tuple[str, str], torch.Tensor | Destination] = {}
     for name, part in parts.items():

@@ -40,7 +40,7 @@ class CheckpointOptions:
 
 
 def parse_every(text: str) -> tuple[int | None, float | None]:
-    """Parse ``500commits`` or ``60s`` (also ``10m``, ``1h``) to commits or seconds; ``manual`` sets neither.
+    """Parse ``500commits``, ``60s``, ``10m`` or ``1h`` to commits or seconds. ``manual`` sets neither.
 
     Raises:
         Invalid: the text has another form.
@@ -58,8 +58,8 @@ def parse_every(text: str) -> tuple[int | None, float | None]:
         seconds = 0.0
     if not 0 < seconds < 1e9:
         raise Invalid(
-            f"--checkpoint-every is {text!r}: pass seconds, minutes or hours (60s, 10m, 1h), a number of commits"
-            f" (500commits), or {MANUAL}, where the script calls elastic.Checkpoints().save()"
+            f"--checkpoint-every is {text!r}: pass an interval (60s, 10m, 1h), a number of commits (500commits),"
+            f" or {MANUAL} if the script calls elastic.Checkpoints().save()"
         )
     return None, seconds
 
@@ -73,8 +73,8 @@ def parse_from(text: str) -> tuple[str, str]:
     url, _, commit = text.rpartition("@")
     if not url or not commit:
         raise Invalid(
-            f"--from is {text!r}: pass a folder of checkpoints and a commit in it, as in /checkpoints@g3c450"
-            " (elasticrun checkpoints DIR lists them)"
+            f"--from is {text!r}: pass a checkpoint folder and a commit, as in /checkpoints@g3c450. To list the"
+            " commits, run elasticrun checkpoints DIR"
         )
     return url, commit
 

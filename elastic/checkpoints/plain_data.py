@@ -92,7 +92,7 @@ _KINDS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
 
 
 def _unknown(kind: str, content: Any) -> Any:
-    raise CorruptedData(f"a value of the unknown kind {kind!r}")
+    raise CorruptedData(f"the data contains a value of unknown kind {kind!r}")
 
 
 def decode(text: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:
@@ -122,4 +122,4 @@ def decode(text: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:
     except CorruptedData:
         raise
     except (TypeError, ValueError, AttributeError) as error:
-        raise CorruptedData(f"{kind!r} does not fit its content: {error}") from error
+        raise CorruptedData(f"a value of kind {kind!r} has invalid content: {error}") from error

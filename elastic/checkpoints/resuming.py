@@ -58,7 +58,7 @@ def load_proposed(
 def proposal(
     storage: Storage, options: CheckpointOptions, passed: Passed
 ) -> tuple[Storage, Manifest] | None:
-    """Return the newest commit that appears complete and is not in ``passed``, or None if there is no checkpoint.
+    """Return the newest commit that appears complete and is not in ``passed``. Return None if no checkpoint exists.
 
     Raises:
         Invalid: there are checkpoints, but none can be read.
@@ -79,8 +79,8 @@ def proposal(
     troubles = [f"{name}: {why}" for (url, name), why in passed.items() if url == storage.url]
     if troubles:
         raise Invalid(
-            f"no checkpoint in {storage.url} can be read ({'; '.join(troubles[:3])}); nothing was changed. Restore a"
-            " checkpoint, or start over with --fresh"
+            f"no checkpoint in {storage.url} is readable ({'; '.join(troubles[:3])}). No checkpoint was changed."
+            " Restore a checkpoint from a backup, or start a new job with --fresh"
         )
     if options.start is None:
         return None
@@ -88,16 +88,19 @@ def proposal(
     other = Storage(url)
     begin = catalog.chosen(other, which)
     if (other.url, begin.name) in passed:
-        raise Invalid(f"{url}/{begin.name} can't be read: {passed[other.url, begin.name]}")
+        raise Invalid(
+            f"the checkpoint {url}/{begin.name} can't be read: {passed[other.url, begin.name]}"
+        )
     return other, begin
 
 
 def report(
     manifest: Manifest, url: str, options: CheckpointOptions, send: Callable[[Message], object]
 ) -> None:
-    """Report the restored commit to the driver, which may not know it: its writer may have died before the report.
+    """Report the restored commit to the driver. The driver may not know the commit if its writer died before the
+    report.
 
-    Each run numbers its commits from 1, so those of earlier runs are skipped.
+    Each run numbers its commits from 1, so commits of earlier runs are skipped.
     """
     name = manifest.name
     if name.run == options.run:
@@ -116,7 +119,7 @@ def report(
 
 
 def pass_over(url: str, manifest: Manifest, trouble: str, passed: Passed) -> None:
-    """Record that the commit cannot be read, so that `proposal` does not return it again."""
+    """Record an unreadable commit, so that `proposal` skips it."""
     passed[url, manifest.name] = trouble
     _say(f"skipped {url}/{manifest.name}: {trouble}")
 

@@ -24,7 +24,12 @@ UNANSWERED_S = 2.0
 
 @dataclass(frozen=True)
 class Step:
-    """Result of a commit. ``begin``: the request to write this commit for; ``ask``: the number that rank 0 requests."""
+    """Result of a commit.
+
+    Args:
+        begin: the request to write this commit for.
+        ask: the number that rank 0 requests.
+    """
 
     begin: int | None = None
     ask: int | None = None
@@ -81,7 +86,7 @@ class Schedule:
         return False
 
     def at_commit(self, commit: Commit, now: float, *, leads: bool, busy: bool) -> Step:
-        """Decide what to do after a commit.
+        """Decide the next action after a commit.
 
         Args:
             commit: the commit just made.

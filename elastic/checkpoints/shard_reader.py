@@ -44,7 +44,11 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 class ShardReader:
-    """Reader of one rank. ``met``: shards that the ranks hold; None in a world of a single rank without a driver."""
+    """Reader of one rank.
+
+    Args:
+        met: shards that the ranks hold; None in a world of a single rank without a driver.
+    """
 
     def __init__(
         self,
@@ -138,7 +142,9 @@ class ShardReader:
                 self._state.reset()  # samplers divide the remaining samples among the ranks of this world
 
     def _read(self, chosen: Chosen, targets: Targets) -> str:
-        """Read this rank's rows and random generators. Return why they cannot be read; empty if they were."""
+        """Read this rank's rows and random generators. Return why they cannot be read, or an empty result if they
+        were.
+        """
         storage, rank = Storage(chosen.url), self._rt.place.rank
         try:
             with self._long(), torch.no_grad():

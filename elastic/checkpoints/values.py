@@ -30,7 +30,7 @@ def to_plain(value: Any) -> Any:
     try:
         return encode(value, _other)
     except RecursionError:
-        raise NotPlain("a value that contains itself") from None
+        raise NotPlain("the value contains itself") from None
 
 
 def from_plain(text: Any) -> Any:
@@ -48,7 +48,7 @@ def _other(value: Any) -> Any:
         return word("Index", [[encode(k, _other), encode(v, _other)] for k, v in value.items()])
     if kind is torch.Tensor and plain(value) and not value.is_meta:
         if value.nbytes > INLINE or value.requires_grad:
-            raise NotPlain("a large tensor")
+            raise NotPlain("the value is a large tensor")
         content = as_bytes(value.cpu()).numpy().tobytes()
         return word("tensor", [_dtype(value.dtype), list(value.shape), _text(content)])
     if kind is numpy.ndarray and not value.dtype.hasobject and value.nbytes <= INLINE:
@@ -69,7 +69,7 @@ def _other(value: Any) -> Any:
 def _back(kind: str, content: Any) -> Any:
     made = _KINDS.get(kind)
     if made is None:
-        raise CorruptedData(f"a value of the unknown kind {kind!r}")
+        raise CorruptedData(f"the data contains a value of unknown kind {kind!r}")
     return made(content)
 
 
@@ -105,7 +105,7 @@ def dtype_named(name: str) -> torch.dtype:
     """
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
-        raise CorruptedData(f"{name!r} is not a dtype of this torch")
+        raise CorruptedData(f"this version of torch has no dtype {name!r}")
     return found
 
 

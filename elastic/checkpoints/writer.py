@@ -55,7 +55,11 @@ class _Dropped(Exception):
 
 @dataclass
 class _Attempt:
-    """One commit that is being written. ``number``: the request that it fulfills."""
+    """One commit that is being written.
+
+    Args:
+        number: the request that it fulfills.
+    """
 
     number: int
     name: CommitName
@@ -191,9 +195,9 @@ class CheckpointWriter:
         All ranks must call this after the same commit.
 
         Args:
-            state: of the training.
+            state: state of the training.
             commit: the last one.
-            place: of this rank.
+            place: place of this rank.
             over: whether the world broke, which ends the wait.
         """
         if self._alone:
@@ -242,7 +246,6 @@ class CheckpointWriter:
         return True
 
     def _settle(self, generation: int, number: int, commit: Commit | None) -> None:
-        """Record the outcome of a request: the durable commit, or None."""
         with self._changed:
             self.newest = commit or self.newest
             self._unanswered.pop((generation, number), None)
@@ -374,14 +377,6 @@ class CheckpointWriter:
             self._tell(messages.ShareWritten(name.generation, attempt.number, name.commit, digests))
 
     def _look_at_numbers(self, held: HeldCommit, shares: Sequence[Share]) -> None:
-        """Check that parameters did not become non-finite: such commits would eventually replace all usable ones.
-
-        Replicas are compared elsewhere first, so that a faulty one can be named. For sharded parameters, each rank has
-        checked its own rows.
-
-        Raises:
-            _Corrupted: a parameter became infinite or NaN.
-        """
         found = {name for share in shares for name in share.not_finite}
         if not held.is_sharded:
             found = writing.not_finite(held)
@@ -390,8 +385,8 @@ class CheckpointWriter:
         new = sorted(found - (self._odd or set()))
         if new:
             raise _Corrupted(
-                f"{', '.join(new[:NAMED])}{' ...' if len(new) > NAMED else ''} became infinite or NaN: no"
-                " checkpoint is written until all parameters are finite again; earlier checkpoints are kept"
+                f"{', '.join(new[:NAMED])}{' ...' if len(new) > NAMED else ''} became infinite or NaN. No"
+                " checkpoint is written until all parameters are finite. Earlier checkpoints are kept"
             )
 
     def _seal(self, attempt: _Attempt) -> None:

@@ -190,7 +190,7 @@ def seal(
     trouble = manifest.missing(whole, storage.sizes(str(name)))
     if trouble:
         raise UnreadableCommit(
-            f"{trouble}; check that {storage.url} is one folder shared by all hosts"
+            f"{trouble}: check that all hosts mount the same folder at {storage.url}"
         )
     alive()
     failpoint("durable-manifest")
@@ -205,11 +205,11 @@ def _share(storage: Storage, name: CommitName, rank: int, size: int) -> Share:
         share = manifest.decode_share(storage.read(file))
     except FileNotFoundError:
         raise UnreadableCommit(
-            f"{file} is missing, although rank {rank} reported it written: check that {storage.url} is one folder"
-            " shared by all hosts"
+            f"rank {rank} reported that it wrote {file}, but the file is missing: check that all hosts mount the"
+            f" same folder at {storage.url}"
         ) from None
     if (share.rank, share.size) != (rank, size):
-        raise UnreadableCommit(f"{file} was written in another world than the current one")
+        raise UnreadableCommit(f"{file} was written in an earlier world")
     return share
 
 

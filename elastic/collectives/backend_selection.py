@@ -70,7 +70,8 @@ class BackendSelection:
     Args:
         backend: the backend.
         hosts: the ranks of each host, ascending; hosts are in the order of their first ranks.
-        why: reason why ranks on one machine do not share memory; empty if they do, or if no host has several ranks.
+        why: reason why ranks on one machine do not share memory, or an empty result if they do, or if no host has
+            several ranks.
     """
 
     backend: Backend
@@ -113,7 +114,6 @@ def _hosts(rows: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
 
 
 def _unknown(rows: Sequence[RankInfo]) -> str:
-    """Return a warning if a rank cannot identify its host, since other ranks may be on the same one."""
     for rank, row in enumerate(rows):
         if row.native and row.identity is None:
             return f"rank {rank}: {row.why_not}"
@@ -121,7 +121,6 @@ def _unknown(rows: Sequence[RankInfo]) -> str:
 
 
 def _apart(rows: Sequence[RankInfo]) -> str:
-    """Return a warning if ranks run on one machine but different hosts, such as containers; empty otherwise."""
     first: dict[str, tuple[int, Host]] = {}
     for rank, row in enumerate(rows):
         if row.native and row.identity is not None:

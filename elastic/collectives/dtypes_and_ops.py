@@ -57,10 +57,12 @@ def check(tensor: torch.Tensor, op: Op) -> None:
         TypeError: the dtype cannot be reduced.
     """
     if op not in OPS:
-        raise ValueError(f"{op.name} can't be reduced here; use SUM, MIN, MAX or PRODUCT")
+        raise ValueError(
+            f"reduction {op.name} is not supported by this backend: use SUM, MIN, MAX or PRODUCT"
+        )
     if tensor.dtype not in DTYPES:
         raise TypeError(
-            f"tensors of {tensor.dtype} can't be reduced; convert it first, a complex one with torch.view_as_real()"
+            f"tensors of {tensor.dtype} can't be reduced: convert complex tensors with torch.view_as_real()"
         )
 
 
@@ -134,7 +136,6 @@ def _turned(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _beyond(keys: torch.Tensor, op: Op) -> int:
-    """Return the integer that ``op``, MIN or MAX, selects over all numbers; it represents NaN."""
     info = torch.iinfo(keys.dtype)
     return info.max if op is Op.MAX else info.min
 

@@ -59,7 +59,10 @@ class ReportsMissingRanks(Protocol):
 class Collectives(Protocol):
     """Group of ranks.
 
-    All calls are asynchronous and in the same order on every rank. ``op``: SUM, MIN, MAX or PRODUCT.
+    All calls are asynchronous and in the same order on every rank.
+
+    Args:
+        op: SUM, MIN, MAX or PRODUCT.
     """
 
     rank: int
@@ -164,9 +167,11 @@ class ReducesInto(Protocol):
         scale: float = 1.0,
         divisor: int = 1,
     ) -> Work:
-        """Like `Collectives.allreduce` of ``tensor``, which is not modified.
+        """Like `Collectives.allreduce`, but without modifying ``tensor``.
 
-        ``result`` is like it; they share no memory.
+        Args:
+            tensor: the tensor to reduce.
+            result: receives the result. It has the shape and dtype of ``tensor``, and shares no memory with it.
         """
 
 
@@ -186,9 +191,11 @@ class SumsTrees(Protocol):
         The result, rounded and then divided by ``divisor``, replaces row 0 on every rank.
 
         Args:
-            places: in memory that all ranks map, with equal row strides and as many rows as this rank needs.
+            places: places in memory that all ranks map, with equal row strides and as many rows as this rank needs.
             elements: number of elements of a row to use.
-            program: in postfix notation: ``(rank, row)`` pushes a value, None replaces the top two by their sum.
+            program: program in postfix notation. ``(rank, row)`` pushes a value, and None replaces the top two values
+                by
+                their sum.
             divisor: see above.
 
         Raises:
@@ -211,7 +218,7 @@ class DeviceCollectives(Collectives, Protocol):
 
     @property
     def unsettled(self) -> bool:
-        """Whether streams follow a collective whose outcome is not known yet."""
+        """Whether streams wait for a collective with an unknown outcome."""
 
     def settle(self) -> None:
         """Wait until all collectives that streams follow have ended.
@@ -221,14 +228,15 @@ class DeviceCollectives(Collectives, Protocol):
         """
 
     def followed_since(self) -> float | None:
-        """Return the launch time of the oldest collective that has not ended, if streams follow any; else None.
+        """Return the launch time of the oldest running collective if streams wait for a collective. Otherwise return
+        None.
 
-        None if the group has failed: a kernel that outlives an abort waits for no peer. Fails the group if the
-        backend has detected an error. The training thread may wait in CUDA, where it cannot do so.
+        Returns None if the group has failed, because a kernel that survives an abort does not wait for a peer. Fails
+        the group if the backend has detected an error. The training thread cannot do so while it waits in CUDA.
         """
 
     def counts(self) -> Counts:
-        """Return the progress of its collectives. Does not wait for the GPU; call it from one thread at a time."""
+        """Return the progress of the collectives. Does not wait for the GPU. Call this from one thread at a time."""
 
     def ended(self, timeout_s: float) -> bool:
         """Return, after `abort`, whether all kernels of collectives have ended. Waits up to ``timeout_s``."""
@@ -258,10 +266,11 @@ class Messenger(Protocol):
         """Send to one rank. Messages with the same receiver and tag, 0 to MAX_TAG, arrive in order."""
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> MessageWork:
-        """Receive from rank ``source``, or from any rank if None; `MessageWork.source` returns the sender.
+        """Receive from rank ``source``, or from any rank if ``source`` is None. `MessageWork.source` returns the
+        sender.
 
-        Waiting for it raises TensorMismatch if the message has another dtype or number of elements; the error names
-        both.
+        Waiting for the work raises TensorMismatch if the message has another dtype or number of elements. The error
+        names both.
         """
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:

@@ -290,8 +290,8 @@ class NcclCollectives:
         self._raise_if_failed()
         if torch.cuda.is_current_stream_capturing():
             raise Invalid(
-                "a collective can't be part of a CUDA graph: capture forward and backward without the collectives,"
-                " or train without graphs"
+                "a collective can't be captured in a CUDA graph: capture only forward and backward, or train"
+                " without CUDA graphs"
             )
         arrived = self._spare.pop() if self._spare else torch.cuda.Event()
         try:
@@ -490,7 +490,7 @@ def warm_up(device: torch.device) -> None:
 
 
 class NcclWork:
-    """A collective in flight in one group; ``then`` puts the result in place."""
+    """A collective in flight in one group. ``then`` moves the result to its destination."""
 
     def __init__(
         self, group: NcclCollectives, work: Any, then: Callable[[], object] | None
@@ -626,7 +626,7 @@ def _options(timeout_s: float) -> Any:
 
 
 def _revocable(backend: Any) -> int:
-    """Return NCCL's pointer to the communicator of the present device; 0 if it cannot be revoked."""
+    """Return NCCL's pointer to the communicator of the present device, or 0 if it cannot be revoked."""
     if not (nccl_library.can_revoke() and hasattr(backend, "_comm_ptr")):
         _log_once("this NCCL can't revoke a communicator: version 2.28 and torch 2.8 are required")
         return 0

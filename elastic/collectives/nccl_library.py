@@ -43,7 +43,7 @@ def revoke(communicator: int) -> int:
     """Begin to end all kernels of a communicator permanently. Does not wait and needs no GPU.
 
     Args:
-        communicator: from ``_comm_ptr()``, not freed yet.
+        communicator: communicator from ``_comm_ptr()``, not freed yet.
 
     Returns:
         NCCL's error code, 0 for none.

@@ -28,8 +28,8 @@ def meet(device: torch.device) -> None:
         _index = device.index
     if _index != device.index:
         raise Invalid(
-            f"the collectives of this worker were on cuda:{_index}, and are now on {device}: start one worker per"
-            " GPU, and call torch.cuda.set_device(local_rank()) before any tensor is created on the GPU"
+            f"this worker ran its collectives on cuda:{_index}, but the tensor is on {device}: start one worker"
+            " per GPU, and call torch.cuda.set_device(local_rank()) before you create tensors on the GPU"
         )
 
 
@@ -41,7 +41,7 @@ def settle() -> None:
 
 
 def uuid(device: torch.device) -> str:
-    """Return the GPU's UUID, which is the same in all processes; empty if it has none."""
+    """Return the GPU's UUID, which is the same in all processes, or an empty result if it has none."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
@@ -59,9 +59,9 @@ def refuse_shared(uuids: Sequence[str], visible: int) -> None:
     for rank, each in enumerate(uuids):
         if each and first.setdefault(each, rank) != rank:
             raise Invalid(
-                f"ranks {first[each]} and {rank} use the same GPU ({each}), but NCCL needs one per worker: call"
-                " torch.cuda.set_device(local_rank()) before any tensor is created on the GPU, and start no more"
-                f" workers on a host than it has GPUs ({visible} visible here)"
+                f"ranks {first[each]} and {rank} use the same GPU ({each}), but NCCL needs one GPU per worker."
+                f" {visible} GPUs are visible here. Call torch.cuda.set_device(local_rank()) before you create"
+                " tensors on the GPU, and do not start more workers on a host than it has GPUs"
             )
 
 

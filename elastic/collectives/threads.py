@@ -68,7 +68,7 @@ def leave_if_ending() -> None:
 
 
 class Completion:
-    """Call ``then``, which puts a collective's result in place, exactly once; all waiting threads return after it."""
+    """Call ``then`` exactly once to store the result of a collective. Each waiting thread returns after the call."""
 
     def __init__(self, then: Callable[[], object] | None) -> None:
         self._then = then

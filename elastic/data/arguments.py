@@ -86,34 +86,35 @@ class LoaderArguments:
         unknown = self.options.keys() - OPTIONS
         if "generator" in unknown:
             raise Invalid(
-                "generator= would give each rank its own order: pass seed=, which all ranks share"
+                "generator= would give each rank a different order: pass seed=, and all ranks use the same"
+                " order"
             )
         if unknown:
             raise Invalid(f"unknown arguments of DataLoader: {', '.join(sorted(unknown))}")
         if self.options.get("in_order") is False:
             raise Invalid(
-                "in_order=False returns batches in no fixed order, so a commit could not record which of them were"
-                " used: leave it out"
+                "in_order=False returns batches in no fixed order, so commits could not record the samples that"
+                " were used: omit in_order"
             )
 
     def _check_stream(self) -> None:
         dataset, name = self.dataset, type(self.dataset).__name__
         if not hasattr(dataset, "__iter__"):
-            raise Invalid(f"{name} can be neither indexed nor iterated over: pass a dataset")
+            raise Invalid(f"{name} supports neither indexing nor iteration: pass a dataset")
         if isinstance(dataset, Iterator):
             raise Invalid(
-                f"{name} can be read only once, but is read again after a failure: pass a dataset whose __iter__"
-                " starts again"
+                f"{name} can be iterated over only once, but the loader must iterate again after a failure: pass"
+                " a dataset whose __iter__ returns a new iterator"
             )
         if self.shuffle or self.sampler is not None or self.batch_sampler is not None:
             raise Invalid(
-                f"{name} is a stream, whose order can't be changed: remove shuffle and sampler, and shuffle inside the"
-                " dataset, with a seed from the epoch that set_epoch() sets"
+                f"{name} is a stream, so the loader can't change its order: remove shuffle and sampler, and"
+                " shuffle inside the dataset with a seed that depends on the epoch passed to set_epoch()"
             )
         if getattr(dataset, "_distributed", None) is not None:
             raise Invalid(
-                f"{name} was split by split_dataset_by_node() for a fixed number of ranks: pass the whole dataset,"
-                " which the loader divides among the ranks of the current world"
+                f"{name} was split by split_dataset_by_node() for a fixed number of ranks: pass the whole"
+                " dataset, and the loader divides it among the ranks of the current world"
             )
 
     def _check_indexed(self) -> None:
@@ -130,7 +131,7 @@ class LoaderArguments:
         }
         names = [name for name, there in given.items() if there]
         if len(names) > 1:
-            raise Invalid(f"{' and '.join(names)} each define the order: pass one of them")
+            raise Invalid(f"{' and '.join(names)} each define the order: pass only one of them")
         for each in (
             self.sampler,
             self.batch_sampler,
@@ -138,26 +139,28 @@ class LoaderArguments:
         ):
             if hasattr(each, "num_replicas"):
                 raise Invalid(
-                    f"{type(each).__name__} divides samples among fixed ranks, but this loader does so for the"
-                    " current world: pass shuffle= and seed= instead, or convert the loader with"
-                    " elastic.data.from_torch()"
+                    f"{type(each).__name__} divides samples among a fixed number of ranks, but this loader must"
+                    " divide them again in each world: pass shuffle= and seed= instead, or convert the loader"
+                    " with elastic.data.from_torch()"
                 )
 
     def _check_batches(self) -> None:
         if self.global_batch_size is not None and (self.batch_size != 1 or self.ready):
             raise Invalid(
-                "global_batch_size sets the size of a step: pass no batch_size or batch_sampler with it"
+                "global_batch_size already sets the batch size: omit batch_size and batch_sampler"
             )
         if self.batch_sampler is not None and (self.batch_size != 1 or self.drop_last):
-            raise Invalid("batch_sampler creates the batches: pass no batch_size or drop_last")
+            raise Invalid(
+                "batch_sampler already defines the batches: omit batch_size and drop_last"
+            )
         if self.shards is None:
             return
         if self.global_batch_size is None:
-            raise Invalid("shards divide a global batch: pass global_batch_size too")
+            raise Invalid("shards requires global_batch_size: pass global_batch_size too")
         if self.global_batch_size < self.shards:
             raise Invalid(
-                f"global_batch_size is {self.global_batch_size}, which can't be divided into {self.shards} shards:"
-                " each needs at least one sample"
+                f"global_batch_size={self.global_batch_size} can't be divided into {self.shards} shards: pass at"
+                " least one sample per shard"
             )
 
 

@@ -9,7 +9,7 @@ import torch
 
 
 class BatchGradients:
-    """Gradients of the parameters that a loader's batches train; none until `parameters` is set."""
+    """Gradients of the parameters that a loader's batches train. The set is empty until `parameters` is set."""
 
     def __init__(self) -> None:
         self.parameters: Callable[[], Iterable[torch.Tensor]] = tuple

@@ -43,7 +43,7 @@ class GivenShards(Protocol):
 
     @property
     def assigned(self) -> Sequence[int]:
-        """The same shards as `held`; reading them does not count as fetching a step."""
+        """The same shards as `held`. Reading this attribute does not count as fetching a step."""
 
 
 loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()  # all loaders of this process
@@ -57,7 +57,7 @@ class DataLoader:
 
     Args:
         dataset: map-style (with ``__len__`` and ``__getitem__``) or iterable: a stream, which every rank reads whole.
-        batch_size: samples per rank and step; None if a sample of the dataset is already a batch.
+        batch_size: samples per rank and step, or None if a sample of the dataset is already a batch.
         global_batch_size: alternative to ``batch_size``: samples per step over all ranks, for any number of ranks.
         shuffle, seed: the order of torch's ``DistributedSampler``.
         sampler, batch_sampler: any sampler that draws for the whole job and is deterministic given the seeds of torch,
@@ -74,7 +74,8 @@ class DataLoader:
     becomes the current one. A loader that is not in a state starts each iteration from the beginning.
 
     Attributes:
-        weight: of the current batch: the average over ranks of a batch mean times ``weight`` is the mean over the whole
+        weight: weight of the current batch. The average over ranks of a batch mean times ``weight`` is the mean over
+            the whole
             step. 1.0 except in the last steps of an epoch; 0.0 if this rank has no sample and was given a placeholder.
         shard: number of the current batch's shard.
         ahead: number of batches that the loop fetches before it trains on the current one; 0 by default.
@@ -165,7 +166,7 @@ class DataLoader:
 
     @property
     def in_state(self) -> bool:
-        """Return whether it is part of a state, whose commits have its position."""
+        """Return whether the loader is part of a state. Commits of the state contain the position of the loader."""
         return self._in_state
 
     @property
@@ -213,8 +214,11 @@ class DataLoader:
     # ---- for states ------------------------------------------------------------------------------
 
     def attach(self, parameters: Callable[[], Iterable[torch.Tensor]], *, stepped: bool) -> None:
-        """Mark the loader as part of a state with these parameters. ``stepped``: an optimizer of the state trains
-        them."""
+        """Mark the loader as part of a state with these parameters.
+
+        Args:
+            stepped: an optimizer of the state trains them.
+        """
         self._in_state = True
         self._gradients.parameters, self._awaits_steps = parameters, stepped
 
@@ -272,7 +276,9 @@ class DataLoader:
     def _length(self) -> int:
         length = self._source.length(self.epoch)
         if length is None:
-            raise TypeError(f"{type(self.dataset).__name__} is a stream, and has no length")
+            raise TypeError(
+                f"the dataset {type(self.dataset).__name__} is a stream, so it has no length"
+            )
         return length
 
     def _dealing(self) -> SamplePartition:
@@ -311,7 +317,8 @@ class DataLoader:
     def _begin(self, world: World, again: bool) -> Iterator[Loaded]:
         """Divide the rest of the epoch among the ranks of the current world, and start to load this rank's part.
 
-        ``again``: this iteration began earlier in this world, with other parts.
+        Args:
+            again: this iteration began earlier in this world, with other parts.
         """
         progress = self._progress
         self._dealt = dealing = self.arguments.dealing(world[1])
@@ -324,9 +331,8 @@ class DataLoader:
             self._gradients.look()
         if length is not None and dealing.steps(length) == 0:
             raise Invalid(
-                f"drop_last=True would make every epoch empty, because the dataset has {length} "
-                f"samples and a step needs {dealing.batch}: use"
-                " a smaller batch size, or leave drop_last out"
+                f"drop_last=True would make every epoch empty: the dataset has {length} samples, but a step"
+                f" needs {dealing.batch} samples. Use a smaller batch size, or omit drop_last"
             )
         return self._source.begin(position, dealing, self._mine(world))
 
@@ -366,8 +372,8 @@ class DataLoader:
         """Check, before each batch, that this pass can continue, and return the current world. Raises Invalid."""
         if number != self._passes:
             raise Invalid(
-                "a second iteration of this loader started, and a loader has only one position, so the older"
-                " iteration can't continue: create a second loader to iterate twice at the same time"
+                "a second iteration over this loader started, so the first iteration can't continue: create a"
+                " second loader to iterate twice at the same time"
             )
         self._look_for_steps()
         self._gradients.count()
@@ -416,9 +422,11 @@ class LoaderIterator(Iterator[Any]):
 
 
 class StepShards(Iterator[Any]):
-    """This rank's shards of one step: one batch per shard, loaded on demand. Iterate to its end.
+    """Shards of this rank in one step, with one batch per shard. Batches are loaded on demand. Iterate over all of
+    them.
 
-    ``held``: their numbers. On a rank without shards it is empty.
+    Args:
+        held: numbers of the shards. A rank without shards has an empty list.
     """
 
     def __init__(
@@ -437,7 +445,7 @@ class StepShards(Iterator[Any]):
 
     @property
     def shards(self) -> GivenShards | None:
-        """The shards that the step is divided into; None if they were given as a number."""
+        """Shards of the step, or None if the loader was created with a number of shards."""
         return self._loader.shards
 
     @property
@@ -447,8 +455,8 @@ class StepShards(Iterator[Any]):
 
     def __getitem__(self, key: object) -> Any:
         raise Invalid(
-            "this is a step of all shards, not a batch: iterate over shards.over(step) for this worker's"
-            " batches"
+            "this object is a step of all shards, not a batch: iterate over shards.over(step) to get the"
+            " batches of this worker"
         )
 
     def __next__(self) -> Any:
@@ -495,8 +503,8 @@ class StepShards(Iterator[Any]):
         """Raise Invalid if a batch of the step was not used."""
         if self._left:
             raise Invalid(
-                f"{self._left} shards of a step were not used, and their samples would be lost: iterate over all"
-                " shards of a step before the next one"
+                f"{self._left} shards of a step were skipped, and their samples would be lost: iterate over all"
+                " shards of a step before the next step"
             )
 
 
@@ -506,6 +514,6 @@ def _check_joined() -> None:
         env = environment.read()
         if env.driver is not None or (env.started is not None and env.started.way is not None):
             raise NotInitialized(
-                "a loader divides samples among the ranks of a job, which this worker has not joined yet: call"
-                " init() before you iterate over it or use its length"
+                "the loader was used before init(), so the rank of this worker is unknown: call init() before"
+                " you iterate over the loader or use its length"
             )

@@ -14,7 +14,7 @@ def _note(*_: object) -> None:
 
 
 def count() -> int:
-    """Return a number that changes with each step of an optimizer; 0 before the first step."""
+    """Return a number that changes with each step of an optimizer, or 0 before the first step."""
     global _stepped, _count
     if _stepped:
         _stepped = False

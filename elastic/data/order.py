@@ -65,9 +65,9 @@ def drawn_by(sampler: Iterable[Any], seed: int, what: str) -> EpochOrder:
 
     if draw(0, 0) != draw(0, 0):
         raise Invalid(
-            f"{what} {type(sampler).__name__} draws different indices under the same seeds of torch, random and"
-            " numpy, so ranks could not agree on an order: create it without its own generator, or seed that in"
-            " set_epoch()"
+            f"{what} {type(sampler).__name__} returns different indices on repeated calls with the same seeds of"
+            " torch, random and numpy, so ranks could not use the same order: create the sampler without its"
+            " own generator, or seed the generator in set_epoch()"
         )
     return EpochOrder(draw)
 

@@ -45,8 +45,8 @@ class SamplePartition:
     def __post_init__(self) -> None:
         if self.parts < 1 or self.batch < 1:
             raise Invalid(
-                f"a step of {self.batch} samples can't be divided among {self.parts} parts: both numbers must be at"
-                " least 1"
+                f"a step of {self.batch} samples can't be divided into {self.parts} parts: pass at least 1 for"
+                " both"
             )
 
     @property
@@ -55,7 +55,7 @@ class SamplePartition:
         return self.batch + self.parts
 
     def size(self, left: int) -> int:
-        """Return the number of samples in the next step, of ``left`` in the epoch; 0 if the epoch is over."""
+        """Return the number of samples in the next step, of ``left`` in the epoch, or 0 if the epoch is over."""
         if left < self.batch and self.drop_last:
             return 0
         if self.drop_last or not self.batch < left < self.reach or self.batch < 2 * self.parts:

@@ -19,7 +19,11 @@ from elastic.errors import Invalid
 
 
 class DataProgress:
-    """Progress of one loader. ``ahead``: batches that the loop has fetched before it trains on the current one."""
+    """Progress of one loader.
+
+    Args:
+        ahead: batches that the loop has fetched before it trains on the current one.
+    """
 
     def __init__(self) -> None:
         self.position = Position()  # position of the next batch
@@ -38,9 +42,10 @@ class DataProgress:
         """Start an iteration where the previous one stopped. Raises Invalid if the dataset has changed."""
         if self.position.consumed and self.length is not None and length != self.length:
             raise Invalid(
-                f"the dataset has {length} samples, but had {self.length} when epoch {self.position.epoch} started"
-                f" ({self.position.consumed} samples consumed), so the rest of the epoch has another order: change a"
-                f" dataset between epochs, or skip the rest of this epoch with set_epoch({self.position.epoch + 1})"
+                f"the dataset has {length} samples now, but had {self.length} samples at the start of epoch"
+                f" {self.position.epoch}, so the remaining samples can't be identified. {self.position.consumed}"
+                " samples were already consumed. Change the dataset only between epochs, or skip the rest of"
+                f" this epoch with set_epoch({self.position.epoch + 1})"
             )
         self.length = length
         self._handed = deque([self.position], maxlen=self.ahead + 1)
@@ -75,11 +80,15 @@ class DataProgress:
         self._handed = deque([self.position], maxlen=self.ahead + 1)
 
     def committed(self, *, before_steps: bool = False) -> Position:
-        """Position for a commit now. ``before_steps``: an optimizer is going to step, for the first time."""
+        """Position for a commit now.
+
+        Args:
+            before_steps: an optimizer is going to step, for the first time.
+        """
         return self._trained if self.by_steps or before_steps else self.reached
 
     def go_to(self, position: Position, length: int | None = None) -> None:
-        """Set the position: all samples before it are consumed, and none after it."""
+        """Set the position. All samples before the position are consumed, and no sample after it."""
         if position != self.position or length is not None:
             self.length = length
         self.position = position

@@ -48,8 +48,8 @@ class ElasticSampler(Sampler[int]):
             length = len(dataset)
         except TypeError as error:
             raise Invalid(
-                f"{type(dataset).__name__} has no length: ElasticSampler divides the indices of a map-style"
-                " dataset"
+                f"{type(dataset).__name__} has no length, so ElasticSampler can't divide its indices: pass a"
+                " map-style dataset"
             ) from error
         if length == 0:
             raise Invalid("the dataset is empty: ElasticSampler needs at least one sample")

@@ -19,21 +19,26 @@ class ShardedFiles(Dataset[Any]):
     """Map-style dataset: sample ``i`` of the concatenated files, as ``read(file)`` returns them.
 
     ``read`` returns an indexable object (a memory map, a Parquet row group, an array), or an iterable, which is read
-    forward from its start. ``lengths``: samples of each file; without it, every file is read once to count them. A
-    loader with ``shuffle`` shuffles the files, and the samples within each file that can be indexed. Each process keeps
-    one file open. Raises Invalid.
+    forward from its start.
+
+    Args:
+        lengths: samples of each file; without it, every file is read once to count them. A loader with ``shuffle``
+            shuffles the files, and the samples within each file that can be indexed. Each process keeps one file open.
+
+    Raises Invalid.
     """
 
     def __init__(
         self, files: Sequence[Any], read: Callable[[Any], Any], lengths: Sequence[int] | None = None
     ) -> None:
         if not files:
-            raise Invalid("no files are given: pass at least one")
+            raise Invalid("the list of files is empty: pass at least one file")
         if lengths is None:
             lengths = [_length(read(file)) for file in files]
         if len(lengths) != len(files):
             raise Invalid(
-                f"{len(lengths)} lengths are given for {len(files)} files: pass one for each"
+                f"the number of lengths ({len(lengths)}) differs from the number of files ({len(files)}): pass"
+                " one length per file"
             )
         self.files = list(files)
         self.lengths = [int(length) for length in lengths]
@@ -58,8 +63,8 @@ class ShardedFiles(Dataset[Any]):
         if sample is END:
             self._open = None
             raise Invalid(
-                f"{self.files[number]} ends before sample {place}, but its length is given as"
-                f" {self.lengths[number]}: pass the lengths that the files have"
+                f"file {self.files[number]} ends before sample {place}, but its length was given as"
+                f" {self.lengths[number]}: pass the actual lengths of the files"
             )
         self._open = (number, samples, place + 1)
         return sample

@@ -22,12 +22,16 @@ Loaded = tuple[range, int, Any]  # a step, the number of a part, and its batch
 
 
 class Source(Protocol):
-    """The part of a dataset that a loader uses. ``seeded``: loads samples under seeds, if set."""
+    """The part of a dataset that a loader uses.
+
+    Args:
+        seeded: loads samples under seeds, if set.
+    """
 
     seeded: SeededDataset | None
 
     def length(self, epoch: int) -> int | None:
-        """Return the number of samples in an epoch; None if only the end of the stream determines it."""
+        """Return the number of samples in an epoch, or None if only the end of the stream determines it."""
 
     def begin(
         self, position: Position, dealing: SamplePartition, mine: list[int]
@@ -136,7 +140,7 @@ class StreamSource:
         )
 
     def load(self, epoch: int, dealing: SamplePartition, step: range, part: int) -> Any:
-        raise Invalid("a stream has no random access: pass a map-style dataset")
+        raise Invalid("a stream does not support random access: pass a map-style dataset")
 
     def ids(self, epoch: int, places: range) -> list[int]:
         return list(places)

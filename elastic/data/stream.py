@@ -29,8 +29,9 @@ NOBODY = -1  # placeholder for a rank without a part of the step
 class StreamDataset(IterableDataset[Any]):
     """Parts of the steps of ``source``, from the position given to `deal` on.
 
-    ``seed``: each sample is read, and each part collated, under its own seeds. Persistent loader workers receive the
-    position through shared memory.
+    Args:
+        seed: each sample is read, and each part collated, under its own seeds. Persistent loader workers receive the
+            position through shared memory.
     """
 
     def __init__(
@@ -94,7 +95,6 @@ class StreamDataset(IterableDataset[Any]):
 
 
 def _seeded(source: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
-    """Read a seeded stream from its start, so that every pass yields the same samples."""
     plant(seed_of("order", seed, epoch))
     samples = iter(source)
     for index in count():

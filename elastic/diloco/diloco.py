@@ -84,8 +84,8 @@ class DiLoCo:
             model
         ):
             raise Invalid(
-                "the model averages or shards its own gradients: DiLoCo does not support islands of several workers;"
-                " pass a plain torch.nn.Module"
+                "the model is sharded or averages its own gradients, but DiLoCo does not support several"
+                " workers per island: pass a plain torch.nn.Module"
             )
         if dtype not in WIRE and dtype not in BITS:
             raise Invalid(
@@ -99,7 +99,9 @@ class DiLoCo:
             )
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
         if not named:
-            raise Invalid("the model has no parameter with requires_grad: unfreeze at least one")
+            raise Invalid(
+                "the model has no trainable parameter: set requires_grad=True for at least one parameter"
+            )
         _check_inner(model, inner_optimizer)
         self.model, self.inner_optimizer, self.dtype = model, inner_optimizer, dtype
         self._bits = BITS.get(dtype)
@@ -128,17 +130,20 @@ class DiLoCo:
         if given is None:
             return torch.optim.SGD(self.outer, lr=0.7, momentum=0.9, nesterov=True)
         if given is self.inner_optimizer:
-            raise Invalid("the outer and the inner optimizer are one object: create two")
+            raise Invalid(
+                "the outer and the inner optimizer are the same object: create two optimizers"
+            )
         if not isinstance(given, torch.optim.Optimizer):
             raise Invalid(
-                f"outer_optimizer is {given!r}: pass an optimizer, as torch.optim.SGD(model.parameters(), lr=0.7)"
+                f"outer_optimizer is {given!r}: pass an optimizer, for example"
+                " torch.optim.SGD(model.parameters(), lr=0.7)"
             )
         twins = {id(i): o for i, o in zip(self.inner, self.outer, strict=True)}
         listed = [id(each) for group in given.param_groups for each in group["params"]]
         if given.state or sorted(listed) != sorted(twins):
             raise Invalid(
-                "the outer optimizer must be new and have exactly the model's trained parameters: create it as in"
-                " torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)"
+                "the outer optimizer is not new, or does not have exactly the trained parameters of the model:"
+                " create it as torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)"
             )
         for group in given.param_groups:
             group["params"] = [twins[id(each)] for each in group["params"]]
@@ -285,7 +290,7 @@ class DiLoCo:
         self.adopt(fragment)
 
     def adopt(self, fragment: int) -> None:
-        """Complete a merge, here or on another rank, whose outer parameters this rank has."""
+        """Complete a merge on this or another rank after this rank received the outer parameters."""
         if self._residuals:
             number, errors = self._sent_residual or (-1, self._residuals[fragment])
             # Errors that were sent, by a step that was restored later, must not be sent twice.
@@ -345,7 +350,7 @@ class DiLoCo:
             each.grad = None
 
     def others(self) -> dict[str, torch.Tensor]:
-        """Return the model's tensors that are not averaged, by name: buffers and frozen parameters."""
+        """Return the model's buffers and frozen parameters by name. These tensors are not averaged."""
         trained = set(self.names)
         return {name: each for name, each in self._model_tensors().items() if name not in trained}
 
@@ -396,7 +401,7 @@ def _world_of(rt: context.Context | None) -> tuple[int, int] | None:
 
 
 def _context() -> context.Context | None:
-    """Return the runtime; None before ``init()``, when a worker trains on its own."""
+    """Return the runtime, or None before ``init()``, when a worker trains on its own."""
     try:
         return context.current()
     except NotInitialized:

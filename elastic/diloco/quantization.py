@@ -22,7 +22,7 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
     Args:
         values: 1-dimensional, floating point. A block with a value that is not finite becomes NaN.
-        bits: of an element, 8 or 4.
+        bits: number of bits per element, 8 or 4.
 
     Returns:
         uint8, of `packed_bytes` elements: all scales, then all codes.
@@ -46,7 +46,7 @@ def unpack(packed: torch.Tensor, elements: int, bits: int) -> torch.Tensor:
     Args:
         packed: the result of `pack`.
         elements: number of values.
-        bits: of an element, 8 or 4.
+        bits: number of bits per element, 8 or 4.
 
     Returns:
         float32, 1-dimensional.
@@ -67,7 +67,7 @@ def mean(gathered: torch.Tensor, elements: int, bits: int) -> torch.Tensor:
     Args:
         gathered: uint8, the ranks' results of `pack`, one after the other.
         elements: number of values of a rank.
-        bits: of an element, 8 or 4.
+        bits: number of bits per element, 8 or 4.
     """
     ranks = gathered.view(-1, packed_bytes(elements, bits))
     total = unpack(ranks[0], elements, bits)

@@ -58,12 +58,13 @@ class RoundSchedule:
             )
         if self.delay >= self.every // self.fragments:
             raise Invalid(
-                f"delay is {self.delay}, but a fragment is sent every {self.every // self.fragments} inner steps, and"
-                " the previous one must be merged before: pass a smaller delay, fewer fragments or a larger every"
+                f"delay={self.delay} is too large: a fragment is sent every {self.every // self.fragments} inner"
+                " steps, and the previous fragment must be merged before. Pass a smaller delay, fewer fragments"
+                " or a larger every"
             )
 
     def sent_at(self, step: int) -> Sent | None:
-        """Return the fragment that is sent after an inner step; None if none is."""
+        """Return the fragment that is sent after an inner step. Return None if no fragment is sent."""
         place = (step - 1) % self.every + 1
         for fragment in range(self.fragments):
             if (fragment + 1) * self.every // self.fragments == place:
@@ -83,7 +84,7 @@ def partition(sizes: Sequence[int], fragments: int) -> list[range]:
     """
     if fragments > len(sizes):
         raise Invalid(
-            f"{len(sizes)} trained parameters can't be divided into {fragments} fragments: pass at most"
+            f"fragments={fragments} exceeds the number of trained parameters, {len(sizes)}: pass at most"
             f" fragments={len(sizes)}"
         )
     ends = list(itertools.accumulate(sizes))

@@ -8,13 +8,13 @@ from elastic.exact import load_balancing
 
 
 def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
-    """Return the shards of each rank for an even division, in which numbers differ by at most one; see `place`.
+    """Return the shards of each rank for an even division, in which numbers differ by at most one. See `place`.
 
     Ranks beyond the number of shards have none: warm spares.
     """
     if shards < 1 or ranks < 1:
         raise ValueError(
-            f"{shards} shards can't be assigned to {ranks} ranks: both numbers must be at least 1"
+            f"{shards} shards can't be assigned to {ranks} ranks: pass at least 1 for both"
         )
     return place(load_balancing.even(shards, ranks))
 

@@ -99,7 +99,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BufferKeeper:
-    """Keeps buffers of models, which it references weakly. All ranks watch equal models in the same order."""
+    """Tracker of buffers of models. The models are referenced weakly. All ranks watch equal models in the same
+    order.
+    """
 
     def __init__(self) -> None:
         self._models: list[weakref.ref[torch.nn.Module]] = []
@@ -192,24 +194,25 @@ class BufferKeeper:
             if each.changed():
                 raise Invalid(
                     f"{self._say(each.name)} was changed within the loop over the shards, in shard {shard}, for"
-                    " example by nn.Embedding(max_norm=...) in its forward pass. Each worker would change it once"
-                    " per shard that it computes: change it after the loop on every worker, or make it a buffer if"
-                    " it is not trained; buffers get the value of shard 0"
+                    " example by nn.Embedding(max_norm=...) in its forward pass. Workers would apply the change"
+                    " a different number of times. Change the tensor after the loop on every worker. If the"
+                    " tensor is not trained, make it a buffer: all workers get its value after shard 0"
                 )
         names = [name for name, _ in self._named()]
         if names != self._names:
             # in the second case, only the order differs
             odd = [*sorted({*names} ^ {*self._names}), *names][0]
             raise Invalid(
-                f"the buffer {self._say(odd)} was {'created' if odd in names else 'removed'} within the loop over"
-                f" the shards, in shard {shard}: a worker that computes no shard, or that joins, would"
-                f" {'lack' if odd in names else 'keep'} it. Register it where the module is created, and keep it"
+                f"the buffer {self._say(odd)} was {'created' if odd in names else 'removed'} within the loop"
+                f" over the shards, in shard {shard}. A worker that joins or computes no shard would"
+                f" {'lack' if odd in names else 'keep'} the buffer. Register the buffer when you create the"
+                " module, and do not remove it"
             )
         for module, children in zip(self._modules, self._children, strict=True):
             if len(module._modules) != children:
                 raise Invalid(
-                    f"a module within {type(module).__name__} was created or removed within the loop over the shards,"
-                    f" in shard {shard}: it is in no optimizer and no state, so workers would differ. Create modules"
+                    f"a module within {type(module).__name__} was created or removed within the loop over the"
+                    f" shards, in shard {shard}, so models would differ between workers: create all modules"
                     " before training"
                 )
 
@@ -231,7 +234,7 @@ class BufferKeeper:
         self.step_abandoned()
 
     def step_abandoned(self) -> None:
-        """Do nothing: the commit that is restored next also restores the buffers."""
+        """Do nothing. The next restored commit also restores the buffers."""
         self._step, self._modules, self._parameters = None, [], {}
         for kept in self._kept:
             kept.result = None
@@ -239,11 +242,6 @@ class BufferKeeper:
     # ---- the exchange --------------------------------------------------------------------------------------------
 
     def _exchange(self, step: ShardStep, buffers: list[torch.Tensor]) -> None:
-        """Broadcast the buffers changed by shard 0 from the rank that holds it. Raises PeerLost.
-
-        If the same buffers changed as in the previous step, a single message indicates this and contains their values.
-        Otherwise two more messages follow: which buffers changed, and their values.
-        """
         runtime = lifecycle.current()
         if self._generation != runtime.generation:
             self._generation, self._known = runtime.generation, []

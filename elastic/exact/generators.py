@@ -13,7 +13,11 @@ WORD = "I"  # 32 bits, of which the Mersenne Twister has 624
 
 
 def set_seed(seed: int) -> None:
-    """Seed torch on every device, NumPy if imported, and Python. ``seed``: 64 bits; NumPy uses the lower 32."""
+    """Seed torch on every device, NumPy if imported, and Python.
+
+    Args:
+        seed: 64 bits; NumPy uses the lower 32.
+    """
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:  # torch.manual_seed would format its caller's stack for missing GPUs: 0.1 to 0.3 ms

@@ -71,7 +71,12 @@ class SpeedWindow:
         self._steps: deque[float] | None = None  # None before the first step
 
     def took(self, seconds: float, shards: int) -> None:
-        """Record a step whose ``shards`` shards took ``seconds`` in total."""
+        """Record a step.
+
+        Args:
+            shards: number of shards of this rank.
+            seconds: total time of these shards.
+        """
         if self._steps is None:
             self._steps = deque(maxlen=WINDOW)
         elif shards and seconds > 0.0:
@@ -79,7 +84,7 @@ class SpeedWindow:
 
     @property
     def median_s(self) -> float:
-        """Return the median seconds per shard; 0.0 if nothing was measured."""
+        """Return the median of the seconds per shard, or 0.0 without measurements."""
         return statistics.median(self._steps) if self._steps else 0.0
 
 
@@ -88,7 +93,7 @@ class LoadBalancer:
 
     Attributes:
         division: number of shards by rank.
-        pending: the division to adopt at the next commit; None if it does not change.
+        pending: the division to adopt at the next commit, or None if it does not change.
     """
 
     def __init__(self, shards: int, ranks: int) -> None:
@@ -139,7 +144,8 @@ class LoadBalancer:
     def committed(self, fetched: bool = False) -> bool:
         """Adopt the pending division. Return whether there was one.
 
-        ``fetched``: whether this rank has already fetched the next step or read the numbers of its shards.
+        Args:
+            fetched: whether this rank has already fetched the next step or read the numbers of its shards.
         """
         if self._steps:
             self._fetched_early = bool(self._fetched_early) or fetched

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 
 
 def lines() -> list[str]:
-    """Return lines such as ``arithmetic.threads 1`` and ``arithmetic.convolution 1f0a...``: settings, then digests.
+    """Return the settings, then the digests, as ``arithmetic.threads 1`` and ``arithmetic.convolution 1f0a...``.
 
-    Cached for the same settings. Takes some 50 ms on one core, and does not change random generators.
+    The result is cached for the same settings. The computation takes about 50 ms on one core, and does not change
+    random generators.
     """
     found = tuple(_settings())
     return [*found, *_measured(found)]

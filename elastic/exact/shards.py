@@ -88,7 +88,8 @@ class Shards:
                 raise Invalid(f"{name} is {value!r}: pass a whole number, at least {least}")
         if isinstance(verify, bool) or not isinstance(verify, int | float) or not 0 <= verify <= 1:
             raise Invalid(
-                f"verify is {verify!r}: pass the share of the shards to compute twice, from 0 to 1, as in 1/64"
+                f"verify is {verify!r}: pass the fraction of the shards to compute twice, from 0 to 1, for"
+                " example 1/64"
             )
         if verify_window is not None and (
             not isinstance(verify_window, int)
@@ -100,7 +101,9 @@ class Shards:
                 " older commits"
             )
         if verify and not exact:
-            raise Invalid("verify compares the bits of gradients: leave out exact=False")
+            raise Invalid(
+                "verify compares gradients bit by bit, which requires exact=True: omit exact=False"
+            )
         self.count = count
         self.seed = seed
         self.exact = exact
@@ -155,8 +158,11 @@ class Shards:
 
         Takes only as many elements from ``batches`` as needed.
 
-        ``batches``: a step of an `elastic.data.DataLoader` with these shards, or any iterable with one micro-batch per
-        shard of `held`. Raises Invalid if there are too few, or for unsuitable objects.
+        Args:
+            batches: a step of an `elastic.data.DataLoader` with these shards, or any iterable with one micro-batch per
+                shard of `held`.
+
+        Raises Invalid if there are too few, or for unsuitable objects.
         """
         batch_checks.check(batches, self, self._committed, verified=bool(self.verify))
         coming = iter(batches)
@@ -176,8 +182,8 @@ class Shards:
                     batch = next(coming)
             except StopIteration:
                 raise Invalid(
-                    f"no micro-batch for shard {shard} of step {self.step}: a rank needs one for each of its"
-                    f" shards, here {len(self.assigned)}; see Shards.held"
+                    f"shard {shard} of step {self.step} has no micro-batch: pass one micro-batch for each of the"
+                    f" {len(self.assigned)} shards of this rank (Shards.held)"
                 ) from None
             yield batch
 
@@ -227,7 +233,7 @@ class Shards:
 
     @property
     def present(self) -> ShardStep | None:
-        """The step in progress: its loop has started and not ended."""
+        """The step in progress, from the start to the end of its loop."""
         return self._present
 
     def begin_step(self) -> tuple[int, ...]:
@@ -235,8 +241,8 @@ class Shards:
         generation = getattr(lifecycle.active(), "generation", 0)
         if self._present is not None and generation == self._begun_in:
             raise Invalid(
-                f"the loop over the shards of step {self.step} ended early, so the step has no gradient: run the"
-                " loop to its end, and call step() after it"
+                f"the loop over the shards of step {self.step} ended early, so the gradient is incomplete: run"
+                " the loop to its end, and call step() after the loop"
             )
         self._check_threads()
         self.abandon()
@@ -261,8 +267,8 @@ class Shards:
         if self._done == len(own) or own[self._done].shard != shard:
             wanted = [each.shard for each in own]
             raise Invalid(
-                f"shard {shard} of step {step.number} is out of order: this rank computes the shards {wanted}, in"
-                " this order"
+                f"shard {shard} of step {step.number} is out of order: this rank must compute the shards"
+                f" {wanted} in this order"
             )
         self._end_shard()
         if self._done == 0:
@@ -293,8 +299,8 @@ class Shards:
         step = self._under_way()
         if self._done < len(step.merges):
             raise Invalid(
-                f"step {step.number} ended before {len(step.merges) - self._done} shards were computed: iterate over"
-                " all shards"
+                f"step {step.number} ended before {len(step.merges) - self._done} shards were computed: iterate"
+                " over all shards"
             )
         self._check_threads()
         self._end_shard()
@@ -325,15 +331,15 @@ class Shards:
     def _check_weights(self, shard: int) -> None:
         if optimizer_steps.count() != self._optimizer_steps:
             raise Invalid(
-                f"an optimizer stepped within the loop over the shards of step {self.step}, in shard {shard}: the"
-                " shards of a step are computed with the same weights. Call step() after the loop, of the optimizer"
+                f"an optimizer stepped within the loop over the shards of step {self.step}, in shard {shard},"
+                " but all shards of a step need the same weights: call step() after the loop, on the optimizer"
                 " that DistributedOptimizer returned"
             )
 
     def _under_way(self) -> ShardStep:
         if self._present is None:
             raise Invalid(
-                "no step is in progress: start it with `for batch in shards.over(loader)`"
+                "no step is in progress: start a step with `for batch in shards.over(loader)`"
             )
         return self._present
 
@@ -344,9 +350,9 @@ class Shards:
             self._thread_count = threads
         elif threads != self._thread_count and self.inexact_since is None:
             raise Invalid(
-                f"torch uses {threads} threads in step {self.step}, and used {self._thread_count} before, which"
-                " changes the last bits of results: call torch.set_num_threads() once, before training, on every"
-                " worker, or pass exact=False to Shards"
+                f"torch uses {threads} threads in step {self.step}, but used {self._thread_count} threads"
+                " before. The number of threads changes the last bits of results. Call torch.set_num_threads()"
+                " once, before training, on every worker, or pass exact=False to Shards"
             )
 
     def _between_steps(self) -> None:
@@ -400,8 +406,8 @@ class Shards:
         """
         if self._present is not None:
             raise Invalid(
-                f"mean() was called within the loop over the shards of step {self.step}, before all are computed:"
-                " call it after the loop"
+                f"mean() was called before all shards of step {self.step} were computed: call mean() after the"
+                " loop over the shards"
             )
         # A commit between the loop and this call may have changed the division, so the numbers may match either one.
         step, next_step = self._of_last_loop(), self._step()
@@ -411,15 +417,16 @@ class Shards:
         for row, values in zip(own, named.values(), strict=True):
             if not hasattr(values, "__len__") or getattr(values, "shape", None) == ():
                 raise Invalid(
-                    f"mean() takes a list with one value for each of this rank's shards, {len(held)}, but got a"
-                    " single number: collect them within the loop with losses.append(loss.detach())"
+                    f"mean() got a single number, but takes a list with one value for each of the {len(held)}"
+                    " shards of this rank: collect the values in the loop with losses.append(loss.detach())"
                 )
             more = self._verifier.passes_made
             if more and len(values) == len(step.held[step.rank]) + more:
                 values = values[:-more]  # the last ones belong to no step
             if len(values) not in allowed:
                 raise Invalid(
-                    f"mean() takes one value for each of this rank's shards, {len(held)}, but got {len(values)}"
+                    f"mean() got {len(values)} values, but this rank has {len(held)} shards: pass one value per"
+                    " shard"
                 )
             shards = allowed[len(values)].held[step.rank]
             row[0] = len(values)
@@ -438,8 +445,8 @@ class Shards:
             used = next((e for e in (step, next_step) if [*map(len, e.held)] == given), None)
             if used is None:
                 raise Invalid(
-                    "mean() got numbers of the last step's shards on some ranks and of the next step's on others:"
-                    " call it before commit(), after the loop over the shards"
+                    "mean() got values of different steps: some ranks called it before commit(), others after"
+                    " commit(). Call mean() after the loop over the shards and before commit()"
                 )
             for part, shards in zip(parts, used.held, strict=True):
                 row[list(shards)] = part[number, 1 : 1 + len(shards)]
@@ -460,7 +467,8 @@ class Shards:
     ) -> None:
         """Notify the listener of every step from now on. Listeners are referenced weakly.
 
-        ``trains``: the optimizer whose gradients the listener sums.
+        Args:
+            trains: the optimizer whose gradients the listener sums.
         """
         self._listeners.append(weakref.ref(listener))
         if trains is not None:
@@ -468,15 +476,15 @@ class Shards:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers whose gradients are summed over these shards."""
+        """Optimizers with gradients that are summed over these shards."""
         return list(self._served)
 
     def check_workers(self, least: int) -> None:
-        """Raise Invalid if every possible world has so many workers that some of them would compute nothing."""
+        """Raise Invalid if every possible world is so large that some workers would compute nothing."""
         if self.count < least:
             raise Invalid(
-                f"{self.count} shards are fewer than --min-np {least}, so some workers would compute nothing: use"
-                f" at least Shards({least}), or lower --min-np"
+                f"Shards({self.count}) has fewer shards than --min-np {least}, so some workers would compute"
+                f" nothing: use at least Shards({least}), or lower --min-np"
             )
 
     def watch(self, model: torch.nn.Module | torch.amp.GradScaler) -> None:
@@ -494,16 +502,16 @@ class Shards:
         for name, module in model.named_modules():
             if isinstance(module, DistributedDataParallel):
                 raise Invalid(
-                    f"{name or 'the model'} is a DistributedDataParallel, which sums gradients over ranks after each"
-                    " backward pass, but shards are summed here: pass the wrapped module, and use"
-                    " DistributedOptimizer(..., shards=shards)"
+                    f"{name or 'the model'} is a DistributedDataParallel, which averages gradients in each"
+                    " backward pass, but Shards sums gradients over all shards: pass the wrapped module, and"
+                    " use DistributedOptimizer(..., shards=shards)"
                 )
             if isinstance(module, SyncBatchNorm | torch.nn.SyncBatchNorm):
                 raise Invalid(
-                    f"{name or 'the model'} is a SyncBatchNorm, whose statistics cover the whole batch, but a"
-                    " worker computes its shards one after the other. Use torch's BatchNorm, which normalizes each"
-                    " shard by itself, with fewer and larger shards if that is too few samples, or a GroupNorm,"
-                    " which does not depend on the batch"
+                    f"{name or 'the model'} is a SyncBatchNorm, which needs the statistics of the whole batch,"
+                    " but a worker computes its shards one after the other. Use torch's BatchNorm, which"
+                    " normalizes each shard separately. If a shard has too few samples, use fewer and larger"
+                    " shards, or a GroupNorm"
                 )
         if self._keeper is None:
             self._keeper = BufferKeeper()
@@ -587,7 +595,9 @@ class Shards:
 
     @property
     def arithmetic(self) -> list[str]:
-        """Return this process's arithmetic, which must be the same on all ranks; see `elastic.exact.probe`."""
+        """Return the description of this process's arithmetic, which must be the same on all ranks. See
+        `elastic.exact.probe`.
+        """
         return probe.lines() if self.exact else []
 
     def _arithmetic_digest(self) -> int:
@@ -610,8 +620,8 @@ class Shards:
         """Return the values of a commit. Raises Invalid in the middle of a step, since only a part could be saved."""
         if self._present is not None:
             raise Invalid(
-                f"the state is saved in the middle of step {self.step}: call commit() and check_host_updates()"
-                " after the loop over its shards"
+                f"the state was saved in the middle of step {self.step}: call commit() and check_host_updates()"
+                " after the loop over the shards"
             )
         if not self._committed:
             # Numbers drawn before the first step are part of the run, too, and must be the same in every process.
@@ -633,8 +643,8 @@ class Shards:
             own = getattr(self, name)
             if saved[name] != own:
                 raise StateMismatch(
-                    f"the resumed run used Shards({name}={saved[name]!r}), but this script has {own!r}: another"
-                    f" {name} changes the results: change it back, or start a new job"
+                    f"the resumed run used Shards({name}={saved[name]!r}), but this script uses {own!r}. A"
+                    f" different {name} changes the results. Use the previous value, or start a new job"
                 )
         self.abandon()
         self.gradients = {}
@@ -656,8 +666,8 @@ def _number(value: float | torch.Tensor, shard: int) -> float:
             else repr(value)
         )
         raise Invalid(
-            f"mean() takes one number for each of this rank's shards, but got {what} for shard {shard}: pass the"
-            " mean over the shard's samples, as loss.mean()"
+            f"mean() got {what} for shard {shard}, but takes one number per shard: pass the mean over the"
+            " shard's samples, as loss.mean()"
         ) from None
 
 

@@ -25,7 +25,11 @@ class StepListener(Protocol):
     def step_begins(self, step: ShardStep) -> None: ...
 
     def shard_begins(self, merge: tree.Merge, last: bool) -> None:
-        """Begin a shard. ``last``: of this rank's shards."""
+        """Begin a shard.
+
+        Args:
+            last: whether this is the last of this rank's shards.
+        """
 
     def shard_ends(self, shard: int) -> None: ...
 
@@ -36,7 +40,7 @@ class StepListener(Protocol):
         """Discard an incomplete step."""
 
     def second_pass_begins(self, shard: int) -> None:
-        """Begin to compute a shard again, after this rank's own, for a comparison; see `elastic.exact.verifier`."""
+        """Begin to compute a shard again, after this rank's own, for a comparison. See `elastic.exact.verifier`."""
 
     def second_pass_ends(self, shard: int) -> int:
         """End the second pass without a trace.

@@ -35,7 +35,7 @@ class Merge(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """A rank's value at a place of its stack. In a program: push it."""
+    """Value of a rank at one place of its stack. A program pushes the value."""
 
     rank: int
     place: int
@@ -53,7 +53,7 @@ def children(node: Node) -> tuple[Node, Node]:
 
 
 def parent(left: Node, right: Node, shards: int) -> Node | None:
-    """Return the node that is the sum of these two, or None if ``shards`` shards have no such node."""
+    """Return the node that is the sum of these two nodes. Return None if ``shards`` shards have no such node."""
     size = left.stop - left.start
     whole = size & (size - 1) == 0 and left.start % (2 * size) == 0
     if whole and left.stop == right.start and right.stop == min(shards, left.start + 2 * size):
@@ -101,7 +101,7 @@ def program(partials: Sequence[Sequence[Node]], shards: int) -> Program:
         if found is not None:
             yield found
         elif node.stop - node.start == 1:
-            raise ValueError(f"no rank has shard {node.start}")
+            raise ValueError(f"shard {node.start} is not assigned to any rank")
         else:
             for each in children(node):
                 yield from combine(each)

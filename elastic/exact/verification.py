@@ -33,7 +33,7 @@ class ShardCheck(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """One computation of a shard: the rank, and the digest of its gradients."""
+    """One computation of a shard, by a rank, with the digest of its gradients."""
 
     rank: int
     digest: int
@@ -43,7 +43,7 @@ class VoteResult(NamedTuple):
     """Result of a vote.
 
     Attributes:
-        culprits: ranks whose gradients were wrong at least once; empty if that is unknown.
+        culprits: ranks whose gradients were wrong at least once, or an empty result if that is unknown.
         right: the digest of the right gradients, None if unknown.
     """
 
@@ -58,7 +58,7 @@ def unit(held: Held, share: float) -> int:
 
 
 def steps_between(held: Held, share: float) -> float:
-    """Return the mean number of steps between two steps with checks, at least 1.0; infinite if there are none."""
+    """Return the mean number of steps between two steps with checks, at least 1.0. Without checks, return infinity."""
     rate = share * sum(map(len, held)) / unit(held, share) if len(held) > 1 else 0.0
     return max(1.0, 1.0 / rate) if rate else math.inf
 
@@ -87,8 +87,8 @@ def checks(
     Args:
         held: the shards of each rank.
         share: the share of the shards that is computed twice, from 0 to 1.
-        seed: of the shards.
-        generation: of the world.
+        seed: seed of the shards.
+        generation: generation of the world.
         step: the number of the step.
     """
     count, ranks = sum(map(len, held)), len(held)
@@ -120,10 +120,10 @@ def checks(
 
 
 def verdict(found: Sequence[Computed], ranks: int) -> VoteResult | None:
-    """Return the result of a vote, None if more computations are needed; see `voters`.
+    """Return the result of a vote. Return None if more computations are needed. See `voters`.
 
-    The digest that most ranks have computed is right, if there are two of them at least and no other has as many. In a
-    world of two ranks, each computes the shard twice: one that contradicts itself is wrong.
+    The digest that most ranks computed is right if at least two ranks computed it and no other digest has as many
+    votes. In a world of two ranks, each rank computes the shard twice. A rank with two different results is wrong.
     """
     by_digest: dict[int, set[int]] = {}
     by_rank: dict[int, set[int]] = {}
@@ -145,7 +145,8 @@ def verdict(found: Sequence[Computed], ranks: int) -> VoteResult | None:
 
 
 def voters(found: Sequence[Computed], ranks: int) -> tuple[int, ...]:
-    """Return the ranks that compute the shard next, to decide between different digests; empty if none can.
+    """Return the ranks that compute the shard next, to decide between different digests, or an empty result if none
+    can.
 
     These are all others, which would wait for the result anyway.
     """

@@ -50,8 +50,8 @@ class Verifier:
     """Verification of the shards of a run.
 
     Args:
-        share: of the shards that are computed twice.
-        seed: of the shards.
+        share: fraction of the shards that are computed twice.
+        seed: seed of the shards.
         listeners: return the listeners of the shards, in their order.
         arithmetic: return a digest of this process's arithmetic.
     """
@@ -199,7 +199,6 @@ class Verifier:
     def _vote(
         self, votes: dict[ShardCheck, list[Computed]], step: ShardStep
     ) -> Generator[int, None, None]:
-        """Let the other ranks compute the shards whose digests differ, until each has a verdict."""
         ranks = len(step.held)
         while open_votes := [
             check for check, own in votes.items() if verification.verdict(own, ranks) is None

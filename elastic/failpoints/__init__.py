@@ -31,7 +31,7 @@ places: ``failpoint("evaluation")``. The built-in places:
     durable-rows      each rank is about to read its rows of one
 
 Actions: kill, term, stop, segv, exit=CODE, raise=TEXT, hold-gil=S, hold-gil-busy=S, shut, slow=S, disk-full,
-out-of-memory, wait=FILE, flip=WHAT:SEED (a bit of the state's weights, moments or gradients); see
+out-of-memory, wait=FILE, flip=WHAT:SEED (a bit of the state's weights, moments or gradients). See
 `elastic.failpoints.actions`.
 
 Conditions: worker, other-than, host, slot, incarnation, rank, size, generation, step (see `set_step`), each with one or
@@ -131,8 +131,8 @@ def _load() -> None:
             _met.clear()
     except OSError as error:
         raise Invalid(
-            f"ELASTIC_FAILPOINTS is {_text!r}, which cannot be read: {error.strerror}; create the file before the"
-            " job starts"
+            f"ELASTIC_FAILPOINTS is {_text!r}, but this file can't be read: {error.strerror}. Create the file"
+            " before the job starts"
         ) from error
 
 

@@ -57,7 +57,7 @@ def _claim(rule: Rule, facts: Mapping[str, str], file: Path) -> bool:
         if time.monotonic() > deadline:
             came = sum(path.exists() for path in paths)
             raise TimeoutError(
-                f"failpoint {rule.place}: {came} of {rule.victims} victims reached it within {TOGETHER_S:g} s"
+                f"only {came} of {rule.victims} victims reached failpoint {rule.place} within {TOGETHER_S:g} s"
             )
         time.sleep(LOOK_S)
     return True
@@ -148,7 +148,9 @@ def _wait(name: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not os.path.exists(name):
         if time.monotonic() > deadline:
-            raise Invalid(f"a failpoint waited {WAIT_S:g} s for {name}, which was not created")
+            raise Invalid(
+                f"a failpoint waited {WAIT_S:g} s for the file {name}, which was not created"
+            )
         time.sleep(LOOK_S)
 
 

@@ -1,4 +1,4 @@
-"""Rules of failpoints: action, place and conditions. Pure; see the package for the grammar."""
+"""Rules of failpoints: action, place and conditions. Pure. See the package for the grammar."""
 
 from __future__ import annotations
 
@@ -42,7 +42,12 @@ FORM = "a rule is PLACE ACTION [KEY=VALUE ...], as in: bucket kill rank=2 step=7
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule. ``where``: condition -> allowed values. ``every``: 0 if it takes effect only once."""
+    """One rule.
+
+    Args:
+        where: condition -> allowed values.
+        every: 0 if it takes effect only once.
+    """
 
     place: str
     action: str
@@ -54,7 +59,7 @@ class Rule:
     every: int = 0
 
     def due(self, met: int) -> bool:
-        """Return whether it takes effect now that its conditions hold for the ``met``-th time."""
+        """Return whether the rule takes effect when its conditions are met for the ``met``-th time."""
         again = self.every > 0 and met > self.hit and (met - self.hit) % self.every == 0
         return met == self.hit or again
 
@@ -78,16 +83,16 @@ def parse(text: str) -> list[Rule]:
 def _rule(line: str) -> Rule:
     place, *words = line.split()
     if not words:
-        raise Invalid(f"ELASTIC_FAILPOINTS: {line.strip()!r} has no action; {FORM}")
+        raise Invalid(f"ELASTIC_FAILPOINTS: rule {line.strip()!r} has no action; {FORM}")
     action, _, argument = words[0].partition("=")
     if action not in ACTIONS:
         raise Invalid(
-            f"ELASTIC_FAILPOINTS: unknown action {action!r} (in {line.strip()!r}); choose from"
+            f"ELASTIC_FAILPOINTS: rule {line.strip()!r} has the unknown action {action!r}; choose from"
             f" {', '.join(ACTIONS)}"
         )
     if ACTIONS[action] != bool(argument):
         form = f"{action}=..." if ACTIONS[action] else action
-        raise Invalid(f"ELASTIC_FAILPOINTS: write {form} (in {line.strip()!r})")
+        raise Invalid(f"ELASTIC_FAILPOINTS: rule {line.strip()!r} is invalid; write {form}")
     if action in SECONDS:
         _number(argument, action, line)
     if action == "exit":
@@ -96,8 +101,8 @@ def _rule(line: str) -> Rule:
         what, _, seed = argument.partition(":")
         if what not in FLIPPED or not seed.isdecimal():
             raise Invalid(
-                f"ELASTIC_FAILPOINTS: write flip=WHAT:SEED (in {line.strip()!r}), where WHAT is one of"
-                f" {', '.join(FLIPPED)}, and SEED a whole number"
+                f"ELASTIC_FAILPOINTS: rule {line.strip()!r} is invalid; write flip=WHAT:SEED with WHAT from"
+                f" {', '.join(FLIPPED)} and a whole number as SEED"
             )
     where: dict[str, tuple[str, ...]] = {}
     counts = {"hit": 1, "victims": 1, "every": 0}
@@ -106,7 +111,7 @@ def _rule(line: str) -> Rule:
         key, equals, value = word.partition("=")
         if not equals or not value or key not in (*CONDITIONS, *COUNTS, "id"):
             raise Invalid(
-                f"ELASTIC_FAILPOINTS: {word!r} is not a condition (in {line.strip()!r}); give"
+                f"ELASTIC_FAILPOINTS: rule {line.strip()!r} has the unknown condition {word!r}; use"
                 f" {', '.join((*CONDITIONS, *COUNTS, 'id'))} with a value, as in rank=2"
             )
         if key in COUNTS:
@@ -130,7 +135,7 @@ def _rule(line: str) -> Rule:
 def _whole(text: str, key: str, line: str) -> int:
     if not text.isdecimal():
         raise Invalid(
-            f"ELASTIC_FAILPOINTS: {key}={text} is not a whole number (in {line.strip()!r})"
+            f"ELASTIC_FAILPOINTS: rule {line.strip()!r} has {key}={text}, which is not a whole number"
         )
     return int(text)
 
@@ -142,6 +147,6 @@ def _number(text: str, key: str, line: str) -> float:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise Invalid(
-            f"ELASTIC_FAILPOINTS: {key}={text} is not a number of seconds (in {line.strip()!r})"
+            f"ELASTIC_FAILPOINTS: rule {line.strip()!r} has {key}={text}, which is not a number of seconds"
         )
     return seconds

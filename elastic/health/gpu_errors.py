@@ -10,7 +10,9 @@ from typing import Any
 
 
 def found_on(uuid: str, nvml: Any = None) -> str:
-    """Return the hardware errors of a GPU in one line; empty if there are none or NVML is not available."""
+    """Return the hardware errors of a GPU in one line, or an empty result if there are none or NVML is not
+    available.
+    """
     if not uuid:
         return ""
     if nvml is None:

@@ -74,8 +74,8 @@ class PreparedState(TorchState):
             kept["scaler"] = accelerator.scaler
         if accelerator._optimizers and not any(map(averaging, values.values())):
             raise Invalid(
-                "model does not average gradients: pass the model that accelerator.prepare() returned,"
-                " PreparedState(accelerator, model=model, loader=loader)"
+                "the model does not average gradients: pass the model that accelerator.prepare() returned, as"
+                " in PreparedState(accelerator, model=model, loader=loader)"
             )
         self._accelerator = accelerator
         follow(accelerator)
@@ -92,20 +92,21 @@ def refuse(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind in _UNSUPPORTED:
         raise NotElastic(
-            f"this Accelerator trains with {_UNSUPPORTED[kind]}, which divides the model over a fixed number of"
-            " ranks, but an elastic job needs a whole model on each: omit the plugin",
+            f"this Accelerator uses {_UNSUPPORTED[kind]}, which divides the model over a fixed number of ranks,"
+            " but an elastic job needs a whole model on each rank: omit the plugin",
             Fixed.MODULE,
         )
     if lifecycle.active() is None:
         if lifecycle.torchs_own():
             raise Invalid(context.NOT_LOADED)
         raise Invalid(
-            "this process was not started as a worker of an elastic job: run it as  elasticrun -np 2 python script.py"
+            "this process is not a worker of an elastic job: start the script with elasticrun -np 2 python"
+            " script.py"
         )
     if kind == DistributedType.NO and lifecycle.current().elastic:
         raise Invalid(
-            "this Accelerator was created before torch.distributed was initialized, so it would never average"
-            " gradients: create it after init_process_group, in a worker that elasticrun started"
+            "this Accelerator was created before torch.distributed was initialized, so it would not average"
+            " gradients: create the Accelerator after init_process_group, in a worker that elasticrun started"
         )
 
 
@@ -123,7 +124,7 @@ setattr(PartialState, "use_distributed", property(_has_unknown))  # noqa: B010 -
 
 
 def averaging(value: Any) -> Any:
-    """Return the DDP module that a value is or was compiled from; None for others."""
+    """Return the DDP module from which a value was compiled, or the value itself. Return None for other values."""
     inner = getattr(value, "_orig_mod", value)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
@@ -134,8 +135,8 @@ def _kept(accelerator: Accelerator, value: Any) -> Any:
         return averaging(value) or accelerator.unwrap_model(value, keep_torch_compile=False)
     if _is(value, DataLoaderDispatcher):
         raise Invalid(
-            "a loader was prepared with dispatch_batches, so rank 0 reads for all, and its position would be lost"
-            " with rank 0: create Accelerator(dispatch_batches=False)"
+            "a loader was prepared with dispatch_batches, so only rank 0 reads data, and the position would be"
+            " lost with rank 0: create Accelerator(dispatch_batches=False)"
         )
     return deal(value) if is_dealable(value) else value
 
@@ -158,9 +159,9 @@ def deal(prepared: Any, **changes: Any) -> DataLoader:
     base = getattr(prepared, "base_dataloader", None)
     if base is None:
         raise Invalid(
-            f"the batches come from a {type(prepared).__name__} that Accelerate has not prepared: let"
-            " get_train_dataloader() return self.accelerator.prepare(loader) for a torch DataLoader. A Trainer's"
-            " steps can't be divided into shards"
+            f"the batches come from a {type(prepared).__name__} that Accelerate has not prepared: return"
+            " self.accelerator.prepare(loader) for a torch DataLoader from get_train_dataloader(). Shards are"
+            " not supported with a Trainer"
         )
     if isinstance(base, DataLoader):
         return base

@@ -50,7 +50,7 @@ class ScaledSchedule:
             self.since, self.position = step, position
 
     def follow(self, step: int, left: int) -> None:
-        """Rescale the rest of the schedule so that it ends after ``left`` more steps."""
+        """Rescale the rest of the schedule. It ends after ``left`` more steps."""
         position = self.at(step)
         planned = (self.steps - position) / self.rate if self.rate else 0
         if left <= 0 or abs(planned - left) < 0.5:
@@ -93,7 +93,7 @@ def counts_steps(scheduler: Any) -> bool:
 
 
 def warn(scheduler: Any, first: int, now: int, what: str, remedy: str) -> None:
-    """Warn that ``scheduler`` does not follow the number of ``what``: steps, or batches of an epoch."""
+    """Warn that ``scheduler`` does not follow the number of ``what``, such as steps or batches of an epoch."""
     warnings.warn(
         f"the number of {what} changed with the world: {first} at the start, {now} now. The script's schedule"
         f" {type(scheduler).__name__} keeps its number of steps, so its learning rate may reach the end too early or"

@@ -78,8 +78,8 @@ class ElasticTrainerMixin:
         prepared = super().get_train_dataloader()  # type: ignore[misc]
         if not accelerate.is_dealable(prepared):
             raise Invalid(
-                f"the train dataloader is a {type(prepared).__name__}: an elastic Trainer needs one that"
-                " accelerator.prepare() returned, without dispatch_batches"
+                f"the train dataloader is a {type(prepared).__name__}, but an elastic Trainer needs a loader"
+                " that accelerator.prepare() returned, without dispatch_batches"
             )
         accelerate.deal(prepared)
         return prepared
@@ -180,7 +180,6 @@ class ElasticTrainerMixin:
             self._kept.commit()
 
     def _one_epoch(self, first: Epoch, loader: DataLoader) -> None:
-        """Run the rest of an epoch. `steps` counts those completed, possibly in other worlds."""
         steps, each = self._steps, self.args.gradient_accumulation_steps
         arguments = {**first, "epoch": steps.epoch, "resume_from_checkpoint": None}
         try:
@@ -370,7 +369,7 @@ def _state_of(trainer: Any, loader: DataLoader) -> TorchState:
     model = accelerate.averaging(trainer.model_wrapped)
     if model is None:
         raise Invalid(
-            "this model is not in DistributedDataParallel: an elastic Trainer needs a whole model on each rank"
+            "the model is not in DistributedDataParallel: an elastic Trainer needs a whole model on each rank"
         )
     return TorchState(model=model, rng=True, **values)
 
@@ -380,8 +379,8 @@ def _refuse(trainer: Any) -> None:
     accelerate.refuse(trainer.accelerator)
     if args.auto_find_batch_size:
         raise Invalid(
-            "with auto_find_batch_size each rank would find its own batch size: set"
-            " per_device_train_batch_size"
+            "auto_find_batch_size would select a different batch size on each rank: set"
+            " per_device_train_batch_size instead"
         )
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
         raise Invalid(
@@ -390,5 +389,6 @@ def _refuse(trainer: Any) -> None:
         )
     if torch.cuda.is_available() and args.n_gpu > 1:
         raise Invalid(
-            "this process would train on several GPUs by DataParallel; start one worker per GPU: elasticrun -np 2"
+            "this process would use several GPUs through DataParallel: start one worker per GPU, as in"
+            " elasticrun -np 2"
         )

@@ -35,8 +35,8 @@ def check_device(array: jax.Array, what: str) -> None:
     """Raise Invalid if the array is not on a single device of this process."""
     if len(array.sharding.device_set) > 1 or not array.is_fully_addressable:
         raise Invalid(
-            f"{what} is on {len(array.sharding.device_set)} devices: each worker trains on one device; start one worker"
-            " for each device, and do not shard arrays with jax.sharding"
+            f"{what} is on {len(array.sharding.device_set)} devices, but each worker uses one device: start one"
+            " worker per device, and do not shard arrays with jax.sharding"
         )
 
 
@@ -79,9 +79,9 @@ def array_like(tensor: torch.Tensor, sharding: Any, *, weak: bool, key: Any) -> 
 
     Args:
         tensor: as from `view`. The array takes over its memory.
-        sharding: of the former array.
+        sharding: sharding of the former array.
         weak: whether its dtype is weak, as that of a Python number in ``jnp.asarray(1.0)``.
-        key: the implementation of its PRNG keys; None: it has no keys.
+        key: the implementation of its PRNG keys. None means that it has no keys.
     """
     device = next(iter(sharding.device_set))
     if device.platform == "cpu":

@@ -44,7 +44,7 @@ def allreduce(
     """Reduce all leaves of a tree over all ranks.
 
     Args:
-        tree: of uint8, int8, int16, int32, int64, float16, bfloat16, float32 or float64 leaves.
+        tree: tree of uint8, int8, int16, int32, int64, float16, bfloat16, float32 or float64 leaves.
         op: Average, Sum, Min, Max, Product or Adasum, of `elastic.jax`.
         name, compression, prescale_factor, postscale_factor, process_set: see `elastic.allreduce`.
 
@@ -82,7 +82,7 @@ def broadcast(
     A `JaxState` sends its trees itself; scripts without one call this before the first step.
 
     Args:
-        tree: of leaves of any dtype that torch has.
+        tree: tree of leaves of any dtype that torch has.
         root_rank: a rank of the world.
         process_set: only its ranks call this function.
 
@@ -104,7 +104,7 @@ def allgather(
     """Concatenate the leaves of all ranks along their first dimension, in rank order.
 
     Args:
-        tree: of leaves of any dtype that torch has, with at least one dimension. Sizes of the first dimension may
+        tree: tree of leaves of any dtype that torch has, with at least one dimension. Sizes of the first dimension may
             differ between ranks, all others are equal.
         name, process_set: see `elastic.allgather`.
 
@@ -117,8 +117,8 @@ def allgather(
     """
     if any(map(arrays.is_traced, jax.tree.leaves(tree))):
         raise Invalid(
-            "allgather can't run in a function that JAX compiles, because the shape of its result depends on the number"
-            " of workers: call it outside, on the function's results"
+            "allgather can't run in a function that JAX compiles, because the shape of its result depends on"
+            " the number of workers: call allgather outside, on the function's results"
         )
 
     def compute(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -136,7 +136,7 @@ def _apply(compute: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], tree
     if any(map(arrays.is_traced, given)):
         if any(map(arrays.is_key, given)):
             raise UnsupportedType(
-                "PRNG keys can't be sent from a compiled function: send them outside"
+                "PRNG keys can't be sent from a compiled function: send the keys outside of it"
             )
         return jax.tree.unflatten(structure, compiled.call(compute, given))
     results = compute([arrays.view(each) for each in given])

@@ -46,7 +46,7 @@ def distributed_gradients(
 
     if not isinstance(optimizer, optax.GradientTransformation):
         raise Invalid(
-            f"optimizer is a {type(optimizer).__name__}: pass an optimizer of optax, as from optax.adamw(1e-3)"
+            f"optimizer is a {type(optimizer).__name__}: pass an optax optimizer, for example optax.adamw(1e-3)"
         )
     wrapped = optax.with_extra_args_support(optimizer)
 

@@ -41,8 +41,8 @@ class TreePart(Part):
                     arrays.check_device(leaf, self._named(path))
                 elif isinstance(leaf, torch.Tensor):
                     raise Invalid(
-                        f"{self._named(path)} is a tensor of torch in a tree of JAX: convert it"
-                        " with jnp.asarray(), or pass it to the state as a value of its own"
+                        f"{self._named(path)} is a torch tensor in a JAX tree: convert it with jnp.asarray(), or"
+                        " pass it to the state as a separate value"
                     )
         return described
 
@@ -88,13 +88,14 @@ class TreePart(Part):
             if differs is not None:
                 path, before, now = differs
                 raise Invalid(
-                    f"{self._named(path)} was {before} when the state was created, and is {now} now: create the state"
-                    " with trees of their final layout, because a worker that joins starts with that layout"
+                    f"{self._named(path)} was {before} when the state was created, but is {now} now. A joining"
+                    " worker starts with the layout at creation. Create the state with trees of their final"
+                    " layout"
                 )
         for path, leaf in zip(flat.paths, flat.leaves, strict=True):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise Invalid(
-                    f"{self._named(path)} was donated to a compiled function, which has deleted it: assign the"
+                    f"{self._named(path)} was donated to a compiled function, so JAX has deleted it: assign the"
                     " function's result to the state before the commit"
                 )
         self._leaves = leaves
@@ -133,8 +134,8 @@ class TreePart(Part):
                 made.append(_value(found[path], leaf))
             else:
                 raise StateMismatch(
-                    f"{self._named(path)} is missing from the state of the other workers or of the checkpoint: run the"
-                    " same script on all workers"
+                    f"{self._named(path)} is missing from the state of the other workers or from the checkpoint:"
+                    " run the same script on all workers"
                 )
         self.value.value = flat.rebuild(made)
 

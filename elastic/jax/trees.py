@@ -27,11 +27,11 @@ class Leaf:
     """Description of a leaf, without its content.
 
     Args:
-        dtype: of an array, for example ``float32`` or ``key<fry>``; else the name of the leaf's type.
-        shape: of an array, else None.
-        sharding: of an array of JAX; None: a numpy array, or no array.
+        dtype: dtype of an array, for example ``float32`` or ``key<fry>``; else the name of the leaf's type.
+        shape: shape of an array, else None.
+        sharding: sharding of an array of JAX. None means a numpy array, or no array.
         weak: whether the dtype is weak.
-        key: the implementation of PRNG keys; None: no keys.
+        key: the implementation of PRNG keys. None means no keys.
         scalar: whether it is a number of numpy, whose shape is ``()``.
         kept: a leaf that is neither an array, a number nor a string, for example a function. It is never copied.
     """
@@ -53,8 +53,8 @@ class Leaf:
         """
         if arrays.is_traced(value):
             raise Invalid(
-                "an array of a function that JAX is tracing can't be in a state: return it from the function, and"
-                " assign the result"
+                "an array that JAX is tracing can't be part of a state: return the array from the function, and"
+                " assign the result to the state"
             )
         if isinstance(value, jax.Array):
             key = jax.random.key_impl(value) if arrays.is_key(value) else None
@@ -76,8 +76,8 @@ class Flat:
     """A flattened tree.
 
     Args:
-        structure: of the tree, in which each Flax module is replaced by its state.
-        paths: of the leaves, such as ``layers.0.kernel``, all different.
+        structure: structure of the tree, in which each Flax module is replaced by its state.
+        paths: paths of the leaves, such as ``layers.0.kernel``, all different.
         leaves: their values.
         modules: the Flax modules in the tree, by their index among the leaves of ``outer``.
         outer: the structure of the value, whose Flax modules are leaves.
@@ -125,7 +125,8 @@ def is_module(value: Any) -> bool:
 def flatten(value: Any, known: Flat | None = None) -> Flat:
     """Return the leaves of a pytree. Those of Flax modules in it are the leaves of their states.
 
-    ``known``: an earlier result, whose paths are used again if the structure is the same.
+    Args:
+        known: an earlier result, whose paths are used again if the structure is the same.
     """
     if known is not None and not known.modules:
         leaves, structure = jax.tree.flatten(value)
@@ -156,9 +157,10 @@ def _names(paths: Sequence[Any]) -> tuple[str, ...]:
 def first_difference(
     before: tuple[Sequence[str], Sequence[Leaf]], now: tuple[Sequence[str], Sequence[Leaf]]
 ) -> tuple[str, str, str] | None:
-    """Return the path of the first leaf in which two layouts differ, and its description in both; None if they agree.
+    """Return the path of the first leaf that differs between two layouts, with its description in both. Return None if
+    the layouts agree.
 
-    Values that are neither arrays, numbers nor strings are not compared.
+    Leaves other than arrays, numbers and strings are not compared.
     """
     old, new = (dict(zip(*each, strict=True)) for each in (before, now))
     for path in {**old, **new}:

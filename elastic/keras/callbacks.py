@@ -41,8 +41,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcast rank ``root_rank``'s model and optimizer to all ranks.
 
     The model is broadcast before the first batch if its weights exist by then; both are broadcast after it, when all
-    variables exist. ``local_variables``: one or several variables of the model that are not broadcast. Raises Invalid
-    (a ValueError) if one is not a variable.
+    variables exist.
+
+    Args:
+        local_variables: one or several variables of the model that are not broadcast.
+
+    Raises Invalid (a ValueError) if one is not a variable.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -58,13 +62,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Exclude ``var`` from the broadcast. Raises Invalid if it is not a variable."""
         if not _is_variable(var):
             raise Invalid(
-                f"local_variables has a {type(var).__name__}, which is not a variable: pass variables of the model,"
-                " such as layer.trainable_variables"
+                f"local_variables contains a {type(var).__name__}, which is not a variable: pass variables of"
+                " the model, such as layer.trainable_variables"
             )
         self._local.append(var)
 
     def _shared(self) -> list[Any]:
-        """Return the model's variables that are not local. A Keras variable and its backend variable count as one."""
         local = {id(each) for var in self._local for each in (var, tensors.held(var))}
         return [
             each for each in self.model.variables if not {id(each), id(tensors.held(each))} & local
@@ -117,7 +120,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         staircase: adjust once per epoch; otherwise at every batch.
         momentum_correction: with SGD, scale the momentum with the learning rate for the batch in which that changes
             (Goyal et al. 2017, https://arxiv.org/abs/1706.02677).
-        steps_per_epoch: of this rank; by default Keras's value.
+        steps_per_epoch: number of steps per epoch of this rank; by default Keras's value.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise ValueError("initial_lr is missing: pass the learning rate to start from")
+            raise ValueError("initial_lr is missing: pass the initial learning rate")
         self.initial_lr = float(initial_lr)
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -153,9 +156,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if not self.staircase and not self._steps_given:
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
-                raise ValueError(
-                    "Keras does not know the number of steps of an epoch: pass steps_per_epoch"
-                )
+                raise ValueError("the number of steps per epoch is unknown: pass steps_per_epoch")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.current_epoch = epoch
@@ -324,8 +325,8 @@ class CommitStateCallback(keras.callbacks.Callback):
         others = getattr(_of_fit("callbacks"), "callbacks", ())
         if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in others):
             raise Invalid(
-                "BackupAndRestore would replace the committed state by an older epoch whenever fit starts again:"
-                " leave it out, and start the job with --checkpoint-dir"
+                "BackupAndRestore would replace the committed state with the state of an earlier epoch whenever"
+                " fit() restarts: omit BackupAndRestore, and start the job with --checkpoint-dir"
             )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

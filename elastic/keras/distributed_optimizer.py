@@ -39,7 +39,7 @@ def DistributedOptimizer(
     loaded without Horovod; `load_model` makes its optimizer distributed again.
 
     Args:
-        optimizer: of Keras 3, on TensorFlow, torch or JAX; or of legacy Keras if TF_USE_LEGACY_KERAS is set.
+        optimizer: optimizer of Keras 3, on TensorFlow, torch or JAX; or of legacy Keras if TF_USE_LEGACY_KERAS is set.
         compression: ``hvd.Compression.none``, ``fp16``, ``bf16``, or a class with the same two methods.
         sparse_as_dense: reduce gradients of embeddings as dense ones (TensorFlow; other backends always do).
         gradient_predivide_factor: Average divides by it before the sum and multiplies by it after.
@@ -85,7 +85,8 @@ def DistributedOptimizer(
         return optimizer
     if backward_passes_per_step > 1 and inner.built:
         raise Invalid(
-            "backward_passes_per_step needs an optimizer that was not used yet: wrap a new one"
+            "backward_passes_per_step requires a new optimizer, but this optimizer was already used: wrap a new"
+            " optimizer"
         )
     factor = 1
     if backward_passes_per_step > 1:
@@ -106,7 +107,8 @@ def PartialDistributedOptimizer(
     for layer in layers if isinstance(layers, list | tuple | set) else [layers]:
         if not isinstance(layer, keras.layers.Layer):
             raise Invalid(
-                f"local_layers has a {type(layer).__name__}, which is not a Keras layer: pass one layer, or a list"
+                f"local_layers contains a {type(layer).__name__}, which is not a Keras layer: pass one layer, or"
+                " a list of layers"
             )
         for variable in layer.trainable_weights:
             reducing.inside(made).register_local_var(variable)
@@ -122,7 +124,7 @@ def load_model(
     """Load a saved Keras model and make its optimizer distributed, keeping its state.
 
     Args:
-        filepath: of a ``.keras`` or ``.h5`` file.
+        filepath: path of a ``.keras`` or ``.h5`` file.
         custom_optimizers: a list of custom optimizer classes.
         custom_objects: as for ``keras.models.load_model``.
         compression: as for `DistributedOptimizer`.

@@ -52,7 +52,6 @@ def prepare(model: keras.Model, step_input: bytes) -> None:
 
 
 def _of_iterators(train_function: Any) -> Any:
-    """Return the ``tf.function`` that Keras 3.15 calls with an iterator over batches; None with other versions."""
     cells = getattr(train_function, "__closure__", None) or ()
     for name, cell in zip(train_function.__code__.co_freevars, cells, strict=True):
         if name == "multi_step_on_iterator":
@@ -91,7 +90,7 @@ def _telling(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _step_input(iterator: Any) -> bytes:
-    """Return the element spec of the batches, serialized; empty if that is not possible."""
+    """Return the element spec of the batches, serialized, or an empty result if that is not possible."""
     import tensorflow as tf
 
     if not isinstance(iterator, tf.data.Iterator):

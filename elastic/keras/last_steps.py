@@ -35,10 +35,6 @@ def limit(model: keras.Model, left: int) -> None:
 
 
 def _first(batches: Any, number: int) -> Any:
-    """Return the first batches of the iterator that Keras 3 passes to its step.
-
-    For TensorFlow, an iterator of the same kind, so that nothing is traced again.
-    """
     first = itertools.islice(batches, number)
     if tensors.backend() != "tensorflow":
         return first

@@ -48,8 +48,8 @@ class ReducesLegacyGradients:
         """
         if self._elastic_passes is not None:
             raise Invalid(
-                "backward_passes_per_step can't be combined with a loss scale of legacy Keras, which would check"
-                " gradients that only one rank has: leave one of the two out, or use Keras 3"
+                "backward_passes_per_step can't be combined with a loss scale in legacy Keras: omit one of"
+                " them, or use Keras 3"
             )
         pairs = list(grads_and_vars)
         variables = [each for _, each in pairs]

@@ -187,7 +187,6 @@ class KerasSteps:
 
 
 def _owners() -> list[type]:
-    """Return Keras's own classes that define ``apply``; overrides of the method call it."""
     return list({next(k for k in kind.__mro__ if APPLY in vars(k)) for kind in reducing.kinds()})
 
 
@@ -219,7 +218,7 @@ def _elements(variable: Any) -> int:
 
 
 def _of_tensorflow(module: str, name: str) -> list[type]:
-    """Return a class of TensorFlow's data sets; empty if its module was not imported."""
+    """Return a class of TensorFlow's data sets, or an empty result if its module was not imported."""
     found = getattr(sys.modules.get(f"tensorflow.python.data.ops.{module}"), name, None)
     return [found] if isinstance(found, type) else []
 

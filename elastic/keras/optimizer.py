@@ -95,7 +95,7 @@ class ReducesScaledGradients(ReducesGradients):
 
 
 def inside(optimizer: Any) -> Any:
-    """Return the optimizer in a loss scale; others unchanged."""
+    """Return the optimizer inside a loss scale. Return other optimizers unchanged."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
@@ -149,8 +149,8 @@ def check(optimizer: object) -> None:
     """Raise Invalid if the object cannot be distributed."""
     if not is_optimizer(optimizer):
         raise Invalid(
-            f"{type(optimizer).__name__} is not an optimizer of {_THIS}: wrap one; TF_USE_LEGACY_KERAS selects"
-            " legacy Keras or Keras 3"
+            f"{type(optimizer).__name__} is not an optimizer of {_THIS}: pass an optimizer of this Keras."
+            " TF_USE_LEGACY_KERAS selects legacy Keras or Keras 3"
         )
     if hasattr(inside(optimizer), "_elastic"):
         raise Invalid("this optimizer is already a DistributedOptimizer: wrap it only once")
@@ -230,7 +230,6 @@ def _reduce(found: list[torch.Tensor], options: GradientOptions) -> list[torch.T
 
 
 def _as_shares(found: list[torch.Tensor], options: GradientOptions) -> list[torch.Tensor]:
-    """Divide local gradients in the same way as averaged ones."""
     size = submission.group_size(torch.device("cpu"), resolve_or_alone(options.process_set))
     return [tensor / size for tensor in found]
 

@@ -36,7 +36,7 @@ def DistributedOptimizer(
     """Return an optimizer that applies gradients reduced over all ranks.
 
     Args:
-        optimizer: of Keras (see `elastic.keras.distributed_optimizer.DistributedOptimizer`), or a
+        optimizer: optimizer of Keras (see `elastic.keras.distributed_optimizer.DistributedOptimizer`), or a
             ``tf.compat.v1.train.Optimizer``, whose ``compute_gradients`` then reduces.
         name, use_locking: of the wrapper of an optimizer of TensorFlow 1.
         compression, sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients: see
@@ -73,5 +73,5 @@ def DistributedOptimizer(
         )
     raise Invalid(
         f"{type(optimizer).__name__} is neither an optimizer of this process's Keras nor of tf.compat.v1.train:"
-        " wrap one of those; TF_USE_LEGACY_KERAS selects legacy Keras or Keras 3"
+        " pass one of these. TF_USE_LEGACY_KERAS selects legacy Keras or Keras 3"
     )

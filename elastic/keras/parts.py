@@ -25,7 +25,8 @@ class ModelPart(VariablesPart):
     def _adopt_value(self) -> None:
         if not self.value.built:
             raise Invalid(
-                f"{self.what} has no weights yet: add an Input, or call it once, before you pass it to a state"
+                f"{self.what} has no weights yet: add an Input, or call the model once, before you pass it to a"
+                " state"
             )
         first_step.watch(self.value)
 
@@ -74,7 +75,7 @@ class ModelPart(VariablesPart):
 
 
 class OptimizerPart(VariablesPart):
-    """A Keras optimizer that knows its model's variables: see `build`."""
+    """A Keras optimizer together with the variables of its model. See `build`."""
 
     value: keras.optimizers.Optimizer
 

@@ -40,7 +40,8 @@ class KerasState(HandledState):
     ) -> None:
         if not isinstance(model, keras.Model):
             raise Invalid(
-                f"model is a {type(model).__name__}: pass a keras.Model of the Keras that this process uses"
+                f"model is a {type(model).__name__}: pass a keras.Model of the Keras version that this process"
+                " uses"
             )
         optimizer = optimizer or getattr(model, "optimizer", None)
         if optimizer is not None and not reducing.is_optimizer(optimizer):

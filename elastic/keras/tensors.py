@@ -22,7 +22,10 @@ def backend() -> str:
     """Return the name of the backend. Raises Invalid if it cannot train."""
     found: str = keras.backend.backend()
     if found not in BACKENDS:
-        raise Invalid(f"Keras runs on {found}; set KERAS_BACKEND to one of {', '.join(BACKENDS)}")
+        raise Invalid(
+            f"the Keras backend is {found}, which is not supported: set KERAS_BACKEND to one of"
+            f" {', '.join(BACKENDS)}"
+        )
     return found
 
 
@@ -40,7 +43,7 @@ def apply(
 
 
 def held(variable: Any) -> Any:
-    """Return the backend's variable of a Keras variable; others unchanged."""
+    """Return the backend variable of a Keras variable. Return other objects unchanged."""
     found = getattr(variable, "value", None)
     return variable if found is None or callable(found) else found
 

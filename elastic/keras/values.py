@@ -99,8 +99,8 @@ def _apply(
     """
     if reshapes is not None and tensors.is_traced(value):
         raise Invalid(
-            f"{reshapes} can't run in a step that JAX compiles: its result's shape is known only at run time;"
-            " call it outside the step"
+            f"{reshapes} can't run in a step that JAX compiles, because the shape of the result is known only at"
+            f" run time: call {reshapes} outside the step"
         )
 
     if tensors.backend() == "tensorflow":

@@ -37,7 +37,7 @@ def launch(
     on_report: Callable[[Report], object] | None = None,
     **options: Unpack[LaunchOptions],
 ) -> list[Any]:
-    """Call ``func(*args, **kwargs)`` on every worker; return the values by rank of the last world.
+    """Call ``func(*args, **kwargs)`` on every worker and return the values by rank of the last world.
 
     The options are those of ``elasticrun`` (``begin_from`` is ``--from``), with times in seconds; ``min_np``,
     ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with cloudpickle; hosts that do
@@ -91,8 +91,8 @@ def values_of(results: Sequence[bytes | None]) -> list[Any]:
     if missing:
         named = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing[:8])}"
         raise JobFailed(
-            f"{named} of {len(results)} ended without a value (sys.exit?): return from the function on every rank,"
-            " None if there is no value"
+            f"{named} of {len(results)} exited without a return value, possibly through sys.exit(): return from"
+            " the function on every rank"
         )
     return [cloudpickle.loads(blob) for blob in results if blob is not None]
 

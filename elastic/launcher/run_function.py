@@ -26,7 +26,9 @@ CARRIED_LIMIT = 512 * 1024  # bytes; all variables and arguments together may ha
 
 
 def carried(call: bytes) -> dict[str, str]:
-    """Return the pickled call as variables for a worker on another machine; none if it is too large."""
+    """Return the pickled call as environment variables for a worker on another machine. Return {} if the call is
+    too large.
+    """
     if len(call) > CARRIED_LIMIT:
         return {}
     text = base64.b64encode(call).decode()
@@ -68,16 +70,16 @@ def _call(path: str, environ: MutableMapping[str, str]) -> bytes:
     path = path or environ.get("ELASTIC_CALL", "")
     if not path:
         raise Invalid(
-            "no function to run: pass the path of a pickled call, or start workers through elastic.launch or"
+            "no function was given: pass the path of a pickled call, or start workers through elastic.launch or"
             " elastic.ray"
         )
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:
         raise Invalid(
-            f"{path}, the pickled function and its arguments, is not on this machine and too large to be sent"
-            f" (limit {CARRIED_LIMIT:,} bytes): read large data inside the function, or set TMPDIR at the launcher"
-            " to a folder that all hosts share"
+            f"the pickled function {path} is not on this machine, and exceeds the limit of {CARRIED_LIMIT:,}"
+            " bytes for transfers: load large data inside the function, or set TMPDIR at the launcher to a"
+            " folder that all hosts share"
         ) from None
 
 
@@ -97,8 +99,8 @@ def main(path: str = "") -> None:
         raise TypeError(f"{what}: {error}") from error
     if len(blob) > RESULT_LIMIT:
         raise ValueError(
-            f"the return value of {name} has {len(blob):,} bytes, but at most {RESULT_LIMIT:,} can be sent back:"
-            " write it to a file or to storage, and return its location"
+            f"the return value of {name} has {len(blob):,} bytes, but the limit is {RESULT_LIMIT:,}: write the"
+            " value to a file or to storage, and return its location"
         )
     lifecycle.send_result(blob)
 

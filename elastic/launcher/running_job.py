@@ -35,7 +35,11 @@ class Job:
         ray: bool = False,
         flags: Sequence[str] = (),
     ) -> None:
-        """Select the job. ``flags``: further flags of ``elasticrun status``, for example for TLS."""
+        """Select the job.
+
+        Args:
+            flags: further flags of ``elasticrun status``, for example for TLS.
+        """
         given = {"--job": name, "--journal": journal, "--etcd": etcd, "--secret-file": secret_file}
         words = [f"{flag}={value}" for flag, value in given.items() if value]
         words += ["--ray"] if ray else []
@@ -46,21 +50,24 @@ class Job:
         self._found: Any = found
 
     def status(self) -> dict[str, Any]:
-        """Return the contents of the live page: ``set``, ``rows`` and ``add``; see docs/commands.md."""
+        """Return the contents of the live page: ``set``, ``rows`` and ``add``. See docs/commands.md."""
         from elastic.driver.job.operator_api.messages import AskStatus
 
         state: dict[str, Any] = json.loads(self._ask(AskStatus)[1])
         return state
 
     def scale(self, workers: int) -> str:
-        """Set the number of workers. Returns the expected outcome immediately; see `status`."""
+        """Set the number of workers. Returns the expected outcome immediately. See `status`."""
         from elastic.driver.job.operator_api.messages import AskScale
 
         return self._ask(AskScale, workers)[0]
 
     def drain(self, host: str, *, off: bool = False) -> str:
-        """Move the workers off a host if enough others stay, and start none there; ``off``: allow workers there
-        again."""
+        """Move the workers off a host if enough workers stay elsewhere, and start no workers on the host.
+
+        Args:
+            off: allow workers on the host again.
+        """
         from elastic.driver.job.operator_api.messages import AskDrain
 
         return self._ask(AskDrain, host, off)[0]
@@ -83,7 +90,9 @@ class Job:
         return stacks
 
     def logs(self, worker: int | str | None = None) -> list[tuple[float, str, str, str]]:
-        """Return the last 500 lines: seconds since 1970, level or stream, worker (empty: the driver), text."""
+        """Return the last 500 lines. Each line has the time in seconds since 1970, the level or stream, the worker,
+        and the text. The worker is empty for lines of the driver.
+        """
         from elastic.driver.job.operator_api.messages import AskLogs
 
         _, lines = json.loads(self._ask(AskLogs, "" if worker is None else str(worker))[1])

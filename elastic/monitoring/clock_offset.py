@@ -44,7 +44,7 @@ class ClockOffset:
 
     @property
     def offset_ns(self) -> int:
-        """Nanoseconds to add to a time of this worker; 0 if the clocks cannot be distinguished.
+        """Nanoseconds to add to a time of this worker, or 0 if the clocks cannot be distinguished.
 
         Processes of one host share a clock, so any nonzero value would be noise.
         """

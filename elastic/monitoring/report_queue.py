@@ -58,7 +58,7 @@ class ReportQueue:
         return self._under_way_bytes + _size(self._waiting[0]) <= WINDOW_BYTES
 
     def next(self) -> Reported | None:
-        """Return the next report to send, or None; call it until then."""
+        """Return the next report to send, or None. Call the method until it returns None."""
         if not self.due:
             return None
         if self._sent == len(self._under_way):

@@ -55,7 +55,7 @@ class Reporting:
         self._send_all()
 
     def receive(self, message: Message) -> bool:
-        """Handle a message in the link's thread; return whether it was about reports."""
+        """Handle a message in the link's thread and return whether it was about reports."""
         if not isinstance(message, messages.ReportsTaken):
             return False
         with self._changed:
@@ -95,10 +95,6 @@ class Reporting:
             )
 
     def _send_all(self) -> None:
-        """Send all waiting reports.
-
-        If another thread is sending, return: it checks again when it is done.
-        """
         while self._due() and self._sending.acquire(blocking=False):
             try:
                 while (message := self._next()) is not None:

@@ -35,7 +35,11 @@ def committed(step: object, taken: int | None = None) -> None:
 
 
 def of_batches(sizes: set[int | None]) -> None:
-    """Set the batch size. ``sizes``: of the loaders in the state."""
+    """Set the batch size.
+
+    Args:
+        sizes: sizes of the loaders in the state.
+    """
     global batch
     batch = next(iter(sizes)) if len(sizes) == 1 else None
 
@@ -52,7 +56,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 @contextlib.contextmanager
 def counting() -> Iterator[None]:
-    """Context of a training function whose steps are counted."""
+    """Context of a training function with step counting."""
     handle = register_optimizer_step_post_hook(_stepped)
     try:
         yield

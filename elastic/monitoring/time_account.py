@@ -30,7 +30,7 @@ REPEATED: tuple[Part, ...] = (
 
 
 class TimeAccount:
-    """Account of one worker. One thread changes it; `times` is thread-safe."""
+    """Time account of one worker. One thread changes the account, and `times` is thread-safe."""
 
     def __init__(self, now: float, part: Part = "joining") -> None:
         self.part: Part = part
@@ -40,7 +40,11 @@ class TimeAccount:
         self._lock = threading.Lock()
 
     def begin(self, part: Part, now: float, since: float = 0.0) -> Part:
-        """Begin an activity, and return the previous one. ``since``: it began earlier, but after the last change."""
+        """Begin an activity, and return the previous one.
+
+        Args:
+            since: it began earlier, but after the last change.
+        """
         with self._lock:
             before = self.part
             at = max(self._since, min(since, now)) if since else now
@@ -67,7 +71,7 @@ class TimeAccount:
                 self._kept[repeated] = self._spent[repeated]
 
     def only_prepared(self) -> None:
-        """Count the time so far as joining: the training function has not been reached before now."""
+        """Count the time so far as joining, because the training function was not reached before."""
         with self._lock:
             self._spent["joining"] += self._spent["training"]
             self._spent["training"] = self._kept["training"] = 0.0

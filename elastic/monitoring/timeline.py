@@ -24,7 +24,7 @@ rows.
 The phases have Horovod's names: ``NEGOTIATE_<OP>`` with a tick per rank, then ``<OP>``, and in it ``QUEUE``,
 ``MEMCPY_IN_FUSION_BUFFER``, ``GLOO_<OP>`` or ``NCCL_<OP>``, ``MEMCPY_OUT_FUSION_BUFFER``.
 
-The records are sent to the driver, which writes one file for all workers; see docs/timeline.md.
+The records are sent to the driver, which writes one file for all workers. See docs/timeline.md.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ now_ns = time.monotonic_ns
 
 
 def begin(row: str, name: str) -> None:
-    """Begin a span; see the module."""
+    """Begin a span. See the module."""
     _buffer.begin(row, name, now_ns())
 
 
 def end(row: str) -> None:
-    """End a span; see the module."""
+    """End a span. See the module."""
     _buffer.end(row, now_ns())
     _wake()
 
 
 def span(row: str, name: str, begin_ns: int, end_ns: int) -> None:
-    """Add a span; see the module."""
+    """Add a span. See the module."""
     _buffer.add(("X", row, name, begin_ns, end_ns - begin_ns))
     _wake()
 
 
 def spans(rows: Iterable[str], name: str, begin_ns: int, end_ns: int) -> None:
-    """Add a span in many rows; see the module."""
+    """Add a span in many rows. See the module."""
     ns, waited = end_ns - begin_ns, len(_buffer)
     _buffer.extend(("X", row, name, begin_ns, ns) for row in rows)
     if waited < POKE_AT <= len(_buffer):
@@ -73,19 +73,19 @@ def spans(rows: Iterable[str], name: str, begin_ns: int, end_ns: int) -> None:
 
 
 def tick(row: str, rank: int) -> None:
-    """Add an instant of negotiation; see the module."""
+    """Add an instant of negotiation. See the module."""
     _buffer.add(("i", row, str(rank), now_ns(), 0))
     _wake()
 
 
 def cycle() -> None:
-    """Add CYCLE_START; see the module."""
+    """Add CYCLE_START. See the module."""
     if mark_cycles:
         _buffer.add(("i", CYCLES, "CYCLE_START", now_ns(), 0))
 
 
 def during(row: str, name: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager for a span; see the module."""
+    """Return a context manager for a span. See the module."""
     return _During(row, name) if on else _NOTHING
 
 
@@ -106,7 +106,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def end_all() -> None:
-    """End all spans; see the module."""
+    """End all spans. See the module."""
     _buffer.end_all(now_ns())
 
 

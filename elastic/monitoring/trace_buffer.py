@@ -28,7 +28,7 @@ _Open = list[Any]
 
 
 class TraceBuffer:
-    """Any thread may add records; one thread takes them."""
+    """Buffer of trace records. Any thread may add records, and one thread removes them."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.dropped = 0  # records dropped since the last ``take_dropped``
@@ -61,7 +61,7 @@ class TraceBuffer:
             spans.append([name, at_ns, False])
 
     def end(self, row: str, at_ns: int) -> None:
-        """End the innermost span of the row; no effect without one."""
+        """End the innermost open span of the row, if any."""
         with self._spans:
             spans = self._open.get(row)
             if not spans:

@@ -58,7 +58,7 @@ class TraceSession(Protocol):
 
 
 class TracingThroughDriver:
-    """Transfer through the driver. ``send`` must not raise; ``poke`` wakes the link thread, which calls ``due``."""
+    """Transfer through the driver. ``send`` must not raise. ``poke`` wakes the link thread, which calls ``due``."""
 
     def __init__(self, env: Environment, send: Send, poke: Callable[[], None]) -> None:
         self._env = env
@@ -177,7 +177,7 @@ class TracingToFile:
         if self._writing is not None:
             if self._writing.path != path:
                 raise Invalid(
-                    f"start_timeline: a timeline is already being written to {self._writing.path}; call"
+                    f"start_timeline: a timeline is already being written to {self._writing.path}: call"
                     " stop_timeline() first"
                 )
             return
@@ -199,12 +199,10 @@ class TracingToFile:
         return False
 
     def due(self) -> None:
-        """Do nothing: there is no link."""
+        """Do nothing, because no link exists."""
 
 
 class _Writing:
-    """One file and the thread that writes it."""
-
     def __init__(self, path: str, rank: int) -> None:
         self.path = path
         self.buffer = TraceBuffer()

@@ -14,7 +14,9 @@ _INSTALLED = "site-packages"
 
 
 def of_thread(number: int) -> str:
-    """Return a line such as ``train.py:12``; empty if the thread has ended or runs no code of the script."""
+    """Return a line such as ``train.py:12``, or an empty result if the thread has ended or runs no code of the
+    script.
+    """
     frame = sys._current_frames().get(number)
     while frame is not None and _is_of_a_library(frame):
         frame = frame.f_back

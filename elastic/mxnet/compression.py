@@ -11,7 +11,9 @@ from elastic.mxnet.bridge import Array
 
 
 class ToHalf:
-    """Sends float32 and float64 as float16: 11 significant bits; sums beyond 65504 overflow. Others are unchanged."""
+    """Sends float32 and float64 as float16, with 11 significant bits. Sums above 65504 overflow. Other dtypes are
+    unchanged.
+    """
 
     @staticmethod
     def compress(tensor: Array) -> tuple[Array, Any]:

@@ -72,7 +72,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> list[Array]:
-    """Reduce several arrays at once; small ones of one dtype share a buffer. See `allreduce`."""
+    """Reduce several arrays at once. Small arrays of one dtype share a buffer. See `allreduce`."""
     for tensor in tensors:
         view(tensor)  # checked before anything is copied
     made = [tensor.copy() for tensor in tensors]
@@ -107,7 +107,7 @@ def allgather(
     """Concatenate all ranks' arrays along dimension 0, in rank order.
 
     Args:
-        tensor: of shape ``[rows, ...]``. ``rows`` may differ between ranks.
+        tensor: tensor of shape ``[rows, ...]``. ``rows`` may differ between ranks.
 
     Returns:
         A new array of shape ``[sum of all rows, ...]`` and the same dtype.
@@ -162,7 +162,7 @@ def alltoall(
     """Send ``splits[r]`` rows of the array to each rank r, and return the rows received.
 
     Args:
-        tensor: of shape ``[rows, ...]``.
+        tensor: tensor of shape ``[rows, ...]``.
         splits: one number per rank; by default all ranks get the same number of rows.
 
     Returns:

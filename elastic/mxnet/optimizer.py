@@ -57,7 +57,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     ) -> None:
         if not isinstance(optimizer, mx.optimizer.Optimizer):
             raise Invalid(
-                f"optimizer is a {type(optimizer).__name__}: pass one of MXNet's, as mx.optimizer.create('sgd')"
+                f"optimizer is a {type(optimizer).__name__}: pass an MXNet optimizer, for example"
+                " mx.optimizer.create('sgd')"
             )
         check_predivide_factor(gradient_predivide_factor, Op.AVERAGE)
         # Not by assignment, which would set attributes of the optimizer.
@@ -135,7 +136,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         optimizer, optimizer_params: as for Gluon's trainer. A `DistributedOptimizer` is unwrapped, with a warning.
         compression: `Compression.none`, `Compression.fp16`, or a class with the same two methods.
         gradient_predivide_factor: gradients are divided by it before the sum and multiplied by it after.
-        prefix: of the collective's name; must differ if a program has several trainers.
+        prefix: prefix of the collective's name; must differ if a program has several trainers.
         num_groups: number of calls for the gradients; one by default.
         process_set: the ranks that reduce among themselves; other ranks keep their own gradients.
 
@@ -207,6 +208,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
 
 def groups(count: int, wanted: int) -> Sequence[tuple[int, int]]:
-    """Return the bounds of ``wanted`` groups of nearly equal size that divide ``count`` items; one group if 0."""
+    """Return the bounds of ``wanted`` groups of nearly equal size for ``count`` items. If ``wanted`` is 0, return
+    one group.
+    """
     parts = max(1, min(wanted, count))
     return [(count * part // parts, count * (part + 1) // parts) for part in range(parts)]

@@ -42,7 +42,7 @@ def broadcast_parameters(
     """
     if not isinstance(params, Mapping | mx.gluon.ParameterDict):
         raise Invalid(
-            f"params is a {type(params).__name__}: pass a dict, as from net.collect_params()"
+            f"params is a {type(params).__name__}: pass a dict, for example net.collect_params()"
         )
     now: dict[str, Any] = {}
     for name, value in sorted(params.items()):
@@ -56,7 +56,9 @@ def broadcast_parameters(
 
 
 def only_array(value: Parameter | Array) -> Array:
-    """Return a parameter's array. Raises Invalid if it has several, and MXNet's error if it has none yet."""
+    """Return the array of a parameter. Raises Invalid if the parameter has several arrays, and MXNet's error
+    without one.
+    """
     return _only(value, value.list_data()) if isinstance(value, Parameter) else value
 
 
@@ -68,7 +70,7 @@ def only_gradient(parameter: Parameter) -> Array:
 def _only(parameter: Parameter, arrays: list[Array]) -> Array:
     if len(arrays) > 1:
         raise Invalid(
-            f"parameter {parameter.name} is on {len(arrays)} devices: use one device per worker,"
+            f"parameter {parameter.name} is on {len(arrays)} devices, but a worker uses one device: use"
             " mx.gpu(hvd.local_rank()) or mx.cpu()"
         )
     return arrays[0]

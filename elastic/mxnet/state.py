@@ -18,7 +18,7 @@ from elastic.state.handlers.variables import VariablesPart
 
 
 class BlockPart(VariablesPart):
-    """A Gluon block whose parameters all have values."""
+    """A Gluon block with values for all parameters."""
 
     value: mx.gluon.Block
 
@@ -27,8 +27,8 @@ class BlockPart(VariablesPart):
             self.named()
         except (DeferredInitializationError, RuntimeError) as error:
             raise Invalid(
-                f"{self.what} has parameters without values: initialize it, and call it once on data, before you"
-                " pass it to a state"
+                f"{self.what} has parameters without values: initialize the parameters, and call the network"
+                " once on data, before you pass it to a state"
             ) from error
 
     def named(self) -> dict[str, torch.Tensor]:

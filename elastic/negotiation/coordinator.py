@@ -57,7 +57,7 @@ class Coordinator:
     # ---- offers ----------------------------------------------------------------------------------------------------
 
     def offer(self, rank: int, offer: RequestList) -> list[ResponseList]:
-        """Record a rank's requests; return the resulting decisions. Each is sent to all its members."""
+        """Record a rank's requests and return the resulting decisions. Each is sent to all its members."""
         if offer.requests and offer.requests[0].kind == WAIT:
             self._waits[rank] = (offer.members, offer.requests[0])
             return self._deadlocked()
@@ -93,7 +93,6 @@ class Coordinator:
         return self._decide(each, [request.name for request in requests])
 
     def _lacks(self, each: MessageTable) -> bool:
-        """Return whether a member left, so that none of its collectives can run."""
         return bool(self._gone) and any(rank in self._gone for rank in each.members)
 
     def named(self, offer: RequestList) -> list[str]:
@@ -206,7 +205,6 @@ class Coordinator:
         return made
 
     def _what_is_left(self) -> list[ResponseList]:
-        """Settle collectives that a rank submitted before it joined. Ranks that never submit them add zeros."""
         made: list[ResponseList] = []
         for each in self._sets.values():
             for rank, offered in [*each.offered.items()]:
@@ -328,7 +326,6 @@ class Coordinator:
         self._waits_no_more(each, name)
 
     def _waits_no_more(self, each: MessageTable, name: str) -> None:
-        """Forget the stall of this name; a later wait counts as a new one."""
         self._since.pop((each.named_as, name), None)
         self._warned.discard((each.named_as, name))
 

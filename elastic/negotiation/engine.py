@@ -107,10 +107,13 @@ class Engine:
     # ---- submitting ------------------------------------------------------------------------------------------------
 
     def submit(self, pending: Pending, soon: bool) -> None:
-        """Queue a collective. ``soon``: the caller is about to wait for it.
+        """Queue a collective.
 
         Raises:
             CollectiveFailed: the world is over.
+
+        Args:
+            soon: the caller is about to wait for it.
         """
         pending.submitted_to(self)
         members = pending.members
@@ -182,10 +185,6 @@ class Engine:
             self.drive(lambda: pending.decided)
 
     def _log_wait(self, pending: Pending) -> None:
-        """Report that this rank submits nothing before ``pending`` completes, if this is its only submitting thread.
-
-        Raises CollectiveFailed.
-        """
         here, line = threading.get_ident(), self._line
         if line is None or pending.kind == JOIN or self._submitters != {here}:
             return
@@ -397,7 +396,9 @@ class Engine:
         return self._failure.again()
 
     def abort(self) -> None:
-        """Like `fail`, but from any thread and without blocking: wakes the driving thread, which wakes the others."""
+        """Like `fail`, but callable from any thread without blocking. Wakes the driving thread, which wakes the
+        other threads.
+        """
         self._failure = self._failure or CollectiveFailed("aborted", aborted=True)
         self._wake.put(None)
         if self._line is not None:
@@ -435,7 +436,7 @@ class Engine:
 
 
 def _left_of(until: float | None, most_s: float | None = None) -> float | None:
-    """Return the seconds until the deadline, at most ``most_s``; None for no limit."""
+    """Return the seconds until the deadline, at most ``most_s``, or None for no limit."""
     if until is None:
         return most_s
     left_s = max(0.0, until - time.monotonic())

@@ -17,7 +17,7 @@ FUSION_BYTES = 128 << 20  # Horovod's default
 
 @dataclass(frozen=True)
 class FusionLimits:
-    """Limits of fusion. Equal on all ranks: all use those of rank 0."""
+    """Limits of fusion. All ranks use the limits of rank 0."""
 
     fusion_bytes: int = FUSION_BYTES  # maximum bytes of one buffer; 0 disables fusion
     alone_bytes: int = ALONE_BYTES  # tensors of this size or more are not fused
@@ -48,7 +48,7 @@ def batches(responses: Sequence[Response], limits: FusionLimits) -> list[list[in
 
 
 def _kind(response: Response, limits: FusionLimits) -> tuple[object, ...] | None:
-    """Return the properties that must be equal within a batch; None for a response that is not fused."""
+    """Return the properties that must be equal within a batch, or None for a response that is not fused."""
     request = response.request
     if request.kind != ALLREDUCE or response.error or limits.fusion_bytes == 0:
         return None

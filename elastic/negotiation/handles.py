@@ -109,7 +109,7 @@ class Handles:
             claimed = self._claimed.get(handle)
         if handle in self._lost or (claimed is not None and claimed.stale(rt)):
             self.release(handle)
-            raise PeerLost(f"the world in which handle {handle} was submitted has ended")
+            raise PeerLost(f"the world of handle {handle} has ended")
         return claimed
 
     def peek(self, handle: int) -> HandleEntry | None:

@@ -68,8 +68,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 class Response(msgspec.Struct, frozen=True, array_like=True):
     """A collective that all members requested, or the reason why it cannot run.
 
-    ``rows``: one tuple per member, in order: its number of rows of each tensor (allgather), or the number of rows that
-    it sends to each member (alltoall).
+    Args:
+        rows: one tuple per member, in order: its number of rows of each tensor (allgather), or the number of rows that
+            it sends to each member (alltoall).
     """
 
     request: Request  # request of the first member
@@ -105,7 +106,9 @@ class RequestList(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ResponseList(msgspec.Struct, frozen=True, array_like=True):
-    """From the coordinator to all members: run these now, first the known ones by number, then the others in order."""
+    """Coordinator's list of collectives that all members must run now. Cached collectives, given by number, run
+    first.
+    """
 
     members: Members
     epoch: int  # a higher one than before invalidates all earlier numbers
@@ -137,7 +140,7 @@ def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
 
 
 def mismatch(requests: Mapping[int, Request]) -> str:
-    """Return a sentence that names how the ranks' requests of one name differ; empty if they match."""
+    """Return a sentence that names how the ranks' requests of one name differ, or an empty result if they match."""
     first = next(iter(requests.values()))
     if all(request == first for request in requests.values()):
         return ""

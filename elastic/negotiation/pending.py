@@ -22,7 +22,7 @@ _dtype_names: dict[torch.dtype, str] = {}
 
 
 class Driver(Protocol):
-    """The part of an engine that `Pending` uses; see `engine`."""
+    """The part of an engine that `Pending` uses. See `engine`."""
 
     @property
     def failed(self) -> bool: ...
@@ -215,7 +215,9 @@ class Pending:
             self._batch.wait()
 
     def offer(self) -> None:
-        """Send the request now. Not needed if the submitter is about to wait, which also sends it."""
+        """Send the request now. A submitter that is about to wait need not call this method, because the wait also
+        sends it.
+        """
         if self._engine is not None:
             self._engine.offer()
 
@@ -250,7 +252,7 @@ class Pending:
         self.decided = True
 
     def targets(self) -> Sequence[torch.Tensor | None]:
-        """Return where each tensor's allreduce result goes; see `reductions.allreduce`."""
+        """Return where each tensor's allreduce result goes. See `reductions.allreduce`."""
         return [None] * len(self.tensors) if self.into is None else self.into
 
     def await_tensors(self) -> None:

@@ -32,12 +32,12 @@ def checked_ranks(values: object) -> Ranks:
     """Return the ranks in ascending order. Raises Invalid unless ``values`` is a list of distinct ranks."""
     if hasattr(values, "Get_rank"):
         raise Invalid(
-            "an MPI communicator can't be a process set, because MPI is not used: pass a list of ranks, as in"
-            " ProcessSet([0, 1])"
+            "a process set can't be created from an MPI communicator, because MPI is not used: pass a list of"
+            " ranks, as in ProcessSet([0, 1])"
         )
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise Invalid(
-            f"ranks of a process set are {values!r}: pass a list of ranks, as in ProcessSet([0, 1])"
+            f"the ranks of a process set are {values!r}: pass a list of ranks, as in ProcessSet([0, 1])"
         )
     ranks = []
     for value in values:
@@ -97,7 +97,7 @@ class _Table(msgspec.Struct):
 
 
 class ProcessSetTable:
-    """The sets that one worker knows, without the global set, whose number is 0."""
+    """Process sets that one worker knows, without the global set. The ID of the global set is 0."""
 
     def __init__(self) -> None:
         self._entries: dict[int, SetEntry] = {}
@@ -144,18 +144,17 @@ class ProcessSetTable:
         for index, ranks in enumerate(sets):
             if largest and ranks[-1] >= largest:
                 raise Invalid(
-                    f"process set {list(ranks)} has a rank {ranks[-1]}, but the ranks of this job are 0 to"
+                    f"process set {list(ranks)} contains rank {ranks[-1]}, but the ranks of this job are 0 to"
                     f" {largest - 1}: omit rank {ranks[-1]}, or start more workers"
                 )
             if ranks == tuple(range(fixed_size)):
                 raise Invalid(
-                    f"process set {list(ranks)} has all ranks: use global_process_set, which is always"
-                    " registered"
+                    f"process set {list(ranks)} contains all ranks: use global_process_set instead"
                 )
             if all(wish.fresh[index] for wish in wishes) or ranks in sets[:index]:
                 raise Invalid(
-                    f"process set {list(ranks)} is already registered: use the ProcessSet that was returned for it,"
-                    " or remove it first"
+                    f"process set {list(ranks)} is already registered: use the registered ProcessSet, or remove"
+                    " it first"
                 )
         next_number = max(wish.next_number for wish in wishes)
         added = []
@@ -168,7 +167,7 @@ class ProcessSetTable:
         return added
 
     def remove(self, wishes: Sequence[TableProposal]) -> bool:
-        """Remove the requested set; return whether any rank had it. Raises Invalid if the wishes differ."""
+        """Remove the requested set and return whether any rank had it. Raises Invalid if the wishes differ."""
         _same(wishes)
         for ranks in wishes[0].sets:
             self._drop(self.find(ranks))
@@ -258,8 +257,8 @@ def _same(wishes: Sequence[TableProposal]) -> None:
     if len(asked) > 1:
         differing = "; ".join(f"{_named(ranks)} asked {what}" for what, ranks in asked.items())
         raise Invalid(
-            f"process sets differ between ranks: {differing}. Add and remove the same sets in the same order on"
-            " all ranks"
+            f"process sets differ between ranks: {differing}. Add and remove the same process sets in the same"
+            " order on all ranks"
         )
 
 

@@ -54,7 +54,7 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The ID of the set, equal on all ranks; None while it is not registered."""
+        """ID of the set, equal on all ranks. The value is None while the set is not registered."""
         return self._entry.number or None
 
     @property
@@ -63,13 +63,13 @@ class ProcessSet:
         return list(self._entry.ranks)
 
     def size(self) -> int | None:
-        """Return how many of its ranks exist in the current world; None if the set is not registered."""
+        """Return how many of its ranks exist in the current world, or None if the set is not registered."""
         if not self._entry.number:
             return None
         return len(present(self._entry.ranks, context.current().place.size))
 
     def rank(self) -> int | None:
-        """Return this worker's index in the set; None if the set is not registered.
+        """Return this worker's index in the set, or None if the set is not registered.
 
         Raises:
             Invalid: this rank is not in the set.
@@ -133,7 +133,7 @@ _objects: dict[SetEntry, ProcessSet] = {}  # the first object for each registere
 
 
 def resolve(process_set: ProcessSet | None) -> Ranks | None:
-    """Return the ranks that take part, in ascending order; None for all ranks of the world.
+    """Return the ranks that take part, in ascending order, or None for all ranks of the world.
 
     Raises Invalid (a ValueError) if the set is not registered, was removed, has no rank in the current world, or does
     not include this one.
@@ -159,21 +159,21 @@ def _members(process_set: ProcessSet) -> Ranks:
     entry, place = process_set._entry, context.current().place
     if not entry.number:
         if entry.removed:
-            raise Invalid(f"process set {list(entry.ranks)} was removed: add the process set again")
+            raise Invalid(f"process set {list(entry.ranks)} was removed: add it again")
         raise Invalid(
-            f"process set {list(entry.ranks)} is not registered; call add_process_set() or"
-            " init(process_sets=[...]) with it, on all ranks"
+            f"process set {list(entry.ranks)} is not registered: call add_process_set() or"
+            " init(process_sets=[...]) with it on all ranks"
         )
     members = present(entry.ranks, place.size)
     if place.rank not in members:
         if not members:
             raise Invalid(
-                f"{_called(entry)} has no rank in the current world of size {place.size}; it can be used again when"
-                " the world grows"
+                f"{_called(entry)} has no rank in the current world of size {place.size}: use the set again when"
+                " the world has grown"
             )
         raise Invalid(
-            f"rank {place.rank} is not in {_called(entry)}: call collectives on it only if"
-            " process_set.included() is True"
+            f"rank {place.rank} is not in {_called(entry)}: check process_set.included() before you call a"
+            " collective on the set"
         )
     return members
 
@@ -203,8 +203,8 @@ def checked(process_sets: object) -> tuple[list[ProcessSet], bool]:
     for each in sets:
         if not isinstance(each, ProcessSet) or each is global_process_set:
             raise Invalid(
-                f"process_sets contains {each!r}: pass ProcessSet objects, as in [ProcessSet([0, 1])], and leave"
-                " out global_process_set, which is always registered"
+                f"process_sets contains {each!r}: pass ProcessSet objects, as in [ProcessSet([0, 1])]. Omit"
+                " global_process_set, which is always registered"
             )
     return sets, False
 
@@ -233,9 +233,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     rt = context.current()
     _need_dynamic("added")
     if process_set is global_process_set:
-        raise Invalid(
-            "global_process_set can't be added, because it is always registered: use it directly"
-        )
+        raise Invalid("global_process_set is always registered: do not add it")
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     _add(rt, [added])
     return added
@@ -244,7 +242,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a set, which can then no longer be used. Collective over all ranks of the world.
 
-    Returns whether it was registered; False for ``global_process_set``, which cannot be removed.
+    Returns whether it was registered, or False for ``global_process_set``, which cannot be removed.
 
     Raises:
         Invalid: (a ValueError) dynamic process sets are not enabled (see `add_process_set`); on every rank, if the
@@ -253,7 +251,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     rt = context.current()
     if not isinstance(process_set, ProcessSet):
         raise Invalid(
-            f"a {type(process_set).__name__} can't be removed: pass the ProcessSet that was added"
+            f"a {type(process_set).__name__} is not a process set: pass the ProcessSet that was added"
         )
     _need_dynamic("removed")
     if process_set is global_process_set:
@@ -383,5 +381,5 @@ def require_global(process_set: object) -> None:
     """Raise Invalid (a ValueError) for any other set, in functions that are defined on the whole world only."""
     if process_set is not global_process_set and process_set is not None:
         raise Invalid(
-            "process_set must contain all workers here: omit process_set, or pass global_process_set"
+            "this call requires a process set of all workers: omit process_set, or pass global_process_set"
         )

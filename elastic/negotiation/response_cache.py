@@ -74,7 +74,7 @@ class ResponseCache(Generic[A]):
         return RequestList(self.members, self._epoch, bytes(known.rstrip(b"\0")), tuple(requests))
 
     def take(self, decision: ResponseList) -> Iterator[tuple[Response, A | None]]:
-        """Yield the collectives to run now, in order, with this rank's submission; None if this rank has joined.
+        """Yield the collectives to run now, in order, with this rank's submission, or None if this rank has joined.
 
         Exhaust the iterator before submitting anything else.
         """

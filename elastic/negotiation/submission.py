@@ -82,7 +82,11 @@ def start_allreduce(
     pick: Callable[[list[torch.Tensor]], Any] = list,
     soon: bool = False,
 ) -> int:
-    """Start an allreduce. ``into``: where the results go; see `reductions.allreduce`."""
+    """Start an allreduce.
+
+    Args:
+        into: where the results go. See `reductions.allreduce`.
+    """
     _need_tensors(ALLREDUCE, tensors)
     reductions.check(ALLREDUCE, tensors, op, (prescale, postscale) != (1.0, 1.0))
     if op is Op.ADASUM:
@@ -145,8 +149,8 @@ def start_broadcast(
         )
     if members is None and _callers is not None and len(_callers) > 1 and root_rank not in _callers:
         raise ValueError(
-            f"root_rank {root_rank} has just joined, or missed the newest commit: collectives of reset callbacks"
-            f" run among ranks {list(_callers)}"
+            f"root_rank {root_rank} has just joined or missed the newest commit, so it does not take part in"
+            f" collectives of reset callbacks: pass one of the ranks {list(_callers)}"
         )
 
     return _submit(
@@ -224,11 +228,10 @@ def _submit(
     splits: tuple[int, ...] = (),
     payload: str = "",
 ) -> int:
-    """Claim a handle and submit; in a world or set of one, complete it now."""
     if why := context.refusal():
         raise Invalid(f"{kind}{f' {name}' if name else ''} was called {why}")
     if not tensors and kind not in (BARRIER, AGREE, JOIN):
-        raise ValueError(f"{kind} got no tensors: pass at least one")
+        raise ValueError(f"{kind} got an empty list: pass at least one tensor")
     device = tensors[0].device if tensors else _CPU
     if len(tensors) > 1 and any(tensor.device != device for tensor in tensors):
         devices = sorted({str(tensor.device) for tensor in tensors})
@@ -282,7 +285,8 @@ def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int) -> list[int]
     counts = [int(count) for count in splits]
     if any(count < 0 for count in counts) or sum(counts) > rows:
         raise ValueError(
-            f"splits {counts} are negative or exceed the tensor's {rows} rows: pass rows per rank"
+            f"splits {counts} contain a negative number or exceed the {rows} rows of the tensor: pass the number"
+            " of rows for each rank"
         )
     return counts
 
@@ -302,7 +306,7 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for a collective and return its result; None for a handle that was already synchronized.
+    """Wait for a collective and return its result. Return None for a handle that was already synchronized.
 
     Raises TensorMismatch if the ranks' tensors do not match, and PeerLost if the world broke meanwhile or the handle
     belongs to an earlier world.

@@ -31,7 +31,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, array_like=True):
-    """Settings that rank 0 publishes to all: its address, and the limits of fusion."""
+    """Settings that rank 0 publishes to all ranks. They contain its address and the limits of fusion."""
 
     host: str
     port: int
@@ -78,7 +78,7 @@ def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Cont
 class ControllerClient:
     """A rank's end of the connection. One thread receives at a time; another may send.
 
-    Rank 0 counts as lost after ``silence_s`` seconds without a message or heartbeat; 0: never.
+    Rank 0 counts as lost after ``silence_s`` seconds without a message or heartbeat. 0 means never.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ControllerClient:
                 # count as silence.
                 self._in_vain += 1
                 if self._in_vain >= _LISTENS:
-                    raise self._failure(f"no message for {self._silence_s:g} s")
+                    raise self._failure(f"rank 0 sent no message for {self._silence_s:g} s")
                 continue
             if all(fd == self._woken.fileno() for fd, _ in ready) and not self._aborted:
                 self._woken.recv(_READ_BYTES)
@@ -156,7 +156,7 @@ class ControllerClient:
             except OSError as error:
                 raise self._failure(error) from error
             if not part:
-                raise self._failure("the connection was closed")
+                raise self._failure("the connection to rank 0 was closed")
             self._wire.feed(part)
             self._in_vain = 0
 

@@ -35,13 +35,13 @@ class AdasumDistributed(WrappedOptimizer):
     _sparse_as_dense: bool
 
     def synchronize(self) -> None:
-        """Do nothing: gradients remain local, and `step` reduces the deltas."""
+        """Do nothing. Gradients remain local, and `step` reduces the changes of the parameters."""
 
     def skip_synchronize(self) -> NoReturn:
         """Raise AssertionError: without the reduction of deltas, the ranks' parameters would diverge."""
         raise AssertionError(
-            "skip_synchronize() can't be used with op=Adasum: step() itself reduces the changes; call"
-            " optimizer.step() without it"
+            "skip_synchronize() can't be used with op=Adasum, because step() itself reduces the changes: call"
+            " optimizer.step() without skip_synchronize()"
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -216,7 +216,7 @@ class BackwardPasses:
         self._counts.clear()
 
     def finish(self) -> None:
-        """Do nothing: no gradient is in flight."""
+        """Do nothing, because no gradient is in flight."""
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """Count a gradient that one backward pass has added to ``parameter.grad``."""

@@ -93,9 +93,13 @@ def DistributedOptimizer(
         optimizer.step()
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise Invalid(f"{type(optimizer).__name__} is not a torch.optim.Optimizer; wrap one")
+        raise Invalid(
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer: pass a torch optimizer"
+        )
     if isinstance(optimizer, WrappedOptimizer):
-        raise Invalid("this optimizer is already a DistributedOptimizer: wrap it only once")
+        raise Invalid(
+            "this optimizer is already a DistributedOptimizer: wrap an optimizer only once"
+        )
     process_set = process_set or global_process_set
     reduction = _checked_op(op)
     _check_process_set(process_set, reduction)
@@ -231,7 +235,7 @@ def _check_shards(
     for name, given in refused.items():
         if given:
             raise Invalid(
-                f"shards can't be combined with {name}; leave it out, or train without shards"
+                f"shards can't be combined with {name}: omit {name}, or train without shards"
             )
 
 
@@ -251,7 +255,7 @@ def _check_zero(
     }
     for name, given in refused.items():
         if given:
-            raise Invalid(f"zero=1 can't be combined with {name}; leave one of the two out")
+            raise Invalid(f"zero=1 can't be combined with {name}: omit one of them")
     divided_optimizer.check(optimizer)
 
 
@@ -287,8 +291,8 @@ def _checked_names(
     ]
     if missing:
         raise Invalid(
-            f"named_parameters misses {len(missing)} of the optimizer's parameters"
-            f" ({missing[0]}{', ...' if missing[1:] else ''}): name all of them, or pass None"
+            f"named_parameters lacks {len(missing)} of the optimizer's parameters"
+            f" ({missing[0]}{', ...' if missing[1:] else ''}): name all parameters, or pass None"
         )
     return names
 
@@ -311,7 +315,7 @@ def _checked_groups(
         for parameter in group:
             if not isinstance(parameter, torch.Tensor):
                 raise Invalid(
-                    f"groups contains a {type(parameter).__name__}; put parameters (tensors) in its lists"
+                    f"groups contains a {type(parameter).__name__}: pass lists of parameters (tensors)"
                 )
             if id(parameter) in seen:
                 raise Invalid(

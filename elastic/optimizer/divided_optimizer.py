@@ -43,8 +43,8 @@ def check(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     if kind not in [getattr(torch.optim, name) for name in ELEMENTWISE]:
         raise Invalid(
-            f"zero=1 needs an optimizer that updates each element independently, one of torch.optim's"
-            f" {', '.join(ELEMENTWISE)}, but got {kind.__module__}.{kind.__name__}: use one of these, or omit zero"
+            f"zero=1 does not support {kind.__module__}.{kind.__name__}, because it may not update each element"
+            f" independently: use one of torch.optim's {', '.join(ELEMENTWISE)}, or omit zero"
         )
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -63,7 +63,11 @@ def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class DividedOptimizer(WrappedOptimizer):
-    """A `DistributedOptimizer` with ``zero=1``. ``zero_order``: the rank of each shard."""
+    """A `DistributedOptimizer` with ``zero=1``.
+
+    Args:
+        zero_order: the rank of each shard.
+    """
 
     zero_order: tuple[int, ...]
     stepped: Sequence[torch.Tensor] = ()  # whole parameters, during a step only
@@ -95,8 +99,8 @@ class DividedOptimizer(WrappedOptimizer):
             Invalid: always.
         """
         raise Invalid(
-            "an optimizer with zero=1 has no complete state_dict(), because each rank holds a part of its state:"
-            " pass the optimizer to elastic.TorchState, which commits all parts"
+            "state_dict() is not available with zero=1, because each rank holds only a part of the optimizer's"
+            " state: pass the optimizer to elastic.TorchState, which commits all parts"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -106,8 +110,8 @@ class DividedOptimizer(WrappedOptimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise NotPicklable(
-            f"a {type(self).__name__} with zero=1 can't be copied or pickled: each rank has a part of its state; copy"
-            " the optimizer before it is wrapped"
+            f"a {type(self).__name__} with zero=1 can't be copied or pickled, because each rank holds only a"
+            " part of its state: copy the optimizer before you wrap it"
         )
 
     def _apply_gradients(
@@ -116,8 +120,8 @@ class DividedOptimizer(WrappedOptimizer):
         size = lifecycle.current().place.size
         if size != len(self.zero_order):
             raise NotElastic(
-                f"this optimizer (zero=1) is divided among {len(self.zero_order)} workers, but the world has {size}"
-                " now: pass it to elastic.TorchState together with its model",
+                f"this optimizer (zero=1) is divided among {len(self.zero_order)} workers, but the world now has"
+                f" {size} workers: pass the optimizer to elastic.TorchState together with its model",
                 Fixed.OPTIMIZER,
             )
         loss = None

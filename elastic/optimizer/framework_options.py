@@ -14,7 +14,7 @@ from elastic.optimizer.gradients.gradient_options import check_compression, chec
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """Validated options; see `checked`.
+    """Validated options. See `checked`.
 
     Attributes:
         op: Average, Sum or Adasum.
@@ -52,7 +52,7 @@ def checked(
     reduction = as_op(op, None)
     if reduction not in (Op.AVERAGE, Op.SUM, Op.ADASUM):
         raise Invalid(
-            f"gradients can't be reduced with {reduction.name.title()}; use Average, Sum or Adasum"
+            f"gradients can't be reduced with {reduction.name.title()}: use Average, Sum or Adasum"
         )
     check_predivide_factor(gradient_predivide_factor, reduction)
     check_compression(compression)

@@ -40,7 +40,7 @@ def _is_divided() -> bool:
 
 
 def join(device: int = -1) -> int:
-    """Report that this rank has no more data; return the last rank to join once all have.
+    """Report that this rank has no more data and return the last rank to join once all have.
 
     Until then it contributes zeros to the other ranks' allreduces (an average is still divided by the number of all
     ranks) and to the gradients of their DistributedOptimizers. This rank's own parameters, gradients and optimizers do
@@ -60,8 +60,8 @@ def join(device: int = -1) -> int:
         gc.collect()  # the script may have dropped it
     if _is_divided():
         raise Invalid(
-            "join() can't be used with a DistributedOptimizer that has zero=1: a rank that has joined takes no"
-            " steps, so its part of the parameters would not be updated; give all ranks the same number of batches"
+            "join() can't be used with a DistributedOptimizer that has zero=1, because a joined rank does not"
+            " update its part of the parameters: give all ranks the same number of batches"
         )
     own_gpu.settle()
     handle = submission.start_join()
@@ -104,8 +104,6 @@ def _sharing_optimizers(rt: Context) -> list[Members]:
 
 
 class _SharedPlans:
-    """Plans that are shared with the same ranks."""
-
     def __init__(self, rt: Context, members: Members) -> None:
         self._rt = rt
         self._members = members
@@ -124,7 +122,7 @@ class _SharedPlans:
         return not waits and all(each.over for each in self._shadows.values())
 
     def turn(self, now: float, all_joined: bool) -> bool:
-        """Process pending work; return whether any was pending."""
+        """Process pending work and return whether any was pending."""
         moved = self._proposed is None and self._look(now, all_joined)
         for each in self._shadows.values():
             if each.done():
@@ -172,7 +170,7 @@ class _SharedPlans:
         if not verdict.equal:
             found = plan_difference.find(group, device, verdict.source, None)
             raise StateMismatch(
-                f"the optimizers of the ranks that have not joined differ: {plan_difference.words(found)}"
+                f"the optimizers of the active ranks differ: {plan_difference.words(found)}"
             )
         trained = joined_rank.compare_trained(group, device, [0] * verdict.greatest.parameters)
         parameters = sum(trained)

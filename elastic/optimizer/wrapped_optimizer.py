@@ -161,12 +161,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._reducer.pending:
             if (shards := self.gradients_made.shards) is not None:
                 raise Invalid(
-                    f"optimizer.zero_grad() was called within the loop over the shards of step {shards.step}, whose"
-                    " gradients are being accumulated: call it before the loop"
+                    f"optimizer.zero_grad() was called within the loop over the shards of step {shards.step},"
+                    " while gradients were being accumulated: call zero_grad() before the loop"
                 )
             raise AssertionError(
                 "optimizer.zero_grad() was called between loss.backward() and optimizer.step() or"
-                " optimizer.synchronize(), while gradients are being reduced: call it after the step"
+                " optimizer.synchronize(), while gradients were being reduced: call zero_grad() after the step"
             )
         super().zero_grad(set_to_none)
 

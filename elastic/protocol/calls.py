@@ -11,7 +11,12 @@ DISTINCT = 16  # maximum number of calls reported to the driver
 
 
 class Called(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's call. ``line`` of the script: ``train.py:12``; ``tensors``: ``float32 [3]``. Empty if unknown."""
+    """Call of one rank. An empty field is unknown.
+
+    Args:
+        line: script line, such as ``train.py:12``.
+        tensors: dtypes and shapes, such as ``float32 [3]``.
+    """
 
     rank: int
     name: str
@@ -29,7 +34,7 @@ def distinct(calls: Iterable[Called]) -> tuple[Called, ...]:
 
 
 def sentence(calls: Sequence[Called]) -> str:
-    """Format calls: ``rank 0: allreduce at train.py:3; ranks 1, 2: broadcast at train.py:5``."""
+    """Return a text such as ``rank 0: allreduce at train.py:3; ranks 1, 2: broadcast at train.py:5``."""
     by_call: dict[tuple[str, str, str], list[int]] = {}
     for each in calls:
         by_call.setdefault((each.name, each.tensors, each.line), []).append(each.rank)
@@ -45,7 +50,7 @@ def sentence(calls: Sequence[Called]) -> str:
 
 
 def message_sentence(calls: Sequence[Called]) -> str:
-    """Format a send and its receive: ``rank 0: send of float32 [5]; rank 1: recv of float32 [3]``."""
+    """Return a text such as ``rank 0: send of float32 [5]; rank 1: recv of float32 [3]``."""
     parts = "; ".join(f"rank {each.rank}: {each.name} of {each.tensors}" for each in calls)
     return f"a message does not fit its recv: {parts}; both tensors need the same dtype and number of elements"
 

@@ -116,9 +116,7 @@ class FramedConnection:
         try:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(
-                f"a frame contains no message of this protocol: {_shown(error)}"
-            ) from error
+            raise ProtocolError(f"a frame contains an invalid message: {_shown(error)}") from error
 
     def _next_body(self) -> bytes | None:
         buffer = self._buffer
@@ -135,7 +133,7 @@ class FramedConnection:
             self._frames_in += 1
             tag = bytes(buffer[4 + length : end])
             if not hmac.compare_digest(tag, _tag(self._key_in, self._frames_in, body)):
-                raise ProtocolError("a frame lacks the seal of this connection")
+                raise ProtocolError("a frame has no valid authentication code of this connection")
         del buffer[:end]
         return body
 
@@ -154,8 +152,9 @@ class FramedConnection:
 class AcceptedConnection(FramedConnection):
     """The accepting end of a connection on which the caller sends its nonce first.
 
-    ``secret``: see `derived`. ``mine`` is this end's nonce if the caller knows it. The connection
-    is dropped at a frame without the right seal, so ``limit`` bounds what an unauthenticated peer may send.
+    Args:
+        secret: see `derived`. ``mine`` is this end's nonce if the caller knows it. The connection is dropped at a frame
+            without the right seal, so ``limit`` bounds what an unauthenticated peer may send.
     """
 
     def __init__(
@@ -181,7 +180,6 @@ class AcceptedConnection(FramedConnection):
 
 
 def _shown(error: Exception) -> str:
-    """Format an error that may quote the peer: one short line without control characters."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:SHOWN])
 
 

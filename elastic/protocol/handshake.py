@@ -10,7 +10,11 @@ from elastic.protocol.messages import VERSION, Accepted, Challenge, ProtocolErro
 
 
 class ClientHandshake:
-    """The connecting end, named ``who``, of kind ``role``. ``nonce``: NONCE_BYTES, new for this connection."""
+    """The connecting end, named ``who``, of kind ``role``.
+
+    Args:
+        nonce: NONCE_BYTES, new for this connection.
+    """
 
     def __init__(self, secret: bytes, role: str, who: str, nonce: bytes) -> None:
         self._secret, self._role, self._who, self.nonce = secret, role, who, nonce

@@ -99,7 +99,7 @@ class LifeLocks:
                 self._memory = _mapped(self._fd)
 
     def new(self) -> LifeLock | None:
-        """Return a lock for a worker that is about to start, or None if that is not supported."""
+        """Return a lock for a worker that is about to start. Return None if the system does not support such locks."""
         if self._fd is None or self._memory is None or not self._free:
             return None
         offset = self._free.pop()
@@ -126,7 +126,7 @@ class LifeLock:
         self._ended = False
 
     def watch(self, gone: Callable[[], None]) -> None:
-        """Call ``gone``, in a new thread, when the thread that held the lock has ended; never after `end`."""
+        """Call ``gone`` in a new thread when the thread with the lock has ended. Do not call it after `end`."""
         self._left = itertools.count()  # counts calls of `_leave`: by the agent and by that thread
         watching = threading.Thread(target=self._wait, args=(gone,), daemon=True)
         try:

@@ -49,7 +49,7 @@ class Value(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class Worker(Value):
-    """One incarnation of one slot: the identity of a training process."""
+    """Identity of a training process. It is one incarnation of one slot."""
 
     host: str
     slot: int
@@ -113,7 +113,7 @@ class Address(Value):
 
 
 class Times(Value):
-    """Seconds that a worker has spent per activity; see `elastic.monitoring.time_account`. They add up to its age."""
+    """Seconds that a worker has spent per activity. See `elastic.monitoring.time_account`. They add up to its age."""
 
     training: Finite = 0.0
     committing: Finite = 0.0
@@ -129,7 +129,7 @@ Part = Literal["training", "committing", "data", "storage", "recovering", "joini
 
 
 class Place(Value):
-    """Position of one worker in a world: its rank in the world, on its host, and across hosts."""
+    """Position of one worker in a world. It includes the ranks in the world, on its host, and across hosts."""
 
     rank: int
     size: int
@@ -152,9 +152,9 @@ class Launches(Value):
 
 
 class HeldCommitShards(Value):
-    """Complete shards of one commit in memory that a worker can read: its own, and copies of others.
+    """Complete shards of one commit in memory that a worker can read. They include copies of other workers' shards.
 
-    ``commit`` is numbered by the sharded state, which counts each of its saves in a world, from 0.
+    ``commit`` is a number of the sharded state, which counts its saves in a world from 0.
     """
 
     commit: Commit
@@ -167,7 +167,9 @@ class HeldCommitShards(Value):
 class ShardsHeld(Value):
     """Contribution of a worker with a sharded state to the next world.
 
-    ``copies``: as given to the state. ``sealed``: the newest commit that it knows all ranks have copied and mirrored.
+    Args:
+        copies: as given to the state.
+        sealed: the newest commit that it knows all ranks have copied and mirrored.
     """
 
     copies: int
@@ -178,8 +180,11 @@ class ShardsHeld(Value):
 class RowBytes(Value):
     """Bytes of the rows of a new shard, by source.
 
-    ``memory``: this worker's own, including copies that it kept. ``host``: another worker of its host, even one that
-    has exited. ``network``: a worker of another host. ``checkpoint``: storage.
+    Args:
+        memory: this worker's own, including copies that it kept.
+        host: another worker of its host, even one that has exited.
+        network: a worker of another host.
+        checkpoint: storage.
     """
 
     memory: int = 0
@@ -217,7 +222,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False
 
 
 class Challenge(Message):
-    """Driver's first frame: requests proof that the peer knows the job's secret."""
+    """First frame of the driver. It requests proof that the peer knows the secret of the job."""
 
     nonce: bytes
     version: int = VERSION
@@ -233,7 +238,7 @@ class Answer(Message):
 
 
 class Accepted(Message):
-    """The driver's proof that it also knows the secret."""
+    """Proof of the driver that it also knows the secret."""
 
     proof: bytes
 
@@ -257,9 +262,11 @@ class Hello(Message):
 
 
 class Reconnected(Message):
-    """First message on a connection that replaces a lost one; unanswered messages are sent again after it.
+    """First message on a connection that replaces a lost connection. Unanswered messages follow again.
 
-    ``generation`` is that of the last world received; ``welcomed``: its Hello has been answered.
+    Args:
+        generation: generation of the last world received.
+        welcomed: the driver has answered Hello.
     """
 
     generation: int
@@ -274,13 +281,13 @@ class Layout(Message):
 
 
 class StepInput(Message):
-    """Format of this worker's batches, as its framework describes it, for workers that join; see `Welcome`."""
+    """Format of this worker's batches, as described by its framework. Joining workers use it. See `Welcome`."""
 
     kind: Annotated[bytes, Meta(max_length=STEP_INPUT_LIMIT)]
 
 
 class Ready(Message):
-    """This worker waits for a world. ``generation`` is its last one (0: none)."""
+    """This worker waits for a world. ``generation`` is the last generation of the worker, or 0 without one."""
 
     generation: int
     commit: Commit | None
@@ -293,7 +300,11 @@ class Ready(Message):
 
 
 class Failed(Message):
-    """A collective of this generation failed here. ``differs``: its ranks made the different calls in ``calls``."""
+    """A collective of this generation failed here.
+
+    Args:
+        differs: its ranks made the different calls in ``calls``.
+    """
 
     generation: int
     reason: str
@@ -311,7 +322,7 @@ class Stranded(Message):
 
 
 class Checked(Message):
-    """Answer to Prepare: the number of safepoints passed; the worker is held at the next one."""
+    """Answer to Prepare with the number of safepoints passed. The worker stops at the next safepoint."""
 
     generation: int
     change: int
@@ -327,8 +338,10 @@ class Leaving(Message):
 class Resumed(Message):
     """The first collective of a generation completed here.
 
-    ``phases_ms``: milliseconds by phase, in order. ``from_checkpoint``: no complete commit was left in memory, so the
-    world began with a durable one. ``shards``: of a sharded state.
+    Args:
+        phases_ms: milliseconds by phase, in order.
+        from_checkpoint: no complete commit was left in memory, so the world began with a durable one.
+        shards: shards of a sharded state.
     """
 
     generation: int
@@ -362,7 +375,7 @@ class Located(Message):
 
 
 class Pace(Message):
-    """Statistics since the previous Pace: a worker that waits little while its peers wait much is a straggler."""
+    """Statistics since the previous Pace. A worker that waits little while its peers wait much is a straggler."""
 
     generation: int
     collectives: int  # completed
@@ -389,11 +402,13 @@ class TimeSpent(Message):
 
 
 class Digested(Message):
-    """Digest of the parameters of a commit; in tests also the samples trained since the last one.
+    """Digest of the parameters of a commit. In tests, it also contains the samples trained since the last commit.
 
-    ``step``: the step after the commit if the state has shards, else -1. ``tensors``: a digest of each tensor of the
-    state by name, if requested. ``gradients``: then also of the last step's gradients, before any sum, keyed ``3
-    layer.weight``: a shard that this worker computed, and the parameter.
+    Args:
+        step: the step after the commit if the state has shards, else -1.
+        tensors: a digest of each tensor of the state by name, if requested.
+        gradients: then also of the last step's gradients, before any sum, keyed ``3 layer.weight``: a shard that this
+            worker computed, and the parameter.
     """
 
     generation: int
@@ -408,7 +423,7 @@ class Digested(Message):
 
 
 class Miscomputed(Message):
-    """A vote of the ranks found that one of them computed wrong gradients of a shard; see `elastic.exact.verifier`.
+    """A vote of the ranks found that one of them computed wrong gradients of a shard. See `elastic.exact.verifier`.
 
     Every rank sends it. Digests are 16 hexadecimal digits, or ``not finite``.
     """
@@ -446,8 +461,10 @@ class Raised(Message):
 class Quit(Message):
     """The process is about to exit with this code (0 to 255).
 
-    User code called ``sys.exit`` under ``elastic.run``, or its state does not match. ``call``: ``sys.exit(3)``, or
-    empty if user code made no call.
+    User code called ``sys.exit`` under ``elastic.run``, or its state does not match.
+
+    Args:
+        call: ``sys.exit(3)``, or an empty result if user code made no call.
     """
 
     generation: int
@@ -470,7 +487,7 @@ class SendResult(Message, tag="Result"):
 class Reported(Message):
     """A report of the script on its training, for the program that started the job.
 
-    Reports are delivered in the order of their numbers, each once; see `report_queue`.
+    Reports are delivered in the order of their numbers, each once. See `report_queue`.
     """
 
     number: int  # position among this process's reports, from 1
@@ -535,8 +552,10 @@ class CheckpointDue(Message):
 class NotFinite(Message):
     """Gradients have been infinite or NaN since before this commit.
 
-    ``digest``: of this rank's parameters before the first such step; None if it has not seen that step. Sent at the
-    first such commit of a world, and again while the condition lasts.
+    Args:
+        digest: digest of this rank's parameters before the first such step, or None if it has not seen that step. Sent
+            at the
+            first such commit of a world, and again while the condition lasts.
     """
 
     generation: int
@@ -547,8 +566,9 @@ class NotFinite(Message):
 class ShareWritten(Message):
     """This rank's part of checkpoint ``number`` is in the storage.
 
-    ``digests``: of the values that must be equal on all ranks, by the name of the part; see
-    `elastic.state.snapshots.digest`.
+    Args:
+        digests: digests of the values that must be equal on all ranks, by the name of the part. See
+            `elastic.state.snapshots.digest`.
     """
 
     generation: int
@@ -558,7 +578,11 @@ class ShareWritten(Message):
 
 
 class ShareDropped(Message):
-    """This rank cannot write its part, which cancels the checkpoint. ``timing``: the request only arrived too late."""
+    """This rank cannot write its part, which cancels the checkpoint.
+
+    Args:
+        timing: the request only arrived too late.
+    """
 
     generation: int
     number: int
@@ -567,7 +591,11 @@ class ShareDropped(Message):
 
 
 class CheckpointWritten(Message):
-    """The complete checkpoint is in storage and was read back. ``commit``: its content."""
+    """The complete checkpoint is in storage and was read back.
+
+    Args:
+        commit: its content.
+    """
 
     generation: int
     number: int
@@ -584,7 +612,9 @@ class CheckpointWritten(Message):
 class Welcome(Message):
     """Answer to Hello: a provisional place.
 
-    ``newcomer``: a world is already training, with batches as in the last `StepInput`; empty if none was sent.
+    Args:
+        newcomer: a world is already training, with batches as in the last `StepInput`, or an empty result if none was
+            sent.
     """
 
     place: Place
@@ -597,9 +627,12 @@ class World(Message):
     """Place of the receiver in a new generation.
 
     Ranks ``0 .. holders-1`` hold ``commit``, the newest one; the others lack it and receive it from rank 0. If no
-    worker has committed, ``holders`` is 0 and ``commit`` None, and rank 0 is the source anyway. ``run``: the ID under
-    which this world's checkpoints are written, 0 without checkpoints; after a failover the new driver has another one,
-    and all members must use the same. ``checkpoint``: the initial commit is made durable before training starts.
+    worker has committed, ``holders`` is 0 and ``commit`` None, and rank 0 is the source anyway.
+
+    Args:
+        run: the ID under which this world's checkpoints are written, 0 without checkpoints; after a failover the new
+            driver has another one, and all members must use the same.
+        checkpoint: the initial commit is made durable before training starts.
     """
 
     generation: int
@@ -644,7 +677,8 @@ class Proceed(Message):
 class Leave(Message):
     """The receiver is no longer part of the job: exit with code 0.
 
-    ``fenced``: the driver has fenced the worker, so its later work is discarded; the exit code shows this.
+    Args:
+        fenced: the driver has fenced the worker, so its later work is discarded; the exit code shows this.
     """
 
     reason: str
@@ -719,7 +753,7 @@ class HostsListed(Message):
 
 
 class TracesTaken(Message):
-    """One `Traced` is in the file; another may be sent."""
+    """One `Traced` is in the file. The worker may send another one."""
 
     timeline: int
 
@@ -754,7 +788,11 @@ class SealCheckpoint(Message):
 
 
 class DropCheckpoint(Message):
-    """The checkpoint is cancelled; stop writing. ``again``: only the timing was wrong, so it is retried."""
+    """The checkpoint is cancelled; stop writing.
+
+    Args:
+        again: only the timing was wrong, so it is retried.
+    """
 
     generation: int
     number: int

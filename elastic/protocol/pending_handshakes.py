@@ -19,7 +19,10 @@ def count_limit(bytes_each: int, descriptors: int, extra: int = 0) -> int:
     """Return how many connections to keep, if each may send ``bytes_each`` bytes before it authenticates.
 
     At most a quarter of ``descriptors``, the process's limit (negative: unlimited), since most are for authenticated
-    peers. ``extra``: how many of these may connect at once.
+    peers.
+
+    Args:
+        extra: how many of these may connect at once.
     """
     most = min(COUNT_LIMIT, BYTES_LIMIT // bytes_each)
     return (most if descriptors < 0 else max(16, min(most, descriptors // 4))) + extra

@@ -1,6 +1,6 @@
 """Record which paths a worker's script reads, by Python's audit events. Standard library only.
 
-Installed at interpreter start if the job has a checkpoint folder; see `elastic.checkpoints.finished_training`.
+Installed at interpreter start if the job has a checkpoint folder. See `elastic.checkpoints.finished_training`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _KNOWN = frozenset(
 
 
 class ReadPaths:
-    """Paths that one process read. ``files`` and ``folders`` are absolute; ``unseen`` lists untraced reads."""
+    """Paths that one process read. ``files`` and ``folders`` are absolute. ``unseen`` lists reads that were not
+    traced.
+    """
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -45,7 +47,7 @@ class ReadPaths:
         self._process = os.getpid()
 
     def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Handle an audit event; see `sys.addaudithook`."""
+        """Handle an audit event. See `sys.addaudithook`."""
         if event in _EVENTS and not self.unseen and os.getpid() == self._process:
             try:
                 self._note(event, arguments)
@@ -81,7 +83,7 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
 
 
 def _caller(frame: FrameType | None) -> str | None:
-    """Return the calling package, skipping the standard library; None for imports and this package's own work."""
+    """Return the calling package, skipping the standard library, or None for imports and this package's own work."""
     name = _name(frame)
     if name.partition(".")[0] in _IMPORTS:
         return None  # `checkpoints.finished` reads the modules
@@ -98,7 +100,7 @@ def _name(frame: FrameType | None) -> str:
 
 
 def compiled() -> set[str]:
-    """Return imported packages whose compiled code may open files directly."""
+    """Return imported packages with compiled code that may open files directly."""
     found: set[str] = set()
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)
@@ -123,5 +125,5 @@ def observe(environ: Mapping[str, str]) -> None:
 
 
 def observed() -> ReadPaths | None:
-    """Return the record; None if this process was not observed from its start."""
+    """Return the record. Return None if this process was not observed from its start."""
     return _observed

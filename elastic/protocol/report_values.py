@@ -117,7 +117,7 @@ def _only(value: Any, path: Path) -> Any:
 
 
 def _count(value: Any) -> int | None:
-    """Return the number of elements; None if the value is not like a tensor."""
+    """Return the number of elements, or None if the value is not like a tensor."""
     if isinstance(value, type) or not callable(getattr(value, "item", None)):
         return None
     numel = getattr(value, "numel", None)  # torch
@@ -126,7 +126,6 @@ def _count(value: Any) -> int | None:
 
 
 def _text(value: str) -> str:
-    """Replace characters that UTF-8 cannot encode: an error may quote a file name that is not text."""
     if value.isascii():
         return str.__str__(value)
     return value.encode(errors="replace").decode()

@@ -19,7 +19,7 @@ _TOO_OLD = ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "ALERT_PROTOCOL_VERSION")
 
 
 class TlsFailed(ProtocolError):
-    """The peer does not use TLS, or is not authorized; the text gives the reason."""
+    """The peer does not use TLS, or is not authorized. The text gives the reason."""
 
 
 def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
@@ -31,7 +31,7 @@ def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise Invalid(
-                f"{flag} {path} can't be read: {why}; pass the path of a PEM file"
+                f"{flag} {path} can't be read: {why}. Pass the path of a PEM file"
             ) from None
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -44,14 +44,14 @@ def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
         made.load_verify_locations(ca)
     except ssl.SSLError:
         raise Invalid(
-            f"--tls-ca {ca} contains no certificate: pass a PEM file with one or more certificates"
+            f"--tls-ca {ca} contains no certificate: pass a PEM file with at least one certificate"
         ) from None
     try:
         made.load_cert_chain(cert, key, password=_no_passphrase)
     except _Passphrase:
         raise Invalid(
-            f"--tls-key {key} is protected by a passphrase, which can't be entered here: pass a key without one, in"
-            " a file that only you can read"
+            f"--tls-key {key} is protected by a passphrase, which elasticrun can't ask for: pass a key without a"
+            " passphrase, in a file that only you can read"
         ) from None
     except ssl.SSLError as error:
         if error.reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"):
@@ -76,8 +76,8 @@ def check(cert: str, key: str, ca: str) -> None:
         error = failure.__cause__
         why = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else failure
         raise Invalid(
-            f"--tls-cert {cert} is not valid for --tls-ca {ca}: {why}; have it signed by that authority, for use by"
-            " servers and clients"
+            f"--tls-cert {cert} is not valid for --tls-ca {ca}: {why}. Have this CA sign the certificate for use"
+            " by servers and clients"
         ) from None
 
 

@@ -41,7 +41,7 @@ class TraceFile:
             target = os.path.realpath(path)
             beginning = f"{target}.{os.getpid()}.new"
             if os.path.exists(target) and not os.path.isfile(target):
-                raise OSError(errno.EINVAL, "not a regular file")
+                raise OSError(errno.EINVAL, "the timeline path is not a regular file")
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(beginning)  # O_EXCL does not follow a link that is put there now
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -57,7 +57,7 @@ class TraceFile:
         except (OSError, ValueError) as error:  # ValueError: a null character in the path
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise Invalid(
-                f"the timeline {path!r} can't be written: {why}; pass the path of a file in a writable folder"
+                f"the timeline {path!r} can't be written: {why}. Pass the path of a file in a writable folder"
             ) from None
         self._end = len(OPENING)  # offset of the next event
         self._empty = True

@@ -24,7 +24,12 @@ KINDS = frozenset("XBEi")
 
 
 class TraceFormat:
-    """Format of one file. ``start_ns``: its start on the clock of all records; ``epoch_us``: the same since 1970."""
+    """Format of one file.
+
+    Args:
+        start_ns: its start on the clock of all records.
+        epoch_us: the same since 1970.
+    """
 
     def __init__(self, start_ns: int, epoch_us: int) -> None:
         self._start_ns = start_ns

@@ -81,7 +81,7 @@ def wanted(
         )
     if num_hosts is not None and elastic:
         raise Invalid(
-            "num_hosts can't be set for an elastic job, which uses all available hosts: omit num_hosts"
+            "num_hosts can't be used with an elastic job, which uses all available hosts: omit num_hosts"
         )
     number = isinstance(placement_timeout, int | float) and not isinstance(placement_timeout, bool)
     if not number or not math.isfinite(placement_timeout) or placement_timeout < LEAST_S:
@@ -155,7 +155,7 @@ def check_options(options: RayOptions, *, elastic: bool = True) -> None:
     standbys = _standbys(options)
     if standbys and not elastic:
         raise Invalid(
-            f"standbys is {standbys}, but a job without min_workers and max_workers replaces no worker: pass"
+            f"standbys is {standbys}, but only jobs with min_workers or max_workers replace lost workers: pass"
             " min_workers or max_workers"
         )
 
@@ -171,7 +171,8 @@ def check_environ(given: object) -> None:
             raise Invalid(f"env[{name!r}] is {value!r}: pass strings as names and values")
         if not name or "=" in name or "\0" in name + value:
             raise Invalid(
-                f"env[{name!r}] has an invalid name or value: remove null characters, and '=' from the name"
+                f"env[{name!r}] has an invalid name or value: remove null characters, and remove '=' from the"
+                " name"
             )
 
 
@@ -185,8 +186,8 @@ def check_job_name(name: object) -> None:
     """Check the name of a detached job. Raises Invalid."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise Invalid(
-            f"detached is {name!r}; name the job with up to 100 letters, digits, dots, dashes and"
-            " underscores, a letter or digit first"
+            f"detached is {name!r}: pass a job name of up to 100 letters, digits, dots, dashes and underscores"
+            " that starts with a letter or digit"
         )
 
 
@@ -203,7 +204,7 @@ def check_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any
     except TypeError as error:
         name = getattr(function, "__name__", "the function")
         with_what = "the config" if args or kwargs else "nothing: pass a config"
-        raise Invalid(f"{name}{signature} would be called with {with_what}: {error}") from None
+        raise Invalid(f"the call {name}{signature} with {with_what} is invalid: {error}") from None
 
 
 def check_callables(**given: Callable[..., Any] | None) -> None:

@@ -66,7 +66,6 @@ class CallClient:
         return [actor.call.remote(rank, word) for rank in ranks or range(self._size)]
 
     def _free_earlier(self) -> None:
-        """Release ranks blocked in earlier calls, whose references were handed out, because another rank failed."""
         handed_out, self._handed_out = self._handed_out, []
         for refs in handed_out:
             done, left = ray.wait(refs, num_returns=len(refs), timeout=0)

@@ -33,7 +33,7 @@ class RaisedOnWorker(ElasticError, RuntimeError):
 
 
 class WorkerTraceback(ElasticError):
-    """Cause of an exception from a worker: its traceback there."""
+    """Traceback of an exception on a worker, used as the cause of the exception here."""
 
     def __str__(self) -> str:
         return "\n\n" + "".join(map(str, self.args))
@@ -43,7 +43,8 @@ class WorkerTraceback(ElasticError):
 class CallFailure:
     """Failure of a call on a worker. ``error`` is the pickled exception, if it can be raised elsewhere.
 
-    ``secondary``: a collective failed there or the job ended, most likely because of a failure on another worker.
+    Args:
+        secondary: a collective failed there or the job ended, most likely because of a failure on another worker.
     """
 
     rank: int
@@ -53,7 +54,9 @@ class CallFailure:
     secondary: bool
 
     def exception(self) -> Exception:
-        """Return the exception to raise: if possible the same one, with the worker's traceback as its cause."""
+        """Return the exception to raise. If possible, it is the original exception, with the worker's traceback as
+        its cause.
+        """
         error: object = None
         if self.error is not None:
             try:
@@ -72,8 +75,8 @@ def call(kind: str, *parts: Any) -> bytes:
     word: bytes = cloudpickle.dumps((kind, parts))
     if len(word) > FRAME_LIMIT:
         raise Invalid(
-            f"the function and its arguments have {len(word)} bytes, but the limit is {FRAME_LIMIT}: let the"
-            " function load its data itself"
+            f"the function and its arguments have {len(word)} bytes, but the limit is {FRAME_LIMIT}: load large"
+            " data inside the function"
         )
     return word
 
@@ -83,8 +86,8 @@ def answered(value: Any) -> bytes:
     answer: bytes = _VALUE + cloudpickle.dumps(value)
     if len(answer) > FRAME_LIMIT:
         raise Invalid(
-            f"the value has {len(answer)} bytes, but the limit is {FRAME_LIMIT}: let the function write it to a"
-            " file"
+            f"the return value has {len(answer)} bytes, but the limit is {FRAME_LIMIT}: write the value to a"
+            " file inside the function"
         )
     return answer
 

@@ -52,7 +52,12 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DriverSpec:
-    """Specification of a driver. ``name``: of the job, unique in its cluster. ``secret``: shared with its agents."""
+    """Specification of a driver.
+
+    Args:
+        name: name of the job, unique in its cluster.
+        secret: shared with its agents.
+    """
 
     name: str
     wanted: WorkerRequest
@@ -68,7 +73,11 @@ class DriverSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """Outcome of a job. ``invalid``: the job was not started, and the reason says what to change."""
+    """Outcome of a job.
+
+    Args:
+        invalid: the job was not started, and the reason says what to change.
+    """
 
     code: int
     reason: str
@@ -107,7 +116,11 @@ class DriverActor:
         return await self._in_loop(self._place())
 
     async def begin(self, call: bytes, *, persistent: bool = False) -> None:
-        """Begin a new job, after the previous one has ended. ``persistent``: its workers serve calls."""
+        """Begin a new job, after the previous one has ended.
+
+        Args:
+            persistent: its workers serve calls.
+        """
         await self._in_loop(self._begin(call, SERVE_CALLS if persistent else RUN_FUNCTION))
 
     async def outcome(self) -> Ended:
@@ -128,7 +141,7 @@ class DriverActor:
         return await self._in_loop(self._news.after(source, begin, wait_s))
 
     async def desk(self) -> tuple[str, bytes] | None:
-        """Return the address and key of the operator service; None if no job runs."""
+        """Return the address and key of the operator service, or None if no job runs."""
         return self._desk
 
     async def stop(self, reason: str) -> None:

@@ -94,8 +94,8 @@ class DriverClient:
         name = detached or uuid.uuid4().hex[:12]
         if detached is not None and find_actor(detached) is not None:
             raise Invalid(
-                f"job {detached!r} already exists: follow it with elastic.ray.attach({detached!r}), or use another"
-                " name"
+                f"job {detached!r} already exists: attach to it with elastic.ray.attach({detached!r}), or use"
+                " another name"
             )
         spec = DriverSpec(
             name=name,
@@ -133,8 +133,8 @@ class DriverClient:
         except GetTimeoutError:
             ray.kill(actor)
             raise JobFailed(
-                f"Ray has not started the driver's actor within {START_S:g} s; see `ray list actors`, and check that"
-                " a node can run an actor without a CPU"
+                f"Ray did not start the driver's actor within {START_S:g} s: see `ray list actors`, and check"
+                " that a node accepts actors that need no CPU"
             ) from None
         except RayError as error:
             raise JobFailed(f"the driver's actor can't be started: {brief(error)}") from error
@@ -145,8 +145,8 @@ class DriverClient:
         """The actor. Raises JobFailed after ``ray.shutdown()``, since a call would start another cluster without it."""
         if not ray.is_initialized():
             raise JobFailed(
-                "this process left Ray (ray.shutdown()), which ended its driver and workers: call shutdown() and"
-                " start() of the executor again"
+                "this process disconnected from Ray (ray.shutdown()), which ended the job's driver and workers:"
+                " call shutdown() and start() of the executor again"
             )
         return self._actor
 
@@ -191,7 +191,9 @@ class DriverClient:
     def some(
         self, refs: Sequence[Any], within_s: float | None = None
     ) -> tuple[list[Any], list[Any]]:
-        """Return the completed calls, at least one unless ``within_s`` seconds pass, and the others."""
+        """Return the completed and the pending calls. Waits for at least one completed call, up to ``within_s``
+        seconds.
+        """
         by = None if within_s is None else time.monotonic() + within_s
         while True:
             if self._telling is None:
@@ -233,7 +235,7 @@ class DriverClient:
         try:
             return ray.get(ref, timeout=within_s)
         except GetTimeoutError:
-            raise JobFailed(f"the driver's actor does not answer within {within_s:g} s") from None
+            raise JobFailed(f"the driver's actor did not respond within {within_s:g} s") from None
         except RayActorError as error:
             raise JobFailed(f"the driver's actor has exited: {brief(error)}") from error
         except RayTaskError as error:
@@ -252,7 +254,7 @@ class DriverClient:
 
 
 def stop(job: str) -> bool:
-    """End a detached job, or clean up after one whose driver was permanently lost."""
+    """End a detached job, or clean up after a job with a permanently lost driver."""
     actor = find_actor(job)
     if actor is not None:
         follower = DriverClient(actor, on_output=lambda stream, data: None)

@@ -26,8 +26,9 @@ NEEDS_RAY = "elastic.ray needs Ray: pip install 'hvd-elastic[ray]'"
 class Result:
     """Outcome of a job.
 
-    ``values``: return values of the function, by rank of the last world. ``reports``: the last report of each of its
-    ranks, in the order of ranks.
+    Args:
+        values: return values of the function, by rank of the last world.
+        reports: the last report of each of its ranks, in the order of ranks.
     """
 
     values: list[Any]
@@ -56,10 +57,7 @@ def run(
 
     ``min_workers`` or ``max_workers`` make the job elastic: it begins as soon as there are resources for
     ``num_workers``, grows to ``max_workers`` as nodes join, and survives the loss of nodes. ``resources_per_worker``
-    uses Ray's units: by default one CPU, and one GPU with ``use_gpu``. ``placement_group``: place workers in its
-    bundles; by default in those of the caller's group (as in a trial of Ray Tune), except the first one, otherwise in
-    groups that the job creates. ``env`` is added to the workers' environment; its variables of `elasticrun` and
-    OpenTelemetry also apply to the driver.
+    uses Ray's units: by default one CPU, and one GPU with ``use_gpu``.
 
     ``on_report`` receives workers' `elastic.report` calls, ``on_output`` their output and the log ("stdout" or
     "stderr", bytes; whole lines up to 64 KiB); both are called in this thread. ``detached`` names a job that survives
@@ -72,6 +70,11 @@ def run(
         Invalid: (a ValueError) an argument is invalid, before anything is started; or the cluster has no resources for
             the workers within ``placement_timeout``.
         JobFailed: the job failed.
+
+    Args:
+        placement_group: place workers in its bundles; by default in those of the caller's group (as in a trial of Ray
+            Tune), except the first one, otherwise in groups that the job creates. ``env`` is added to the workers'
+            environment; its variables of `elasticrun` and OpenTelemetry also apply to the driver.
     """
     with Executor(
         num_workers,
@@ -116,7 +119,7 @@ def attach(
     driver_client.connect()
     actor = driver_client.find_actor(job)
     if actor is None:
-        raise Invalid(f"this cluster has no detached job {job!r}; see `ray list actors`")
+        raise Invalid(f"the Ray cluster has no detached job {job!r}: see `ray list actors`")
     follower = driver_client.DriverClient(actor, on_report=on_report, on_output=on_output)
     ended = follower.ended(stops_job=False)
     follower.close()
@@ -157,10 +160,11 @@ class Executor:
     ) -> None:
         """Check the arguments; start nothing.
 
-        ``num_hosts``: the exact number of nodes, with equal numbers of workers.
-
         Raises:
             Invalid: an argument is invalid.
+
+        Args:
+            num_hosts: the exact number of nodes, with equal numbers of workers.
         """
         self._wanted = arguments.wanted(
             num_workers,
@@ -198,8 +202,8 @@ class Executor:
             raise Invalid("this executor was already started: call shutdown() first")
         if executable_cls is not None and self._wanted.elastic:
             raise Invalid(
-                "executable_cls can't be used with an elastic executor, which starts new workers for each run: create"
-                " the object inside the function"
+                "executable_cls can't be used with an elastic executor, because each run starts new workers:"
+                " create the object inside the function"
             )
         self._env |= dict(extra_env_vars or {})
         driver_client, environ = self._prepared()
@@ -274,7 +278,7 @@ class Executor:
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every worker; return the values by rank.
+        """Call ``fn(*args, **kwargs)`` on every worker and return the values by rank.
 
         Raises:
             JobFailed: the job failed.
@@ -292,7 +296,9 @@ class Executor:
         return list(self._calling.references(call_results.call(call_results.RUN, fn, args, kwargs)))
 
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Call ``fn(instance)`` on every worker, with its instance of ``executable_cls``; return the values by rank."""
+        """Call ``fn(instance)`` on every worker, with its instance of ``executable_cls`` and return the values by
+        rank.
+        """
         self._need_start("execute", fn)
         self._need_static("execute")
         return self._call(call_results.EXECUTE, fn)
@@ -334,8 +340,8 @@ class Executor:
     def _need_static(self, what: str) -> None:
         if self._wanted.elastic:
             raise NotImplementedError(
-                f"{what}() needs persistent workers, but an elastic executor starts new ones for each run(): call"
-                " run() instead"
+                f"{what}() needs persistent workers, but an elastic executor starts new workers for each run:"
+                " call run() instead"
             )
 
 

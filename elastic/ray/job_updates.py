@@ -24,7 +24,11 @@ class JobUpdate(NamedTuple):
 
 
 class UpdateBatch(NamedTuple):
-    """A batch of items. Pass ``next`` and ``source`` to the next request. ``lost``: number of dropped bytes."""
+    """A batch of items. Pass ``next`` and ``source`` to the next request.
+
+    Args:
+        lost: number of dropped bytes.
+    """
 
     source: str  # changes when the driver restarts, after which positions restart at 0
     next: int  # position in bytes since the start
@@ -65,7 +69,7 @@ class JobUpdates:
         self._wake()
 
     def close(self) -> None:
-        """Release waiting followers: nothing more follows."""
+        """Release waiting followers. No more updates follow."""
         self._closed = True
         self._wake()
 

@@ -1,4 +1,4 @@
-"""Decide which world a persistent worker joins next, if calls fail on some ranks. Pure; see `served_world`.
+"""Decide which world a persistent worker joins next, if calls fail on some ranks. Pure. See `served_world`.
 
 The request to regroup reaches the ranks at different times. Until then, a function that calls ``init()`` may rendezvous
 with ranks that have already received the request. Ranks therefore exchange the number of the request that they act on.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class Regroupings:
-    """State of one rank. Requests are counted in the reading thread; the rest runs in the thread that makes the calls.
+    """Regrouping state of one rank. The reading thread counts requests, and the calling thread runs the rest.
 
     The caller holds a lock.
     """

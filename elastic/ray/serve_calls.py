@@ -45,7 +45,7 @@ class CallWorld(Protocol):
 
 
 class Calls:
-    """Connection over which calls arrive. The working thread calls `take`; another thread reads."""
+    """Connection for incoming calls. The working thread calls `take`, and another thread reads."""
 
     def __init__(self, connection: socket.socket, call_off: Callable[[], None]) -> None:
         """``call_off`` is called in the reading thread when `REGROUP` arrives or the connection is closed."""
@@ -58,7 +58,7 @@ class Calls:
         threading.Thread(target=self._read, name="elastic-calls", daemon=True).start()
 
     def take(self) -> bytes:
-        """Return the next request; `END` if the connection is closed."""
+        """Return the next request, or `END` if the connection is closed."""
         return self._words.get()
 
     def answer(self, answer: bytes) -> None:
@@ -79,7 +79,6 @@ class Calls:
         self._words.put(END)
 
     def _exactly(self, size: int) -> bytes | None:
-        """Read exactly ``size`` bytes; None at the end."""
         data = bytearray(size)
         view = memoryview(data)
         while view:

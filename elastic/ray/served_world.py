@@ -25,8 +25,11 @@ from elastic.runtime.worker_runtime import WorkerRuntime
 
 
 class ServedSession(Session):
-    """A session whose world can be abandoned. ``given_up``: reason why collectives are not possible until the next
-    world; empty if they are."""
+    """A session whose world can be abandoned.
+
+    Args:
+        given_up: reason why collectives are not possible until the next world, or an empty result if they are.
+    """
 
     given_up = ""
 
@@ -63,7 +66,7 @@ CALLED_OFF = "a call has failed on another rank"
 
 
 class ServedRuntime(WorkerRuntime):
-    """Runtime of a persistent worker; see `serve_calls.CallWorld`."""
+    """Runtime of a persistent worker. See `serve_calls.CallWorld`."""
 
     def __init__(self, env: Environment, link: Link) -> None:
         self._served = ServedSession(env, link)

@@ -12,14 +12,14 @@ from elastic.ray.arguments import WorkerRequest
 
 
 def spread(wanted: WorkerRequest) -> WorkerRequest:
-    """Reserve the group, which may wait for other jobs; `give_back` removes it. Raises Invalid."""
+    """Reserve the placement group, which may wait for other jobs. `give_back` removes the group. Raises Invalid."""
     assert wanted.hosts is not None
     each = wanted.np // wanted.hosts
     bundle = {name: amount * each for name, amount in wanted.resources.items()}
     if bundle.get("GPU", 1.0) % 1 and each > 1:
         raise Invalid(
-            f"{each} workers on each host with {wanted.gpus:g} GPU each need {bundle['GPU']:g} GPUs per host, but Ray"
-            " grants only whole GPUs: pass a share that adds up to a whole number"
+            f"{each} workers on each host with {wanted.gpus:g} GPU each need {bundle['GPU']:g} GPUs per host,"
+            " but Ray grants only whole GPUs: pass a GPU fraction that gives a whole number per host"
         )
     group: Any = ray.util.placement_group([bundle] * wanted.hosts, strategy="STRICT_SPREAD")
     return replace(wanted, placement_group=group, per_bundle=each)

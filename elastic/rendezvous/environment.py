@@ -81,9 +81,12 @@ class Environment:
 def read(
     environ: Mapping[str, str] | None = None, launched: LauncherEnv | None = None
 ) -> Environment:
-    """Read the settings of this worker. ``launched``: how it was started, if known.
+    """Read the settings of this worker.
 
     Raises Invalid if a variable of the launcher or of Horovod is malformed.
+
+    Args:
+        launched: how it was started, if known.
     """
     env = os.environ if environ is None else environ
     alone = Worker("localhost", 0, 1)
@@ -106,7 +109,7 @@ def read(
     if any(tls) and not all(tls):
         missing = _TLS[tls.index("")]
         raise Invalid(
-            f"{missing} is not set, but other variables of {', '.join(_TLS)} are: set all three"
+            f"{missing} is not set, but other variables of {', '.join(_TLS)} are set: set all three variables"
         )
     launched = launched or started(env, parent=os.getppid())
     stalls = not _switch(env, "HOROVOD_STALL_CHECK_DISABLE")
@@ -238,7 +241,7 @@ def allocator_chosen(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def failpoints(environ: Mapping[str, str] | None = None) -> str:
-    """Return the unparsed rules of `elastic.failpoints`; empty if there are none."""
+    """Return the unparsed rules of `elastic.failpoints`, or an empty result if there are none."""
     env = os.environ if environ is None else environ
     return env.get("ELASTIC_FAILPOINTS", "").strip()
 
@@ -255,7 +258,7 @@ def worker(environ: Mapping[str, str] | None = None) -> Worker:
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     value = _number(env, name, "seconds", default)
     if value == 0:
-        raise Invalid(f"{name} is {env[name]!r}: set it to a number of seconds, more than 0")
+        raise Invalid(f"{name} is {env[name]!r}: set it to a positive number of seconds")
     return value
 
 
@@ -295,7 +298,6 @@ def _cores(env: Mapping[str, str]) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(word.isdecimal() for word in words):
         raise Invalid(
-            f"HOROVOD_THREAD_AFFINITY is {text!r}: set it to the numbers of cores, one per worker of a host, as in"
-            " 0,1,2,3"
+            f"HOROVOD_THREAD_AFFINITY is {text!r}: set it to one core number per worker of a host, as in 0,1,2,3"
         )
     return tuple(map(int, words))

@@ -1,6 +1,6 @@
 """Rendezvous of a world without a driver: rank 0 serves a store and publishes its address.
 
-The launcher determines how the address is published; see `launcher_env`. All ranks then exchange their hosts and local
+The launcher determines how the address is published. See `launcher_env`. All ranks then exchange their hosts and local
 ranks through that store, and obtain their places and the address of the first world's own store.
 """
 
@@ -41,7 +41,11 @@ _PUBLIC = ("192.0.2.1", "2001:db8::1")  # nothing is sent there: only the route 
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
-    """Message of a rank to all others. ``store``: address at which rank 0 will serve the next world."""
+    """Message of a rank to all others.
+
+    Args:
+        store: address at which rank 0 will serve the next world.
+    """
 
     host: str
     local_rank: int | None
@@ -64,8 +68,6 @@ class FoundRank0(NamedTuple):
 
 
 class _Publisher(Protocol):
-    """Medium through which rank 0 publishes its endpoint to the other ranks."""
-
     def publish(self, endpoint: Rank0Endpoint) -> None: ...
 
     def lookup(self, deadline: float) -> Rank0Endpoint | None: ...
@@ -170,9 +172,9 @@ def _serve(address: Address, secret: bytes, way: object) -> Store:
         listener = listen(address.host, address.port)
     except OSError as error:
         raise Invalid(
-            f"rank 0 can't listen on {address.host} port {address.port}, to which the other ranks connect:"
-            f" {error.strerror}; set {launcher_env.ASKS_FOR_PORT} to another port for all ranks, or ELASTIC_BIND to"
-            " another address of this host"
+            f"rank 0 can't listen on {address.host} port {address.port}: {error.strerror}. Set"
+            f" {launcher_env.ASKS_FOR_PORT} to another port on all ranks, or set ELASTIC_BIND to another address"
+            " of this host"
         ) from None
     store = Store(listener.address, listener, REACH_S, secret=secret)
     store.open()
@@ -219,7 +221,7 @@ class _TorchStore:
             return None
 
     def clear(self) -> None:
-        """Do nothing: the next rank 0 overwrites the value."""
+        """Do nothing, because the next rank 0 overwrites the value."""
 
 
 class _File:
@@ -256,9 +258,8 @@ def private_folder() -> Path:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise Invalid(
-            f"{path}, through which the ranks of this host connect, is not a folder of this user "
-            "with mode 0700: remove it, or"
-            " set TMPDIR to a folder of your own for all ranks"
+            f"the folder {path} must belong to this user and have mode 0700, because the ranks of this host"
+            " connect through it: remove the folder, or set TMPDIR to your own folder on all ranks"
         )
     return path
 
@@ -284,7 +285,7 @@ def numeric(host: str) -> str:
         rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise Invalid(
-            f"MASTER_ADDR {host!r} can't be resolved: {error.strerror}; check the spelling and DNS, or set"
+            f"MASTER_ADDR {host!r} can't be resolved: {error.strerror}. Check the spelling and DNS, or set"
             " MASTER_ADDR to an IP address"
         ) from None
     every = [str(row[4][0]) for row in rows]
@@ -300,7 +301,7 @@ def numeric(host: str) -> str:
 
 
 def own_address(towards: str) -> str | None:
-    """Return this host's address on the route to a numeric address; None without a route. Sends nothing."""
+    """Return this host's address on the route to a numeric address, or None without a route. Sends nothing."""
     family = socket.AF_INET6 if ":" in towards else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

@@ -20,10 +20,13 @@ class KeptVariables:
         self._looked = False
 
     def follow(self, place: Place, *, first: bool) -> None:
-        """Update the variables for ``place``. ``first``: it is this worker's first world.
+        """Update the variables for ``place``.
 
         On rank 0, at the first later world, emits a StaleValueWarning if the script reads a variable whose value at the
         start is now wrong.
+
+        Args:
+            first: it is this worker's first world.
         """
         rank_variables.follow(place)
         if first or self._looked or place.rank != 0:

@@ -44,7 +44,7 @@ class ByAddress:
 
 @dataclass(frozen=True)
 class ByFile:
-    """All ranks are on one host; rank 0 writes its address and a secret to a file that only its user can read."""
+    """Endpoint in a file, for ranks on one host. Rank 0 writes its address and a secret, readable only by its user."""
 
     name: str
 
@@ -53,7 +53,7 @@ class ByFile:
 class ByStore:
     """The ranks already share a torch.distributed store, where rank 0 publishes its address and a secret.
 
-    ``host`` is rank 0's host; empty if all ranks are on one host.
+    ``host`` is rank 0's host, or an empty result if all ranks are on one host.
     """
 
     store: Any
@@ -62,9 +62,11 @@ class ByStore:
 
 @dataclass(frozen=True)
 class LauncherEnv:
-    """How another launcher started this process.
+    """Information about the launcher that started this process.
 
-    ``way`` is None for a world of one; ``local_rank`` is None if the launcher did not set it.
+    Args:
+        way: how ranks find rank 0, or None for a world of one.
+        local_rank: rank on the host, or None if the launcher did not set it.
     """
 
     by: str
@@ -75,9 +77,12 @@ class LauncherEnv:
 
 
 def started(env: Mapping[str, str], *, parent: int = 0) -> LauncherEnv | None:
-    """Return how this process was started; None if on its own, or by elasticrun. ``parent``: its parent process ID.
+    """Return how this process was started, or None if on its own, or by elasticrun.
 
     Raises Invalid, naming the variable to set, if a rank is given but no way to connect.
+
+    Args:
+        parent: its parent process ID.
     """
     if "ELASTIC_DRIVER" in env:
         return None
@@ -87,13 +92,13 @@ def started(env: Mapping[str, str], *, parent: int = 0) -> LauncherEnv | None:
             return found
     if _has(env, "RANK", "WORLD_SIZE") and _number(env, "WORLD_SIZE") > 1:
         raise Invalid(
-            "RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not, so the ranks can't connect: set"
-            " these too, to the host of rank 0 and a port, or unset RANK"
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is missing: set MASTER_ADDR and"
+            " MASTER_PORT to the host of rank 0 and a port, or unset RANK"
         )
     if _has(env, "PMIX_RANK"):
         raise Invalid(
-            "PMIX_RANK is set, but the number of ranks is unknown: set HOROVOD_RANK, HOROVOD_SIZE, MASTER_ADDR and"
-            " MASTER_PORT too, or unset PMIX_RANK"
+            "PMIX_RANK is set, but the number of ranks is unknown: set HOROVOD_RANK, HOROVOD_SIZE, MASTER_ADDR"
+            " and MASTER_PORT too, or unset PMIX_RANK"
         )
     return None
 
@@ -142,8 +147,8 @@ def _horovod(env: Mapping[str, str], parent: int) -> LauncherEnv | None:
     rank, size = _rank_of(env, "HOROVOD_RANK", "HOROVOD_SIZE")
     if size > 1 and not _has(env, "MASTER_ADDR", "MASTER_PORT"):
         raise Invalid(
-            "HOROVOD_RANK and HOROVOD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not, so the ranks can't"
-            " connect: set these too, to the host of rank 0 and a port, or start the script with elasticrun"
+            "HOROVOD_RANK and HOROVOD_SIZE are set, but MASTER_ADDR or MASTER_PORT is missing: set MASTER_ADDR"
+            " and MASTER_PORT to the host of rank 0 and a port, or start the script with elasticrun"
         )
     by = "HOROVOD_RANK and HOROVOD_SIZE"
     return _made(by, rank, size, _local(env, "HOROVOD_LOCAL_RANK"), _by_hand(env, size))
@@ -229,8 +234,8 @@ def _of_launcher(
         return ByFile(_file_name(by, job))
     if host is None:
         raise Invalid(
-            f"{by} started ranks on several hosts, but the host of rank 0 is unknown: set MASTER_ADDR to it for all"
-            " ranks, or start the script with elasticrun"
+            f"{by} started ranks on several hosts, but the host of rank 0 is unknown: set MASTER_ADDR to this"
+            " host on all ranks, or start the script with elasticrun"
         )
     return ByAddress(host, _port(env, job), _secret(env, f"{by} {job}"))
 
@@ -295,7 +300,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
 def _port_in(env: Mapping[str, str], name: str) -> int:
     port = _number(env, name)
     if not 0 < port < 1 << 16:
-        raise Invalid(f"{name} is {port}, which is not a port: set it to 1 to 65535")
+        raise Invalid(f"{name} is {port}, which is not a port: set it to a number from 1 to 65535")
     return port
 
 
@@ -303,7 +308,8 @@ def _rank_of(env: Mapping[str, str], rank_name: str, size_name: str) -> tuple[in
     rank, size = _number(env, rank_name), _number(env, size_name)
     if rank >= size:
         raise Invalid(
-            f"{rank_name} is {rank} and {size_name} is {size}: set the rank to a value from 0 to size - 1"
+            f"{rank_name} is {rank} and {size_name} is {size}: set {rank_name} to a value from 0 to {size_name}"
+            " - 1"
         )
     return rank, size
 

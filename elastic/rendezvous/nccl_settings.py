@@ -20,9 +20,10 @@ DEFAULTS = {
 
 
 def needed(connect_s: float) -> dict[str, str]:
-    """Return the settings that recovery requires: an aborted communicator must not end its process.
+    """Return the settings that recovery requires. They prevent an aborted communicator from ending its process.
 
-    A wait for a communicator that does not connect ends after ``connect_s`` seconds; torch's default is half an hour.
+    A wait for a communicator that does not connect ends after ``connect_s`` seconds. The default of torch is half an
+    hour.
     """
     return {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",

@@ -106,7 +106,7 @@ class Store:
         self._calls: set[Call] = set()
 
     def open(self) -> None:
-        """Start serving on rank 0; other ranks connect at their first exchange. Does not wait."""
+        """Start serving on rank 0. Other ranks connect at their first exchange. Does not wait."""
         if self._listener is not None and self._server is None:
             self._server = _Server(
                 self._listener.socket,
@@ -145,17 +145,17 @@ class Store:
             request = _Request(self.generation, key, rank, size, blob)
             reply = call.ask(request, derived(self._secret, "store", self.generation), deadline)
             if (reply.generation, reply.key) != (self.generation, key):
-                raise ProtocolError("the reply belongs to another exchange")
+                raise ProtocolError("the reply of the store belongs to another request")
             if reply.error:
                 raise ProtocolError(reply.error)
             return reply.blobs
         except (OSError, ProtocolError) as error:
             if call.aborted:
                 raise CollectiveFailed(
-                    f"aborted while waiting for {awaited}", aborted=True, awaited=key
+                    f"the wait for {awaited} was aborted", aborted=True, awaited=key
                 ) from None
             raise CollectiveFailed(
-                f"timed out waiting for {awaited} at the store {self.address}: {error or type(error).__name__}",
+                f"timed out waiting for {awaited} from the store {self.address}: {error or type(error).__name__}",
                 awaited=key,
             ) from error
         finally:
@@ -259,7 +259,7 @@ class Call:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             part = self._socket.recv(_READ_BYTES)
             if not part:
-                raise OSError("the connection was closed")
+                raise OSError("the store closed the connection")
             wire.feed(part)
         assert isinstance(reply, _Reply)
         return reply
@@ -310,7 +310,7 @@ class _Server:
 
     def _received(self, caller: SealedCaller, request: _Request) -> None:
         if caller.identity is not None or not self._belongs_here(request):
-            raise ProtocolError("an unexpected request")
+            raise ProtocolError("the store received an unexpected request")
         caller.identity = request
         self._collect(caller, request)
 

@@ -38,7 +38,7 @@ class ControlClient:
     Args:
         sock: connected socket, which the client owns.
         decoder: decoder of the driver's messages.
-        tls: context; None without TLS.
+        tls: context, or None without TLS.
     """
 
     def __init__(

@@ -47,11 +47,6 @@ class SealedCaller:
 
 
 class _Unsent:
-    """Frames that a caller has not read yet. Not thread-safe.
-
-    Large bodies are not copied: the same one may be queued for many callers.
-    """
-
     def __init__(self) -> None:
         self.size = 0  # bytes
         self._parts: deque[bytearray | memoryview] = deque()
@@ -152,7 +147,7 @@ class SealedServer:
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     def send(self, caller: SealedCaller, body: bytes) -> None:
-        """Send an encoded message without blocking; discarded if the caller has disconnected. Thread-safe."""
+        """Send an encoded message without blocking. Discard the message if the caller has disconnected. Thread-safe."""
         with self._sending:
             if caller.socket not in self._callers:
                 return
@@ -286,7 +281,7 @@ class SealedServer:
             self.drop(caller)
 
     def drop(self, caller: SealedCaller) -> None:
-        """Close a connection now; no effect if it is already closed. Call this in the server's thread."""
+        """Close a connection now. Has no effect on a closed connection. Call this in the thread of the server."""
         with self._sending:
             if self._callers.pop(caller.socket, None) is None:
                 return

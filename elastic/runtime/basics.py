@@ -47,20 +47,18 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def _checked_comm(comm: Any) -> list[int]:
-    """Validate ``init(comm=...)`` and return its ranks; empty if it was None."""
     if comm is None:
         return []
     if isinstance(comm, str) or not isinstance(comm, Iterable):
         raise Invalid(
-            f"init(comm={comm!r}): communicators need MPI, which is not used here: leave comm out, and pass"
-            " process_sets for collectives among some of the ranks"
+            f"init(comm={comm!r}) got a communicator, but MPI is not used: omit comm, and pass process_sets for"
+            " collectives among some of the ranks"
         )
     members = list(comm)
     for rank in members:
         if not isinstance(rank, int):
             raise Invalid(
-                f"init(comm=[{rank!r}, ...]): communicators need MPI, which is not used here: pass ranks, or leave"
-                " comm out"
+                f"init(comm=[{rank!r}, ...]) got a communicator, but MPI is not used: pass ranks, or omit comm"
             )
     return members
 
@@ -76,8 +74,8 @@ def _check_members(members: list[int]) -> None:
     all_ranks = list(range(rt.place.size))
     if members != all_ranks:
         raise Invalid(
-            f"init(comm={members}): this job has the ranks {all_ranks}, which all train together: start another job"
-            f" (-np {len(members)}) for some of them, or use a process set for their collectives,"
+            f"init(comm={members}) selects some of the ranks {all_ranks}, but all ranks of a job train together:"
+            f" start another job (-np {len(members)}), or use a process set with"
             f" init(process_sets=[ProcessSet({members})])"
         )
 
@@ -90,12 +88,12 @@ def shutdown() -> None:
 
 @contextlib.contextmanager
 def long_phase(name: str) -> Iterator[None]:
-    """Mark work during which the other workers wait for this one, such as an evaluation or a checkpoint on one rank.
+    """Mark work during which the other workers wait for this worker, such as an evaluation or a checkpoint on one rank.
 
-    In this context the worker is never treated as stuck. The log periodically reports the worker and the phase. A
-    process that is stopped or unreachable is still killed, and if the world breaks meanwhile, the other workers wait
-    for ``--elastic-timeout`` at most. Costs a message at both ends; may be nested; has no effect outside the training
-    thread or without a driver.
+    In this context the worker is never treated as stuck. The log periodically reports the worker and the name of the
+    phase. A stopped or unreachable process is still killed. If the world breaks in the meantime, the other workers wait
+    for at most ``--elastic-timeout``. The context sends one message at its start and one at its end, and may be nested.
+    It has no effect outside the training thread or without a driver.
     """
     if not isinstance(name, str) or not name:
         raise Invalid(f"long_phase got {name!r}: pass a name, as in long_phase('evaluate')")

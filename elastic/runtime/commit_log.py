@@ -45,7 +45,7 @@ class CommittedState(Protocol):
 
 
 class DurableWriter(Protocol):
-    """Writer of commits to storage; see `elastic.checkpoints.writer`."""
+    """Writer of commits to storage. See `elastic.checkpoints.writer`."""
 
     run: int
 
@@ -170,7 +170,7 @@ class CommitLog:
         match verdict:
             case Verdict.STOP:
                 session.phases.mark("broken", time.monotonic())
-                raise WorldChanging("a planned change of the world")
+                raise WorldChanging("the world is changing as planned")
             case Verdict.BROKEN:
                 raise PeerLost(session.recovery.reason)
             case Verdict.OVER:
@@ -212,7 +212,7 @@ class CommitLog:
         return state.valid()
 
     def committed_alone(self) -> None:
-        """Count the commit of `keep_own` once the world is given up; see `Recovery`."""
+        """Count the commit of `keep_own` once the world is given up. See `Recovery`."""
         with self._session.lock:
             self._session.recovery.committed_alone()
         if self.durable is not None:

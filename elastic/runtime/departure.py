@@ -27,7 +27,7 @@ class Departure:
     """Departure of a worker during one training. Must be called from the training thread.
 
     Args:
-        session: of this worker.
+        session: session of this worker.
         waits: whether the exit of a child process may be the first sign that this worker is about to leave, or of a
             last checkpoint.
     """

@@ -177,7 +177,6 @@ class GuardedGroups:
     def _report_calls(
         self, error: CollectiveFailed, group: Differing, inside: str
     ) -> tuple[Called, ...]:
-        """Add each rank's call and its line to the error; the first of these ranks also prints it to stderr."""
         session = self._session
         line = user_line.of_thread(get_ident())
         mine = Called(session.recovery.place.rank, inside, line)

@@ -49,16 +49,17 @@ def current() -> WorkerRuntime:
     if _runtime is None or not _initialized:
         if _inherited is not None:
             raise NotInitialized(
-                "this process was forked from a worker, and only the worker itself takes part in collectives,"
-                " steps and commits: move them there; rank(), size() and the other queries return that worker's"
-                " values here"
+                "this process was forked from a worker, and can't run collectives, steps or commits: run them"
+                " in the worker itself. rank(), size() and other queries return the worker's values here"
             )
         raise NotInitialized(context.NOT_LOADED if torchs_own() else context.NOT_INITIALIZED)
     return _runtime
 
 
 def position() -> tuple[Place, int] | None:
-    """Return place and generation of this worker; in a forked child, those at the fork. None before ``init()``."""
+    """Return the place and generation of this worker. A forked child returns the values at the fork. Returns None
+    before ``init()``.
+    """
     rt = active()
     return _inherited if rt is None else (rt.place, rt.generation)
 
@@ -88,7 +89,7 @@ def init() -> None:
 
     In a job of fixed size, and at the first start of an elastic one, this returns when the first world is formed. A
     worker that joins a training world returns immediately, with a provisional size and a rank other than 0. Under
-    another launcher, it returns when all ranks have called it; see docs/launchers.md. In a forked child of a worker it
+    another launcher, it returns when all ranks have called it. See docs/launchers.md. In a forked child of a worker it
     does nothing, since the queries already work there.
 
     Raises:
@@ -146,8 +147,8 @@ def init_static(
     """Create a world of fixed size without a driver. Used by benchmarks and tests.
 
     Args:
-        rank: of this process.
-        size: of the world.
+        rank: rank of this process.
+        size: size of the world.
         store: address at which rank 0 serves the store.
         environ: environment variables to use; none by default.
     """

@@ -52,7 +52,7 @@ class Link:
             sock = retrying(socket.create_connection, (address.host, address.port), 5.0)
         except OSError as error:
             raise DriverLost(
-                f"no driver answers at {address} ({error}); is elasticrun still running?"
+                f"no driver responds at {address} ({error}): check that elasticrun is still running"
             ) from error
         self._client = ControlClient(sock, messages.from_driver, secured)
         try:
@@ -137,7 +137,7 @@ class Link:
         try:
             self._client.send(body)
         except (OSError, ProtocolError) as error:
-            raise DriverLost(f"lost the connection to the driver: {error}") from error
+            raise DriverLost(f"the connection to the driver was lost: {error}") from error
 
     def poke(self) -> None:
         """Wake the thread. Safe in a signal handler."""

@@ -76,7 +76,7 @@ class LinkThread:
         with session.changed:
             while session.recovery.place.rank < 0 and session.recovery.phase is not Phase.OVER:
                 if not session.changed.wait(deadline - time.monotonic()):
-                    raise DriverLost(f"the driver did not answer within {CONNECT_S:g} s")
+                    raise DriverLost(f"the driver did not respond within {CONNECT_S:g} s")
         if session.env.elastic:
             self.listen_for_sigterm()
 
@@ -194,6 +194,5 @@ class LinkThread:
 
 
 def _die_of_sigterm() -> None:
-    """Exit as if SIGTERM had no handler. Callable from any thread; Python sets handlers only in the main thread."""
     ctypes.CDLL(None).signal(signal.SIGTERM, None)
     os.kill(os.getpid(), signal.SIGTERM)

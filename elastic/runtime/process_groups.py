@@ -65,7 +65,7 @@ class DeferredCloser:
             del close  # dropping the last reference may free sockets and threads
 
     def finish(self) -> None:
-        """End the thread once all groups are closed; see `threads.finish`."""
+        """End the thread once all groups are closed. See `threads.finish`."""
         self._queue.put(None)
 
 
@@ -174,7 +174,9 @@ class Groups:
         return self._made.get(key)
 
     def unsettled(self) -> list[DeviceCollectives]:
-        """Return the groups with collectives that streams follow, whose outcome is not known yet."""
+        """Return the groups with unsettled collectives. Streams wait for these collectives, and their outcome is
+        unknown.
+        """
         return [group for group in _on_gpus(self._made).values() if group.unsettled]
 
     def form(self, key: GroupKey, generation: int, place: Place) -> Collectives:
@@ -309,7 +311,7 @@ class Groups:
             abortable.abort()
 
     def cut(self, generation: int) -> None:
-        """Abort every collective of this generation. Thread-safe; never blocks."""
+        """Abort every collective of this generation. Thread-safe. Never blocks."""
         for of, abortable in list(self._cuttable):
             if of == generation:
                 abortable.abort()
@@ -372,8 +374,7 @@ class Groups:
         until = time.monotonic() + self._env.timeout_s
         if not all(group.freed(max(0.0, until - time.monotonic())) for group in self._buried):
             raise DeviceLost(
-                "the GPU did not free the memory of an earlier world's communicators within"
-                f" {self._env.timeout_s:g} s"
+                f"the GPU did not release the communicators of an earlier world within {self._env.timeout_s:g} s"
             )
         # Communicators that did not connect are freed when NCCL's timeout expires, unless there are too many.
         until += self._env.timeout_s
@@ -381,8 +382,8 @@ class Groups:
         for each in self._unconnected[:-MOST_UNCONNECTED]:
             if not each.freed(max(0.0, until - time.monotonic())):
                 raise DeviceLost(
-                    "communicators that did not connect could not be released within"
-                    f" {2 * self._env.timeout_s:g} s"
+                    f"communicators that failed to connect were not released within {2 * self._env.timeout_s:g}"
+                    " s"
                 )
 
     def retire(self) -> None:
@@ -462,7 +463,6 @@ class Groups:
 
 
 def _is_on_gpus(key: GroupKey) -> bool:
-    """Return whether a group is a `DeviceCollectives`. A group of one rank never is: it has nothing to launch."""
     _, device_type, members = key
     return device_type == "cuda" and len(members) > 1
 

@@ -19,7 +19,9 @@ ON_GPU = "a collective that the GPU waits for"
 
 
 class ProgressCounter:
-    """Progress of one worker. ``entered`` counts collectives of a generation; nested ones are not counted."""
+    """Progress of one worker. ``entered`` counts the collectives of a generation. Nested collectives are not
+    counted.
+    """
 
     def __init__(self) -> None:
         self.generation = 0
@@ -124,7 +126,7 @@ class ProgressCounter:
 
         Args:
             now: seconds.
-            generation: of the current world, in which there may have been no collective yet.
+            generation: generation of the current world, in which there may have been no collective yet.
             commit: the newest of this worker.
         """
         if self._window is None or self._window[0] != generation:

@@ -76,7 +76,7 @@ Action = Send | AbortGroups
 
 @dataclass
 class Recovery:
-    """One worker's part in the protocol. The runtime reads the fields; only this class writes them."""
+    """Protocol state of one worker. The runtime reads the fields, and only this class writes them."""
 
     phase: Phase = Phase.OUTSIDE
     generation: int = 0
@@ -262,7 +262,7 @@ class Recovery:
         self.running = False
 
     def train_again(self) -> None:
-        """Begin a second training. It ends if its world breaks, and nothing is committed."""
+        """Begin a second training. The second training makes no commits, and ends if its world breaks."""
         self.again = True
 
     def trained_again(self) -> None:
@@ -312,8 +312,8 @@ class Recovery:
         """Handle a failed collective. Of several reports, only the first in a generation counts.
 
         Args:
-            generation: of the collective.
-            reason: for the log.
+            generation: generation of the collective.
+            reason: reason for the log.
             calls: the differing calls of its ranks, if that was the cause.
         """
         last = self.again and self.phase is Phase.FINISHED
@@ -337,10 +337,11 @@ class Recovery:
         return [Send(_broke(messages.Stranded, self.generation, self.reason, self._calls))]
 
     def committed(self) -> Commit | None:
-        """Number a commit that was just saved: by the next safepoint, or by the safepoint at which all workers have
-        stopped.
+        """Number a commit that was just saved. The number is that of the next safepoint, or of the safepoint at which
+        all workers have stopped.
 
-        Outside ``elastic.run`` nothing is agreed; such a commit is this worker's own and has no number.
+        Outside ``elastic.run`` the workers do not agree on commits. Such a commit belongs to this worker alone, and has
+        no number.
         """
         if self.running:
             self.newest = Commit(self.generation, self._checks + (not self._stopped))
@@ -360,12 +361,12 @@ class Recovery:
         self.sealed = commit
 
     def agreed(self) -> Commit | None:
-        """Return the newest commit, unless only this worker holds it. Thread-safe."""
+        """Return the newest commit if other workers hold it too. Thread-safe."""
         newest = self.newest
         return newest if newest is None or newest.number < ALONE // 2 else None
 
     def adopt(self) -> Commit:
-        """Record that all members hold the same state: commit 0 of this generation."""
+        """Record that all members hold the same state. This state is commit 0 of the generation."""
         self.newest = Commit(self.generation, 0)
         return self.newest
 
@@ -433,7 +434,7 @@ class Recovery:
 
         Args:
             summary: the error in one line.
-            traceback: of the error.
+            traceback: traceback of the error.
             hardware: whether the hardware caused it.
             final: whether the job must end.
             code: exit code of the job, if ``final``.

@@ -112,8 +112,8 @@ class Session:
                     began = said_at = now
                 if now - began > self.env.wait_timeout_s:
                     raise DriverLost(
-                        f"{waits}: no response from the driver for {self.env.wait_timeout_s:g} s: is elasticrun"
-                        " stopped, or its host unreachable?"
+                        f"{waits}: the driver has not responded for {self.env.wait_timeout_s:g} s. Check that"
+                        " elasticrun is running and that its host is reachable"
                     )
                 if now - said_at > WAIT_SAID_S:
                     said_at = now
@@ -133,7 +133,9 @@ class Session:
     # ---- the driver ----------------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Send to the driver, in the order of this thread's calls. Does nothing without a driver; never raises."""
+        """Send a message to the driver, in the order of this thread's calls. Without a driver, do nothing. Never
+        raises.
+        """
         if self._link is None:
             return
         try:
@@ -151,7 +153,7 @@ class Session:
         self._when_lost = callback
 
     def driver_lost(self, reason: str) -> None:
-        """Handle the loss of the driver's connection. Thread-safe; never raises."""
+        """Handle a lost connection to the driver. Thread-safe. Never raises."""
         slept_s = self.pulse.slept_s(time.monotonic())
         if slept_s:
             why = f"it did not run for {slept_s:.0f} s, and the others continued without it"
@@ -175,13 +177,13 @@ class Session:
         return self.recovery.phase in ENDED
 
     def mark_broken(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> None:
-        """Report a failed collective of this generation: abort the others and notify the driver.
+        """Report a failed collective of this generation. Aborts the other collectives, and notifies the driver.
 
         Thread-safe; never raises.
 
         Args:
-            generation: of the collective.
-            reason: for the log.
+            generation: generation of the collective.
+            reason: reason for the log.
             calls: the differing calls of its ranks, if that was the cause.
         """
 

@@ -62,7 +62,7 @@ class Training:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Context of a training after the job's first one, whose time counts as training."""
+        """Context of a second or later training of the job. Its time counts as training."""
         account = self._session.account
         with self._session.lock:
             self._session.recovery.train_again()
@@ -102,7 +102,7 @@ class Training:
 
         Args:
             summary: the error in one line.
-            traceback: of the error.
+            traceback: traceback of the error.
             hardware: see `failures.hardware_errors`.
             calls: the differing calls of ranks, if that was the cause.
         """

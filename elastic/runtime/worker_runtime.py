@@ -149,14 +149,14 @@ class WorkerRuntime:
         return Guard(self._groups, name)
 
     def mark_broken(self, generation: int, reason: str) -> None:
-        """Report a failed collective of this generation: abort the others and notify the driver.
+        """Report a failed collective of this generation. Aborts the other collectives, and notifies the driver.
 
         Thread-safe; never raises.
         """
         self.session.mark_broken(generation, reason)
 
     def report_miscomputed(self, evidence: Miscomputed) -> None:
-        """Report a rank whose gradients were wrong, so that the driver removes it."""
+        """Report a rank with wrong gradients. The driver removes the rank."""
         self.session.send(evidence)
 
     # ---- from init() to the end ----------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class WorkerRuntime:
         self.link_thread.connect(self._link)
 
     def first_world(self) -> None:
-        """Wait for the first world, unless one is training already; then the place remains provisional."""
+        """Wait for the first world. If a world is already training, return with the provisional place."""
         self.worlds.first()
 
     def pause(self) -> None:

@@ -25,7 +25,7 @@ class DriverWorlds:
         self._step_input: messages.StepInput | None = None  # the last one sent
 
     def first(self) -> None:
-        """Wait for the first world, unless one is training already; then the place remains provisional."""
+        """Wait for the first world. If a world is already training, return with the provisional place."""
         with self._session.lock:
             if self._session.recovery.newcomer:
                 return
@@ -44,6 +44,9 @@ class DriverWorlds:
 
         Raises:
             PeerLost: the world broke. Other errors of `Session.raise_over` likewise.
+
+        Args:
+            shards: what this worker holds of a sharded state.
         """
         if self._layout is None or layout != self._layout.digest:
             self._layout = messages.Layout(layout, text)
@@ -143,7 +146,7 @@ class FixedWorlds:
             self.form(store, place.rank, place.size, place.local_rank, recovery.generation + 1)
         except CollectiveFailed as error:
             raise CollectiveFailed(
-                f"the {place.size} ranks did not all call init() again: {error}"
+                f"not all of the {place.size} ranks called init() again: {error}"
             ) from error
 
 

@@ -116,5 +116,5 @@ def _constant(test: ast.expr, loop: Loop) -> bool:
 
 
 def name_of(node: ast.AST) -> str:
-    """Return the name, or the attribute, that an expression ends with; empty for others."""
+    """Return the name, or the attribute, that an expression ends with, or empty for others."""
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")

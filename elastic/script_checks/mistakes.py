@@ -75,7 +75,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class UsedLoader:
-    """The loader from which the steps take their batches. ``keeps_position``: its class can resume within an epoch."""
+    """The loader from which the steps take their batches.
+
+    Args:
+        keeps_position: its class can resume within an epoch.
+    """
 
     name: str
     in_state: bool
@@ -132,7 +136,7 @@ def found(seen: ScriptObservation) -> list[Mistake]:
 
 
 def unreported(made: Iterable[Mistake], reported: Collection[Kind]) -> list[Mistake]:
-    """Return the mistakes whose cause has not been reported, under this kind or another."""
+    """Return the mistakes with a cause that was not reported before, under this kind or another kind."""
     causes = {_CAUSES.get(kind, kind) for kind in reported}
     return [each for each in made if _CAUSES.get(each.kind, each.kind) not in causes]
 

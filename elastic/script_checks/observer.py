@@ -325,7 +325,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _smallest(parameters: Sequence[torch.Tensor]) -> int:
-    """Return the elements of the smallest parameter with several elements and a dense gradient; 0 if unknown
+    """Return the elements of the smallest parameter with several elements and a dense gradient, or 0 if unknown
     (DTensors).
     """
     whole = (torch.nn.Parameter, torch.Tensor)

@@ -27,7 +27,7 @@ class Definition:
 
     Args:
         node: its syntax tree.
-        called: returns the function that is called by this name or attribute; None if it is unknown.
+        called: returns the function that is called by this name or attribute, or None if it is unknown.
         committing: names of other functions in its file that call commit().
     """
 
@@ -37,13 +37,14 @@ class Definition:
 
 
 def restarting_loop(training: Definition) -> RestartingLoop | None:
-    """Return the first such loop of a training function, whose first parameter is the state; None if there is none."""
+    """Return the first such loop of a training function. The first parameter of the function must be the state.
+    Return None if no such loop exists.
+    """
     parameters = training.node.args.args
     return _judge(training, {parameters[0].arg}, DEPTH) if parameters else None
 
 
 def _judge(of: Definition, given: set[str], depth: int) -> RestartingLoop | None:
-    """Judge a function whose parameters ``given`` depend on the state."""
     state = _derived(of.node, given)
     local = {each.name: each for each in of.node.body if isinstance(each, ast.FunctionDef)}
     for node in _outside_of_loops(of.node, state):
@@ -104,7 +105,6 @@ def _own(loop: Loop) -> Iterator[ast.AST]:
 
 
 def _called(call: ast.Call, of: Definition, local: dict[str, ast.FunctionDef]) -> Definition | None:
-    """Return the function that is called, if it runs just as it is written."""
     if isinstance(call.func, ast.Name) and call.func.id in local:
         found: Definition | None = replace(of, node=local[call.func.id])
     else:
@@ -116,7 +116,6 @@ def _called(call: ast.Call, of: Definition, local: dict[str, ast.FunctionDef]) -
 
 
 def _receives(call: ast.Call, called: Definition, state: set[str]) -> set[str]:
-    """Return the parameters whose arguments depend on the state; none if the call cannot be followed."""
     spread = any(isinstance(each, ast.Starred) for each in call.args)
     if spread or any(each.arg is None for each in call.keywords):
         return set()

@@ -19,9 +19,9 @@ from elastic.script_checks.restarting_loops import Definition
 
 
 def commits(function: Callable[..., Any]) -> list[CommitCall]:
-    """Return the calls in the training function or, if it has none, in all loaded modules outside installed packages.
+    """Return the calls in the training function. Without one, return the calls in all loaded modules of the script.
 
-    A file that cannot be read, or has changed since, may contain calls, so it counts as SOME_STEPS.
+    A file that is unreadable or has changed since may contain calls, so the result is SOME_STEPS.
     """
     code = inspect.unwrap(function).__code__ if inspect.isfunction(function) else None
     if code is not None:
@@ -36,7 +36,7 @@ def commits(function: Callable[..., Any]) -> list[CommitCall]:
 
 
 def restarting_loop(function: Callable[..., Any]) -> RestartingLoop | None:
-    """Return the loop that `restarting_loops` finds from the training function; None if there is none."""
+    """Return the loop that `restarting_loops` finds from the training function, or None."""
     if not inspect.isfunction(function):
         return None
     training = Sources().definition(inspect.unwrap(function))
@@ -50,9 +50,10 @@ class Sources:
         self._files: dict[str, tuple[ast.Module, frozenset[CodeType]]] = {}
 
     def of(self, code: CodeType) -> ast.FunctionDef | None:
-        """Return a function's syntax tree; None if its file cannot be read or is not that of the running code.
+        """Return the syntax tree of a function. Return None if its file is unreadable or differs from the running code.
 
-        Times of files do not show this: a script may be edited at any time after it was read.
+        Modification times of files do not show this, because a script may be edited at any time after Python has read
+        it.
         """
         tree, compiled = self._file(code.co_filename)
         if code not in compiled:
@@ -65,7 +66,7 @@ class Sources:
         return None
 
     def definition(self, function: FunctionType) -> Definition | None:
-        """Return a function with those that it calls; None as in `of`."""
+        """Return a function together with the functions that it calls. Return None under the conditions of `of`."""
         code = function.__code__
         node = self.of(code)
         if node is None:
@@ -95,7 +96,6 @@ class Sources:
         return self.definition(found) if ours else None
 
     def _file(self, file: str) -> tuple[ast.Module, frozenset[CodeType]]:
-        """Return a file's syntax tree and the code of all functions in it; nothing if it cannot be read."""
         if file not in self._files:
             try:
                 text = Path(file).read_bytes()

@@ -19,7 +19,11 @@ class StepSource(Protocol):
         """Receive the objects that exist before the training."""
 
     def observe(self, stepped: Callable[[object], None], world: tuple[int, int]) -> None:
-        """Call ``stepped`` with the optimizer after each step from now on; it may raise. ``world``: rank and size."""
+        """Call ``stepped`` with the optimizer after each step from now on; it may raise.
+
+        Args:
+            world: rank and size.
+        """
 
     def forget(self) -> None:
         """Stop observing, and drop all references to the script's objects."""

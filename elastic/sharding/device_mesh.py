@@ -32,7 +32,7 @@ def mesh_shape(size: int, least: int) -> MeshShape:
         if size % shards == 0:
             return MeshShape(size // shards, shards)
     raise Invalid(
-        f"the world has {size} ranks, fewer than the {least} shards that least_shards requires: pass --min-np {least}"
+        f"the world has {size} ranks, but least_shards requires at least {least}: pass --min-np {least}"
     )
 
 

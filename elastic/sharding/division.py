@@ -28,7 +28,11 @@ class Division:
 
     @classmethod
     def among(cls, order: Sequence[int], rank: int) -> Division:
-        """Return a division in which each rank has its own shard. ``order``: the rank of each shard."""
+        """Return a division in which each rank has its own shard.
+
+        Args:
+            order: the rank of each shard.
+        """
         return cls(tuple(order), rank, len(order))
 
     @property

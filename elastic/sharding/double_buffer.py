@@ -24,7 +24,7 @@ class BufferState(enum.IntEnum):
 
 @dataclass
 class BufferRecord:
-    """Contents of one bank. ``shard`` is this rank's shard; ``copies`` are the other shards that it keeps a copy of."""
+    """Contents of one bank. ``shard`` is the shard of this rank, and ``copies`` are its copies of other shards."""
 
     commit: CommitId
     shards: int
@@ -48,7 +48,7 @@ class DoubleBuffer:
     """The two banks of one rank.
 
     Attributes:
-        base: the bank that must not be written; None until a commit is sealed.
+        base: the bank that must not be written, or None until a commit is sealed.
         newest_sealed: the newest commit known to be sealed, which a later world need not have adopted. None for the
             initial state (generation 0), which each rank commits alone.
     """
@@ -88,7 +88,9 @@ class DoubleBuffer:
         return tuple(each for bank in self.banks if bank is not None for each in bank.held())
 
     def adopt(self, commit: CommitId) -> int | None:
-        """Restore this commit. Return the bank that has a shard of it, which becomes the base; None if none has."""
+        """Restore this commit. The bank with a shard of this commit becomes the base and is returned. Return None
+        without such a bank.
+        """
         self.writing = None
         self.base = next(
             (n for n, b in enumerate(self.banks) if b and b.commit == commit and b.held()), None

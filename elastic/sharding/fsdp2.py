@@ -18,7 +18,9 @@ TESTED = ("2.13",)  # versions of torch
 
 
 def sharded_states(model: nn.Module) -> list[Any]:
-    """Return the FSDP2 states of a model's modules without duplicates; empty if ``fully_shard`` was not applied."""
+    """Return the FSDP2 states of a model's modules without duplicates, or an empty result if ``fully_shard`` was not
+    applied.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     if fsdp is None:
         return []
@@ -44,7 +46,7 @@ def groups(model: nn.Module) -> list[Any]:
 
 
 def obstacle(model: nn.Module) -> str | None:
-    """Return why this fully sharded model cannot follow another world, or None if it can."""
+    """Return the reason why this fully sharded model cannot follow another world. Return None if the model can."""
     if not torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
         return (
             f"is fully sharded, which is supported with torch {' and '.join(TESTED)}, but not with torch"
@@ -134,7 +136,7 @@ def shards_of(mesh: Any) -> tuple[int, int]:
 
 
 def lines_of(mesh: Any) -> list[tuple[int, ...]]:
-    """Return the ranks of each process group of a two-dimensional mesh: its columns, then its rows."""
+    """Return the ranks of each process group of a two-dimensional mesh. The columns come before the rows."""
     return [tuple(line) for lines in (mesh.mesh.T, mesh.mesh) for line in lines.tolist()]
 
 

@@ -13,7 +13,11 @@ from elastic.sharding.rows import Rows, ShardedTensor
 
 @dataclass(frozen=True)
 class Partition:
-    """Assignment of parameters to shards. ``groups``: the number of elements of each parameter, by group."""
+    """Assignment of parameters to shards.
+
+    Args:
+        groups: the number of elements of each parameter, by group.
+    """
 
     groups: tuple[tuple[int, ...], ...]
     _known: dict[int, tuple[int, ...]] = field(
@@ -43,7 +47,7 @@ def _divided(groups: Sequence[Sequence[int]], shards: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionedTensor(ShardedTensor):
-    """A tensor whose rows are all in one shard: the shard of the parameter ``number``."""
+    """A tensor with all rows in one shard, the shard of the parameter ``number``."""
 
     partition: Partition
     number: int

@@ -63,12 +63,12 @@ def place_copies(
 
 
 def lasting(machines: Sequence[Hashable], reached: Sequence[Collection[int]]) -> list[bool]:
-    """Return, for each rank, whether its memory outlives its process.
+    """Return, for each rank, whether its memory survives the exit of its process.
 
     This requires other ranks on the same machine, all of which map the memory.
 
     Args:
-        machines: the machine of each rank; None if the rank offers no memory.
+        machines: the machine of each rank, or None if the rank offers no memory.
         reached: the ranks whose memory each rank maps.
     """
     found = []

@@ -29,7 +29,7 @@ def order_of_shards(whole: WholeCommit, tensors: Sequence[ShardedTensor], size: 
     """Return the rank of each shard in a world of this size.
 
     If the number of shards is unchanged, each rank keeps the shard that it owns or has a copy of. Ranks without a shard
-    take the remaining ones; only those are sent. If the number changes, ranks keep their order.
+    receive the remaining shards. If the number of shards changes, ranks keep their order.
     """
     if whole.shards != size:
         return list(range(size))
@@ -78,7 +78,6 @@ def order_of_replicas(
 def _bytes_in_common(
     whole: WholeCommit, tensors: Sequence[ShardedTensor], shards: int
 ) -> list[Counter[int]]:
-    """Return, by shard of the commit, the number of bytes that it has in common with each new shard."""
     found: list[Counter[int]] = [Counter() for _ in range(whole.shards)]
     for tensor in tensors:
         for new in range(shards):
@@ -183,6 +182,10 @@ def move_bytes(move: ReshardingMove, layout: ShardLayout) -> int:
 def travelling(
     moves: Sequence[ReshardingMove], layout: ShardLayout, target: int | None = None
 ) -> int:
-    """Return the number of bytes sent between ranks. ``target``: count only those sent to this rank."""
+    """Return the number of bytes sent between ranks.
+
+    Args:
+        target: count only those sent to this rank.
+    """
     sent = (move for move in moves if move.source != move.target)
     return sum(move_bytes(move, layout) for move in sent if target in (None, move.target))

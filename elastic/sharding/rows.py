@@ -32,7 +32,7 @@ def rows_of(rows: int, shard: int, shards: int) -> Rows:
 
 
 def overlap(one: Rows, other: Rows) -> Rows:
-    """Return the rows that both ranges contain; may be empty."""
+    """Return the rows that both ranges contain. The result may be empty."""
     begin = max(one.begin, other.begin)
     return Rows(begin, max(begin, min(one.end, other.end)))
 
@@ -91,7 +91,7 @@ class ShardLayout:
 
     @cached_property
     def digest(self) -> int:
-        """Return a 63-bit digest that is equal on ranks that divide the same tensors in the same way."""
+        """Return a 63-bit digest of the division. It is equal on ranks that divide the same tensors in the same way."""
         text = repr((self.shards, [(t.name, t.rows, t.row_bytes) for t in self.tensors]))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 

@@ -45,7 +45,12 @@ Inventory = tuple[HeldShard, ...]  # the complete shards of one rank
 
 @dataclass(frozen=True)
 class WholeCommit:
-    """Complete commit. ``holders``: the ranks that have each shard. ``owners``: the rank that trained it, if alive."""
+    """Complete commit.
+
+    Args:
+        holders: the ranks that have each shard.
+        owners: the rank that trained it, if alive.
+    """
 
     commit: CommitId
     shards: int
@@ -59,7 +64,11 @@ class WholeCommit:
 
 @dataclass(frozen=True)
 class LostShard:
-    """Shard of the newest commit that no rank holds. ``hosts``: the hosts that held it."""
+    """Shard of the newest commit that no rank holds.
+
+    Args:
+        hosts: the hosts that held it.
+    """
 
     commit: CommitId
     shard: int
@@ -68,7 +77,11 @@ class LostShard:
 
 
 def newest_whole(inventories: Sequence[Inventory]) -> WholeCommit | None:
-    """Return the newest complete commit, or None. ``inventories``: the shards that each rank holds."""
+    """Return the newest complete commit, or None.
+
+    Args:
+        inventories: the shards that each rank holds.
+    """
     commits = _commits(inventories)
     mirrored = [commit for commit in commits if _mirrored(inventories, commit)]
     for commit in (*mirrored, *commits):

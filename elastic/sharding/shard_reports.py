@@ -24,7 +24,7 @@ def as_held(inventory: Inventory, copies: int, sealed: CommitId | None) -> Shard
 
     Args:
         inventory: the shards that the rank holds.
-        copies: of each shard on other hosts, as given to the state.
+        copies: copies of each shard on other hosts, as given to the state.
         sealed: the newest commit that the rank knows to be sealed.
     """
     by_commit: dict[CommitId, list[HeldShard]] = defaultdict(list)
@@ -60,8 +60,8 @@ def as_placed(
     Args:
         part: the report without the source of the rows.
         whole: the restored commit.
-        moves: of all ranks.
-        layout: of the commit.
+        moves: moves of all ranks.
+        layout: layout of the commit.
         rank: the rank that reports.
         hosts: the host of each rank.
         memory: the shards of the commit in the rank's own memory.

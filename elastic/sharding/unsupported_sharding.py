@@ -49,7 +49,7 @@ _WHY = {
 
 
 def of_module(module: torch.nn.Module) -> Fixed | None:
-    """Return how a module is sharded, or None if it is not."""
+    """Return the kind of sharding of a module, or None without sharding."""
     fully = _classes("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
     if fully and any(isinstance(each, fully) for each in module.modules()):
         return Fixed.MODULE
@@ -57,14 +57,14 @@ def of_module(module: torch.nn.Module) -> Fixed | None:
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Fixed | None:
-    """Return how an optimizer or its parameters are sharded, or None if they are not."""
+    """Return the kind of sharding of an optimizer or its parameters, or None without sharding."""
     if zero.is_zero(optimizer) or zero.is_divided(optimizer):
         return Fixed.OPTIMIZER
     return of_parameters(each for group in optimizer.param_groups for each in group["params"])
 
 
 def of_parameters(parameters: Iterable[Any]) -> Fixed | None:
-    """Return how parameters are sharded, or None if none is."""
+    """Return the kind of sharding of parameters, or None without sharding."""
     tensors = _classes("torch.distributed.tensor", "DTensor")
     found = None
     for each in parameters:
@@ -104,7 +104,8 @@ def follow(model: torch.nn.Module) -> None:
 def least_shards(models: Mapping[str, torch.nn.Module], given: Any) -> int | None:
     """Return the minimum number of shards of these models in any world.
 
-    This is ``given`` or the number of shards of their mesh (replicate, shard). None: each rank has its own shard.
+    This is ``given`` or the number of shards of their mesh (replicate, shard). None means that each rank has its own
+    shard.
 
     Args:
         models: fully sharded models, by name.
@@ -118,13 +119,13 @@ def least_shards(models: Mapping[str, torch.nn.Module], given: Any) -> int | Non
         return None
     if not models:
         raise Invalid(
-            "least_shards requires a model that fully_shard was applied to, and the state has none: leave it out"
+            "least_shards requires a model with fully_shard, but the state has no such model: omit least_shards"
         )
     meshes = [fsdp2.mesh_of(model) for model in models.values()]
     if any(mesh.mesh.tolist() != meshes[0].mesh.tolist() for mesh in meshes):
         raise NotElastic(
-            f"state.{' and state.'.join(models)} are sharded over different meshes: pass fully_shard the same mesh"
-            " for all models of a state",
+            f"state.{' and state.'.join(models)} are sharded over different meshes: pass the same mesh to"
+            " fully_shard for all models of a state",
             Fixed.MODULE,
         )
     if given is None and meshes[0].ndim == 1:
@@ -132,14 +133,14 @@ def least_shards(models: Mapping[str, torch.nn.Module], given: Any) -> int | Non
     least = meshes[0].size(1) if given is None else given
     if not isinstance(least, int) or isinstance(least, bool) or least < 1:
         raise Invalid(
-            f"least_shards is {least!r}: pass the smallest number of shards that memory allows"
+            f"least_shards is {least!r}: pass the smallest number of shards for which a worker has enough memory"
         )
     rt = lifecycle.active()
     if rt is not None and rt.elastic and rt.env.workers_min < least:
         raise Invalid(
-            f"a world may have {rt.env.workers_min} workers (--min-np), but the state has at least {least} shards"
-            f" (least_shards, or the mesh given to fully_shard): pass --min-np {least}, or a lower least_shards if a"
-            " worker has memory for more of the state"
+            f"--min-np allows a world of {rt.env.workers_min} workers, but the state needs at least {least}"
+            f" shards (least_shards, or the mesh given to fully_shard): pass --min-np {least}, or a lower"
+            " least_shards if each worker has enough memory"
         )
     return least
 
@@ -191,12 +192,12 @@ def all_followed(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse(what: str, kind: Fixed) -> NotElastic:
-    """Return the error for ``what``, such as ``state.model``, with this kind of sharding."""
+    """Return the error for ``what`` with this kind of sharding. ``what`` is a name such as ``state.model``."""
     return NotElastic(f"{what} {_WHY[kind]}; {_INTO_STATE.get(kind, '')}{_ADVICE}", kind)
 
 
 def refuse_optimizer(name: str) -> NotElastic:
-    """Return the error for an optimizer in a state that contains none of the models that it trains."""
+    """Return the error for an optimizer whose models are not part of the state."""
     if any_fully_sharded():
         return NotElastic(
             f"state.{name} trains a fully sharded model that is not in the state: add it, as in"
@@ -245,7 +246,7 @@ def refuse_late(name: str) -> NotElastic:
 
 
 def of_value(value: object) -> Fixed | None:
-    """Return how a model or an optimizer is sharded, or None if it is not."""
+    """Return the kind of sharding of a model or an optimizer, or None without sharding."""
     if isinstance(value, torch.nn.Module):
         return of_module(value)
     return of_optimizer(value) if isinstance(value, torch.optim.Optimizer) else None
@@ -265,20 +266,20 @@ def check_trainer(
         kind = of_module(model)
         if kind is not None:
             raise NotElastic(
-                f"the model is sharded ({kind.value}), which an elastic job of {trainer} does not support: leave"
-                " fully_shard or parallelize_module out, or write a training loop of your own with elastic.TorchState",
+                f"the model is sharded ({kind.value}), which is not supported in an elastic job of {trainer}:"
+                " omit fully_shard and parallelize_module, or write a training loop with elastic.TorchState",
                 kind,
             )
     if any(of_optimizer(each) is Fixed.OPTIMIZER for each in optimizers):
         raise NotElastic(
-            f"an optimizer is sharded by itself (ZeRO), which an elastic job of {trainer} does not support: use a plain"
-            " optimizer, or a training loop of your own with elastic.TorchState",
+            f"the optimizer is sharded with ZeRO, which is not supported in an elastic job of {trainer}: use a"
+            " plain optimizer, or write a training loop with elastic.TorchState",
             Fixed.OPTIMIZER,
         )
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise NotElastic for a value of a state whose sharding is not supported."""
+    """Raise NotElastic if a value of a state has unsupported sharding."""
     kind = None
     if isinstance(value, torch.nn.Module):
         kind = of_module(value)
@@ -306,7 +307,7 @@ def check_within(what: str, tensors: Iterable[Any]) -> None:
     """Raise NotElastic for a value of a state that contains a DTensor."""
     if of_parameters(each for each in tensors if isinstance(each, torch.Tensor)) is not None:
         raise NotElastic(
-            f"{what} contains a DTensor, which differs between ranks, but values of a state must be the same on all"
+            f"{what} contains a DTensor, which differs between ranks, but state values must be the same on all"
             " ranks: store tensor.full_tensor() instead",
             Fixed.PARAMETERS,
         )

@@ -40,7 +40,7 @@ def partition_of(zero: Any) -> Partition:
 
 
 def obstacle(zero: Any) -> str | None:
-    """Return why this optimizer cannot follow another world, or None if it can."""
+    """Return the reason why this optimizer cannot follow another world. Return None if the optimizer can."""
     if not torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
         return (
             f"is a ZeroRedundancyOptimizer, which is supported with torch {' and '.join(TESTED)}, but not with torch"

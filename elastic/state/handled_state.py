@@ -59,15 +59,15 @@ class _OfThisProcess:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotPicklable(
-            f"a {type(self).__name__} can't be pickled or copied: it holds buffers of this process. It is probably"
-            " an attribute of the pickled object, or a variable of its function: exclude it (__getstate__), or"
-            " create it in the worker. To save its contents, save model.state_dict(), or pass --checkpoint-dir to"
-            " elasticrun"
+            f"a {type(self).__name__} can't be pickled or copied, because it holds buffers of this process. It"
+            " may be an attribute of the pickled object or a variable of its function. Exclude the state with"
+            " __getstate__, or create it in the worker. To save the contents, save model.state_dict(), or pass"
+            " --checkpoint-dir to elasticrun"
         )
 
 
 class HandledState(_OfThisProcess, ObjectState):
-    """Values, some of which are handled by a `Part` or a handler of the script; see `registry`."""
+    """Values, some of which are handled by a `Part` or a handler of the script. See `registry`."""
 
     def __init__(
         self, values: dict[str, Any], rng: Any = False, copies: Any = 1, least_shards: Any = None
@@ -147,11 +147,6 @@ class HandledState(_OfThisProcess, ObjectState):
         self._introduce()
 
     def _check_shards(self) -> None:
-        """Check that everything that depends on shards is in the same state as the shards.
-
-        Raises:
-            Invalid: something is missing from the state.
-        """
         shards = self._shards()
         values = {name: each.value for name, each in self._handlers.items()}
         shard_checks.check_schedules(values)
@@ -162,8 +157,8 @@ class HandledState(_OfThisProcess, ObjectState):
                 own = next((each for each in shards if value in each.optimizers), own)
                 if shards and own is None:
                     raise Invalid(
-                        f"state.{name} does not use the state's Shards, and would step with this worker's own"
-                        " gradients: wrap it with elastic.DistributedOptimizer(optimizer,"
+                        f"state.{name} does not use the state's Shards, so it would apply only the gradients of"
+                        " this worker: wrap it with elastic.DistributedOptimizer(optimizer,"
                         " model.named_parameters(), shards=shards)"
                     )
                 if own is not None:
@@ -174,8 +169,8 @@ class HandledState(_OfThisProcess, ObjectState):
                 continue
             if own is not None and all(own is not each for each in shards):
                 raise Invalid(
-                    f"state.{name} uses shards that are not part of the state, so a commit would not have the"
-                    " step's number: add them, as in TorchState(..., shards=shards)"
+                    f"state.{name} uses shards that are not part of the state, so commits would lack the number"
+                    " of the step: add the shards, as in TorchState(..., shards=shards)"
                 )
         shard_checks.check_optimizers(values)
 
@@ -204,16 +199,16 @@ class HandledState(_OfThisProcess, ObjectState):
             raise unsupported_sharding.refuse_together(models[0].name, partitioned[0].name)
         if own := overridden(self):
             raise Invalid(
-                f"{type(self).__name__} overrides {' and '.join(own)}(), but state.{[*models, *partitioned][0].name}"
-                " is sharded: after a failure all ranks may restore an older commit than the one they saved last,"
-                " which the subclass would not notice; store its values as attributes of the state"
+                f"{type(self).__name__} overrides {' and '.join(own)}(), but"
+                f" state.{[*models, *partitioned][0].name} is sharded, and a failure may restore an older commit"
+                " than the last one that save() has seen: store the values as attributes of the state"
             )
         values = {name: each.value for name, each in self._handlers.items()}
         self._first_names = shard_checks.names_of(values)
         self._check_parameters()
         if not isinstance(copies, int) or copies < 0:
             raise Invalid(
-                f"copies is {copies!r}: pass the number of other ranks that keep a copy, 0 or more"
+                f"copies is {copies!r}: pass the number of other ranks that keep a copy, at least 0"
             )
         reduced = [each for each in optimizers if hasattr(each.value, "gradient_layout")]
         if reduced or self._shards():
@@ -221,15 +216,16 @@ class HandledState(_OfThisProcess, ObjectState):
                 f"state.{reduced[0].name}, a DistributedOptimizer," if reduced else "elastic.Shards"
             )
             raise Invalid(
-                f"{what} reduces gradients that fully_shard or DistributedDataParallel has already reduced: train fully"
-                " sharded models with a plain optimizer, and use ZeroRedundancyOptimizer without Shards"
+                f"{what} reduces gradients that fully_shard or DistributedDataParallel has already reduced:"
+                " train fully sharded models with a plain optimizer, and use ZeroRedundancyOptimizer without"
+                " Shards"
             )
         if foreign := self._foreign_handlers():
             name, handler = next(iter(foreign.items()))
             raise Invalid(
-                f"state.{name} is handled by {type(handler).__name__}, which synchronizes workers by itself, but state."
-                f"{[*models, *partitioned][0].name} is sharded, so all ranks must restore the same commit: make the"
-                " handler a Part"
+                f"state.{name} uses the handler {type(handler).__name__}, which synchronizes workers by itself,"
+                f" but state.{[*models, *partitioned][0].name} is sharded, so all ranks must restore the same"
+                " commit: derive the handler from Part"
             )
         shards = unsupported_sharding.least_shards(
             {each.name: each.model for each in models}, least
@@ -310,8 +306,8 @@ class HandledState(_OfThisProcess, ObjectState):
                     )
                 if any(other.value is each for each in held):
                     raise Invalid(
-                        f"state.{name} is already part of state.{handler.name}, which keeps each worker's own model and"
-                        f" optimizer; rank 0's would overwrite them: remove {name}= from the state"
+                        f"state.{name} is already part of state.{handler.name}, and each worker has its own"
+                        f" copy, which rank 0 must not overwrite: remove {name}= from the state"
                     )
 
     def _trained_parameters(self) -> list[torch.Tensor]:
@@ -546,8 +542,8 @@ class HandledState(_OfThisProcess, ObjectState):
         if foreign:
             name, handler = next(iter(foreign.items()))
             raise Invalid(
-                f"state.{name} is handled by {type(handler).__name__}, which does not expose its contents, so it can't"
-                " be part of a checkpoint: make the handler a Part, or train without --checkpoint-dir"
+                f"state.{name} uses the handler {type(handler).__name__}, which can't be written to a"
+                " checkpoint: derive the handler from Part, or train without --checkpoint-dir"
             )
         held = {name: HeldPart.of(part) for name, part in self._parts().items()}
         saved = None if self._random is None else self._random.saved
@@ -563,7 +559,10 @@ class HandledState(_OfThisProcess, ObjectState):
     # ---- other workers ---------------------------------------------------------------------------
 
     def layout(self) -> str:
-        """``model.0.weight float32 [10, 20]``, ``optimizer SGD groups [4]``; no values, no optimizer entries."""
+        """Return the layout, such as ``model.0.weight float32 [10, 20]`` or ``optimizer SGD groups [4]``.
+
+        The layout contains neither values nor entries of optimizers.
+        """
         return "\n".join(line for part in self._parts().values() for line in part.layout())
 
     def _options(self) -> list[str]:
@@ -633,7 +632,8 @@ class HandledState(_OfThisProcess, ObjectState):
     def digest(self) -> int:
         """Return a 63-bit digest of the committed parameters.
 
-        The digest is 0 if there are no parameters, or if a save began meanwhile; then call this again.
+        The digest is 0 without parameters. The digest is also 0 if a save began during the computation. In this case,
+        call the method again.
         """
         return self._digest(
             (f"{name}.{key}", tensor)
@@ -642,7 +642,7 @@ class HandledState(_OfThisProcess, ObjectState):
         )
 
     def digest_buffers(self) -> int:
-        """Return the digest of the committed persistent buffers; see `digest`."""
+        """Return the digest of the committed persistent buffers. See `digest`."""
         return self._digest(
             (f"{name}.{key}", tensor)
             for name, part in self._parts().items()
@@ -692,5 +692,5 @@ class HandledState(_OfThisProcess, ObjectState):
 
 
 def shards_of(state: State) -> ShardedCommits | None:
-    """Return the commits of a state's shards, or None if it is not sharded."""
+    """Return the commits of a state's shards, or None without sharding."""
     return state._sharded if isinstance(state, HandledState) else None

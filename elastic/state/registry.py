@@ -70,7 +70,7 @@ def set_handler_registry(registry: Registry) -> None:
 
 
 def handler_for(name: str, value: Any) -> StateHandler | None:
-    """Return a handler that has saved ``value``, or None if no handler matches."""
+    """Return a handler for ``value`` after saving the value with it. Return None if no handler supports the value."""
     unsupported_sharding.check_value(name, value)
     for kind, handler in get_handler_registry():
         if isinstance(as_written(value), kind):
@@ -94,11 +94,13 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
 
 
 def refuse_handled(name: str, value: Any) -> None:
-    """Raise Invalid for values that only a `HandledState` can restore; otherwise a copy would replace them."""
+    """Raise Invalid for values that only a `HandledState` can restore. Other states would replace such a value by a
+    copy.
+    """
     if isinstance(as_written(value), tuple(kind for kind, _ in get_handler_registry())):
         raise Invalid(
-            f"state.{name} is a {type(value).__name__}: a restore would replace it by a copy that is not used; pass it"
-            " to a TorchState together with all other values"
+            f"state.{name} is a {type(value).__name__}, and a restore would replace it with an unused copy: pass"
+            " it to a TorchState together with all other values"
         )
 
 
@@ -109,7 +111,8 @@ _LOOKED_AT = 64  # entries of a list
 def refuse_hidden(name: str, value: Any, handlers: Iterable[StateHandler]) -> None:
     """Raise Invalid for values that a restore would replace by a copy that is not trained: parameters, lists of models.
 
-    ``handlers``: the handlers of the state; other values may refer to the handled ones.
+    Args:
+        handlers: the handlers of the state; other values may refer to the handled ones.
     """
     inside: Iterable[Any] = ()
     if isinstance(value, torch.nn.Parameter):
@@ -131,6 +134,6 @@ def refuse_hidden(name: str, value: Any, handlers: Iterable[StateHandler]) -> No
                 " torch.nn.ParameterList"
             )
             raise Invalid(
-                f"state.{name} {what} a {type(each).__name__}: a restore would replace it by a copy that is not"
-                f" trained; pass the state {remedy}"
+                f"state.{name} {what} a {type(each).__name__}, and a restore would replace it with an untrained"
+                f" copy: pass the state {remedy}"
             )

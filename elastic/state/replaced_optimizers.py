@@ -21,7 +21,11 @@ _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def observe(optimizer: torch.optim.Optimizer) -> None:
-    """Record steps of other optimizers from now on. ``optimizer``: a sharded one, or one of sharded parameters."""
+    """Record steps of other optimizers from now on.
+
+    Args:
+        optimizer: a sharded one, or one of sharded parameters.
+    """
     _followed.add(optimizer)
     _stepped.clear()
     if not _installed:
@@ -41,9 +45,10 @@ def _is_inner(optimizer: torch.optim.Optimizer) -> bool:
 def replacement_of(
     optimizer: torch.optim.Optimizer, in_state: Collection[int]
 ) -> tuple[torch.optim.Optimizer, torch.Tensor] | None:
-    """Return an optimizer that has stepped a parameter of this one, and the parameter; None if there is none.
+    """Return an optimizer that has stepped a parameter of this optimizer, and the parameter. Return None without one.
 
-    ``in_state``: ids of the state's values, which may train the same parameters.
+    Args:
+        in_state: ids of the state's values, which may train the same parameters.
     """
     if (found := _found(optimizer, in_state)) is None:
         return None

@@ -27,10 +27,11 @@ def check_trained(
 ) -> None:
     """Check that the models that ``state.name`` trains in shards are in the state.
 
-    ``names``: of parameters that are or were in models of the state, by their ids.
-
     Raises:
         Invalid: a trained parameter is in no model of the state.
+
+    Args:
+        names: names of parameters that are or were in models of the state, by their ids.
     """
     models = [value for value in values if isinstance(value, torch.nn.Module)]
     known = {id(each) for model in models for each in model.parameters()}
@@ -38,9 +39,9 @@ def check_trained(
         for parameter in group["params"]:
             if id(parameter) not in known:
                 raise Invalid(
-                    f"state.{name} trains {named(optimizer, parameter, names or {})}, which is in no model of the"
-                    " state: a commit would have neither its weights nor its model's buffers, such as running"
-                    " statistics; add the model, as in TorchState(model=model, ...)"
+                    f"state.{name} trains {named(optimizer, parameter, names or {})}, but no model of the state"
+                    " contains this parameter, so commits would lack its values: add the model, as in"
+                    " TorchState(model=model, ...)"
                 )
 
 
@@ -59,9 +60,8 @@ def check_optimizers(values: Mapping[str, Any]) -> None:
         for each in shards.optimizers:
             if id(each) not in known:
                 raise Invalid(
-                    f"the state lacks the optimizer {type(each).__name__}, whose gradients are "
-                    f"summed over state.{name}, so a joining worker would start with different "
-                    "moments: add it, as in TorchState(...,"
+                    f"the state lacks the optimizer {type(each).__name__}, which uses state.{name}, so a joining"
+                    " worker would start with different moments: add it, as in TorchState(...,"
                     " optimizer=optimizer, shards=shards)"
                 )
 
@@ -79,9 +79,8 @@ def check_schedules(values: Mapping[str, Any]) -> None:
         step = getattr(value, "step", None)
         if getattr(step, "_wrapped_by_lr_sched", False) and id(value) not in followed:
             raise Invalid(
-                f"the state lacks a scheduler that sets the learning rate of state.{name}, so a "
-                "joining worker would restart the schedule: add it, as in TorchState(..., "
-                "scheduler=scheduler)"
+                f"the state lacks the scheduler of state.{name}, so a joining worker would restart the learning"
+                " rate schedule: add it, as in TorchState(..., scheduler=scheduler)"
             )
 
 

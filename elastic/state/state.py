@@ -63,7 +63,6 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def _steps_taken(self) -> int | None:
-        """Return the number of steps that an optimizer of the state has counted; None if none does."""
         return None
 
     def commit(self) -> None:
@@ -170,7 +169,7 @@ class State:
         return bool(self._reset_callbacks)
 
     def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None:
-        """Record that hosts have changed, from any thread; the next check reads it."""
+        """Record a change of the hosts. The next check reads the record. Callable from any thread."""
         self._host_messages.put((timestamp, update_res))
 
     def is_sharded(self) -> bool:
@@ -178,7 +177,7 @@ class State:
         return False
 
     def held_shards(self) -> ShardsHeld | None:
-        """Return the report on a sharded state for the driver; None if the state is not sharded."""
+        """Return the report on a sharded state for the driver, or None if the state is not sharded."""
         return None
 
     def capture_shards(self) -> None:
@@ -212,9 +211,6 @@ class State:
     def bring_shards(self, reset: Callable[[], None], met: Any) -> int:
         """Restore one commit of a sharded state on all ranks of a new world, divided among them, and commit it there.
 
-        ``met``: the shards that the ranks hold; see `elastic.state.fully_sharded.sharded_commits.WorldInventory`.
-        ``reset`` is called once this worker's own values are those of the commit.
-
         Returns:
             The number of bytes received from other ranks.
 
@@ -222,6 +218,10 @@ class State:
             PeerLost: a rank was lost.
             ShardLost: no commit is complete.
             StateMismatch: the parts or their tensors differ between ranks.
+
+        Args:
+            met: the shards that the ranks hold. See `elastic.state.fully_sharded.sharded_commits.WorldInventory`.
+                ``reset`` is called once this worker's own values are those of the commit.
         """
         raise NotImplementedError
 
@@ -265,7 +265,7 @@ class State:
         return 0
 
     def digest(self) -> int:
-        """63-bit digest of the committed parameters; 0 if there are none."""
+        """63-bit digest of the committed parameters, or 0 if there are none."""
         return 0
 
     def handled(self) -> list[object]:
@@ -273,7 +273,7 @@ class State:
         return []
 
     def digest_buffers(self) -> int:
-        """63-bit digest of the committed buffers; 0 if there are none."""
+        """63-bit digest of the committed buffers, or 0 if there are none."""
         return 0
 
     def digest_tensors(self) -> dict[str, int]:
@@ -281,7 +281,6 @@ class State:
         return {}
 
     def _step(self) -> int:
-        """The number of the next step; -1 if steps are not counted."""
         return -1
 
     def _gradients(self) -> dict[str, int]:
@@ -402,7 +401,6 @@ class ObjectState(State):
         }
 
     def _referred(self) -> list[object]:
-        """Objects that values may refer to without owning them."""
         return []
 
     def _set_attrs(self) -> None:
@@ -481,7 +479,7 @@ def refuse_method_names(names: Iterable[str]) -> None:
     for name in names:
         if callable(getattr(ObjectState, name, None)) or name.startswith("_"):
             raise Invalid(
-                f"the name {name!r} is reserved: choose another name for the state's value"
+                f"the name {name!r} is reserved: use another name for the value of the state"
             )
 
 
@@ -498,8 +496,8 @@ def refuse_misspelled(
         for option, fits in options.items():
             if _resembles(name.lower(), option) and fits(value):
                 raise Invalid(
-                    f"a state has the option {option}, and {name}={value!r} would be a value of the state: write"
-                    f" {option}={value!r}, or choose another name for the value"
+                    f"{name}={value!r} would become a value of the state, but resembles the option {option}:"
+                    f" write {option}={value!r}, or use another name for the value"
                 )
 
 
@@ -539,11 +537,6 @@ def _rank() -> int:
 
 
 def _callers() -> tuple[int, ...] | None:
-    """Return the ranks among which the collectives of reset callbacks run; None for all.
-
-    A worker without the newest commit, because it has just joined or holds an older one, waits for the state and is
-    alone: the other ranks can't distinguish the two cases.
-    """
     rt = lifecycle.active()
     world = None if rt is None else rt.world
     if world is None or world.holders == world.place.size:

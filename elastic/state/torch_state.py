@@ -48,12 +48,13 @@ class TorchState(HandledState):
     ) -> None:
         if model is not None and not isinstance(model, torch.nn.Module):
             raise Invalid(
-                f"model is a {type(model).__name__}; pass the torch.nn.Module itself, or give the value another name"
+                f"model is a {type(model).__name__}: pass the torch.nn.Module itself, or use another name for"
+                " the value"
             )
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise Invalid(
-                f"optimizer is a {type(optimizer).__name__}; pass the torch.optim.Optimizer itself,"
-                " or give the value another name"
+                f"optimizer is a {type(optimizer).__name__}: pass the torch.optim.Optimizer itself, or use"
+                " another name for the value"
             )
         values = {"model": model, "optimizer": optimizer, **kwargs}
         super().__init__(values, rng, copies, least_shards)

@@ -134,7 +134,7 @@ class GradientAggregation:
     def _dense(self, gradient: Gradient) -> tf.Tensor:
         if isinstance(gradient, tf.IndexedSlices) and not self._sparse_as_dense:
             raise Invalid(
-                "tf.IndexedSlices can't be added up over several backward passes; use sparse_as_dense=True"
+                "tf.IndexedSlices can't be accumulated over several backward passes: use sparse_as_dense=True"
             )
         return tf.convert_to_tensor(gradient)
 

@@ -72,8 +72,8 @@ def call(
 
     Args:
         compute: returns results, or an `InFlight` for later results, for which no thread of TensorFlow waits.
-        shapes: of the results, as far as known.
-        dtypes: of the results; by default the dtypes of ``tensors``.
+        shapes: shapes of the results, as far as known.
+        dtypes: dtypes of the results; by default the dtypes of ``tensors``.
         blocks: ``compute`` waits for other ranks itself, so in a graph it runs in a separate thread.
 
     Raises:
@@ -159,8 +159,11 @@ def _given(result: torch.Tensor) -> tf.Tensor:
 
 @as_written
 def asked(answer: Callable[[], int], name: str, *, blocks: bool = False) -> tf.Tensor:
-    """Return an int32 that is computed each time the graph runs, because a graph outlives a world. ``blocks``: see
-    `call`."""
+    """Return an int32 that is computed each time the graph runs, because a graph outlives a world.
+
+    Args:
+        blocks: see `call`.
+    """
 
     def compute(_: list[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.tensor(int(answer()), dtype=torch.int32, device="cpu")]
@@ -182,7 +185,7 @@ def named(kind: str, name: str | None) -> str | None:
 
 
 def original(error: tf.errors.OpError) -> BaseException | None:
-    """Return the error raised inside a graph that caused this error of TensorFlow; None if there is none."""
+    """Return the error in a graph that caused this TensorFlow error, or None."""
     message = str(error)
     for number in reversed(_raised):
         if _mark(number) in message:

@@ -21,12 +21,12 @@ def reduce(
     local: Sequence[bool],
     name: str = "gradients",
 ) -> list[Gradient]:
-    """Reduce gradients over the ranks. Returns them in the same order, None where the input was None.
+    """Reduce gradients over the ranks. Returns the gradients in the same order. The result for None is None.
 
     Args:
-        gradients: dense, IndexedSlices or None; the same kind at the same index on every rank.
-        local: True where the variable belongs to this rank, so that its gradient is not reduced.
-        name: of the collective; must be unique among those that run at the same time.
+        gradients: dense gradients, IndexedSlices or None. Each index has the same kind on every rank.
+        local: True for variables that belong to this rank. Their gradients are not reduced.
+        name: name of the collective. Must be unique among the collectives that run at the same time.
     """
     members = functools.partial(resolve_or_alone, options.process_set)
     results: list[Gradient] = list(gradients)

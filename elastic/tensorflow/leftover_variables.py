@@ -42,7 +42,7 @@ def frames_of(error: BaseException) -> None:
 
 
 def destroy(found: list[Any]) -> None:
-    """Destroy these objects in another thread. Empties the list; the caller must not keep other references."""
+    """Destroy these objects in another thread. Empties the list. The caller must not keep other references."""
     global _thread
     with _lock:
         if _thread is None:

@@ -75,7 +75,8 @@ def allreduce(
     """Reduce a tensor over all ranks. Differentiable.
 
     Args:
-        tensor: of any shape and a dtype that can be reduced; or ``tf.IndexedSlices``, which are gathered from all
+        tensor: tensor of any shape and a dtype that can be reduced; or ``tf.IndexedSlices``, which are gathered from
+            all
             ranks, with ``op`` Average (the values are divided by the number of ranks) or Sum.
 
     Returns:
@@ -115,7 +116,9 @@ def grouped_allreduce(
     if not tensors:
         return []
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
-        raise ValueError("grouped_allreduce takes no tf.IndexedSlices: pass each to allreduce")
+        raise ValueError(
+            "grouped_allreduce does not support tf.IndexedSlices: call allreduce for each"
+        )
     factors = (prescale_factor, postscale_factor)
     members = _members(process_set)
     return reduce_dense(tensors, name, members, as_op(op, average), factors, compression)
@@ -187,7 +190,8 @@ def reduce_slices(
     """Like `allreduce` of IndexedSlices, among ranks that are determined when it runs. Raises NotImplementedError."""
     if op not in (Op.AVERAGE, Op.SUM):
         raise NotImplementedError(
-            f"tf.IndexedSlices can't be reduced with {op.name.title()}; use Average or Sum, or sparse_as_dense=True"
+            f"tf.IndexedSlices can't be reduced with {op.name.title()}: use Average or Sum, or"
+            " sparse_as_dense=True"
         )
     names = (None, None) if name is None else (f"{name}.values", f"{name}.indices")
     (values,) = _gather(names[0], members, [slices.values], sparse=True)
@@ -214,7 +218,7 @@ def allgather(
     """Concatenate all ranks' tensors along dimension 0, in rank order. Differentiable.
 
     Args:
-        tensor: of shape ``[rows, ...]``. ``rows`` may differ between ranks.
+        tensor: tensor of shape ``[rows, ...]``. ``rows`` may differ between ranks.
 
     Returns:
         A new tensor of shape ``[sum of all rows, ...]`` and the same dtype.
@@ -238,7 +242,8 @@ def _gather(
 ) -> list[tf.Tensor]:
     """Gather tensors. The gradient is this rank's rows of the averaged gradient, as in Horovod.
 
-    ``sparse``: the tensors belong to a sparse gradient.
+    Args:
+        sparse: the tensors belong to a sparse gradient.
     """
     name = bridge.named("allgather", name)
 
@@ -338,7 +343,7 @@ def alltoall(
     """Send ``splits[r]`` rows of the tensor to each rank r, and return the rows received. Differentiable.
 
     Args:
-        tensor: of shape ``[rows, ...]``.
+        tensor: tensor of shape ``[rows, ...]``.
         splits: an int32 vector with one number per rank; by default all ranks get the same number of rows.
 
     Returns:
@@ -425,7 +430,7 @@ def grouped_reducescatter(
 ) -> list[tf.Tensor]:
     """Like `reducescatter`, for several tensors at once. Differentiable."""
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
-        raise NotImplementedError("reducescatter takes no tf.IndexedSlices; use allreduce")
+        raise NotImplementedError("reducescatter does not support tf.IndexedSlices: use allreduce")
     reduction, factors = as_op(op, None), (prescale_factor, postscale_factor)
     return _compressed(
         tensors,
@@ -489,22 +494,22 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """Return the number of ranks on this host; see `size_op`."""
+    """Return the number of ranks on this host. See `size_op`."""
     return bridge.asked(basics.local_size, name or "local_size")
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """Return this rank; see `size_op`."""
+    """Return this rank. See `size_op`."""
     return bridge.asked(basics.rank, name or "rank")
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """Return this rank's number on its host; see `size_op`."""
+    """Return this rank's number on its host. See `size_op`."""
     return bridge.asked(basics.local_rank, name or "local_rank")
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Return 1 if this rank belongs to the process set, else 0; see `size_op`."""
+    """Return 1 if this rank belongs to the process set, else 0. See `size_op`."""
     return bridge.asked(lambda: process_set_by_id(process_set_id).included(), name or "included")
 
 
@@ -531,7 +536,6 @@ def _backward(name: str | None) -> str | None:
 
 
 def _average(name: str | None, members: Members, gradients: Tensors) -> list[tf.Tensor]:
-    """Average gradients; complex ones by their real and imaginary parts."""
     parts = [
         tf.stack([tf.math.real(each), tf.math.imag(each)]) if each.dtype.is_complex else each
         for each in gradients

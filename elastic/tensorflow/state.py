@@ -44,7 +44,7 @@ class TensorFlowState(HandledState):
 
     Args:
         variables: existing variables, in the same order on every worker. With a session: all global ones by default.
-        session: of TensorFlow 1, in which the variables are initialized; the default session if None.
+        session: session of TensorFlow 1, in which the variables are initialized; the default session if None.
         rng: also commit and restore this worker's random generators (torch, numpy, random).
         **kwargs: values of the state, available as attributes.
 
@@ -63,7 +63,7 @@ class TensorFlowState(HandledState):
             session = tf.compat.v1.get_default_session()
             if session is None:
                 raise Invalid(
-                    "session is missing: in graph mode, pass TensorFlowState the session that contains the variables"
+                    "session is missing: in graph mode, pass TensorFlowState the session with the variables"
                 )
         if session is not None and not hasattr(session, "graph"):
             raise Invalid(f"session is a {type(session).__name__}: pass a tf.compat.v1.Session")
@@ -75,7 +75,7 @@ class TensorFlowState(HandledState):
         for variable in variables:
             if not hasattr(variable, "assign"):
                 raise Invalid(
-                    f"variables has a {type(variable).__name__}, which is not a variable: pass variables of"
+                    f"variables contains a {type(variable).__name__}, which is not a variable: pass variables of"
                     " TensorFlow or Keras"
                 )
         kept = _Variables(variables)

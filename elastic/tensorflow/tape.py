@@ -77,9 +77,9 @@ def DistributedGradientTape(
         gradients = tape.gradient(loss, model.trainable_variables)
     """
     if not isinstance(gradtape, tf.GradientTape):
-        raise Invalid(f"{type(gradtape).__name__} is not a tf.GradientTape; wrap one")
+        raise Invalid(f"{type(gradtape).__name__} is not a tf.GradientTape: pass a tf.GradientTape")
     if isinstance(gradtape, DistributedTape):
-        raise Invalid("this tape is a DistributedGradientTape already; wrap it only once")
+        raise Invalid("this tape is already a DistributedGradientTape: wrap a tape only once")
     options = framework_options.checked(
         op,
         compression,
@@ -133,7 +133,8 @@ def local_variables(local_layers: Any) -> list[Any]:
     for layer in layers:
         if not hasattr(layer, "trainable_weights"):
             raise Invalid(
-                f"local_layers has a {type(layer).__name__}, which is not a Keras layer: pass one layer, or a list"
+                f"local_layers contains a {type(layer).__name__}, which is not a Keras layer: pass one layer, or"
+                " a list of layers"
             )
     return [each for layer in layers for each in layer.trainable_weights]
 

@@ -52,7 +52,9 @@ class DistributedV1(tf.compat.v1.train.Optimizer):
         return gradients.reduce(found, self._options, local)
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """Like the wrapped optimizer's method; with several backward passes, only in the last one of a step."""
+        """Like the wrapped optimizer's method. With several backward passes, gradients are applied only in the last
+        pass of a step.
+        """
         if self._passes is None:
             return self._optimizer.apply_gradients(*args, **kwargs)
         return self._passes.apply_gradients(
@@ -80,7 +82,15 @@ def distribute(
     average: bool,
     options: GradientOptions,
 ) -> DistributedV1:
-    """Wrap an optimizer. ``passes``, ``average``: see `GradientAggregation`. Raises Invalid if already wrapped."""
+    """Wrap an optimizer.
+
+    Args:
+        passes, average: see `GradientAggregation`.
+
+    Raises Invalid if already wrapped.
+    """
     if isinstance(optimizer, DistributedV1):
-        raise Invalid("this optimizer is a DistributedOptimizer already; wrap it only once")
+        raise Invalid(
+            "this optimizer is already a DistributedOptimizer: wrap an optimizer only once"
+        )
     return DistributedV1(optimizer, name, use_locking, options, passes, average)

@@ -56,8 +56,8 @@ def rendezvous(
     for name, told, found in (("rank", rank, place.rank), ("world_size", world_size, place.size)):
         if told not in (-1, found) and not known.elastic:
             raise Invalid(
-                f"init_process_group got {name} {told}, but this job has {found}: omit rank and world_size, which"
-                " elasticrun sets"
+                f"init_process_group got {name}={told}, but this job has {found}: omit rank and world_size,"
+                " which elasticrun sets"
             )
     _stores[:] = [store := WorldStore()]
     store.set_timeout(options.get("timeout") or timedelta(seconds=known.collective_timeout_s))

@@ -350,12 +350,6 @@ def barrier(group: Collectives) -> CollectiveCall:
 def _in_row(
     begun: CollectiveCall, tensor: torch.Tensor, *, read: bool = True, written: bool = True
 ) -> torch.Tensor:
-    """Return a contiguous tensor for ``tensor``: itself, or a temporary.
-
-    Args:
-        read: initialize the temporary with the tensor's values.
-        written: copy the temporary back at the end.
-    """
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor
@@ -375,7 +369,6 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return all values as one flat tensor; a view, if the tensors are adjacent in one storage."""
     first, at = tensors[0].detach(), tensors[0].data_ptr()
     total = sum(each.numel() for each in tensors)
     for each in tensors:

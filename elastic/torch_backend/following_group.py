@@ -40,8 +40,8 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
     Args:
         store: torch's store.
         purpose: distinguishes it from other groups of the same ranks.
-        ranks: ranks of the world in group order; None for all ranks of any world.
-        timeout_s: timeout of a collective in seconds; None: the job's own limit.
+        ranks: ranks of the world in group order, or None for all ranks of any world.
+        timeout_s: timeout of a collective in seconds. None means the job's own limit.
     """
 
     group_name = group_desc = ""

@@ -21,7 +21,7 @@ _theirs: Any = _torch._process_group_name
 
 
 class GroupNames:
-    """Group names of one process. Pure: no I/O, no clock."""
+    """Names of the groups of one process. Pure: no I/O, no clock."""
 
     def __init__(self) -> None:
         self.generation = 0  # generation that has entered elastic.run; 0 before
@@ -37,7 +37,8 @@ class GroupNames:
     def next(self, key: str = "") -> str:
         """Return the next name of a group.
 
-        ``3.0``, ``3.1``, ... for groups that all ranks create; ``3.KEY.0``, ... for those that only members create.
+        Groups that all ranks create have names such as ``3.0`` and ``3.1``. Groups that only their members create have
+        names such as ``3.KEY.0``.
         """
         number = self._made.get(key, 0)
         self._made[key] = number + 1

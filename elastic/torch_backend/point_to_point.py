@@ -17,7 +17,11 @@ AT_ONCE = 32  # ranks; connecting more takes long, and few scripts need it
 
 
 class PointToPointMessages:
-    """Messages of one process group. ``ranks``: see `FollowingGroup`."""
+    """Messages of one process group.
+
+    Args:
+        ranks: see `FollowingGroup`.
+    """
 
     def __init__(self, purpose: str, ranks: tuple[int, ...] | None) -> None:
         self._purpose = purpose

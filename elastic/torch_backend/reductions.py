@@ -42,7 +42,7 @@ class Reduction(NamedTuple):
 
     @property
     def op(self) -> Op | None:
-        """The group's operator for it, or None if there is none."""
+        """The operator of the group, or None without an equivalent."""
         return _AT_ONCE.get(self.kind)
 
     def scale(self, size: int) -> tuple[float, int]:
@@ -64,7 +64,7 @@ def read(op: Any) -> Reduction:
 
 
 def reducible(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """Return the tensor in a form that a group can reduce: a complex one as a real view with the same memory.
+    """Return the tensor in a form that a group can reduce. A complex tensor becomes a real view of the same memory.
 
     Raises:
         TypeError: the operator is undefined for the dtype.

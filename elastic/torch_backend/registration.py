@@ -50,7 +50,7 @@ def _started(options: Any) -> LauncherEnv:
 
 
 def _host(store: Any) -> str:
-    """Return the host that serves the store; empty if it is not a TCP store."""
+    """Return the host that serves the store, or an empty result if it is not a TCP store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))

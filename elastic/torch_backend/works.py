@@ -43,7 +43,7 @@ _at_once: ContextVar[bool] = ContextVar("_at_once", default=False)
 
 @contextmanager
 def complete_at_once() -> Iterator[None]:
-    """Complete futures that this thread requests in the block immediately; callbacks run where they are attached."""
+    """Complete futures immediately if this thread requests them in the block. Callbacks run at their registration."""
     before = _at_once.set(True)
     try:
         yield
@@ -302,7 +302,7 @@ def late(missing: list[int]) -> str:
 
 
 class ElasticFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """Future whose ``wait`` in Python completes its work."""
+    """Future with a ``wait`` that completes its work in Python."""
 
     def __init__(self, work: ElasticWork) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ def gloo_built(verbose: bool = False) -> bool:
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """Return NCCL's version as one number, such as 22105 for 2.21.5; 0 without NCCL."""
+    """Return NCCL's version as one number, such as 22105 for 2.21.5, or 0 without NCCL."""
     if not torch.distributed.is_nccl_available():
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]

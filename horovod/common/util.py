@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether Horovod is available for a framework; True for "torch"."""
+    """Return whether Horovod is available for a framework, or True for "torch"."""
     return ext_base_name == "torch"
 
 
@@ -34,7 +34,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 @contextlib.contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Set environment variables during the block; variables with the value None are not changed."""
+    """Set environment variables during the block. A variable with the value None is not changed."""
     given = {name: value for name, value in kwargs.items() if value is not None}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)

@@ -74,8 +74,6 @@ class AsyncDataLoaderMixin:
 
 
 class _Ahead:
-    """One pass: a prefetch thread and its queue of batches."""
-
     def __init__(self, batches: Iterator[Any], size: int) -> None:
         self._batches = batches
         self._size = size

@@ -51,7 +51,7 @@ class ElasticRayExecutor:
         except TypeError:
             known = ElasticSettings.__dataclass_fields__
             strange = ", ".join(name for name in kwargs if name not in known)
-            raise Invalid(f"create_settings() has no parameter {strange}: leave it out") from None
+            raise Invalid(f"create_settings() has no parameter {strange}: omit it") from None
         limits(settings)  # warns about fields without effect
         return settings
 
@@ -72,7 +72,7 @@ class ElasticRayExecutor:
         )
         if gpus_per_slot and not use_gpu:
             raise Invalid(
-                "gpus_per_slot is set, but use_gpu is False. Give use_gpu=True too, or leave it out"
+                "gpus_per_slot is set, but use_gpu is False: pass use_gpu=True, or omit gpus_per_slot"
             )
         self.settings = settings
         self._env_vars = env_vars
@@ -96,11 +96,11 @@ class ElasticRayExecutor:
     def run(
         self, worker_fn: Callable[[], Any], callbacks: Sequence[Callable[[Any], None]] | None = None
     ) -> list[Any]:
-        """Call a function on all workers; see `RayExecutor.run`."""
+        """Call a function on all workers. See `RayExecutor.run`."""
         return self._executor.run(worker_fn, callbacks=callbacks)
 
     def shutdown(self) -> None:
-        """Release the resources. Not in Horovod, whose executor releases them when it is garbage-collected."""
+        """Release the resources. Horovod has no such method, and releases the resources at garbage collection."""
         self._executor.shutdown()
 
 

@@ -23,7 +23,9 @@ class RayHostDiscovery:
         needed = {"CPU": cpus_per_worker} | ({"GPU": self.gpus_per_worker} if use_gpu else {})
         self._needed = {name: amount for name, amount in needed.items() if amount}
         if not self._needed or min(self._needed.values()) < 0:
-            raise Invalid(f"a worker needs {needed}: pass at least a part of a CPU or a GPU")
+            raise Invalid(
+                f"a worker needs {needed}: pass a positive number of CPUs or GPUs, which may be a fraction"
+            )
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """Return the slots by address. Joins the cluster of RAY_ADDRESS, unless this process has joined one."""
@@ -74,7 +76,8 @@ def rooms_of(
 ) -> list[tuple[str, dict[str, float]]]:
     """Return the free resources of ``nodes``, as from ``ray.nodes()``.
 
-    ``free``: free resources by node id. A node that is missing in it is entirely free.
+    Args:
+        free: free resources by node id. A node that is missing in it is entirely free.
     """
     return [
         (

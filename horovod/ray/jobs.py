@@ -94,7 +94,7 @@ class _Job:
 
 
 class StaticJob(_Job):
-    """A job whose workers keep their objects between calls."""
+    """A job with persistent workers. The workers keep their objects between calls."""
 
     def _start(self, variables: Mapping[str, str]) -> None:
         cls, args, kwargs = self._makes or (None, (), {})
@@ -149,8 +149,8 @@ class ElasticJob(_Job):
         self, fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
     ) -> list[Any]:
         raise NotImplementedError(
-            "run_remote() returns a reference for each rank, and an elastic job does not know yet how many"
-            " ranks it will have; call run()"
+            "run_remote() returns one reference per rank, but the number of ranks of an elastic job can change:"
+            " call run() instead"
         )
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Callbacks | None = None) -> list[Any]:

@@ -70,8 +70,9 @@ class RayExecutor:
     ) -> None:
         """Check the arguments; `start` starts the workers. Raises ValueError.
 
-        ``use_current_placement_group``: if the caller runs in a placement group, as in a trial of Ray Tune, place the
-        workers in it. The last two arguments are old names of ``cpus_per_worker`` and ``gpus_per_worker``.
+        Args:
+            use_current_placement_group: if the caller runs in a placement group, as in a trial of Ray Tune, place the
+                workers in it. The last two arguments are old names of ``cpus_per_worker`` and ``gpus_per_worker``.
         """
         cpus_per_worker = renamed(
             "RayExecutor", "cpus_per_worker", cpus_per_worker, "cpus_per_slot", cpus_per_slot, 1
@@ -105,7 +106,7 @@ class RayExecutor:
             return
         if not override_discovery:
             raise Invalid(
-                "override_discovery=False: hosts are discovered through Ray here: leave it out"
+                "override_discovery=False is not supported, because hosts are discovered through Ray: omit it"
             )
         placing = PGStrategy(
             num_workers=min_workers,
@@ -174,7 +175,9 @@ class RayExecutor:
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], None]] | None = None
     ) -> list[Any]:
-        """Call ``fn(object)`` on every worker, with None without an ``executable_cls``; return the values by rank."""
+        """Call ``fn(object)`` on every worker, with None without an ``executable_cls`` and return the values by
+        rank.
+        """
         return self._job.execute(fn, callbacks)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
@@ -197,8 +200,8 @@ def _check_kind(
         )
     if min_workers is not None and num_workers is not None:
         raise Invalid(
-            "Both `min_workers` and `num_workers` provided. Give min_workers and max_workers for an elastic"
-            " job, or num_workers for one of a fixed size"
+            "Both `min_workers` and `num_workers` provided. Pass min_workers and max_workers for an elastic"
+            " job, or num_workers for a job of fixed size"
         )
     if min_workers is not None and num_hosts is not None:
         raise Invalid(
@@ -206,7 +209,8 @@ def _check_kind(
         )
     if num_workers is not None and num_hosts is not None:
         raise Invalid(
-            "Both `num_workers` and `num_hosts` provided. Give num_workers, or num_hosts with num_workers_per_host"
+            "Both `num_workers` and `num_hosts` provided. Pass num_workers, or num_hosts with"
+            " num_workers_per_host"
         )
     if min_workers is None and num_workers is None and num_hosts is None:
         raise Invalid(

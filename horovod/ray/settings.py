@@ -15,10 +15,12 @@ VERBOSE = 2  # minimum for the complete log
 
 @dataclass
 class MiniSettings:
-    """Settings of an executor; times are seconds.
+    """Settings of an executor. Times are in seconds.
 
-    ``nics`` has names of interfaces; each host uses the first one that it has. ``key`` and the fields about ssh have no
-    effect: each job has its own secret, and Ray reaches the hosts.
+    Args:
+        nics: names of interfaces. Each host uses the first interface that it has.
+        key: no effect, because each job has its own secret.
+        ssh_port, ssh_identity_file: no effect, because Ray reaches the hosts.
     """
 
     nics: Collection[str] | None = None
@@ -108,7 +110,7 @@ def renamed(what: str, new: str, value: Any, old: str, old_value: Any, default: 
 
 
 def checked_environment(given: Any) -> dict[str, str]:
-    """Convert names and values to strings, as Horovod does; None values are left out. Raises ValueError."""
+    """Convert names and values to strings, like Horovod. None values are omitted. Raises ValueError."""
     try:
         items = dict(given or {}).items()
     except (TypeError, ValueError):

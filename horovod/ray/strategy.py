@@ -21,7 +21,7 @@ class BaseStrategy:
         """Check the arguments. Raises ValueError."""
         if gpus_per_worker and not use_gpu:
             raise ValueError(
-                "gpus_per_worker is set, but use_gpu is False. Give use_gpu=True too, or leave it out"
+                "gpus_per_worker is set, but use_gpu is False: pass use_gpu=True, or omit gpus_per_worker"
             )
         if use_gpu and gpus_per_worker is not None and gpus_per_worker <= 0:
             raise ValueError(

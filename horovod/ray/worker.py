@@ -36,7 +36,7 @@ class BaseHorovodWorker:
         return list(ray.get_gpu_ids())
 
     def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
-        """Set environment variables; those that are None are not changed."""
+        """Set environment variables. A variable with the value None is not changed."""
         os.environ.update(checked_environment(env_vars))
 
     def env_vars(self) -> dict[str, str]:

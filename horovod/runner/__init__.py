@@ -53,9 +53,13 @@ def run(
     """
     for name, value in {"use_mpi": use_mpi, "mpi_args": mpi_args}.items():
         if value:
-            raise Invalid(f"horovod.run({name}=...): MPI is not used: omit {name}")
+            raise Invalid(
+                f"horovod.run({name}=...) is not supported, because MPI is not used: omit {name}"
+            )
     if network_interface and network_interfaces:
-        raise Invalid("network_interface and network_interfaces mean the same: pass one of them")
+        raise Invalid(
+            "network_interface and network_interfaces have the same meaning: pass only one of them"
+        )
 
     from elastic.launcher.launch_function import launch
 

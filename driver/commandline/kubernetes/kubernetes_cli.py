@@ -92,7 +92,7 @@ def kubernetes_parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code; for `run`, that of the job. Raises Invalid."""
+    """Run the command and return its exit code. The exit code of `run` is the exit code of the job. Raises Invalid."""
     made = kubernetes_parser()
     verb, rest = (arguments[0], [*arguments[1:]]) if arguments else ("-h", [])
     if verb != RUN and verb not in VERBS:
@@ -111,7 +111,9 @@ def main(arguments: Sequence[str]) -> int:
             return _run(options, words)
         if len(words) != VERBS[verb]:
             wanted = "NAME PODS" if verb == "scale" else "NAME"
-            raise Invalid(f"no job given: pass one, as in elasticrun k8s {verb} [flags] {wanted}")
+            raise Invalid(
+                f"no job was given: pass a job name, as in elasticrun k8s {verb} [flags] {wanted}"
+            )
         release = ChartRelease(job_name(words[0]), options.namespace)
         if verb == "status":
             print("\n".join(release.lines()), flush=True)
@@ -126,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
                 raise Invalid(f"{words[1]!r} is not a number of pods: pass 0 to {MOST_PODS:,}")
             print(f"{release.name}: {release.scale(pods)} -> {pods} worker pods")
     except ApiSilent as error:
-        raise Invalid(f"{error}; try again") from None
+        raise Invalid(f"{error}. Try again") from None
     return 0
 
 
@@ -134,8 +136,8 @@ def job_name(name: str) -> str:
     """Return a valid job name. Raises Invalid."""
     if NAME.fullmatch(name) is None:
         raise Invalid(
-            f"{name!r} is not a valid name of a job in Kubernetes: use a letter of a-z and"
-            " up to 44 more of a-z, 0-9 and -"
+            f"{name!r} is not a valid job name in Kubernetes: start with a letter a-z, followed by up to 44"
+            " characters of a-z, 0-9 and -"
         )
     return name
 
@@ -153,11 +155,11 @@ def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, A
     least, pods = int(found[1]), int(found[2] or found[1])
     if least > pods * max(1, options.gpus):
         raise Invalid(
-            f"--workers {options.workers}: {pods} pods can't run {least} workers: pass PODS >= MIN"
+            f"--workers is {options.workers}, but {pods} pods can't run {least} workers: pass PODS >= MIN"
         )
     if IMAGE.fullmatch(options.image) is None:
         raise Invalid(
-            f"--image {options.image!r} is not an image name: pass one as in registry/train:1.2"
+            f"--image is {options.image!r}, which is not an image name: pass a name such as registry/train:1.2"
         )
     repository, tag, digest = image_parts(options.image)
     return {

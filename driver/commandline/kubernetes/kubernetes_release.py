@@ -39,7 +39,7 @@ STAMP = re.compile(rb"^(\d{4}-\d\d-\d\dT\S+Z) ?(.*)$", re.DOTALL)
 
 
 class ChartRelease:
-    """A release. Raises Invalid if there is no cluster, no helm, or no such release."""
+    """A release of the chart. Raises Invalid if the cluster, helm, or the release is missing."""
 
     def __init__(self, name: str, namespace: str | None) -> None:
         api, found = connection()
@@ -96,7 +96,7 @@ class ChartRelease:
         self.uninstall()
 
     def _chart(self) -> str | None:
-        """Return the name and version of the release's chart; None if there is no release."""
+        """Return the name and version of the release's chart, or None if there is no release."""
         states = ("deployed", "failed", "pending", "superseded", "uninstalled", "uninstalling")
         flags = [f"--{state}" for state in states]  # Helm 4 has no --all
         name = f"^{re.escape(self.name)}$"
@@ -104,11 +104,17 @@ class ChartRelease:
         return next((str(each["chart"]) for each in json.loads(found)), None)
 
     def uninstall(self, *, if_there: bool = False) -> None:
-        """Remove the release. ``if_there``: do not fail if there is none."""
+        """Remove the release.
+
+        Args:
+            if_there: do not fail if there is none.
+        """
         self._helm("uninstall", self.name, *["--ignore-not-found"] * if_there)
 
     def scale(self, pods: int) -> int:
-        """Set the number of worker pods; return the previous number. Raises Invalid if the job could not continue."""
+        """Set the number of worker pods and return the previous number. Raises Invalid if the job could not
+        continue.
+        """
         job, workers = self._job(), self._workers()
         least = least_instead(job, workers, pods)
         if least is not None:
@@ -144,7 +150,7 @@ class ChartRelease:
         return warnings(found.get("items") or (), self.name, datetime.now(timezone.utc))
 
     def follow(self, write: Callable[[bytes], object], say: Callable[[str], object]) -> int:
-        """Copy the drivers' logs until the job has ended; return its exit code.
+        """Copy the drivers' logs until the job has ended and return its exit code.
 
         Raises Invalid if the release is removed.
         """
@@ -215,7 +221,9 @@ class ChartRelease:
             if not isinstance(error, OSError) and not type(error).__module__.startswith("urllib3"):
                 raise
             # A driver may log nothing for longer than the timeout: the next request shows whether it runs.
-            raise ApiSilent(f"the log ended ({type(error).__name__})", unasked=True) from None
+            raise ApiSilent(
+                f"the log stream ended ({type(error).__name__})", unasked=True
+            ) from None
         finally:
             response.close()
 
@@ -262,15 +270,15 @@ class ChartRelease:
                 raise self._no_job() from None
             if error.status == 401:
                 raise Invalid(
-                    "the API server rejects the kubeconfig's credentials (Unauthorized): they may have expired;"
-                    " log in again"
+                    "the API server rejected the credentials of the kubeconfig (Unauthorized), which may have"
+                    " expired: log in again"
                 ) from None
             if error.status == 403:
                 detail = json.loads(error.body or "{}").get("message", error.reason)
-                raise Invalid(f"the API server rejects the request: {detail}") from None
-            raise ApiSilent(f"the API server returned HTTP {error.status}") from None
+                raise Invalid(f"the API server rejected the request: {detail}") from None
+            raise ApiSilent(f"the API server responded with HTTP {error.status}") from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise ApiSilent(f"the API server does not answer ({type(error).__name__})") from None
+            raise ApiSilent(f"the API server does not respond ({type(error).__name__})") from None
 
     def _helm(self, *words: str, stdin: str = "") -> str:
         program = shutil.which("helm")
@@ -288,7 +296,7 @@ class ChartRelease:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise Invalid(f"helm {words[0]} has not finished within {HELM_S:g} s") from None
+            raise Invalid(f"helm {words[0]} did not finish within {HELM_S:g} s") from None
         if done.returncode != 0:
             output = done.stderr.strip() or done.stdout.strip()
             if f'namespaces "{self.namespace}" not found' in output:
@@ -302,7 +310,11 @@ class NameTaken(Invalid):
 
 
 class ApiSilent(Exception):
-    """The API server did not answer. ``unasked``: an answer was interrupted."""
+    """The API server did not answer.
+
+    Args:
+        unasked: an answer was interrupted.
+    """
 
     def __init__(self, why: str, *, unasked: bool = False) -> None:
         super().__init__(why)
@@ -322,7 +334,7 @@ class ApiSilence:
             self._since = now
             self._say(f"{why}; the job continues meanwhile; retrying for {AWAY_S:g} s")
         elif now - self._since > AWAY_S:
-            raise Invalid(f"{why}, for {AWAY_S:g} s; the job may still run")
+            raise Invalid(f"{why}, for {AWAY_S:g} s. The job may still run")
 
     def over(self) -> None:
         if self._since is not None:

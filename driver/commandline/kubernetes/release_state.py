@@ -17,8 +17,11 @@ WARNINGS, WORDS = 10, 300
 
 @dataclass(frozen=True)
 class PodState:
-    """State of one pod. ``trouble``: why the pod does not run, according to Kubernetes; empty if it runs or has
-    ended."""
+    """State of one pod.
+
+    Args:
+        trouble: why the pod does not run, according to Kubernetes, or an empty result if it runs or has ended.
+    """
 
     name: str
     component: str
@@ -43,7 +46,11 @@ class Follow:
 
 @dataclass(frozen=True)
 class Wait:
-    """Next step: wait for a running driver. ``why``: to be logged."""
+    """Next step: wait for a running driver.
+
+    Args:
+        why: reason to log.
+    """
 
     why: str
 
@@ -85,7 +92,7 @@ def pod_state(pod: Json) -> PodState:
 
 
 def job_code(job: Json, drivers: Sequence[PodState]) -> int | None:
-    """Return the exit code of a Job; None if it has not ended. A failed Job has the exit code of its last driver."""
+    """Return the exit code of a Job, or None if it has not ended. A failed Job has the exit code of its last driver."""
     ended = {
         each["type"]
         for each in (job.get("status") or {}).get("conditions") or ()
@@ -127,7 +134,7 @@ def least_pods(job: Json, workers: Json) -> int:
 
 
 def least_instead(job: Json, workers: Json, pods: int) -> int | None:
-    """Return the minimum number of pods if the job cannot continue with ``pods`` of them; None if it can."""
+    """Return the minimum number of pods if ``pods`` are too few for the job. Otherwise return None."""
     least = least_pods(job, workers)
     enough = saves(job) if pods == 0 else pods >= least
     return None if enough else least
@@ -141,7 +148,11 @@ def _our_words(owner: Json) -> list[str]:
 
 
 def next_step(job: Json, pods: Sequence[PodState], followed: Set[str]) -> Follow | Wait | JobOver:
-    """Return the next step. ``followed``: pods whose logs were read completely."""
+    """Return the next step.
+
+    Args:
+        followed: pods whose logs were read completely.
+    """
     drivers = [pod for pod in _by_age(pods) if pod.component == DRIVER]
     left = [pod for pod in drivers if pod.name not in followed]
     for pod in left:
@@ -176,7 +187,8 @@ def table(job: Json, pods: Sequence[PodState], wanted: int) -> list[str]:
 def warnings(events: Iterable[Json], name: str, now: datetime) -> list[str]:
     """Return the warnings of Kubernetes about a release's current and past objects, as text lines.
 
-    ``events``: those of type Warning in its namespace, which the API server keeps for an hour.
+    Args:
+        events: those of type Warning in its namespace, which the API server keeps for an hour.
     """
     ours = re.compile(
         rf"Pod/{re.escape(name)}-(worker-\d+|driver-[a-z0-9]+)"

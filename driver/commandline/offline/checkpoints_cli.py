@@ -90,7 +90,7 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code. Raises Invalid."""
+    """Run the command and return its exit code. Raises Invalid."""
     if arguments and arguments[0] == EXPORT:
         return _export(arguments[1:])
     options = CheckpointsOptions()
@@ -102,9 +102,8 @@ def main(arguments: Sequence[str]) -> int:
             writer = catalog.writing_here(storage)
             if writer is not None:
                 raise Invalid(
-                    f"{storage.url}: process {writer.pid} of this machine writes checkpoints"
-                    " there, and removes old ones itself (--checkpoint-keep); prune the folder"
-                    " after the job has ended"
+                    f"{storage.url} is in use: process {writer.pid} of this machine writes checkpoints there,"
+                    " and removes old checkpoints (--checkpoint-keep). Prune the folder after the job has ended"
                 )
             for name in catalog.prune(storage, options.prune):
                 print(f"removed {name}")
@@ -163,7 +162,7 @@ def _export(arguments: Sequence[str]) -> int:
             storage, which = Storage(url), commit
         found, out, left_out = _exported(storage, which, options)
     except OSError as error:
-        raise Invalid(f"{given} can't be exported: {error}") from error
+        raise Invalid(f"the checkpoint {given} can't be exported: {error}") from error
     if left_out:
         names = [f"{each.name}{' except its tensors' * each.but_tensors}" for each in left_out]
         why = "torch.load would not load them by default"
@@ -185,16 +184,13 @@ def _check_place(out: str) -> None:
 def _exported(
     storage: Storage, which: str, options: ExportOptions
 ) -> tuple[Manifest, str, list[SkippedValue]]:
-    """Export a checkpoint. If a running job removes it meanwhile, export the checkpoint that is then the newest, unless
-    ``which`` is set.
-
-    Raises Invalid, OSError.
-    """
     for _ in range(ATTEMPTS):
         found = catalog.chosen(storage, which) if which else _newest(storage)
         out = options.out or f"{found.name}.pt"
         if os.path.lexists(out) and not options.force:
-            raise Invalid(f"{out} exists: give another --out FILE, or --force to overwrite it")
+            raise Invalid(
+                f"{out} already exists: pass another --out FILE, or pass --force to overwrite the file"
+            )
         # Imports torch, which the other commands do not need.
         from elastic.checkpoints import exporting
 
@@ -206,16 +202,18 @@ def _exported(
                 if isinstance(error, OSError):
                     raise
                 raise Invalid(
-                    f"{name} can't be exported: {error}; export another, as DIR@COMMIT (elasticrun"
-                    " checkpoints DIR lists them)"
+                    f"the checkpoint {name} can't be exported: {error}. Export another checkpoint as DIR@COMMIT"
+                    " (elasticrun checkpoints DIR lists the commits)"
                 ) from error
             removed = f"{name} was removed while it was exported, as by a running job, which keeps the newest few"
             if which:
-                raise Invalid(f"{removed} (--checkpoint-keep): export a newer one") from error
+                raise Invalid(
+                    f"{removed} (--checkpoint-keep): export a newer checkpoint"
+                ) from error
             print(f"{removed}; exporting the newest one", file=sys.stderr)
     raise Invalid(
-        f"{ATTEMPTS} checkpoints in {storage.url} were each removed while they were exported: start the job that"
-        " writes there with a larger --checkpoint-keep, or export after it has ended"
+        f"{ATTEMPTS} checkpoints in {storage.url} were removed during the export: start the job with a larger"
+        " --checkpoint-keep, or export a checkpoint after the job has ended"
     )
 
 

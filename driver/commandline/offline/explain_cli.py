@@ -61,7 +61,7 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code. Raises Invalid."""
+    """Run the command and return its exit code. Raises Invalid."""
     options = ExplainOptions()
     wanted = "pass one journal, as in: elasticrun explain job.journal"
     journal = parser().with_one(arguments, options, wanted)
@@ -117,7 +117,7 @@ def _dated(reading: JournalReading) -> str:
 
 
 def as_json(reading: JournalReading) -> str:
-    """Return one object: ``findings``, each with its kind, facts and sentence."""
+    """Return an object with the key ``findings``. Each finding has its kind, its facts and its sentence."""
     found = sections(findings(reading.story, reading.source))
     return json.dumps(
         {

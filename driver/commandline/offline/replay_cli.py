@@ -94,7 +94,7 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code. Raises Invalid."""
+    """Run the command and return its exit code. Raises Invalid."""
     options = ReplayOptions()
     wanted = "pass one journal, as in: elasticrun replay --speed 10 job.journal"
     journal = parser().with_one(arguments, options, wanted)

@@ -30,8 +30,8 @@ class Use:
 
     Args:
         functions: functions that accept it as a keyword argument.
-        keyword: name of the keyword argument; default: the name of the field.
-        typed: type of the keyword argument; default: the type of the field.
+        keyword: name of the keyword argument (default: the name of the field).
+        typed: type of the keyword argument (default: the type of the field).
         setting: field of the driver's `Settings` that has its value.
         for_workers: workers also read the option, from the environment variables of its flags.
     """
@@ -57,7 +57,11 @@ def flag(
     use: Use = Use(),
     **more: Any,
 ) -> Any:
-    """Declare a field for a flag with a value; ``default`` applies if it is not given."""
+    """Declare a field for a flag with a value.
+
+    Args:
+        default: value of the field if the user does not pass the flag.
+    """
     return choice(default, ((names, value, convert, text), more), use=use)
 
 
@@ -213,8 +217,11 @@ class NameList(argparse.Action):
 
 
 class IgnoredFlag(argparse.Action):
-    """Action that records a flag without effect. ``const``: False for a switch that disables a feature that does not
-    exist here."""
+    """Action that records a flag without effect.
+
+    Args:
+        const: False for a switch that disables a feature that does not exist here.
+    """
 
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
         options.without_meaning[self.dest] = bool(self.const)
@@ -229,7 +236,9 @@ def whole(smallest: int) -> Callable[[str], int]:
         except ValueError:
             value = smallest - 1
         if value < smallest:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, {smallest} or more")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number of at least {smallest}"
+            )
         return value
 
     return convert
@@ -242,7 +251,7 @@ def number(text: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return value
 
 
@@ -253,7 +262,7 @@ def positive(text: str, what: str = "a number") -> float:
     except argparse.ArgumentTypeError:
         value = 0.0
     if value == 0.0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be {what}, more than 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what} above 0")
     return value
 
 
@@ -267,7 +276,7 @@ def cores(text: str) -> str:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be the numbers of cores, one for each worker of a host, as in 0,1,2,3"
+            f"{text!r} is not a list of core numbers with one core per worker of a host, as in 0,1,2,3"
         )
     return ",".join(words)
 
@@ -275,5 +284,7 @@ def cores(text: str) -> str:
 def log_level(text: str) -> str:
     """Parse one of LOG_LEVELS, in any case."""
     if text.upper() not in LOG_LEVELS:
-        raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(LOG_LEVELS)}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a log level: pass one of {', '.join(LOG_LEVELS)}"
+        )
     return text.upper()

@@ -59,15 +59,16 @@ def checkpoint_plan(
         return CheckpointPlan()
     if options.fresh and options.begin_from is not None:
         raise Invalid(
-            f"--fresh starts a new job, and --from {options.begin_from} starts from a commit: pass one of them"
+            f"--fresh and --from {options.begin_from} can't be combined, because --fresh starts a new job, and"
+            " --from starts from a commit: pass only one of them"
         )
     every = options.checkpoint_every or told.DEFAULT_EVERY
     told.parse_every(every)
     storage = Storage(options.checkpoint_dir)
     if not storage.outlives_us:
         raise Invalid(
-            f"--checkpoint-dir {storage.url} does not outlive the process that writes there: pass a folder, or a"
-            " URL of an object store"
+            f"--checkpoint-dir {storage.url} is lost when the writing process ends: pass a folder, or a URL of"
+            " an object store"
         )
     if storage.local:
         traces.folder(storage.absolute)
@@ -117,14 +118,14 @@ def same_command_of(options: Options, environ: Mapping[str, str]) -> SameCommand
 
 
 def finished_before(same: SameCommand, options: Options) -> Manifest | None:
-    """Return the last commit of the same job if it has finished, and neither --fresh nor --from is given."""
+    """Return the last commit if the same job has already finished and neither --fresh nor --from was passed."""
     if options.fresh or options.begin_from is not None:
         return None
     return _unless_silent(same.finished_before)
 
 
 def rerun_reason(same: SameCommand, options: Options) -> RerunReason | None:
-    """Return why a finished job runs again; None if none has finished, or --fresh or --from is given."""
+    """Return why a finished job runs again, or None if none has finished, or --fresh or --from is given."""
     if options.fresh or options.begin_from is not None:
         return None
     return _unless_silent(same.rerun_reason)
@@ -141,7 +142,7 @@ def _other_hosts(listed: str | None) -> bool:
 
 
 def _unless_silent(work: Callable[[], Value]) -> Value | None:
-    """Return the result; None if the storage does not answer, which is reported at the start of the job."""
+    """Return the result, or None if the storage does not answer, which is reported at the start of the job."""
     future = begun(work, "checkpoints")
     if not futures.wait([future], ANSWER_S).done:
         return None
@@ -176,8 +177,8 @@ def _look(options: Options, storage: Storage) -> tuple[int, Begin, Notes]:
 def _refuse_other(storage: Storage, other: catalog.RunOwner | None) -> None:
     if other is not None:
         raise Invalid(
-            f"--checkpoint-dir {storage.url}: process {other.pid} of this machine writes checkpoints there, and"
-            " each job needs its own folder: wait until it ends, or pass another folder"
+            f"--checkpoint-dir {storage.url} is in use: process {other.pid} of this machine writes checkpoints"
+            " there, but each job needs its own folder. Wait until the process ends, or pass another folder"
         )
 
 
@@ -199,8 +200,8 @@ def _begin(options: Options, storage: Storage, notes: Notes) -> Begin:
             passed_over.append(f"{name}: {entry.trouble}")
     if passed_over:
         raise Invalid(
-            f"--checkpoint-dir {storage.url} has checkpoints, but none is readable ({passed_over[0]}); nothing was"
-            " changed there. Restore one, or start a new job with --fresh"
+            f"no checkpoint in --checkpoint-dir {storage.url} is readable ({passed_over[0]}). No checkpoint was"
+            " changed. Restore a checkpoint from a backup, or start a new job with --fresh"
         )
     return None
 
@@ -209,7 +210,7 @@ def _within(seconds: float, url: str, work: Any) -> Any:
     """Run ``work`` with a timeout, so that a silent storage is reported. Raises Invalid."""
     future = begun(work, "checkpoints")
     if not futures.wait([future], seconds).done:
-        raise Invalid(f"--checkpoint-dir {url}: no answer within {seconds:.0f} s")
+        raise Invalid(f"--checkpoint-dir {url} did not respond within {seconds:.0f} s")
     try:
         return future.result()
     except (OSError, UnreadableCommit) as error:

@@ -21,7 +21,10 @@ _CONTROLLERS = ("gloo", "mpi", "jsrun")
 def read_config(path: str, flags: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
     """Return flags as words, with their positions, such as ``("--log-level=INFO", "job.yaml, logging.level")``.
 
-    ``flags``: by ``section.key``; see `ArgumentParser.keys`. Raises Invalid with a sentence that has file and entry.
+    Args:
+        flags: flags by ``section.key``. See `ArgumentParser.keys`.
+
+    Raises Invalid with a sentence that has file and entry.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -44,16 +47,18 @@ def read_config(path: str, flags: Mapping[str, Mapping[str, str]]) -> list[tuple
         where = f"config file {path}, {name}"
         if name == "controller":
             if str(section).lower() not in _CONTROLLERS:
-                raise Invalid(f"{where}: unknown controller {section!r}; write gloo")
+                raise Invalid(f"{where} has the unknown controller {section!r}: write gloo")
             words.append((f"--{str(section).lower()}", where))
             continue
         if name not in known:
-            raise Invalid(f"{where}: unknown section{_near(name, ['controller', *sorted(known)])}")
+            raise Invalid(
+                f"{where} is an unknown section{_near(name, ['controller', *sorted(known)])}"
+            )
         if section is None:
             continue
         for key, value in _mapping(section, where).items():
             if key not in known[name]:
-                raise Invalid(f"{where}.{key}: unknown key{_near(key, list(known[name]))}")
+                raise Invalid(f"{where}.{key} is an unknown key{_near(key, list(known[name]))}")
             if value is not None:
                 words.append((_word(known[name][key], value, f"{where}.{key}"), f"{where}.{key}"))
     return words
@@ -71,7 +76,7 @@ def _word(meant: Mapping[str, str], value: object, where: str) -> str:
 
 def _mapping(value: object, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise Invalid(f"{where} must contain entries such as key: value")
+        raise Invalid(f"{where} is not a mapping: write entries such as key: value")
     return {str(key): entry for key, entry in value.items()}
 
 
@@ -91,7 +96,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"{key.value!r} is given twice", key.start_mark
+                        None, None, f"the key {key.value!r} occurs twice", key.start_mark
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)

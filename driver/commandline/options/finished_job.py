@@ -66,7 +66,7 @@ class FinishedJob(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class SameCommand:
-    """One start of a program. ``files`` is None if there are too many to compare."""
+    """One start of a program. ``files`` is None if the program has too many files for a comparison."""
 
     storage: Storage
     request: str
@@ -90,7 +90,7 @@ class SameCommand:
         return self._newest(found.commit) if same else None
 
     def rerun_reason(self) -> RerunReason | None:
-        """Return why a job that is not `finished_before` runs again; None if none has finished. Raises OSError."""
+        """Return the reason why a finished job runs again. Return None if no job has finished. Raises OSError."""
         returned = finished_training.read_returned(self.storage)
         if self.files is None or returned is None or self._newest(returned.commit) is None:
             return None
@@ -102,14 +102,14 @@ class SameCommand:
         return RerunReason.FILES if found.files != self.files else RerunReason.READ
 
     def _record(self) -> FinishedJob | None:
-        """Return the record of a finished job; None if there is no readable record."""
+        """Return the record of a finished job, or None if there is no readable record."""
         try:
             return msgspec.json.decode(self.storage.read(FINISHED), type=FinishedJob)
         except (FileNotFoundError, msgspec.MsgspecError):
             return None
 
     def has_finished(self, run: int) -> bool:
-        """Record that the job of this run ended with exit code 0; return whether this can be detected later.
+        """Record that the job of this run ended with exit code 0 and return whether this can be detected later.
 
         Raises OSError.
         """
@@ -141,7 +141,13 @@ class SameCommand:
 def same_command(
     url: str, flags: str, command: Sequence[str], environ: Mapping[str, str]
 ) -> SameCommand:
-    """Return the identity of a command. ``flags``: all options as text. Raises Invalid for an invalid storage."""
+    """Return the identity of a command.
+
+    Args:
+        flags: all options as text.
+
+    Raises Invalid for an invalid storage.
+    """
     folder = os.getcwd()
     kept = sorted(
         f"{name}={value}"
@@ -157,8 +163,12 @@ def same_command(
 def program_files(command: Sequence[str], folder: str, without: str) -> dict[str, str] | None:
     """Return signatures of the files and folders that the command names, and of programs and settings next to them.
 
-    Programs and settings are searched in the folders of these files and in ``folder``. ``without``: the checkpoint
-    folder, which is excluded. Returns None if there are too many files.
+    Programs and settings are searched in the folders of these files and in ``folder``.
+
+    Args:
+        without: the checkpoint folder, which is excluded.
+
+    Returns None if there are too many files.
     """
     paths = {os.path.abspath(path) for word in command for path in _paths(word)}
     named = {path for path in paths if os.path.isfile(path)}
@@ -222,7 +232,7 @@ def _within(root: str, without: str, *, followlinks: bool = False) -> Iterator[s
 
 
 def _size(path: str) -> int:
-    """Return the size in bytes; 0 if the file does not exist."""
+    """Return the size in bytes, or 0 if the file does not exist."""
     with contextlib.suppress(OSError):
         return os.path.getsize(path)
     return 0

@@ -537,8 +537,9 @@ class Options(
     OutputFlags,
     GeneralFlags,
 ):
-    """Flags as given by the user. None: not given, so that the configuration file, the environment and the defaults can
-    supply a value."""
+    """Flags as given by the user. None means that the flag was not given, so that the configuration file, the
+    environment and the defaults can supply a value.
+    """
 
     command: list[str] = field(default_factory=list)
     without_meaning: dict[str, bool] = field(default_factory=dict)  # flag -> switched on
@@ -602,7 +603,7 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Parse a command line without its program name. Raises Invalid; exits for ``--help`` and ``--help-all``."""
+    """Parse a command line without its program name. ``--help`` and ``--help-all`` exit. Raises Invalid."""
     known = parser()
     own, command = known.split(arguments)
     options = Options()

@@ -94,6 +94,6 @@ def _range(name: str, given: Any, convert: Callable[[str], Any]) -> list[str]:
     words = [_text(name, given, value, convert) for value in pair]
     if len(words) != 2 or convert(words[0]) > convert(words[1]):
         raise Invalid(
-            f"{name} is {given!r}: pass the shortest and the longest in seconds, as in (1, 60)"
+            f"{name} is {given!r}: pass the minimum and the maximum in seconds, as in (1, 60)"
         )
     return words

@@ -33,21 +33,27 @@ PASSWORD = "ELASTIC_ETCD_PASSWORD"
 
 
 def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool) -> MultiHostPlan:
-    """Return the plan for agents and driver failover. ``elsewhere``: one of the known hosts is another machine. Raises
-    Invalid.
+    """Return the plan for agents and driver failover.
+
+    Args:
+        elsewhere: one of the known hosts is another machine.
+
+    Raises Invalid.
     """
     etcd = etcd_access(options, environ)
     sources = (options.hosts, options.hostfile, options.host_discovery_script)
     listed = any(source is not None for source in sources)
     if options.standby and etcd is None:
         raise Invalid(
-            "--standby needs --etcd HOST:PORT, through which drivers elect a leader; on a single "
-            "machine, rerun the command with --journal FILE --resume instead"
+            "--standby needs --etcd HOST:PORT, because drivers elect a leader through etcd. On a single"
+            " machine, rerun the command with --journal FILE --resume instead"
         )
     if options.resume and options.journal is None and etcd is None:
-        raise Invalid("--resume needs --journal FILE or --etcd, to find the job to continue")
+        raise Invalid(
+            "--resume needs the journal of the job to continue: pass --journal FILE or --etcd"
+        )
     if etcd is not None and options.job_name is None:
-        raise Invalid("--etcd needs --job NAME, which agents and drivers use to find each other")
+        raise Invalid("--etcd needs a job name for agents and drivers: pass --job NAME")
     name = options.job_name or f"job-{os.getpid()}"
     job_root(name)
     if options.driver_port is not None and options.driver_port > 65535:
@@ -64,8 +70,8 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
     by_etcd = etcd is not None and not listed and not in_pods
     if secret is None and (etcd is not None or in_pods):
         raise Invalid(
-            "drivers and agents that are started separately need a common secret: create a file with `elasticrun"
-            " secret FILE`, copy it to every host, and pass --secret-file FILE"
+            "drivers and agents that are started separately need a shared secret: create a file with"
+            " `elasticrun secret FILE`, copy the file to every host, and pass --secret-file FILE"
         )
     # An earlier job may have agents that must be notified of its end.
     left = options.fresh and os.path.exists(f"{options.journal}.secret")
@@ -99,7 +105,7 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
 
 
 def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None:
-    """Return the selection of pods; None if hosts are not pods. Raises Invalid."""
+    """Return the selection of pods, or None if hosts are not pods. Raises Invalid."""
     if not options.kubernetes:
         if options.kubernetes_selector is not None or options.kubernetes_namespace is not None:
             raise Invalid(
@@ -110,7 +116,8 @@ def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None
     if selector is None:
         if options.job_name is None:
             raise Invalid(
-                "--kubernetes needs --job NAME, the release whose pods are the hosts, or --kubernetes-selector LABELS"
+                "--kubernetes can't select pods: pass the name of the release with --job NAME, or pass"
+                " --kubernetes-selector LABELS"
             )
         selector = (
             f"app.kubernetes.io/instance={options.job_name},app.kubernetes.io/component=worker"
@@ -124,7 +131,7 @@ def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None
 
 
 def etcd_access(options: Options, environ: Mapping[str, str]) -> EtcdAccess | None:
-    """Return endpoints and credentials of etcd; None without etcd. Raises Invalid."""
+    """Return endpoints and credentials of etcd, or None without etcd. Raises Invalid."""
     files = (options.etcd_cert, options.etcd_key, options.etcd_ca)
     if options.etcd is None:
         if options.etcd_user is not None or any(file is not None for file in files):
@@ -154,7 +161,9 @@ def etcd_access(options: Options, environ: Mapping[str, str]) -> EtcdAccess | No
 def tls_files(
     cert: str | None, key: str | None, ca: str | None, *, prefix: str = "--tls"
 ) -> TlsFiles | None:
-    """Return all three files or None; for etcd, the CA alone is sufficient. Raises Invalid."""
+    """Return the three TLS files, or None without TLS. A CA certificate alone is sufficient for etcd. Raises
+    Invalid.
+    """
     given = {f"{prefix}-cert": cert, f"{prefix}-key": key, f"{prefix}-ca": ca}
     missing = [flag for flag, path in given.items() if path is None]
     if len(missing) == len(given):
@@ -176,7 +185,7 @@ def _forwarded(exported: list[str], environ: Mapping[str, str]) -> dict[str, str
     """Return the driver's environment variables for workers on all hosts."""
     missing = [name for name in exported if name not in environ]
     if missing:
-        raise Invalid(f"--export {','.join(missing)}: the variable is not set")
+        raise Invalid(f"--export names variables that are not set: {','.join(missing)}")
     names = {*exported, *(name for name in environ if FORWARDED.fullmatch(name))}
     return {name: environ[name] for name in sorted(names)}
 
@@ -190,10 +199,13 @@ def _secret_beside(journal: str) -> bytes:
         folder = os.path.dirname(path)
         if not os.path.isdir(folder):
             raise Invalid(
-                f"--journal {journal} is not writable: the directory {folder} does not exist"
+                f"--journal {journal} is not writable, because the directory {folder} does not exist: create the"
+                " directory"
             )
         if os.path.exists(journal) and not stat.S_ISREG(os.stat(journal).st_mode):
-            raise Invalid(f"--journal {journal} is not a regular file; --resume needs one")
+            raise Invalid(
+                f"--journal {journal} is not a regular file, which --resume requires: pass a regular file"
+            )
         make_secret_file(path)
     secret = read_secret(path, {})
     assert secret is not None

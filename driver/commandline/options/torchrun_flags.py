@@ -78,13 +78,17 @@ class _Refuse(argparse.Action):
 
 def _backend(text: str) -> str:
     if text not in BACKENDS:
-        raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(BACKENDS)}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a known backend: pass one of {', '.join(BACKENDS)}"
+        )
     return text
 
 
 def _per_host(text: str) -> str:
     if text not in ("auto", "gpu", "cpu") and not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, auto, gpu or cpu")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid number of processes: pass a whole number, auto, gpu or cpu"
+        )
     return text
 
 
@@ -93,7 +97,7 @@ def _hosts(text: str) -> tuple[int, int]:
     most = most or least
     if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be a number of hosts, or a range such as 2:4"
+            f"{text!r} is not a valid number of hosts: pass a number, or a range such as 2:4"
         )
     return int(least), int(most)
 
@@ -159,13 +163,19 @@ class TorchrunFlags:
 
 
 def translated(options: Options, cores: int, gpus: int) -> Options:
-    """Convert to elasticrun's flags, which take precedence. ``cores`` and ``gpus``: of this host. Raises Invalid."""
+    """Convert to elasticrun's flags, which take precedence.
+
+    Args:
+        cores and gpus: of this host.
+
+    Raises Invalid.
+    """
     changes: dict[str, Any] = {}
     nodes = options.nnodes or (1, 1)
     several = nodes[1] > 1
     if options.standalone and several:
         raise Invalid(
-            "--standalone uses one host, but --nnodes specifies several: keep one of them"
+            "--standalone uses a single host, but --nnodes specifies several hosts: keep only one of them"
         )
     if options.nproc_per_node is not None or options.nnodes is not None:
         changes |= _counted(options, nodes, _workers(options.nproc_per_node or "1", cores, gpus))
@@ -198,7 +208,9 @@ def _counted(options: Any, nodes: tuple[int, int], each: int) -> dict[str, Any]:
 
 def _workers(text: str, cores: int, gpus: int) -> int:
     if text == "gpu" and not gpus:
-        raise Invalid("--nproc-per-node gpu: this host has no GPU: pass a number, or cpu")
+        raise Invalid(
+            "--nproc-per-node gpu requires a GPU, but this host has none: pass a number, or cpu"
+        )
     if text == "cpu" or (text == "auto" and not gpus):
         return cores
     return int(text) if text.isdecimal() else gpus
@@ -227,7 +239,7 @@ def _found(options: Any, several: bool) -> dict[str, Any]:
             f"--rdzv-backend {options.rdzv_backend} is not available; omit it, or pass --etcd"
         )
     if several and options.hosts is None and options.hostfile is None:
-        raise Invalid(f"--rdzv-endpoint does not specify the hosts; {_ELSEWHERE}")
+        raise Invalid(f"--rdzv-endpoint does not select the hosts; {_ELSEWHERE}")
     return {}
 
 

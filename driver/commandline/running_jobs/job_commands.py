@@ -49,7 +49,9 @@ FOLLOW_S = 0.2
 class Verb:
     """One command.
 
-    ``words``: minimum and maximum number of arguments. ``named``: whether an additional first argument is the job.
+    Args:
+        words: minimum and maximum number of arguments.
+        named: whether an additional first argument is the job.
     """
 
     usage: str
@@ -134,7 +136,7 @@ def command_parser(name: str) -> ArgumentParser:
 
 
 def main(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run a command; return its exit code: 1 if the job refuses or cannot be reached. Raises Invalid."""
+    """Run a command and return its exit code: 1 if the job refuses or cannot be reached. Raises Invalid."""
     verb = VERBS[name]
     parser = command_parser(name)
     options = CommandOptions()
@@ -190,11 +192,11 @@ def _found(job: str, options: CommandOptions, environ: Mapping[str, str]) -> Job
     if etcd is None:
         return find_job(job, environ, journal=options.journal)
     if not job:
-        raise Invalid("--etcd needs --job NAME, the name of the job")
+        raise Invalid("--etcd needs the name of the job: pass --job NAME")
     secret = read_secret(options.secret_file, environ)
     if secret is None:
         raise Invalid(
-            "--etcd needs --secret-file FILE: the job accepts only commands that prove its secret"
+            "--etcd needs the secret of the job, which authenticates commands: pass --secret-file FILE"
         )
     files = tls_files(options.tls_cert, options.tls_key, options.tls_ca)
     tls = None
@@ -209,7 +211,7 @@ def _found(job: str, options: CommandOptions, environ: Mapping[str, str]) -> Job
 
 def _found_in_ray(job: str) -> JobAddress:
     if not job:
-        raise Invalid("no job given: pass --ray the name of a detached job")
+        raise Invalid("no job was given: pass the name of a detached job to --ray")
     try:
         from elastic.driver.ray.detached_drivers import desk_of
     except ModuleNotFoundError:
@@ -328,7 +330,7 @@ def _logs(client: JobClient, words: Sequence[str], options: CommandOptions) -> i
 
 
 def _print_answer(client: JobClient, answer: messages.Told, prefix: str = "") -> int:
-    """Print an answer; return the exit code. A refusal is an error."""
+    """Print an answer and return the exit code. A refusal is an error."""
     line = shown(f"job {client.job.name}: {prefix}{answer.text}")
     print(
         line if answer.done else f"elasticrun: {line}",

@@ -52,7 +52,7 @@ def version() -> str:
 
 
 def other_horovod() -> str | None:
-    """Return a warning if Horovod itself is also installed, otherwise None."""
+    """Return a warning if Horovod is installed too. Otherwise return None."""
     found = _version_of("horovod")
     if found is None:
         return None
@@ -63,7 +63,7 @@ def other_horovod() -> str | None:
 
 
 def other_elastic() -> str | None:
-    """Return a warning if the package elastic, which computes elastic constants, is also installed, otherwise None."""
+    """Return a warning if the unrelated package elastic (elastic constants) is installed too. Otherwise return None."""
     found = _version_of("elastic")
     if found is None:
         return None

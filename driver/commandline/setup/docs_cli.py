@@ -26,7 +26,7 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code. Raises Invalid."""
+    """Run the command and return its exit code. Raises Invalid."""
     if not arguments:
         for name, path in pages().items():
             if not name.startswith("decisions/"):
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def pages() -> dict[str, Path]:
-    """Return all pages by name without .md, sorted. Raises Invalid if they are not installed."""
+    """Return all pages by name, sorted and without the suffix .md. Raises Invalid if the pages are not installed."""
     package = Path(elastic.__file__).parent
     folder = next(
         (each for each in (package / "docs", package.parent / "docs") if each.is_dir()), None

@@ -57,7 +57,7 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the command; return its exit code: 1 if a check failed. Raises Invalid."""
+    """Run the command and return its exit code: 1 if a check failed. Raises Invalid."""
     options = DoctorOptions()
     parser().parse_args(arguments, namespace=options)
     this_host = ThisHost()
@@ -94,7 +94,7 @@ def lines(host: str, found: Sequence[Check]) -> list[str]:
 
 
 def checks_by_ssh(host: str, ssh: SshOptions, environ: Mapping[str, str]) -> list[Check]:
-    """Return the checks of another host; a failed check if it cannot be reached."""
+    """Return the checks of another host. The result contains a failed check if the host is unreachable."""
     pythons = [ssh.python] * 2 if ssh.python else [sys.executable, "python3"]
     began = time.time()
     try:

@@ -16,7 +16,11 @@ NAMED = 3
 
 
 class HostFacts(msgspec.Struct, frozen=True):
-    """Facts of one host. ``at``: time of their collection, in seconds since 1970."""
+    """Facts of one host.
+
+    Args:
+        at: time of their collection, in seconds since 1970.
+    """
 
     version: str
     python: str
@@ -41,7 +45,11 @@ class Level(enum.Enum):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """Result of one check. ``do``: the remedy if ``level`` is not OK."""
+    """Result of one check.
+
+    Args:
+        do: the remedy if ``level`` is not OK.
+    """
 
     what: str
     level: Level
@@ -54,8 +62,9 @@ def checks(
 ) -> list[Check]:
     """Return all checks of a host.
 
-    ``version``: version of hvd-elastic on this machine. ``ahead_s``: seconds by which the host's clock is ahead of this
-    machine's.
+    Args:
+        version: version of hvd-elastic on this machine.
+        ahead_s: seconds by which the host's clock is ahead of this machine's.
     """
     return [
         _versions(host, version),

@@ -41,7 +41,7 @@ class ApiError(Exception):
 
 
 class Resource(enum.Enum):
-    """Watched resource; the value is its name in the API."""
+    """A watched resource. The value is the name of the resource in the API."""
 
     PODS = "pods"
     NODES = "nodes"
@@ -63,7 +63,9 @@ class KubernetesApi(Protocol):
         """
 
     def delete_by_force(self, name: str, uid: str) -> None:
-        """Delete a pod whose end will not be reported. Does nothing if another pod has taken its name."""
+        """Delete a pod by force. Use this for pods whose node can no longer report their end. If a new pod has the
+        same name, do nothing.
+        """
 
 
 def connection() -> tuple[Any, str]:
@@ -197,7 +199,9 @@ class ApiClient:
 def _decoded(text: bytes) -> dict[str, Any]:
     answer = msgspec.json.decode(text)
     if not isinstance(answer, dict):
-        raise ApiError(ApiErrorKind.OTHER, "the response is not a JSON object")
+        raise ApiError(
+            ApiErrorKind.OTHER, "the API server returned a response that is not a JSON object"
+        )
     return answer
 
 

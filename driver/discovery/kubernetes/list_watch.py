@@ -46,7 +46,11 @@ class Changed:
 
 @dataclass(frozen=True)
 class WatchFailed:
-    """The API server did not answer. ``error`` None: it answers again."""
+    """The API server did not respond.
+
+    Args:
+        error: the failure. None means that the API server responds again.
+    """
 
     kind: Resource
     error: ApiError | None

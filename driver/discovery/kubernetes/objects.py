@@ -30,7 +30,11 @@ ENDING: dict[str, tuple[str, float | None]] = {
 
 @dataclass(frozen=True)
 class Pod:
-    """One pod. ``ends_at``: time since the epoch at which Kubernetes kills it, or None if it is not being deleted."""
+    """One pod.
+
+    Args:
+        ends_at: time since the epoch at which Kubernetes kills it, or None if it is not being deleted.
+    """
 
     uid: str
     name: str
@@ -48,7 +52,12 @@ class Pod:
 
 @dataclass(frozen=True)
 class KubernetesNode:
-    """One node. ``ending``: taints that announce its end. ``reachable``: its kubelet reports to the API server."""
+    """One node.
+
+    Args:
+        ending: taints that announce its end.
+        reachable: its kubelet reports to the API server.
+    """
 
     name: str
     reachable: bool = True

@@ -29,14 +29,22 @@ OVERDUE_S = 2.0  # delay after the grace period, within which a pod should be go
 
 @dataclass(frozen=True)
 class PodEnding:
-    """Announced end of a pod. ``at``: seconds since the epoch; None if unknown."""
+    """Announced end of a pod.
+
+    Args:
+        at: seconds since the epoch, or None if unknown.
+    """
 
     text: str
     at: float | None
 
 
 class Pods:
-    """Pods and nodes as last reported. ``slots``: slots of each pod, or None for its number of GPUs (at least one)."""
+    """Pods and nodes as last reported.
+
+    Args:
+        slots: slots of each pod, or None for its number of GPUs (at least one).
+    """
 
     def __init__(self, slots: int | None = None) -> None:
         self._slots = slots
@@ -92,7 +100,7 @@ class Pods:
         return {address: self._slots or max(1, running[address].gpus) for address in self._order}
 
     def endings(self, now: float) -> dict[str, PodEnding]:
-        """Return the announced end of each host: that of its pod or of its node, whichever is earlier."""
+        """Return the announced end of each host. This is the earlier of the ends of its pod and its node."""
         hosts = self.hosts(now)
         found = {}
         for pod in self._newest():
@@ -155,7 +163,7 @@ def _late(pod: Pod, now: float) -> bool:
 def differences(
     before: Mapping[str, PodEnding], after: Mapping[str, PodEnding]
 ) -> Iterable[tuple[str, PodEnding | None]]:
-    """Yield new and changed announcements; None for a host whose announcement was withdrawn."""
+    """Yield new and changed announcements. The value is None for a host with a withdrawn announcement."""
     for host in before.keys() - after.keys():
         yield host, None
     for host, ending in after.items():

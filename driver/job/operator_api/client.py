@@ -76,18 +76,19 @@ def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = N
     if not found:
         if other := _other_owner(path):
             raise Invalid(
-                f"{whose} belongs to user {other}, and a job accepts commands only from the user "
-                f"that started it: run the command as {other}"
+                f"{whose} belongs to user {other}, and accepts commands only from this user: run the command as"
+                f" {other}"
             )
         raise Invalid(f"no {which} runs here{hint}; {_others(jobs)}")
     if len(found) > 1:
-        raise Invalid(f"{len(found)} jobs run here: name one of {_listed(found)}")
+        raise Invalid(
+            f"{len(found)} jobs run on this machine: pass the name of one, {_listed(found)}"
+        )
     [record] = found
     return JobAddress(record.name, record.address, bytes.fromhex(record.key))
 
 
 def _other_owner(path: str) -> str:
-    """Return the owner of a file if it is another user; otherwise ""."""
     try:
         uid = os.stat(path).st_uid
     except OSError:
@@ -127,7 +128,7 @@ class JobClient:
             sock = socket.create_connection((host, port), CONNECT_S)
         except OSError as error:
             raise JobUnreachable(
-                f"the driver of job {job.name} does not answer at {job.address}: {error.strerror or error}"
+                f"the driver of job {job.name} does not respond at {job.address}: {error.strerror or error}"
             ) from None
         self._client = ControlClient(sock, _from_desk, job.tls)
         name = f"{_user()}@{socket.gethostname()}:{secrets.token_hex(4)}"

@@ -26,7 +26,7 @@ async def _desk_of(access: EtcdAccess, job: str) -> str:
         desk = await etcd.get(operators_key(job), within_s=WITHIN_S)
     except Unavailable as error:
         where = ", ".join(access.endpoints)
-        raise Invalid(f"etcd at {where} does not answer: {error}; check --etcd") from None
+        raise Invalid(f"etcd at {where} does not respond: {error}. Check --etcd") from None
     finally:
         await etcd.close()
     if seat is None or read_leader(seat.value) is None or desk is None:

@@ -20,7 +20,11 @@ class OperatorMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fiel
 
 
 class OperatorAnswer(OperatorMessage):
-    """Answer to protocol.Challenge, with a challenge of its own. ``name``: identifies the connection and its user."""
+    """Answer to protocol.Challenge, with a challenge of its own.
+
+    Args:
+        name: identifies the connection and its user.
+    """
 
     name: str
     nonce: bytes
@@ -29,7 +33,7 @@ class OperatorAnswer(OperatorMessage):
 
 
 class AskStatus(OperatorMessage):
-    """Request the state of the page, as JSON; see `monitoring.dashboard.page_state`."""
+    """Request the state of the page, as JSON. See `monitoring.dashboard.page_state`."""
 
     number: int
 
@@ -46,7 +50,11 @@ class AskDrain(OperatorMessage):
 
 
 class AskRemove(OperatorMessage):
-    """Request a worker's removal. ``worker``: a rank, or ``host:slot``."""
+    """Request a worker's removal.
+
+    Args:
+        worker: a rank, or ``host:slot``.
+    """
 
     number: int
     worker: str
@@ -56,7 +64,7 @@ class AskStacks(OperatorMessage):
     """Request the stacks of a worker: text by worker as JSON in the answer's data.
 
     Args:
-        worker: a rank or ``host:slot``; empty: the first members.
+        worker: a rank or ``host:slot``. Empty means the first members.
         log: write them to the job's log too.
     """
 
@@ -77,7 +85,7 @@ class AskLogs(OperatorMessage):
 
 
 class AskStop(OperatorMessage):
-    """End the job; a second request kills it immediately."""
+    """Request to end the job. A second request kills the job immediately."""
 
     number: int
     why: str = ""

@@ -71,8 +71,8 @@ def checked_folder(folder: Path) -> Path:
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
         raise Invalid(
-            f"{folder} must be accessible only to you (mode 0700): remove it, or set XDG_RUNTIME_DIR to a folder of"
-            " yours"
+            f"{folder} must be accessible only to you (mode 0700): remove the folder, or set XDG_RUNTIME_DIR to"
+            " your own folder"
         )
     return folder
 
@@ -85,14 +85,13 @@ def records(environ: Mapping[str, str]) -> list[JobRecord]:
             return []
     except PermissionError:  # XDG_RUNTIME_DIR is another user's, for example after su
         raise Invalid(
-            f"{folder.parent} is not accessible to you: set XDG_RUNTIME_DIR to a folder of yours, or unset it"
+            f"{folder.parent} is not accessible to you: set XDG_RUNTIME_DIR to your own folder, or unset it"
         ) from None
     found = [_read(path) for path in checked_folder(folder).glob("*.json")]
     return sorted((each for each in found if each is not None), key=lambda each: each.began)
 
 
 def _read(path: Path) -> JobRecord | None:
-    """Read a record. Return None if no process keeps it locked."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

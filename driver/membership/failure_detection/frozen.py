@@ -32,7 +32,7 @@ class Frozen(Part):
         self._hosts_awaited: dict[str, tuple[float, Reason]] = {}  # deadline and reason
 
     def handle(self, event: Event) -> bool:
-        """Handle an event about an agent or a host; return whether it was one."""
+        """Handle an event about an agent or a host and return whether it was one."""
         match event:
             case WorkerFrozen():
                 self.has_frozen(event)

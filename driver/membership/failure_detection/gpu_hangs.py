@@ -54,9 +54,9 @@ class HangFinding:
     Args:
         hang: its kind.
         group: name of the group.
-        number: of the collective.
+        number: number of the collective.
         for_s: how long it has lasted.
-        blamed: the workers that explain it; empty if no rank stands out.
+        blamed: the workers that explain it, or an empty result if no rank stands out.
     """
 
     hang: Hang
@@ -71,7 +71,7 @@ def judge(witnesses: Sequence[RankReport], settings: Settings, before: int) -> H
 
     Args:
         witnesses: the latest report of each rank.
-        settings: of the job.
+        settings: settings of the job.
         before: number of worlds that hung since the last new commit.
     """
     launches = [witness.launches for witness in witnesses]
@@ -109,14 +109,18 @@ def _left_behind(witnesses: Sequence[RankReport], number: int) -> list[RankRepor
 
 
 def hang_of_one(finding: HangFinding) -> Reason:
-    """Return the reason for fencing a worker whose GPU explains that all ranks wait."""
+    """Return the reason for fencing a worker if its GPU makes all ranks wait."""
     kinds = {Hang.FAILED: ReasonKind.GPU_FAILED, Hang.GPU: ReasonKind.GPU_HANGS}
     kind = kinds.get(finding.hang, ReasonKind.GPU_BEHIND)
     return because(kind, for_s=finding.for_s, number=finding.number, group=finding.group)
 
 
 def hang_of_all(finding: HangFinding, before: int) -> Reason:
-    """Return the reason if no worker is blamed. ``before``: number of worlds that hung since the last new commit."""
+    """Return the reason if no worker is blamed.
+
+    Args:
+        before: number of worlds that hung since the last new commit.
+    """
     kind = ReasonKind.NETWORK_HANGS if finding.hang is Hang.NETWORK else ReasonKind.GPUS_HANG
     number, group, for_s = finding.number, finding.group, finding.for_s
     return because(kind, for_s=for_s, number=number, group=group, before=before)

@@ -21,7 +21,11 @@ NAMED = 8
 
 @dataclass
 class IdleWorld:
-    """Detects a world of one job without progress. ``due``: time of the next check, None until a report arrives."""
+    """Detects a world of one job without progress.
+
+    Args:
+        due: time of the next check, None until a report arrives.
+    """
 
     due: float | None = None
     asked: bool = False  # members were asked for their lines
@@ -51,7 +55,11 @@ class IdleWorld:
         self.asked, self.due = True, now + LOCATE_S
 
     def sentence(self, lines: Iterable[tuple[int, str]], now: float) -> str:
-        """Return the log message, once. ``lines``: the ranks and their lines, as ``train.py:12``; empty if unknown."""
+        """Return the log message, once.
+
+        Args:
+            lines: the ranks and their lines, as ``train.py:12``, or an empty result if unknown.
+        """
         self.told, self.due = True, None
         places = [f"rank {rank} is at {line or 'an unknown line'}" for rank, line in lines]
         more = [f"{len(places) - NAMED} more ranks"] if len(places) > NAMED else []

@@ -66,13 +66,13 @@ class Stuck(Part):
 
     @property
     def stragglers(self) -> frozenset[Worker]:
-        """Workers that slow down the others although all make progress."""
+        """Workers that slow down the other workers. All workers still make progress."""
         return self._stragglers.named
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event) -> bool:
-        """Handle a report of a worker's progress or process; return whether it was one."""
+        """Handle a report of a worker's progress or process and return whether it was one."""
         match event:
             case events.WorkerProgressed():
                 self.progressed(event)
@@ -263,7 +263,6 @@ class Stuck(Part):
             self.actions.add(events.ProbeWorkers([*hosts.values()]))
 
     def _must_watch(self) -> bool:
-        """Return whether to check for waits; never if no timeout is set."""
         limits = (self.settings.idle_s, self.settings.busy_s, self.settings.busy_warning_s)
         return any(limits) and self._any_waiting()
 
@@ -336,13 +335,11 @@ class Stuck(Part):
             self.actions.add(events.ProbeWorkers(to_probe))
 
     def _discard_silent_waits(self) -> None:
-        """Suspect workers that have stopped reporting their wait while others still report: they may be stuck."""
         for record in [*self.roster.inside.values()]:
             if record.said_at < self._repeated_at - SILENT_S:
                 record.inside = ""
 
     def _sides(self) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-        """Return the members that wait, and those that they wait for."""
         gathering = self.worlds.phase is Phase.GATHERING
         places = self.worlds.world.places
         waiters: list[WorkerRecord] = []
@@ -398,7 +395,7 @@ class Stuck(Part):
                 pass
 
     def restarted(self) -> None:
-        """Reset after a restart of the driver: earlier waits do not count."""
+        """Reset the detection after a restart of the driver. Earlier waits are ignored."""
         self._silence = UnresponsiveHosts(self.settings.silence_s)
         self._forget()
         for record in self.roster.values():
@@ -489,7 +486,6 @@ class Stuck(Part):
     # ---- GPUs that hang --------------------------------------------------------------------------------------------
 
     def _hangs(self) -> Iterator[HangFinding]:
-        """Return the hangs in groups whose ranks all wait. There are none in a phase that is marked as long."""
         if self.worlds.phase is Phase.GATHERING or any(s.killed_for for s in self.worlds.live()):
             return
         groups: dict[str, list[RankReport]] = {}

@@ -31,8 +31,9 @@ TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process
 
 
 def probe_every_s(settings: Settings) -> float:
-    """Return the interval between probes of workers for which others wait, which is also the delay of the first
-    probe."""
+    """Return the interval between probes of workers that hold up others. The first probe is delayed by the same
+    time.
+    """
     limits = [limit / 6 for limit in (settings.idle_s, settings.busy_s) if limit > 0]
     limits += [settings.gpu_hang_s / 2] if settings.gpu_hang_s > 0 else []
     return max(0.1, min([PROBE_S, *limits]))
@@ -55,7 +56,7 @@ class Next(enum.Enum):
 
 @dataclass
 class Suspicion:
-    """Suspicion against one worker for which others wait. ``_at`` and ``since`` are times on the caller's clock."""
+    """Suspicion against one worker that holds up others. ``_at`` and ``since`` are times on the caller's clock."""
 
     worker: Worker
     since: float  # time since which others wait for it
@@ -101,7 +102,7 @@ class Suspicion:
             self.verdict = Verdict.IDLE
 
     def fence_due(self, settings: Settings) -> float | None:
-        """Return when the worker will be condemned if its state does not change, or None for never."""
+        """Return the time at which the worker will be condemned if its state does not change. None means never."""
         match self.verdict:
             case Verdict.IDLE if settings.idle_s > 0 and self.patient:
                 return (
@@ -154,7 +155,11 @@ class Suspicion:
         return str(self.verdict.value), ""
 
     def reason(self, now: float, where: str) -> Reason:
-        """Return why the worker is fenced. ``where``: place at which the others waited."""
+        """Return why the worker is fenced.
+
+        Args:
+            where: place at which the others waited.
+        """
         if self.verdict is Verdict.IDLE:
             return because(ReasonKind.IDLE, for_s=now - self.idle_since, where=where)
         return because(ReasonKind.BUSY, for_s=now - self.since, rates=self.rates(), where=where)
@@ -164,7 +169,7 @@ class Suspicion:
 
 
 class Suspicions:
-    """All workers for which others wait."""
+    """All workers that hold up others."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -30,11 +30,11 @@ class UnresponsiveHosts:
     _last_look: bool = False  # answers were due at the previous check
 
     def begin(self, since: float, now: float) -> None:
-        """Begin a wait, which has lasted since ``since``."""
+        """Begin a wait that started at ``since``."""
         self.look_at = max(since + self.silence_s / 2, now)
 
     def end(self) -> None:
-        """End the wait: no worker waits now."""
+        """End the wait, because no worker waits now."""
         if self.look_at is not None:
             self.look_at = self._asked_at = None
             self._last_look = False

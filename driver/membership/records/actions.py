@@ -7,7 +7,11 @@ from elastic.driver.reasons import Reason
 
 
 class ActionList:
-    """The actions shared by the parts of a membership. ``now``: time of the event, in seconds on the caller's clock."""
+    """The actions shared by the parts of a membership.
+
+    Args:
+        now: time of the event, in seconds on the caller's clock.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0

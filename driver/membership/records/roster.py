@@ -96,7 +96,7 @@ class WorkerRecord:
 
     @property
     def patient(self) -> bool:
-        """Return whether the worker leaves only if enough others stay."""
+        """Return whether the worker leaves only if enough other workers stay."""
         return self.unlisted or self.noticed
 
     @property
@@ -140,7 +140,7 @@ class Roster(dict[Worker, WorkerRecord]):
             self._file(record, name)
 
     def remove(self, worker: Worker) -> WorkerRecord | None:
-        """Remove an exited process and return its record; None if it is unknown."""
+        """Remove an exited process and return its record. Return None if the process is unknown."""
         record = self.get(worker)
         if record is None:
             return None

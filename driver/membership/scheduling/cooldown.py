@@ -31,14 +31,15 @@ class Cooldown:
     _records: dict[Slot, SlotRecord] = field(default_factory=dict)
 
     def unhealthy(self, slot: Slot, now: float) -> float:
-        """Record a failed health check, which never leads to giving up a slot; return the seconds until the next
-        check."""
+        """Record a failed health check, which never leads to giving up a slot and return the seconds until the next
+        check.
+        """
         record = self._records.setdefault(slot, SlotRecord())
         record.fruitless += 1
         return self._cools(record, now)
 
     def failed(self, slot: Slot, now: float, *, fruitful: bool) -> float | None:
-        """Record a failure; return the seconds until the slot may be used again, or None if it is given up."""
+        """Record a failure and return the seconds until the slot may be used again, or None if it is given up."""
         record = self._records.setdefault(slot, SlotRecord())
         record.fruitless = 1 if fruitful else record.fruitless + 1
         if record.fruitless >= self.attempts and not fruitful:
@@ -52,14 +53,14 @@ class Cooldown:
         return wait
 
     def clear(self, slots: Iterable[Slot]) -> None:
-        """Clear the failures of slots whose world made progress; a running cooldown continues."""
+        """Clear the failures of slots after their world made progress. A running cooldown continues."""
         for slot in slots:
             record = self._records.get(slot)
             if record is not None:
                 record.fruitless = 0
 
     def forget_host(self, host: str) -> None:
-        """Discard the records of a host that left the list: when it returns, it is a new machine."""
+        """Discard the records of a host that was removed from the list. The host is a new machine when it returns."""
         for slot in [s for s in self._records if s[0] == host]:
             del self._records[slot]
 
@@ -74,7 +75,7 @@ class Cooldown:
         return (record is not None and record.given_up) or self.host_given_up(slot[0])
 
     def ready_at(self, slot: Slot) -> float | None:
-        """Return the time from which the slot may be used; None if it is given up."""
+        """Return the time from which the slot may be used. Return None if the slot was given up."""
         if self.given_up(slot):
             return None
         record = self._records.get(slot)

@@ -46,7 +46,11 @@ class Slots:
         self._drained: set[str] = set()  # hosts drained by an operator
 
     def announce(self, hosts: dict[str, int], *, fixed: bool = False) -> None:
-        """Set a new list from discovery, in order of preference. ``fixed``: see `HostsChanged`."""
+        """Set a new list from discovery, in order of preference.
+
+        Args:
+            fixed: see `HostsChanged`.
+        """
         for host in self._hosts.keys() - hosts.keys():
             self.cooldown.forget_host(host)
             self._closed.pop(host, None)
@@ -74,8 +78,11 @@ class Slots:
         return len(self._incarnations)
 
     def ended(self, slot: Slot, code: int) -> None:
-        """Record that a slot's worker exited by itself. ``code``: exit code; negative for a signal, as in
-        subprocess."""
+        """Record that a slot's worker exited by itself.
+
+        Args:
+            code: exit code; negative for a signal, as in subprocess.
+        """
         if code > 0:
             self._failures[slot] = self._failures.get(slot, 0) + 1
         else:
@@ -97,7 +104,9 @@ class Slots:
         return Worker(*slot, self._incarnations[slot])
 
     def leave(self, slot: Slot) -> None:
-        """Record that a slot's worker was asked to leave: the slot stays empty unless there are too few workers."""
+        """Record that the worker of a slot was asked to leave. The slot stays empty unless the job has too few
+        workers.
+        """
         self._left.add(slot)
         self.version += 1
 
@@ -167,18 +176,18 @@ class Slots:
         self.version += 1
 
     def failed(self, slot: Slot, now: float, *, fruitful: bool) -> float | None:
-        """Record a failure; see Cooldown.failed."""
+        """Record a failure. See Cooldown.failed."""
         self.version += 1
         return self.cooldown.failed(slot, now, fruitful=fruitful)
 
     def failed_check(self, slot: Slot, now: float, why: Reason) -> float:
-        """Record a failed health check; return the seconds until the slot may be used again."""
+        """Record a failed health check and return the seconds until the slot may be used again."""
         self.unhealthy[slot] = why
         self.version += 1
         return self.cooldown.unhealthy(slot, now)
 
     def passed_check(self, slot: Slot) -> bool:
-        """Record a health check that passed; return whether the previous one had failed."""
+        """Record a health check that passed and return whether the previous one had failed."""
         failed = self.unhealthy.pop(slot, None) is not None
         if failed:
             self.cooldown.clear([slot])
@@ -187,7 +196,8 @@ class Slots:
     def free(self, taken: Collection[Slot], now: float, *, short: bool) -> list[Slot]:
         """Return the slots that could get a worker now.
 
-        ``short``: there are too few workers, so include vacated slots.
+        Args:
+            short: there are too few workers, so include vacated slots.
         """
         return [
             slot
@@ -196,7 +206,7 @@ class Slots:
         ]
 
     def next_at(self, taken: Collection[Slot], now: float, *, short: bool) -> float | None:
-        """Return when the next cooling slot may be used; None if there is none."""
+        """Return the time at which the next cooling slot becomes usable. Return None if no slot is cooling."""
         usable = self._usable(taken)
         times = [at for slot, at in usable if at > now and (short or slot not in self._left)]
         return min(times, default=None)
@@ -228,7 +238,7 @@ class Slots:
         return [s for s in rank_order.slots(self._hosts) if self.cooldown.given_up(s)]
 
     def listed_unhealthy(self) -> list[Slot]:
-        """Return the listed slots whose last health check failed."""
+        """Return the listed slots with a failed last health check."""
         return [s for s in rank_order.slots(self._hosts) if s in self.unhealthy]
 
     def any_given_up(self) -> bool:

@@ -179,7 +179,7 @@ class WorkerPool:
             self.actions.add(LetGo(record.worker, reason))
 
     def release_all(self, reason: Reason) -> None:
-        """Release all workers except those that have finished, which exit by themselves."""
+        """Release all workers except finished workers, which exit on their own."""
         for record in [*self.roster.in_plans()]:
             if record.stage in (WorkerStage.STARTING, WorkerStage.HELD):
                 self.kill(record, reason)
@@ -213,15 +213,16 @@ class WorkerPool:
         record.exit_why = why
 
     def discard(self, record: WorkerRecord, reason: Reason) -> None:
-        """Kill a worker that cannot continue through no fault of its own, so that it is replaced."""
+        """Kill and replace a worker that cannot continue because of another component's failure."""
         record.leaving = reason
         self.dismiss(record, reason, self.settings.disconnect_s)
         self.kill(record, reason)
 
     def disconnected(self, record: WorkerRecord, *, silent: bool) -> None:
-        """Handle a lost connection.
+        """Handle a lost connection of a worker.
 
-        Its exit usually follows immediately; not if ``silent``, since its host is unreachable.
+        The exit of the worker usually follows immediately. If ``silent``, the host is unreachable, and the exit is not
+        reported.
         """
         if record.in_plans and silent and not record.killed_for:
             self.fence(record, because(ReasonKind.CUT_OFF))
@@ -234,7 +235,7 @@ class WorkerPool:
         self.kill(record, reason)
 
     def quarantine(self, record: WorkerRecord, why: Reason, members: Collection[Worker]) -> None:
-        """Keep the slot of a worker that computes wrongly out of use, or its host; see `Settings.quarantine`.
+        """Keep the slot of a worker that computes wrongly out of use, or its host. See `Settings.quarantine`.
 
         With a health check, the check beside the next start in the slot decides instead.
         """
@@ -344,7 +345,7 @@ class WorkerPool:
         return self._wanted() > 0 and later
 
     def next_slot_at(self) -> float | None:
-        """Return when a cooling slot may be used again; None if there is none."""
+        """Return the time at which a cooling slot becomes usable. Return None if no slot is cooling."""
         state = (self.roster.version, self.slots.version, self._short())
         if state != self._cooling[0] or self._cooling[1] <= self.actions.now:
             at = None

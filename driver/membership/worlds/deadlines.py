@@ -101,7 +101,7 @@ class Deadlines(Part):
                 )
 
     def _init_remind_at(self) -> float | None:
-        """Return when to log that workers have not called init(); None if none is awaited.
+        """Return when to log that workers have not called init(), or None if none is awaited.
 
         A job of a fixed size may run any program.
         """

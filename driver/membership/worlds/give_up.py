@@ -40,7 +40,7 @@ class GiveUpRules:
         return 1 if self._staff.roster.at(WorkerStage.FINISHED) else self._settings.workers_min
 
     def failed_again(self, reason: Reason) -> Reason | None:
-        """Count a broken world; return the reason to end the job if --reset-limit is reached."""
+        """Count a broken world and return the reason to end the job if --reset-limit is reached."""
         self._failures += 1
         limit = self._settings.reset_limit
         reached = limit is not None and self._failures > limit
@@ -137,7 +137,11 @@ class GiveUpRules:
     def in_circles(
         self, world: World, gathering: Gathering, commit: Commit | None
     ) -> Reason | None:
-        """Return the reason to end the job if the last world made no progress. ``commit``: that of the next world."""
+        """Return the reason to end the job if the last world made no progress.
+
+        Args:
+            commit: that of the next world.
+        """
         if commit is not None and commit.generation == world.generation and commit.number > 0:
             self._staff.slots.cooldown.clear((w.host, w.slot) for w in world.members)
             self._barren = 0
@@ -155,8 +159,7 @@ class GiveUpRules:
         return None
 
     def short(self, gathering: Gathering, have: int) -> Reason | None:
-        """Handle a shortage, in which too few workers are ready and none is awaited: log it once for each number of
-        workers."""
+        """Handle a shortage of workers. The shortage is logged once for each number of workers."""
         slots, need = self._staff.slots, self.needed()
         if not slots.known:
             return None

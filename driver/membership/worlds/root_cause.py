@@ -55,7 +55,7 @@ class RootCauseSearch:
     root_cause: Worker | None = None  # None if unknown; the search waits for its exit code
 
     def name_root_cause(self, worker: Worker, verdict: Reason) -> None:
-        """Record a worker whose own exception explains the failure. The first one counts."""
+        """Record a worker whose own exception explains the failure. The first such worker is the root cause."""
         if self.root_cause is None and worker not in self.reporters:
             self.root_cause, self.verdict = worker, verdict
 
@@ -89,9 +89,9 @@ class Mismatches:
     _calls: frozenset[tuple[str, str]] = frozenset()  # name and line
 
     def repeats(self, generation: int, calls: Iterable[Called]) -> bool:
-        """Return whether the previous world broke in the same calls, and record the calls.
+        """Record the calls in which the world broke. Return whether the previous world broke in the same calls.
 
-        A rank that did not receive the other ranks' calls has reported only its own.
+        A rank that did not receive the calls of the other ranks has reported only its own call.
         """
         now = frozenset((each.name, each.line) for each in calls)
         again = generation == self._generation + 1 and not now.isdisjoint(self._calls)
@@ -120,7 +120,9 @@ class Exceptions:
             del self._began_with[old]
 
     def checkpoint_made(self) -> None:
-        """Record a new checkpoint: after a restart from it, earlier exceptions do not count as repeated."""
+        """Record a new checkpoint. After a restart from this checkpoint, earlier exceptions do not count as
+        repeated.
+        """
         self._raised = [each for each in self._raised if each[2] != _BEGINNING]
 
     def _first_name(self, commit: Commit) -> Commit:
@@ -131,7 +133,7 @@ class Exceptions:
     def repeats(self, event: WorkerRaised) -> Worker | None:
         """Return the worker that raised the same exception before, at the same commit or in the same incident.
 
-        If there is none, record this one.
+        If no worker raised this exception before, record it.
         """
         places = [self._first_name(event.commit or Commit(event.generation, 0))]
         if event.beginning:

@@ -18,7 +18,11 @@ from elastic.protocol.messages import Worker
 
 @dataclass
 class ScriptFailures:
-    """Script failures of one job. ``began``: number of members of the first world."""
+    """Script failures of one job.
+
+    Args:
+        began: number of members of the first world.
+    """
 
     began: int = 0
     _of: dict[Slot, Reason] = field(
@@ -61,7 +65,7 @@ class ScriptFailures:
             self.lost((worker.host, worker.slot))
 
     def lacking(self, returned: int) -> list[Reason]:
-        """Return why fewer workers returned than started; empty if no script is to blame."""
+        """Return why fewer workers returned than started, or an empty result if no script is to blame."""
         return [*self._of.values()] if returned < self.began else []
 
     def repeats(self, worker: Worker, layout: str, *, member_of: int | None) -> Worker | None:

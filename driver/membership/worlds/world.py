@@ -50,7 +50,7 @@ class World:
         return [Member(worker, place) for worker, place in self.places.items()]
 
     def resumed(self, event: WorkerResumed, now: float) -> ReportRecovery | None:
-        """Record that a member resumed; return the report once all have."""
+        """Record that a member resumed and return the report once all have."""
         self.trained = True
         if event.worker in self._resumed:
             return None
@@ -76,8 +76,8 @@ class World:
         )
 
     def digested(self, event: WorkerDigested, roster: Roster) -> tuple[Worker, Worker] | None:
-        """Compare a digest with the first one of the same commit. If they differ, return the wrong worker and the right
-        one, otherwise None.
+        """Compare a digest with the first digest of the same commit. If they differ, return the wrong and the right
+        worker. Otherwise return None.
         """
         first = self._digests.setdefault(event.commit, (event.worker, event.digest))
         while len(self._digests) > DIGESTS:

@@ -97,7 +97,7 @@ class Worlds:
         return self.phase is Phase.DONE
 
     def place_of(self, worker: Worker) -> Place | None:
-        """Return the worker's place in the last published world; None if it has none."""
+        """Return the worker's place in the last published world. Return None if the worker has no place."""
         return self.world.places.get(worker)
 
     # ---- after each event ------------------------------------------------------------------------------------------
@@ -322,7 +322,9 @@ class Worlds:
         ]
 
     def _wish(self) -> tuple[Reason | None, bool]:
-        """Return the reason for another world of the current workers, and whether one leaves; None without a reason."""
+        """Return the reason for another world of the current workers, and whether one leaves, or None without a
+        reason.
+        """
         joining = self.joining()
         if not joining and not any(w in self.world.places for w in self.roster.leavers):
             return None, False
@@ -375,7 +377,8 @@ class Worlds:
     def finish(self, because: str) -> None:
         """Release returned workers from waiting for the others.
 
-        ``because``: the reason for the log, if they did not all return.
+        Args:
+            because: the reason for the log, if they did not all return.
         """
         returned = [s for s in self.live() if s.stage is WorkerStage.RETURNED]
         if because:
@@ -385,7 +388,7 @@ class Worlds:
         self.actions.add(events.FinishWorld(self.generation, [s.worker for s in returned]))
 
     def one_returned(self, record: WorkerRecord) -> None:
-        """Handle a member that returned: set a deadline for the others to return."""
+        """Handle the return of a member, and set a deadline for the other members."""
         returned = because(ReasonKind.RETURNED, worker=str(record.worker))
         if self.phase in (Phase.PREPARING, Phase.STOPPING):
             self.call_off(returned)

@@ -69,7 +69,8 @@ class LivePage:
     def worker_of(self, name: str) -> Worker | None:
         """Return the worker with this rank, or in this slot.
 
-        ``name``: ``3``, ``host:slot``, or ``host:slot#start`` for one incarnation.
+        Args:
+            name: ``3``, ``host:slot``, or ``host:slot#start`` for one incarnation.
         """
         slot, _, start = name.partition("#")
         for key, row in self.model.state.tables["workers"].items():
@@ -104,7 +105,11 @@ class LivePage:
         self._in_loop(level, "", text.splitlines() or [""])
 
     def printed(self, worker: Worker, label: str, stream: Stream, pieces: Sequence[bytes]) -> None:
-        """Add lines of a worker's output. ``who``: the name of the worker, which is shown before them."""
+        """Add lines of a worker's output.
+
+        Args:
+            who: the name of the worker, which is shown before them.
+        """
         if stream == "usage":
             for piece in pieces:
                 self.model.uses(worker, msgspec.json.decode(piece, type=Usage), time.time())

@@ -193,7 +193,11 @@ class PageModel(ViewReader):
         self._left_out += count
 
     def expect_stack(self, worker: Worker, why: str, now: float, *, asked: bool = False) -> None:
-        """Expect the stacks of a worker after a request. ``asked``: the request came from an operator."""
+        """Expect the stacks of a worker after a request.
+
+        Args:
+            asked: the request came from an operator.
+        """
         table = self.state.tables["stacks"]
         while len(table) >= STACKS:
             self.state.row("stacks", min(table, key=lambda key: table[key]["at"]), None)
@@ -280,7 +284,6 @@ class PageModel(ViewReader):
                 pass
 
     def _show_health(self) -> None:
-        """Show the slots that no worker is admitted to: their last health check failed, or they are quarantined."""
         shown = [
             {
                 "slot": f"{host}:{slot}",

@@ -245,7 +245,8 @@ def bound(address: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise Invalid(
-            f"the page can't be served on {address} port {port}: {why}: pass another --dashboard [ADDRESS]:PORT"
+            f"the dashboard can't be served on {address} port {port}: {why}. Pass another --dashboard"
+            " [ADDRESS]:PORT"
         ) from None
     return listening
 

@@ -106,7 +106,7 @@ class PageState:
         self._pending.values.add(name)
 
     def row(self, table: str, key: str, row: Any) -> None:
-        """Replace a row of a table; None removes it."""
+        """Replace a row of a table. None removes the row."""
         if row is None:
             self.tables[table].pop(key, None)
         else:
@@ -152,7 +152,11 @@ class PageState:
 
 
 def applied(state: Patch | None, patch: Patch) -> Patch:
-    """Return the state after a patch. ``state``: None for the empty state. The arguments are not modified."""
+    """Return the state after a patch.
+
+    Args:
+        state: None for the empty state. The arguments are not modified.
+    """
     before = state or {"set": {}, "rows": {}, "add": {}}
     rows = {table: dict(keys) for table, keys in before["rows"].items()}
     for table, keys in patch["rows"].items():

@@ -66,7 +66,11 @@ class Cell:
     stalled: str | None = None  # script line at which others wait for it; empty: unknown line
 
     def row(self, rank: int | None) -> dict[str, Any]:
-        """Return the row of the table. ``rank``: in the newest world."""
+        """Return the row of the table.
+
+        Args:
+            rank: rank in the newest world.
+        """
         how = None if self.exited else self.process.frozen
         frozen = "" if how is None else how or "it is not able to run"
         state, note = self.state, frozen or self.note
@@ -111,7 +115,11 @@ class WorkerGrid:
     # ---- workers
 
     def show(self, now: float, *, published: bool = False) -> None:
-        """Show the processes that the view has changed. ``published``: by a new world."""
+        """Show the processes that the view has changed.
+
+        Args:
+            published: by a new world.
+        """
         for process in self._view.touched:
             worker, (state, note) = process.worker, _state(process)
             cell = self._cells.get(key := slot_of(worker))
@@ -204,7 +212,6 @@ class WorkerGrid:
             self._show(cell)
 
     def _forget_exited(self) -> None:
-        """Remove slots that are not listed and whose worker has exited."""
         hosts = self.state.tables["hosts"]
         for key, cell in [*self._cells.items()]:
             listed = cell.worker.slot < hosts.get(cell.worker.host, {"slots": 0})["slots"]
@@ -218,7 +225,11 @@ class WorkerGrid:
     # ---- workers that are waited for
 
     def held_up(self, awaited: Stall | None) -> list[dict[str, Any]]:
-        """Return the workers that hold up others; see `page_state`. ``awaited``: the current stall, if any."""
+        """Return the workers that hold up others. See `page_state`.
+
+        Args:
+            awaited: the current stall, if any.
+        """
         members = [cell for cell in self._cells.values() if cell.worker in self._view.ranks]
         now = []
         if awaited is not None:
@@ -241,9 +252,9 @@ class WorkerGrid:
             )
 
     def slowest(self) -> dict[str, Any] | None:
-        """Return the member whose own part of a step is longest; see `page_state`.
+        """Return the member with the longest time of its own per step. See `page_state`.
 
-        None: fewer than two members have reported.
+        Returns None if fewer than two members have reported.
         """
         cells = [cell for cell in self._cells.values() if cell.worker in self._view.ranks]
         ranks = self._view.ranks

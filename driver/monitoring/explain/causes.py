@@ -77,8 +77,8 @@ class Death:
 
     Args:
         at: time of the first sign, in seconds on the journal's clock.
-        rank: in its last world; None if it was in none.
-        size: size of the world that lost it; 0 if it was not a member.
+        rank: rank in its last world, or None if it was in none.
+        size: size of the world that lost it, or 0 if it was not a member.
         what: the last line of an exception, the reason for a fence or a failed start, or the kernel's message.
         trace: traceback of an exception, or the end of its output.
     """
@@ -96,12 +96,12 @@ class Death:
 
     @property
     def signal_name(self) -> str:
-        """The name of the signal, such as ``SIGKILL``; empty if it was not killed by one."""
+        """The name of the signal, such as ``SIGKILL``, or an empty result if it was not killed by one."""
         return signal_name(self.code)
 
 
 def signal_name(code: int | None) -> str:
-    """Return for example ``SIGKILL`` for -9; the empty string if ``code`` does not denote a signal."""
+    """Return for example ``SIGKILL`` for -9, or the empty string if ``code`` does not denote a signal."""
     if code is None or code >= 0:
         return ""
     try:
@@ -139,7 +139,8 @@ _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 def kind_of(summary: str, trace: str) -> Cause:
     """Return the cause for an exception.
 
-    ``summary``: its last line, such as ``ValueError: wrong``, with or without the module.
+    Args:
+        summary: its last line, such as ``ValueError: wrong``, with or without the module.
     """
     named = _LAST_LINE.match(summary)
     name = named["name"].rpartition(".")[2] if named else ""
@@ -165,8 +166,9 @@ def kind_of(summary: str, trace: str) -> Cause:
 
 
 def last_exception(output: str) -> tuple[str, str]:
-    """Return the last line of the last traceback in a worker's output, and the traceback itself; both empty if there is
-    none."""
+    """Return the last line of the last traceback in a worker's output, and the traceback. Both are empty without a
+    traceback.
+    """
     head, found, tail = _RANK.sub("", output).rpartition(_TRACEBACK)
     if not found:
         return "", ""
@@ -179,7 +181,6 @@ def last_exception(output: str) -> tuple[str, str]:
 
 
 def _with_causes(head: str) -> str:
-    """Return the traceback with those that precede it, if Python marked them as chained."""
     marks = (
         "During handling of the above exception",
         "the direct cause of the following exception",
@@ -194,7 +195,7 @@ def _with_causes(head: str) -> str:
 
 
 def of_raised(event: WorkerRaised, at: float, rank: int | None) -> Death:
-    """Return the loss of a worker whose user code raised."""
+    """Return the loss of a worker after an exception in user code."""
     cause = Cause.GPU_ERROR if event.hardware else kind_of(event.summary, event.traceback)
     if event.shards_lost:
         cause = Cause.SHARDS_LOST
@@ -203,7 +204,7 @@ def of_raised(event: WorkerRaised, at: float, rank: int | None) -> Death:
 
 
 def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool) -> Death | None:
-    """Return the loss of a worker that exited without an earlier report; None if it succeeded."""
+    """Return the loss of a worker that exited without an earlier report. Return None if the worker succeeded."""
     worker, code, output = event.worker, event.code, event.output.rstrip()
     if not code:
         return None
@@ -226,7 +227,9 @@ def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool
 
 
 def of_fence(worker: Worker, reason: Reason, at: float, rank: int | None) -> Death | None:
-    """Return the loss of a worker that the driver kills; None if the job is over or the worker was asked to leave."""
+    """Return the loss of a worker that the driver kills, or None if the job is over or the worker was asked to
+    leave.
+    """
     cause = FENCES.get(reason.kind)
     if cause is None:
         return None

@@ -67,7 +67,11 @@ class FilmCut:
 
 
 def film(story: JobHistory, rows: WorkerRows, *, film_s: float = 40.0, title: str = "") -> str:
-    """Return the text of the SVG file. ``film_s``: seconds until the animation repeats."""
+    """Return the text of the SVG file.
+
+    Args:
+        film_s: seconds until the animation repeats.
+    """
     began = story.began or 0.0
     begins = began if story.trained_at is None else story.trained_at
     gap = max(1e-5, min(len(rows.rows), WORKERS) / KEYS)

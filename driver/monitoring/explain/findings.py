@@ -163,7 +163,9 @@ ADVICE = {
 class JobFinding:
     """One finding.
 
-    ``facts`` of its sentence: times in seconds since the beginning of the job, workers as in ``h:2#1``.
+    Args:
+        facts: values of the sentence. Times are seconds since the beginning of the job, and workers have the form
+            ``h:2#1``.
     """
 
     what: FindingKind
@@ -172,7 +174,11 @@ class JobFinding:
 
 @dataclass(frozen=True)
 class JournalState:
-    """State of the journal file. ``runs``: a driver is writing it; None if unknown."""
+    """State of the journal file.
+
+    Args:
+        runs: a driver is writing it, or None if unknown.
+    """
 
     settings: Settings | None = None
     runs: bool | None = None
@@ -196,7 +202,9 @@ def findings(story: JobHistory, source: JournalState) -> list[JobFinding]:
 
 
 def root_cause(story: JobHistory) -> Death | None:
-    """Return the first loss of the incident that ended the job or is in progress; None if there was none."""
+    """Return the first loss of the incident that ended the job or is in progress. Return None without such an
+    incident.
+    """
     if story.after is not None:
         return story.after
     incident = story.last_incident

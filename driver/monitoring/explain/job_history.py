@@ -45,7 +45,11 @@ TRACE = 20_000  # characters of a traceback
 class Incident:
     """One incident.
 
-    Times are on the journal's clock. ``size``: size of the world before; ``size_after``: size of the next world.
+    Times are on the journal's clock.
+
+    Args:
+        size: size of the world before.
+        size_after: size of the next world.
     """
 
     at: float
@@ -69,14 +73,18 @@ class Incident:
 
     @property
     def first(self) -> Death | None:
-        """The first worker that was not lost because of another one."""
+        """First worker that was not lost because of another worker."""
         own = [death for death in self.deaths if death.cause not in FOLLOWS]
         return min(own or self.deaths, key=lambda death: death.at, default=None)
 
 
 @dataclass
 class StoreOutage:
-    """An outage of etcd since ``at``. ``back_at``: its end; None if not known to have ended."""
+    """An outage of etcd since ``at``.
+
+    Args:
+        back_at: its end, or None if not known to have ended.
+    """
 
     at: float
     reason: Reason
@@ -94,7 +102,8 @@ class Planned:
 class JobHistory(ViewReader):
     """The course of one job. ``spent`` has the same numbers as the summary that elasticrun prints at the end.
 
-    ``begins``: the checkpoint from which the job begins, if any.
+    Args:
+        begins: the checkpoint from which the job begins, if any.
     """
 
     def __init__(self, spent: TimeSpent, begins: StartCheckpoint | None = None) -> None:
@@ -171,7 +180,7 @@ class JobHistory(ViewReader):
 
     @property
     def code(self) -> int | None:
-        """The job's exit code; None if it has not ended."""
+        """Exit code of the job. The value is None while the job runs."""
         end = self.view.end
         if end is None:
             return None
@@ -180,7 +189,7 @@ class JobHistory(ViewReader):
 
     @property
     def last_incident(self) -> Incident | None:
-        """The incident in which the job ended or that is in progress; otherwise the last one."""
+        """Incident that ended the job or is in progress. Otherwise the last incident."""
         return self._open or (self.incidents[-1] if self.incidents else None)
 
     def losses(self) -> list[Death]:
@@ -343,7 +352,6 @@ class JobHistory(ViewReader):
             self._open = None
 
     def _failed_after(self, death: Death) -> None:
-        """Record a member whose process failed after training succeeded, which fails the job; see `Ending`."""
         end, ranks = self.view.end, self.view.ranks
         succeeded = end is not None and end.code == 0 and self.stop is None
         runs = death.worker in ranks and self._connected(death.worker)

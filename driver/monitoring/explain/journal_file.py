@@ -39,7 +39,11 @@ NO_JOURNAL = 100  # a file that begins with this many invalid lines is not a jou
 
 @dataclass
 class JournalReading:
-    """A journal as far as it was read. ``offset``: from its clock to seconds since 1970; None in old journals."""
+    """A journal as far as it was read.
+
+    Args:
+        offset: offset from its clock to seconds since 1970; None in old journals.
+    """
 
     header: entries.Header
     settings: Settings | None
@@ -159,11 +163,13 @@ class JournalEntries:
 def _opened(path: Path) -> BinaryIO:
     try:
         if stat.S_ISDIR(os.stat(path).st_mode):
-            raise Invalid(f"{str(path)!r} is a folder: pass the file of --journal")
+            raise Invalid(
+                f"{str(path)!r} is a folder: pass the journal file that --journal specified"
+            )
         return open(path, "rb")
     except OSError as error:
         hint = _HINTS.get(error.errno or 0, "")
-        raise Invalid(f"cannot read the journal {str(path)!r}: {error.strerror}{hint}") from error
+        raise Invalid(f"the journal {str(path)!r} can't be read: {error.strerror}{hint}") from error
 
 
 def _is_written(file: BinaryIO) -> bool | None:
@@ -181,18 +187,18 @@ def _is_written(file: BinaryIO) -> bool | None:
 def _header(path: Path, line: bytes) -> tuple[entries.Header, Settings | None]:
     if not line:
         raise Invalid(
-            f"the journal {str(path)!r} is empty: its driver ended before it wrote a line"
+            f"the journal {str(path)!r} is empty, because its driver exited before the first write"
         )
     try:
         header = entries.decoded_header(line)
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise Invalid(
-            f"{str(path)!r} is not a journal of elasticrun: {error}: pass the file of --journal"
+            f"{str(path)!r} is not a journal of elasticrun: {error}. Pass the file that --journal specified"
         ) from error
     if header.journal not in (entries.FORMAT, entries.ABANDONED):
         raise Invalid(
-            f"{str(path)!r} has format {header.journal}, which this version can't read: explain it with the version"
-            " that wrote it"
+            f"the journal {str(path)!r} has format {header.journal}, which this version can't read: run explain"
+            " with the version that wrote the journal"
         )
     try:
         return header, Settings(**header.settings)

@@ -50,7 +50,11 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class PageJob:
-    """Contents of the page. ``offset``: from the story's times to seconds since 1970; None if unknown."""
+    """Contents of the page.
+
+    Args:
+        offset: offset from the story's times to seconds since 1970, or None if unknown.
+    """
 
     story: JobHistory
     rows: WorkerRows

@@ -63,4 +63,6 @@ def write_page(file: Path, text: str) -> None:
         unfinished.replace(file)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise Invalid(f"cannot write {str(file)!r}: {error.strerror}: pass another file") from error
+        raise Invalid(
+            f"the report {str(file)!r} can't be written: {error.strerror}. Pass another file"
+        ) from error

@@ -75,7 +75,7 @@ def sections(found: Iterable[JobFinding]) -> dict[str, list[tuple[JobFinding, st
 
 
 def sentence(finding: JobFinding) -> str:
-    """Return one or more sentences without a bullet; a traceback has several lines."""
+    """Return one or more sentences without a bullet. A traceback has several lines."""
     return _SENTENCES[finding.what](finding.facts)
 
 
@@ -126,7 +126,6 @@ _CRASHES = {
 
 
 def _death(facts: Facts) -> str:
-    """Return a loss as a clause: ``rank 1 (h:1#1) raised ValueError: wrong``."""
     name, what = facts["who"], shown(facts["what"])
     match Cause(facts["cause"]):
         case Cause.EXCEPTION:
@@ -196,7 +195,6 @@ def _death(facts: Facts) -> str:
 
 
 def _since(facts: Facts) -> str:
-    """Clause on the steps whose gradients may be wrong, too."""
     agreed = int(facts.get("agreed", -1))
     if agreed < 0:
         return "; none of its gradients were compared in that world before"

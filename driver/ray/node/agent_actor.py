@@ -47,7 +47,11 @@ Line = tuple[str, str]  # level and text
 
 @dataclass(frozen=True)
 class RayProcess:
-    """Ray's information about the actor's process. ``given``: the ``env_vars`` of its runtime_env."""
+    """Ray's information about the actor's process.
+
+    Args:
+        given: the ``env_vars`` of its runtime_env.
+    """
 
     address: str
     namespace: str
@@ -137,7 +141,7 @@ class AgentActor:
         return os.getpid()
 
     async def start(self, bootstrap: bytes, call: bytes, ready_s: float) -> str:
-        """Start the agent; return "" once it is ready, otherwise the reason."""
+        """Start the agent and return "" once it is ready, otherwise the reason."""
         config = msgspec.json.decode(bootstrap, type=Bootstrap)
         self._host = config.host
         self._news = asyncio.Event()
@@ -175,13 +179,15 @@ class AgentActor:
             new.rename(self._folder / "drivers")
 
     async def present(self, count: int = 0, within_s: float = 0.0) -> list[int]:
-        """Wait for ``count`` persistent workers on this node, or for the end of the time limit; return their ranks."""
+        """Wait for ``count`` persistent workers on this node, or for the end of the time limit and return their
+        ranks.
+        """
         return [] if self._calls is None else await self._calls.present(count, within_s)
 
     async def call(
         self, rank: int, blob: bytes, timeout_s: float | None = None
     ) -> tuple[bytes, str]:
-        """Call a worker; return its answer and "", or b"" and the reason for the failure."""
+        """Call a worker and return its answer and "", or b"" and the reason for the failure."""
         if self._calls is None:
             return b"", f"the worker of rank {rank} has exited together with the agent of its host"
         try:

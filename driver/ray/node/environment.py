@@ -33,7 +33,9 @@ def without_rays_own(
 ) -> dict[str, str]:
     """Return the environment of a Ray worker process, without the variables set by Ray for that process alone.
 
-    ``given``: ``env_vars`` of the user's runtime_env. ``above``: environment of the raylet.
+    Args:
+        given: ``env_vars`` of the user's runtime_env.
+        above: environment of the raylet.
     """
 
     def stays(name: str, value: str) -> bool:
@@ -63,7 +65,7 @@ def workers_environ(
     call: str,
     folder: str,
 ) -> dict[str, str]:
-    """Return the environment that the workers of a node inherit; see `without_rays_own`.
+    """Return the environment that the workers of a node inherit. See `without_rays_own`.
 
     Args:
         environ: environment of the actor's process.
@@ -72,7 +74,7 @@ def workers_environ(
         programs: folder of the Python to run.
         modules: folders of modules in addition to Python's default path.
         address: address of the cluster that ``ray.init()`` in a worker joins.
-        namespace: for ``ray.init(namespace=os.environ["RAY_NAMESPACE"])``, since Ray has no variable for it.
+        namespace: namespace for ``ray.init(namespace=os.environ["RAY_NAMESPACE"])``, since Ray has no variable for it.
         call: path of the file with the workers' function.
         folder: working folder.
 

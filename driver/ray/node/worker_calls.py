@@ -27,7 +27,11 @@ class CallFailed(ElasticError, RuntimeError):
 
 
 class _Caller:
-    """Connection of one worker. ``waiting``: futures of pending answers, in the order of the calls."""
+    """Connection of one worker.
+
+    Args:
+        waiting: futures of pending answers, in the order of the calls.
+    """
 
     def __init__(self, rank: int, writer: asyncio.StreamWriter) -> None:
         self.rank = rank
@@ -65,21 +69,21 @@ class WorkerCalls:
         os.chmod(self._path, 0o600)
 
     async def present(self, count: int, within_s: float) -> list[int]:
-        """Wait until ``count`` workers are connected or the time limit is reached; return their ranks."""
+        """Wait until ``count`` workers are connected or the time limit is reached and return their ranks."""
         with contextlib.suppress(asyncio.TimeoutError):
             await within(self._await_count(count), within_s)
         return sorted(self._workers)
 
     async def call(self, rank: int, blob: bytes, timeout_s: float | None = None) -> bytes:
-        """Call a worker and return its answer. Calls of the same worker run one after the other.
+        """Call a worker and return its answer. Calls to the same worker run one after the other.
 
-        A call that exceeds ``timeout_s`` continues in the worker, and the next one waits for its end. Raises
+        A call that exceeds ``timeout_s`` continues in the worker, and the next call waits for its end. Raises
         CallFailed.
         """
         if len(blob) > FRAME_LIMIT:
             raise CallFailed(
-                f"a call for rank {rank} has {len(blob)} bytes, but the limit is {FRAME_LIMIT}: load the data inside"
-                " the function"
+                f"a call for rank {rank} has {len(blob)} bytes, but the limit is {FRAME_LIMIT}: load large data"
+                " inside the function"
             )
         caller = self._workers.get(rank)
         if caller is None:
@@ -90,7 +94,7 @@ class WorkerCalls:
         try:
             return await within(answer, timeout_s)
         except asyncio.TimeoutError:
-            raise CallFailed(f"rank {rank} has not answered within {timeout_s:g} s") from None
+            raise CallFailed(f"rank {rank} did not respond within {timeout_s:g} s") from None
 
     async def close(self) -> None:
         if self._server is not None:
@@ -158,5 +162,7 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
     """Read a frame. Raises EOFError and OSError if the connection ends first, ValueError if it is too long."""
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
     if length > FRAME_LIMIT:
-        raise ValueError(f"the worker's answer has {length} bytes, but the limit is {FRAME_LIMIT}")
+        raise ValueError(
+            f"the response of the worker has {length} bytes, but the limit is {FRAME_LIMIT}"
+        )
     return await reader.readexactly(length)

@@ -45,13 +45,17 @@ class CommitName(msgspec.Struct, frozen=True, order=True):
 
 
 def parse(folder: str) -> CommitName | None:
-    """Inverse of ``str``; None if the folder is not named like a commit."""
+    """Parse the output of ``str``. Return None if the folder name is not the name of a commit."""
     found = _NAME.fullmatch(folder)
     return None if found is None else CommitName(*map(int, found.groups()))
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """Size and checksum of a file. ``blocks``: checksum of `files.checked` in hexadecimal."""
+    """Size and checksum of a file.
+
+    Args:
+        blocks: checksum of `files.checked` in hexadecimal.
+    """
 
     bytes: int
     blocks: str
@@ -75,10 +79,15 @@ class StoredRows(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Location of a tensor: ``length`` bytes of a file from ``offset`` on, as written by ``torch.save``.
+    """Location of a tensor in a file, as written by ``torch.save``.
 
-    ``path`` is the list of its keys in the nested state dict; joined by dots, it is the tensor's name in
-    torch.distributed.checkpoint. ``shape`` is the shape of the whole tensor; only ``rows`` of it are stored here.
+    Args:
+        length: number of bytes.
+        offset: first byte in the file.
+        path: keys in the nested state dict. Joined by dots, they are the tensor's name in
+            torch.distributed.checkpoint.
+        shape: shape of the whole tensor.
+        rows: the rows of the tensor that the file contains.
     """
 
     part: str  # part of the state: the name of its keyword
@@ -108,9 +117,9 @@ class Share(msgspec.Struct, frozen=True):
 
     Args:
         format: version of the format.
-        rank: of the writer.
-        size: of its world.
-        files: by name.
+        rank: rank of the writer.
+        size: size of its world.
+        files: files by name.
         tensors: stored in these files.
         generators: states of the random generators as plain data, if they were committed.
         not_finite: parameters with an infinity or NaN in the rows written by this rank.

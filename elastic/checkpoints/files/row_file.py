@@ -20,7 +20,7 @@ def read(
 
     Args:
         storage: the folder of checkpoints.
-        folder: of the commit.
+        folder: folder of the commit.
         stored: all ranges of rows of this tensor.
         wanted: the rows to read.
         into: tensor to fill, with as many rows as ``wanted``, of the stored dtype and shape.

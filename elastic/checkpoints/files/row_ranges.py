@@ -82,7 +82,7 @@ def check_ranges(tensors: Sequence[StoredTensor]) -> None:
     for found in by_name.values():
         name, kinds = found[0].name, {(each.dtype, *each.shape) for each in found}
         if len(kinds) > 1:
-            raise UnreadableCommit(f"ranks wrote {name} with different shapes or dtypes")
+            raise UnreadableCommit(f"the ranks wrote {name} with different shapes or dtypes")
         at = 0
         for rows in sorted((each.rows for each in found if each.rows), key=lambda r: r.begin):
             pieces = -(-(rows.end - rows.begin) // rows.step) if rows.step > 0 else -1
@@ -93,5 +93,5 @@ def check_ranges(tensors: Sequence[StoredTensor]) -> None:
             at = rows.end
         if at != found[0].shape[0]:
             raise UnreadableCommit(
-                f"the commit contains {at} of the {found[0].shape[0]} rows of {name}"
+                f"the commit contains only {at} of the {found[0].shape[0]} rows of {name}"
             )

@@ -47,14 +47,16 @@ class Storage:
             fs, self._root = url_to_fs(self.url, **_patience(protocol))
         except ImportError as error:
             raise Invalid(
-                f"{url}: {protocol}:// needs a package that is not installed ({error}); install it on every host"
+                f"{url} can't be used, because {protocol}:// needs a package that is not installed ({error}):"
+                " install the package on every host"
             ) from error
         except ValueError as error:
             known = ", ".join(
                 sorted({"file", "s3", "gs", "az"} & set(fsspec.available_protocols()))
             )
             raise Invalid(
-                f"{url}: {error}; pass a folder, or a URL of a protocol that fsspec supports ({known}, ...)"
+                f"{url} can't be used: {error}. Pass a folder, or a URL with a protocol that fsspec supports"
+                f" ({known}, ...)"
             ) from error
         self._fs: Any = fs
         loop = getattr(fs, "loop", None)
@@ -83,7 +85,7 @@ class Storage:
         """Write a new file, which appears when the block ends. If the block raises, no file appears.
 
         Args:
-            name: of the file.
+            name: name of the file.
             alive: called regularly; raises to abort the write.
 
         Raises:
@@ -131,7 +133,7 @@ class Storage:
         return file.stored()
 
     def claim(self, name: str, content: bytes) -> bool:
-        """Create a small file if none of that name exists. Return whether it was created.
+        """Create a small file unless a file of this name exists. Return whether the file was created.
 
         Raises:
             OSError: the storage failed.
@@ -191,7 +193,8 @@ class Storage:
             yield cast("IO[bytes]", _Stream(stream, self._errors))
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return the sizes in bytes of the files directly in a folder, by name; empty if the folder does not exist.
+        """Return the sizes in bytes of the files directly in a folder, by name, or an empty result if the folder does
+        not exist.
 
         Raises:
             OSError: the storage failed.
@@ -242,7 +245,7 @@ class Storage:
             self._fs.rm_file(self._path(name))
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder and its contents, if it exists.
+        """Remove a folder with its contents, if the folder exists.
 
         Raises:
             OSError: the storage failed.
@@ -300,20 +303,20 @@ def _refuse_misspelt(url: str) -> None:
     """
     if not url.strip():
         raise Invalid(
-            "the name of the checkpoint folder is empty, possibly because a shell variable is "
-            "unset; pass a folder or a URL"
+            "the name of the checkpoint folder is empty. A shell variable may be unset. Pass a folder or a URL"
         )
     protocol, colon, rest = url.partition(":")
     known = set(fsspec.available_protocols()) - {"file", "local"}  # valid without slashes
     if colon and not rest.startswith("//") and protocol in known:
         raise Invalid(
-            f"{url}: a URL has two slashes after its protocol: {protocol}://{rest.lstrip('/')}; for a folder of that"
-            f" name, pass ./{url}"
+            f"{url} is not a valid URL: write two slashes after the protocol ({protocol}://{rest.lstrip('/')}),"
+            f" or pass ./{url} for a folder of this name"
         )
 
 
 def _patience(protocol: str) -> dict[str, Any]:
-    """Return the timeouts for opening S3; empty for other protocols and if fsspec's configuration sets options for S3.
+    """Return the timeouts for opening S3, or empty for other protocols and if fsspec's configuration sets options for
+    S3.
 
     The client's own timeouts are so long that a server that hung would have recovered before an outage is reported.
     """
@@ -327,10 +330,6 @@ def _patience(protocol: str) -> dict[str, Any]:
 
 @functools.cache
 def _s3_session() -> Any:
-    """Return the S3 session of the process; None without s3fs.
-
-    Its requests do not send ``Expect: 100-continue``: aiohttp waits for that answer without a timeout.
-    """
     try:
         from aiobotocore.session import AioSession
     except ImportError:

@@ -49,8 +49,8 @@ def write_rows(tensor: torch.Tensor, file: CheckedFile, step: int) -> tuple[int,
     """Write a CPU tensor so that ranges of its rows can be read and verified separately.
 
     Args:
-        tensor: on the CPU, contiguous, with at least one element.
-        file: to write to.
+        tensor: tensor on the CPU, contiguous, with at least one element.
+        file: file to write to.
         step: rows per checksum.
 
     Returns:
@@ -65,8 +65,8 @@ def write_rows(tensor: torch.Tensor, file: CheckedFile, step: int) -> tuple[int,
     frame = _frame(tensor.dtype, tensor.shape, tensor.stride()) if _plain(tensor) else None
     if frame is None:
         raise UnreadableCommit(
-            f"torch {torch.__version__} writes tensors of {tensor.dtype} in an unknown format, so their rows could"
-            " not be read back"
+            f"torch {torch.__version__} writes tensors of {tensor.dtype} in an unknown format, so single rows"
+            " could not be read: cast the tensor to another dtype"
         )
     file.write(frame.head)
     begin, crc = file.count, 0
@@ -123,8 +123,6 @@ class _Frame:
 
 
 class _Around:
-    """File that keeps everything except the tensor's data. ``left``: outstanding bytes of that."""
-
     def __init__(self, left: int) -> None:
         self.head, self.tail = bytearray(), bytearray()
         self._left = left
@@ -142,7 +140,6 @@ class _Around:
         pass
 
     def _begin(self) -> int:
-        """Offset of the tensor's data: after its name and the padding to a multiple of 64; -1 if not yet known."""
         name = self.head.find(_RECORD)
         if name < 0:
             return -1
@@ -151,7 +148,7 @@ class _Around:
 
 @functools.lru_cache(KINDS)
 def _frame(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> _Frame | None:
-    """Return the cached bytes around the data; None if this torch uses another format or refuses the tensor."""
+    """Return the cached bytes around the data, or None if this torch uses another format or refuses the tensor."""
     try:
         empty = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         around = _Around(empty.nbytes)

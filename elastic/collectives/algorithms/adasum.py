@@ -57,7 +57,8 @@ def check_tensors(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise UnsupportedType(
-                f"Adasum can't reduce a tensor of {tensor.dtype}; convert it to floating point first, or use Sum"
+                f"Adasum can't reduce a tensor of {tensor.dtype}: convert the tensor to floating point, or use"
+                " Sum"
             )
 
 
@@ -128,10 +129,6 @@ def slice_start(rank: int, size: int, length: int) -> int:
 def _laid_out(
     vectors: list[torch.Tensor], size: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return zeroed rows for all vectors, a multiple of ``size``; the vector of each row; and a view for each vector.
-
-    Padding rows count as the last vector's; zeros do not change dot products.
-    """
     counts = [-(-vector.numel() // _ROW) for vector in vectors]
     total = max(1, -(-sum(counts) // size)) * size
     rows = vectors[0].new_zeros((total, _ROW))

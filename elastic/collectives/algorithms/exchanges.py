@@ -42,7 +42,7 @@ def allgather(
     Args:
         group: the ranks.
         tensors: this rank's rows of each tensor.
-        rows: for each rank, its number of rows of each tensor.
+        rows: number of rows of each tensor on each rank.
 
     Returns:
         For each tensor all ranks' rows in rank order, and the index of this rank's first row in it.
@@ -97,8 +97,4 @@ def alltoall(group: Collectives, tensor: torch.Tensor, splits: Sequence[Sequence
 
 
 def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor whose bytes are its values, without a copy if possible.
-
-    torch conjugates and negates lazily.
-    """
     return tensor.detach().resolve_conj().resolve_neg().contiguous()

@@ -34,8 +34,8 @@ def check(kind: str, tensors: Sequence[torch.Tensor], op: Op, scaled: bool) -> N
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             raise UnsupportedType(
-                f"{kind} can't reduce a tensor of {tensor.dtype}; convert it first, a bool with"
-                " tensor.to(torch.uint8), a complex one with torch.view_as_real(tensor)"
+                f"{kind} can't reduce a tensor of {tensor.dtype}: convert bool tensors with"
+                " tensor.to(torch.uint8), and complex tensors with torch.view_as_real(tensor)"
             )
         if tensor.layout != torch.strided:
             raise ValueError(f"{kind} needs dense tensors; use sparse_allreduce_async")
@@ -43,7 +43,7 @@ def check(kind: str, tensors: Sequence[torch.Tensor], op: Op, scaled: bool) -> N
         adasum.check_tensors(tensors)
     if scaled and op not in (Op.AVERAGE, Op.SUM):
         raise ValueError(
-            f"prescale_factor and postscale_factor have no effect with {op.name.title()}: leave them at 1.0"
+            f"prescale_factor and postscale_factor are not supported with {op.name.title()}: leave them at 1.0"
         )
 
 

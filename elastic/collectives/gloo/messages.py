@@ -79,8 +79,8 @@ class GlooMessages:
                 unknown = long and tag in self._headless
             if unknown:
                 raise Invalid(
-                    f"recv from rank {source} while a recv from any rank waits for a message of the same tag, {tag}:"
-                    " use different tags, or wait for the earlier recv first"
+                    f"recv from rank {source} uses tag {tag}, but a recv from any rank already waits for a"
+                    " message with this tag: use different tags, or wait for the earlier recv first"
                 )
             message.begin_head("recv", source)
             if long:

@@ -69,7 +69,8 @@ environment.record_nothing()
 class GlooCollectives:
     """One group of one generation, on CPU tensors. `connect` first; `abort` works at any time, from any thread.
 
-    ``agreed``: the ranks have agreed on every call in advance, so large ones need no first exchange.
+    Args:
+        agreed: the ranks have agreed on every call in advance, so large ones need no first exchange.
     """
 
     scales_inside = False
@@ -380,7 +381,7 @@ class GlooCollectives:
         return True
 
     def awaited(self, work: GlooWork) -> Any:
-        """Return Gloo's work that must end before this one can continue; None if it is complete.
+        """Return the work of Gloo that must end before this work can continue. Return None if this work is complete.
 
         Raises:
             CollectiveFailed: the group has failed.
@@ -675,7 +676,9 @@ class _Addresses(c10d.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         missing = [key for key in keys if key not in self._known]
         if missing:
-            raise RuntimeError(f"Gloo is waiting for {missing}, which no rank has published")
+            raise RuntimeError(
+                f"Gloo is waiting for the key {missing}, but no rank has published the key"
+            )
 
 
 def _short(error: Exception) -> str:

@@ -24,7 +24,7 @@ _DESCRIPTORS = "/dev/fd"  # /proc/self/fd on Linux
 
 
 def find_listener(blob: bytes) -> Endpoint | None:
-    """Return the listening socket of this process whose C address is contained in ``blob`` (what Gloo publishes)."""
+    """Return the listening socket of this process whose C address occurs in ``blob``, the data that Gloo publishes."""
     for _, held in _sockets():
         with contextlib.suppress(OSError):
             if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -46,7 +46,7 @@ def identities(own: Endpoint | None, peers: frozenset[Endpoint]) -> frozenset[in
 def cut(
     own: Endpoint | None, peers: frozenset[Endpoint], known: frozenset[int] | None = None
 ) -> int:
-    """Shut down every connection of the group with listener ``own``; return their number. Never blocks.
+    """Shut down every connection of the group with listener ``own`` and return their number. Never blocks.
 
     The listener itself remains open: Gloo ends the process if ``accept`` fails (listener.cc throws in its own thread),
     and no thread of this process waits in it.
@@ -66,7 +66,7 @@ def cut(
 def count(
     own: Endpoint | None, peers: frozenset[Endpoint], known: frozenset[int] | None = None
 ) -> int:
-    """Return the number of the group's open connections. Gloo closes those whose peer is gone."""
+    """Return the number of open connections of the group. Gloo closes connections to lost peers."""
     return sum(
         held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
         for _, held in _of_group(own, peers, known)
@@ -87,7 +87,7 @@ def unread(
 
 
 def keep_from_programs(own: Endpoint | None, peers: frozenset[Endpoint]) -> None:
-    """Close the group's descriptors in child programs; Gloo leaves them inheritable."""
+    """Close the group's descriptors in child programs, because Gloo leaves them inheritable."""
     for fd, _ in _of_group(own, peers):
         with contextlib.suppress(OSError):
             os.set_inheritable(fd, False)

@@ -16,9 +16,9 @@ Runs = frozenset[tuple[str, bytes]]
 
 
 def runs() -> Runs | None:
-    """Return how often each thread of Gloo's collectives has run; None if one of them is running.
+    """Return the run count of each thread of Gloo's collectives. Return None if a thread is running.
 
-    Two equal results mean that none of them ran in between. Empty if the system does not provide the counters.
+    If two results are equal, no thread ran in between. The result is empty if the system does not provide the counters.
     """
     counted = set()
     with contextlib.suppress(FileNotFoundError):

@@ -36,8 +36,8 @@ class CpuGroup:
     """Group of CPU ranks. Call `connect` once; `abort` works at any time, from any thread.
 
     Args:
-        timeout_s: to connect.
-        collective_timeout_s: for a late rank, at its first collective as at any other.
+        timeout_s: connection timeout in seconds.
+        collective_timeout_s: timeout of each collective in seconds.
         apart: each rank was started on its own host, as all ranks know, so Gloo will be used. The ranks exchange Gloo's
             addresses immediately rather than in a second exchange.
         messages: the group is for messages, which use Gloo unless all ranks are on one host.
@@ -134,7 +134,7 @@ class CpuGroup:
         def received(words: list[bytes]) -> None:
             rows[:] = _rows(words)
             if backend_selection.plan(rows).backend is not Backend.GLOO:
-                raise CollectiveFailed("ranks of one host share memory")
+                raise CollectiveFailed("the ranks of this host use shared memory, not Gloo")
 
         gloo = self._gloo(self._rank, self._size)
         self._adopt(gloo)
@@ -210,7 +210,6 @@ class CpuGroup:
         return store.exchange(key, self._rank, self._size, blob, timeout_s, self._swapping)
 
     def _say(self, plan: BackendSelection) -> None:
-        """Log the reason on one rank only, since all ranks have the same reason."""
         if plan.why and self._rank == 0 and plan.why not in _logged:
             _logged.add(plan.why)
             log.warning(

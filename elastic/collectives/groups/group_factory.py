@@ -102,7 +102,7 @@ class ConnectingGroup:
         return self._connect(self._store, self._purpose, self._bind_host)
 
     def abort(self) -> None:
-        """Abort the connecting, or the group if it is connected. Thread-safe and idempotent; never blocks."""
+        """Abort the connection attempt, or the connected group. Thread-safe and idempotent. Never blocks."""
         self.group.abort()
 
     def close_in_forked_child(self) -> None:
@@ -153,7 +153,8 @@ def _making(
 
         return nccl, connect
     raise AssertionError(
-        f"no backend supports the device type {device_type!r}: add one, or reject the type in check_device"
+        f"no backend supports the device type {device_type!r}: add a backend, or reject the device type in"
+        " check_device"
     )
 
 
@@ -165,7 +166,7 @@ def check_device(device_type: str) -> None:
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(
-            f"no collectives for tensors on {device_type!r}: move them to cpu or cuda first"
+            f"collectives do not support tensors on {device_type!r}: move the tensors to cpu or cuda first"
         )
 
 

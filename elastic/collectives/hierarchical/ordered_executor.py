@@ -20,7 +20,7 @@ _SLICE_S = (
 
 
 class OrderedExecutor:
-    """Executor with one thread. ``wake`` ends the waits of the running work; `stop` calls it. It never blocks."""
+    """Executor with one thread. ``wake`` ends the waits of the running work. `stop` calls ``wake`` and never blocks."""
 
     def __init__(self, name: str, wake: Callable[[], None]) -> None:
         self._name = name
@@ -51,7 +51,9 @@ class OrderedExecutor:
         return work
 
     def stop(self, failure: CollectiveFailed) -> None:
-        """Fail all incomplete work with this error; the first call counts. Thread-safe; takes no lock."""
+        """Fail all incomplete work with this error. Only the first call has an effect. Thread-safe, and takes no
+        lock.
+        """
         self.failure = self.failure or failure.again()
         self._wake()
 
@@ -64,7 +66,7 @@ class OrderedExecutor:
             return self._changed.wait_for(lambda: not self._running, timeout_s)
 
     def close_in_forked_child(self, reason: str) -> None:
-        """Disable the executor in a forked child, which lacks the thread and whose lock may be held forever."""
+        """Disable the executor in a forked child, where the thread is missing and the lock may be held forever."""
         self.failure = CollectiveFailed(reason)
         self.forgotten = True
 

@@ -14,7 +14,7 @@ _LOOK_EVERY = 50  # slices
 
 
 class GroupPart:
-    """A group whose waits call ``look`` regularly."""
+    """A group that calls ``look`` regularly while it waits."""
 
     def __init__(self, group: Collectives, look: Callable[[], None] | None = None) -> None:
         self.group = group

@@ -81,7 +81,7 @@ class Topology:
 
     @property
     def inter_node_ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's inter-node group, by host; empty if its leader sends for it."""
+        """The ranks of this rank's inter-node group, by host, or an empty result if its leader sends for it."""
         if not self.even and self.index > 0:
             return ()
         return tuple(host[self.inter_node_group] for host in self.hosts)
@@ -114,7 +114,7 @@ def chunks(count: int, element_bytes: int, chunk_bytes: int) -> list[tuple[int, 
 
 
 def schedule(number: int, ahead: int = AHEAD) -> Iterator[tuple[Turn, int]]:
-    """Yield the turns of ``number`` chunks: while some are on the network, others are reduced and spread.
+    """Yield the turns of ``number`` chunks. Some chunks use the network while others are reduced and distributed.
 
     The order does not depend on timing, so all ranks of a host start the same collectives in the same order.
     """

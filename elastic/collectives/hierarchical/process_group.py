@@ -63,7 +63,7 @@ class HierarchicalCollectives:
     Args:
         topology: placement of the ranks.
         host: the ranks of this host; may be a world of one if hosts have unequally many ranks.
-        inter_node: the ranks of `Topology.inter_node_ranks`, in that order; None if there are none.
+        inter_node: the ranks of `Topology.inter_node_ranks`, in that order, or None if there are none.
     """
 
     scales_inside = True
@@ -151,7 +151,7 @@ class HierarchicalCollectives:
         return drained
 
     def close(self) -> None:
-        """Free sockets and threads: see `Collectives.close`."""
+        """Release sockets and threads. See `Collectives.close`."""
         self.abort()
         copies = self._steps.copies
         if not self.drain(_CLOSE_S) and copies is not None:

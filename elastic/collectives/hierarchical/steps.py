@@ -47,13 +47,15 @@ class Halves(Collectives, Protocol):
         """Replace every share by its owner's."""
 
     def share(self, elements: int, dtype: torch.dtype) -> slice:
-        """Return the elements that this rank owns; may be empty."""
+        """Return the elements that this rank owns. The result may be empty."""
 
 
 class Steps:
-    """Steps of one rank. ``halves`` is the group of ``host``; None if hosts are unequal.
+    """Steps of one rank.
 
-    ``wire`` is None if this rank's leader sends for it.
+    Args:
+        halves: the group of ``host``, or None if hosts are unequal.
+        wire: the group between hosts, or None if the leader of this rank sends for it.
     """
 
     def __init__(

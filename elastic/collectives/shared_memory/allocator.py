@@ -20,9 +20,11 @@ class Allocator:
         self.reach = 0  # one past the last byte that was ever allocated
 
     def allocate(self, size: int) -> int | None:
-        """Return the offset of a new region of ``size`` bytes, rounded up to pages; None if no gap is large enough."""
+        """Return the offset of a new region of ``size`` bytes, rounded up to pages, or None if no gap is large
+        enough.
+        """
         if size <= 0:
-            raise ValueError(f"a region can't have {size} bytes")
+            raise ValueError(f"a region of {size} bytes is invalid: the size must be positive")
         needed = -(-size // self._page) * self._page
         offset = 0
         for position, start in enumerate(self._starts):
@@ -42,7 +44,7 @@ class Allocator:
     def free(self, offset: int) -> None:
         """Free a region that `allocate` returned. Adjacent free space is merged with it."""
         if offset not in self._bytes:
-            raise ValueError(f"no region begins at {offset}")
+            raise ValueError(f"offset {offset} is not the start of an allocated region")
         del self._bytes[offset]
         self._starts.pop(bisect.bisect_left(self._starts, offset))
 
@@ -51,7 +53,7 @@ class Allocator:
         return self._bytes[offset]
 
     def around(self, offset: int) -> int | None:
-        """Return the offset of the region that contains this byte; None if it is free."""
+        """Return the offset of the region that contains this byte, or None if it is free."""
         position = bisect.bisect_right(self._starts, offset) - 1
         if position < 0:
             return None

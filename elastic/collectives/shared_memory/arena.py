@@ -123,7 +123,7 @@ class Arena:
             return True
 
     def offset_of(self, address: int, size: int) -> int | None:
-        """Return the offset of the memory in this arena; None if it is not entirely in it."""
+        """Return the offset of the memory in this arena. Return None unless the whole memory is in this arena."""
         offset = address - self.address
         return offset if offset >= 0 and offset + size <= self.bytes else None
 
@@ -145,7 +145,9 @@ class Arena:
             self._regions.free(self._dead.popleft())
 
     def leave_to_parent(self) -> None:
-        """Make the memory private in a forked child. Tensors keep their values; the child's writes are not shared."""
+        """Make the memory private in a forked child. Tensors keep their values, and writes of the child are not
+        shared.
+        """
         reach = self._regions.reach
         # If the descriptor was closed, the pages remain shared.
         with contextlib.suppress(OSError):
@@ -162,7 +164,7 @@ _watching_forks = False
 
 
 def mine() -> Arena | None:
-    """Return this process's arena, created at the first call; None if it is unavailable, see `why_not`.
+    """Return this process's arena, created at the first call, or None if it is unavailable, see `why_not`.
 
     A forked child does not share the arena of its parent.
     """
@@ -191,7 +193,7 @@ def _make() -> None:
 
 
 def why_not() -> str:
-    """Return why `mine` is None and what to do; empty if it is available."""
+    """Return why `mine` is None and what to do, or an empty result if it is available."""
     return _why_not
 
 

@@ -123,7 +123,7 @@ class _Held:
     def release(self, quiet: bool) -> None:
         """Release the mappings.
 
-        If not ``quiet``, another rank may still write to this one's staging, which is never reused.
+        If not ``quiet``, another rank may still write to the staging memory of this rank, so this memory is not reused.
         """
         staging, self.staging = self.staging, None
         if staging is not None and quiet:

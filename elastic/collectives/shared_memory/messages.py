@@ -20,7 +20,7 @@ _VERDICT_S = 1.0
 
 
 class MessageGroup(Protocol):
-    """Operations of a group that its messages use; see `SharedCollectives`."""
+    """Operations of a group that its messages use. See `SharedCollectives`."""
 
     rank: int
     size: int
@@ -44,7 +44,11 @@ class MessageGroup(Protocol):
 
 
 class SharedMessage:
-    """A message in flight. ``peer``: the other rank, None for any."""
+    """A message in flight.
+
+    Args:
+        peer: the other rank, None for any.
+    """
 
     __slots__ = ("_group", "_peer", "address", "held", "state")
 

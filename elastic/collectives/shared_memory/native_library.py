@@ -84,12 +84,12 @@ FUNCTIONS = {
 
 
 def load() -> Library | None:
-    """Return the library, or None if it is unusable; see `missing` for the reason."""
+    """Return the library. Return None if the library is unusable, for the reason in `missing`."""
     return _found()[0]
 
 
 def missing() -> str:
-    """Return in one line why `load` returns None and what to do; empty if the library is usable."""
+    """Return in one line why `load` returns None and what to do, or an empty result if the library is usable."""
     return _found()[1]
 
 

@@ -79,7 +79,7 @@ class Mapping:
         self.pidfd = mapped.pidfd
 
     def release(self) -> None:
-        """End this use of the memory. Idempotent; never blocks."""
+        """End this use of the memory. Idempotent, and never blocks."""
         mapped, self._mapped = self._mapped, None
         if mapped is not None:
             _released.append(mapped)
@@ -107,12 +107,12 @@ def myself() -> Identity:
         return Identity(host, os.getpid(), _started("self"), os.geteuid())
     except (OSError, ValueError, IndexError) as error:
         raise PeerMemoryUnavailable(
-            f"/proc does not contain this process ({error}): mount /proc"
+            f"/proc has no entry for this process ({error}): mount /proc"
         ) from error
 
 
 def cores() -> bytes:
-    """Return the mask of cores on which this process may run; see `backend_selection.RankInfo`."""
+    """Return the mask of cores on which this process may run. See `backend_selection.RankInfo`."""
     mask = sum(1 << core for core in os.sched_getaffinity(0))
     return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
 
@@ -134,7 +134,7 @@ def open_peer(owner: Identity, offered: Shareable, keep: bool = False) -> Mappin
     except OSError as error:
         what = _WHAT_TO_DO.get(error.errno or 0, error.strerror or str(error))
         raise PeerMemoryUnavailable(
-            f"memory of process {owner.pid} can't be mapped: {what}"
+            f"the memory of process {owner.pid} can't be mapped: {what}"
         ) from error
     finally:
         _settle()
@@ -186,15 +186,15 @@ def _map(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
         undo.callback(os.close, pidfd)
         if _started(str(owner.pid)) != owner.started:
             raise PeerMemoryUnavailable(
-                f"process {owner.pid} exited, and another process has its ID"
+                f"process {owner.pid} has exited, and a new process has the same ID"
             )
         fd = os.open(f"{_PROC}/{owner.pid}/fd/{offered.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             found = os.fstat(fd)
             if (found.st_ino, found.st_size) != (offered.inode, offered.bytes):
                 raise PeerMemoryUnavailable(
-                    f"descriptor {offered.fd} of process {owner.pid} is not the memory that it offered: a program"
-                    " must not close descriptors that it did not open"
+                    f"file descriptor {offered.fd} of process {owner.pid} no longer refers to the shared memory:"
+                    " check that the script closes only its own file descriptors"
                 )
             address = memfd.map_shared(fd, offered.bytes)
         finally:
@@ -214,7 +214,6 @@ def _namespace(kind: str) -> int:
 
 
 def _forked() -> None:
-    """Unmap everything in a forked child, so that it does not keep the memory of a peer that exits."""
     global _lock
     _lock = threading.Lock()
     for mapped in _open.values():

@@ -64,7 +64,8 @@ class SharedCollectives:
     Args:
         timeout_s: limit of each wait for another rank.
         oversubscribed: whether this host has more ranks than cores.
-        ranks: names of the ranks in errors, if it is a part of another group; None: their own numbers.
+        ranks: names of the ranks in errors, if it is a part of another group. None means that they have their own
+            numbers.
         key: equal on all ranks and unique in their world.
     """
 
@@ -133,7 +134,8 @@ class SharedCollectives:
     def reduce_shares(
         self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1
     ) -> Work:
-        """First half of an allreduce: afterwards this rank's `share` holds the result; the rest is unchanged.
+        """Run the first half of an allreduce. Afterwards the `share` of this rank contains the result, and the rest is
+        unchanged.
 
         Raises:
             ValueError: ``tensor`` is not in the arena.
@@ -310,7 +312,11 @@ class SharedCollectives:
         return self.wait_for(message, 0.0) == _DONE or self.drain(0.0)
 
     def fail(self, why: str, rank: int | None = None) -> CollectiveFailed:
-        """Fail the group with this reason, and return the error to raise. ``rank``: the rank that it concerns."""
+        """Fail the group with this reason, and return the error to raise.
+
+        Args:
+            rank: the rank that it concerns.
+        """
         self._failed = self._failed or why
         self._native.abort()
         return CollectiveFailed(self._failed, aborted=self._aborted, rank=rank)
@@ -339,7 +345,7 @@ class SharedCollectives:
             _lost.append((self._held, self._messages))
 
     def close_in_forked_child(self) -> None:
-        """Close in a forked child, which has neither the thread nor the other ranks' memory."""
+        """Close in a forked child, which has neither the thread nor the memory of the other ranks."""
         self._failed = _CHILD
         self._native.close_in_forked_child()
 

@@ -20,7 +20,7 @@ KEPT = 4  # unused regions to keep; some frameworks release a step's results in 
 
 
 class ReusedMemory:
-    """Pool of memory regions. Thread-safe. A process needs only one; it keeps the regions that were used last."""
+    """Pool of memory regions. Thread-safe. One pool per process is enough, and keeps the most recently used regions."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -60,7 +60,7 @@ class ElasticFabricStrategy(DDPStrategy):
             each.rank = self.global_rank
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Broadcast an object; a new worker that has not entered the world keeps its own."""
+        """Broadcast an object. A new worker that has not entered the world keeps its own object."""
         return obj if lifecycle.current().provisional else super().broadcast(obj, src)
 
     @classmethod

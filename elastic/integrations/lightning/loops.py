@@ -143,13 +143,15 @@ class ElasticFitLoop(Trained):
         if self._data_fetcher.length is None:
             if self.loader.shards is not None:
                 raise Invalid(
-                    "Lightning checks whether another batch follows, but a stream can't start a second step while"
-                    " the shards of one are in progress: use a dataset with a length"
+                    "Lightning requests the next batch early to detect the end of the data, but a stream can't"
+                    " start a second step while a step's shards are in progress: use a dataset with a length"
                 )
             self.loader.ahead = 1  # Lightning checks whether another batch follows
 
     def deal(self) -> None:
-        """Compute the number of batches of this epoch: those completed, and those left in the current world."""
+        """Compute the number of batches in this epoch. It is the sum of completed batches and batches left in the
+        current world.
+        """
         trainer, done = self.trainer, self.epoch_loop.batch_progress.current.ready
         try:
             whole, left = len(self.loader), self.loader.remaining
@@ -269,7 +271,6 @@ class ElasticFitLoop(Trained):
                 bar.disable()
 
     def _leave_signals_alone(self) -> None:
-        """Remove Lightning's handler of SIGTERM, which stops all workers; here SIGTERM makes only one worker leave."""
         handlers = self.trainer._signal_connector._original_handlers
         if signal.SIGTERM in handlers:
             self.trainer._signal_connector._register_signal(

@@ -45,8 +45,8 @@ class ShardedSteps:
         """Reduce the gradients of the trainer's optimizers over shards. Raises Invalid for conflicting settings."""
         if trainer.accumulate_grad_batches != 1:
             raise Invalid(
-                "a step already accumulates its shards: omit accumulate_grad_batches, and use more shards for a"
-                " larger batch"
+                "accumulate_grad_batches can't be combined with shards, which are accumulated in each step:"
+                " omit accumulate_grad_batches, and use more shards for a larger batch"
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
@@ -62,19 +62,19 @@ class ShardedSteps:
         loop.automatic_optimization = made
 
     def loader_of(self, dataloader: Any, order: Mapping[str, Any]) -> DataLoader:
-        """Return a loader whose shards have as many samples as a batch of ``dataloader``. Raises Invalid."""
+        """Return a loader with the batch size of ``dataloader`` per shard. Raises Invalid."""
         if isinstance(dataloader, DataLoader):
             if dataloader.shards is not self.shards:
                 raise Invalid(
-                    "the train dataloader does not have the Shards of ElasticStrategy(shards=...): pass the same"
-                    " object to elastic.data.DataLoader, or use torch's DataLoader"
+                    "the train dataloader does not use the Shards object of ElasticStrategy(shards=...): pass"
+                    " the same object to elastic.data.DataLoader, or use torch's DataLoader"
                 )
             return dataloader
         size = getattr(dataloader, "batch_size", None)
         if size is None:
             raise Invalid(
-                "a shard has as many samples as a batch of the train dataloader, but this dataloader has no"
-                " batch_size: pass elastic.data.DataLoader(dataset, global_batch_size=64, shards=shards)"
+                "the train dataloader has no batch_size, so the size of a shard is unknown: pass"
+                " elastic.data.DataLoader(dataset, global_batch_size=64, shards=shards)"
             )
         whole = size * self.shards.count
         return from_torch(dataloader, global_batch_size=whole, shards=self.shards, **order)
@@ -95,8 +95,8 @@ class ShardedSteps:
             loss = output["loss"] if isinstance(output, Mapping) else output
             if not isinstance(loss, torch.Tensor):
                 raise Invalid(
-                    f"training_step returned {type(loss).__name__} for shard {loader.shard}, but every shard needs a"
-                    " loss: return one, which may be zero"
+                    f"training_step returned {type(loss).__name__} for shard {loader.shard}, but every shard"
+                    " needs a loss: return a loss, which may be zero"
                 )
             losses.append(loss.detach() * loader.weight)
             backward(loss * loader.weight)

@@ -60,8 +60,8 @@ class ElasticStrategy(DDPStrategy):
             raise Invalid(f"shards is {shards!r}: pass an elastic.Shards")
         if shards is not None and shards.verify:
             raise Invalid(
-                "Shards(verify=...) calls training_step for shards that belong to no step, whose values Lightning would"
-                " log: leave out verify"
+                "Shards(verify=...) is not supported with Lightning, which would log values of the repeated"
+                " training_step calls: omit verify"
             )
         self.commit_every = commit_every
         self.shards = shards
@@ -88,8 +88,9 @@ class ElasticStrategy(DDPStrategy):
             each.rank = self.global_rank
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Broadcast an object; a new worker that has not entered the world keeps its own until the state sends rank
-        0's."""
+        """Broadcast an object. A new worker outside the world keeps its own object until the state sends the object
+        of rank 0.
+        """
         return obj if lifecycle.current().provisional else super().broadcast(obj, src)
 
     def setup(self, trainer: Trainer) -> None:
@@ -109,7 +110,7 @@ class ElasticStrategy(DDPStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Do not move a step of shards: its batches are moved one by one."""
+        """Leave a step of shards unchanged, because its batches are moved one by one."""
         if isinstance(batch, StepShards):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)

@@ -31,16 +31,16 @@ def refuse(arguments: dict[str, Any]) -> None:
     """Raise Invalid for arguments of `DDPStrategy` that are not supported."""
     for name, why in REFUSED.items():
         if arguments.get(name) is not None:
-            raise Invalid(f"ElasticStrategy does not accept {name}: {why}; leave it out")
+            raise Invalid(f"ElasticStrategy does not support {name}: {why}. Omit {name}")
 
 
 def refuse_shards(loader: Any) -> None:
     """Raise Invalid for a loader that divides steps into shards."""
     if isinstance(loader, DataLoader) and loader.arguments.shards is not None:
         raise Invalid(
-            "this loader divides a step into shards, but the trainer uses one batch per rank and step, which DDP"
-            " averages: pass the same shards to Trainer(strategy=ElasticStrategy(shards=shards)), or leave shards="
-            " out; with Fabric, write the loop as in: elasticrun docs exact"
+            "the loader divides a step into shards, but the trainer uses one batch per rank: pass the same"
+            " shards to Trainer(strategy=ElasticStrategy(shards=shards)), or omit shards=. With Fabric, write"
+            " the loop as in: elasticrun docs exact"
         )
 
 

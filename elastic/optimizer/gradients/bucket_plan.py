@@ -56,7 +56,7 @@ def plan(
 
     Args:
         items: the gradients.
-        order: indices of the items in the order in which they become ready; None: reverse order of declaration.
+        order: indices of the items in the order in which they become ready. None means reverse order of declaration.
         groups: items to keep together regardless of their size, if they are of the same kind.
         first_bytes: size of the first bucket of a kind; small, so that communication starts early.
         full_bytes: size of all other buckets.
@@ -94,10 +94,10 @@ def expected_order(count: int) -> tuple[int, ...]:
 
 
 def seen_order(seen: Sequence[int], count: int) -> tuple[int, ...] | None:
-    """Return the order of ``count`` gradients from those that became ready in one step; None if there were none.
+    """Return the order in which ``count`` gradients became ready in one step. Return None if no gradient became ready.
 
-    All other gradients come last, in order of declaration: they may be missing again, and nothing waits for them before
-    the end.
+    All other gradients come last, in the order of declaration. They may be missing again, and no collective waits for
+    them before the end.
     """
     if not seen:
         return None

@@ -73,15 +73,18 @@ class GradientBucket(Protocol):
         The copy may be delayed until `launch`.
 
         Args:
-            position: of the parameter.
+            position: position of the parameter.
             watch: whether the script may run before `finish`, so that changes of the gradient must be detected.
         """
 
     def launch(self, group: Collectives, op: Op, mark: StepFlag = StepFlag.STEP) -> None:
-        """Start the reduction. ``mark``: the step flag to send if the bucket contains one.
+        """Start the reduction.
 
         Raises:
             CollectiveFailed: a rank was lost.
+
+        Args:
+            mark: the step flag to send if the bucket contains one.
         """
 
     def heard(self, op: Op) -> StepFlag:
@@ -361,7 +364,7 @@ class CompressedGradient:
         return 0 if changed else None
 
     def heard(self, op: Op) -> StepFlag:
-        raise AssertionError("this bucket carries no mark")
+        raise AssertionError("this bucket has no step flag")
 
     def discard(self, position: int) -> None:
         if self._work is not None:
@@ -374,7 +377,7 @@ class CompressedGradient:
 
 
 class FlagBucket:
-    """Bucket that holds only the step flag."""
+    """Bucket with only the step flag."""
 
     def __init__(self, device: torch.device) -> None:
         self.parameters: Sequence[torch.Tensor] = ()
@@ -389,7 +392,7 @@ class FlagBucket:
         return wire_of(self._wire)
 
     def fill(self, position: int, *, watch: bool) -> None:
-        raise AssertionError("this bucket has no place for a gradient")
+        raise AssertionError("this bucket has no slot for a gradient")
 
     def launch(self, group: Collectives, op: Op, mark: StepFlag = StepFlag.STEP) -> None:
         self._wire.fill_(mark_value(op, mark))
@@ -415,7 +418,7 @@ class FlagBucket:
 
 
 def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Create a flat tensor for reductions; on the CPU, in memory that the other ranks of the host can access."""
+    """Create a flat zero tensor for reductions. On the CPU, the other ranks of the host can access its memory."""
     if device.type == "cpu":
         return arena.zeros(elements, dtype)
     return torch.zeros(elements, dtype=dtype, device=device)

@@ -22,7 +22,7 @@ class OptimizerParameters:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer, or None once it was garbage-collected."""
+        """The optimizer, or None after garbage collection."""
         return self._optimizer()
 
     def all(self) -> list[torch.Tensor]:
@@ -94,7 +94,7 @@ def notify_end(waiter: BackwardEndListener) -> None:
 
 
 class GradientHooks:
-    """Hooks of one listener. It is referenced weakly, so that its hooks are removed together with it."""
+    """Hooks of one listener. The listener is referenced weakly, so the hooks are removed together with the listener."""
 
     def __init__(self, follower: GradientListener) -> None:
         self._call = functools.partial(_call, weakref.ref(follower))

@@ -27,7 +27,7 @@ class Options:
 
     @property
     def wire_op(self) -> Op:
-        """The reduction that is sent: SUM for an average."""
+        """Reduction that the group performs. An average is sent as SUM."""
         return Op.SUM if self.op is Op.AVERAGE else self.op
 
     @property
@@ -80,10 +80,10 @@ class Options:
     def lines(
         self, named: Sequence[tuple[str, torch.Tensor]], fusion_bytes: int | None
     ) -> list[str]:
-        """Return everything that must be equal on all ranks, as lines of a name and a value.
+        """Return all settings that must be equal on all ranks, as lines of a name and a value.
 
         Examples are ``compression fp16`` and ``parameter.3 layer.bias float32 [20] strides [1]``. ``fusion_bytes`` is
-        None if the user did not set it; bucket sizes then depend on the world, which a joining worker does not know.
+        None unless the user set it. The bucket sizes then depend on the world, which a joining worker does not know.
         """
         groups = self.groups or 0
         if not isinstance(groups, int):
@@ -109,7 +109,9 @@ def check_predivide_factor(factor: object, op: Op) -> None:
     if not isinstance(factor, int | float) or not math.isfinite(factor):
         raise Invalid(f"gradient_predivide_factor is {factor!r}: pass a positive number")
     if factor != 1.0 and op is not Op.AVERAGE:
-        raise Invalid("gradient_predivide_factor requires op=Average: leave it out")
+        raise Invalid(
+            "gradient_predivide_factor requires op=Average: omit gradient_predivide_factor"
+        )
     if factor <= 0:
         raise Invalid(f"gradient_predivide_factor is {factor}: pass a positive number")
 
@@ -118,8 +120,8 @@ def check_compression(compression: object) -> None:
     """Raise Invalid unless the object has ``compress`` and ``decompress``."""
     if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
         raise Invalid(
-            f"compression is {compression!r}: pass Compression.none, Compression.fp16,"
-            " Compression.bf16, or anything with compress() and decompress()"
+            f"compression is {compression!r}: pass Compression.none, Compression.fp16, Compression.bf16, or an"
+            " object with compress() and decompress()"
         )
 
 
@@ -130,7 +132,6 @@ def digest_of(lines: Sequence[str]) -> int:
 
 
 def _described(name: str, parameter: torch.Tensor) -> str:
-    """Return a line such as ``layer.weight float32 [10, 20] strides [20, 1]``; strides show the memory format."""
     dtype = str(parameter.dtype).removeprefix("torch.")
     return f"{name} {dtype} {list(parameter.shape)} strides {list(gradient_strides(parameter))}"
 

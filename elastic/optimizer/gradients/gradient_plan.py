@@ -223,7 +223,6 @@ class GradientPlan:
 
 
 def _row(number: int, slots: Sequence[Slot]) -> str:
-    """For example ``gradients 0: layer.weight`` or ``gradients 1: layer.weight .. layer.bias (4)``."""
     names = [slot.name for slot in slots]
     members = (
         names[0]

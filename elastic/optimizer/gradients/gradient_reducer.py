@@ -154,7 +154,7 @@ class GradientReducer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer, or None once it was garbage-collected."""
+        """The optimizer, or None after garbage collection."""
         return self._parameters.optimizer
 
     def set_passes(self, passes: int) -> None:
@@ -276,8 +276,8 @@ class GradientReducer:
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
             raise AssertionError(
-                f"the gradient of {slot.name} requires a gradient itself: create_graph=True can't be combined with"
-                " DistributedOptimizer; compute such gradients with torch.autograd.grad()"
+                f"the gradient of {slot.name} requires a gradient itself, but DistributedOptimizer does not"
+                " support create_graph=True: compute such gradients with torch.autograd.grad()"
             )
         notify_end(self)
         if not self._progress.count(slot, self._passes) or self._progress.phase is StepPhase.LATE:
@@ -372,7 +372,7 @@ class GradientReducer:
         return True
 
     def members(self, world: Context) -> tuple[int, ...] | None:
-        """Return the ranks to average over: None for all, empty if this rank is not one of them."""
+        """Return the ranks to average over. None means all ranks. The result is empty if this rank is not a member."""
         try:
             return self._members if self._locate(world) else ()
         except Invalid:
@@ -456,7 +456,6 @@ class GradientReducer:
             self._launch_next(world)
 
     def _wait(self, world: Context) -> Slot | None:
-        """Wait for all buckets. Return a slot whose gradient the script has changed during the reduction, or None."""
         plan = self._plan
         changed: tuple[GradientBucket, int] | None = None
         malloc_tuning.of_process().filled()
@@ -492,14 +491,6 @@ class GradientReducer:
     # ---- the plan --------------------------------------------------------------------------------------------------
 
     def _agree(self, world: Context, moment: ComparisonPoint, anew: bool = False) -> bool:
-        """Compare the plan with the other members', and adopt their order and their set of sparse gradients.
-
-        Changes nothing in a world of one rank, which is also the world of a worker that has not joined yet. Changes
-        nothing either if ranks compare different plans at the end of a backward pass; they compare again in step().
-
-        Returns:
-            Whether this is the end of the step's last pass on all ranks.
-        """
         try:
             return self._compare(world, moment, anew)
         except Exception:

@@ -48,9 +48,12 @@ def channel_device(known: Plans, device: torch.device) -> torch.device:
 
 
 def compare(group: Collectives, device: torch.device, vector: list[int]) -> PlanVerdict:
-    """Combine the proposals of all ranks. ``vector``: of `plan_agreement.vector`.
+    """Combine the proposals of all ranks.
 
     Like all exchanges in this module, this raises CollectiveFailed if a rank is lost.
+
+    Args:
+        vector: the result of `plan_agreement.vector`.
     """
     numbers, work = propose(group, device, vector)
     work.wait()
@@ -71,7 +74,11 @@ def share_order(
     own: Sequence[int] | None,
     parameters: int,
 ) -> tuple[int, ...]:
-    """Return the order of the gradients on rank ``source``. ``own``: None on a rank that has joined."""
+    """Return the order of the gradients on rank ``source``.
+
+    Args:
+        own: None on a rank that has joined.
+    """
     assert source is not None
     if not parameters:
         return ()
@@ -123,7 +130,11 @@ def share_bytes(group: Collectives, device: torch.device, root: int, data: bytes
 def send_layout(
     group: Collectives, device: torch.device, source: int | None, layout: StepPlan | None
 ) -> None:
-    """Send a plan from rank ``source`` to all joined ranks. ``layout``: None if there is no plan."""
+    """Send a plan from rank ``source`` to all joined ranks.
+
+    Args:
+        layout: None if there is no plan.
+    """
     assert source is not None
     share_bytes(group, device, source, b"" if layout is None else layout.encode())
 
@@ -137,8 +148,8 @@ def receive_layout(group: Collectives, device: torch.device, source: int) -> Ste
     data = share_bytes(group, device, source)
     if not data:
         raise StateMismatch(
-            "the ranks that have not joined could not agree on how to reduce an optimizer's gradients; see their"
-            " own errors"
+            "the active ranks disagree about how to reduce an optimizer's gradients: see the errors of these"
+            " ranks"
         )
     return StepPlan.decode(data)
 
@@ -154,7 +165,6 @@ def _marked(group: Collectives, buffer: torch.Tensor, layout: StepPlan, mark: St
 
 
 def _reduced(group: Collectives, buffer: torch.Tensor, layout: StepPlan) -> Work:
-    """Start a reduction with the same scaling as on ranks with gradients: in shared memory, one rank scales for all."""
     scale, divisor = (layout.scale, layout.divisor) if group.scales_inside else (1.0, 1)
     return group.allreduce(buffer, Op(layout.op), scale, divisor)
 
@@ -213,7 +223,6 @@ class JoinedRank:
         return _marked(group, self._buffer, self._layout, mark)
 
     def _follow(self) -> None:
-        """Take part in the rest of a step whose first buffer is complete."""
         under_way: collections.deque[tuple[torch.Tensor, Work, str]] = collections.deque()
         for wire in self._rest:
             if len(under_way) == AT_ONCE:

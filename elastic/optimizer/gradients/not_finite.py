@@ -36,7 +36,7 @@ def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class FirstNotFinite:
-    """Observations of one worker. All ranks see the same reduced gradients and therefore record the same step."""
+    """Observations of one worker. All ranks receive the same reduced gradients and therefore record the same step."""
 
     def __init__(self) -> None:
         self._found: dict[str, int] = {}  # digests of parameters, by reducer
@@ -58,7 +58,7 @@ class FirstNotFinite:
         Args:
             of: identifies the reducer.
             samples: parts of the reduced gradients.
-            parameters: by name, to compute a digest of.
+            parameters: parameters by name, for the digest.
         """
         if all(map(finite, samples)):
             self._fine.add(of)
@@ -98,10 +98,10 @@ class FirstNotFinite:
         return bool(self._odd)
 
     def digest(self) -> int | None:
-        """Return the digest, which is equal on ranks whose parameters were equal.
+        """Return the digest. Ranks with equal parameters have equal digests.
 
-        None if nothing was observed, or for several optimizers: another rank may have observed fewer of them, since a
-        joined rank has not seen the observations of an older plan.
+        Returns None without an observation, or with several optimizers. A joined rank has not seen the observations of
+        an older plan, so ranks may have observed different numbers of optimizers.
         """
         found = [*self._found.values()]
         return found[0] if len(found) == 1 else None

@@ -58,7 +58,7 @@ def mark_value(op: Op, mark: StepFlag) -> float:
 
 
 def read_mark(op: Op, reduced: float) -> StepFlag:
-    """Return the reduced flag: CHANGE if any rank sent it, else STEP if any rank sent it, else JOINED."""
+    """Return the reduced flag. CHANGE has priority over STEP, and STEP over JOINED."""
     values = _VALUES[op]
     if reduced == values[StepFlag.JOINED]:
         return StepFlag.JOINED
@@ -84,7 +84,7 @@ class BucketSpec(msgspec.Struct, frozen=True):
 
 
 class Sparse(msgspec.Struct, frozen=True):
-    """Sparse gradient whose entries are gathered. ``number`` is its index among all trainable parameters."""
+    """Sparse gradient with gathered entries. ``number`` is its index among all trainable parameters."""
 
     number: int
     shape: tuple[int, ...]
@@ -98,7 +98,10 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     The last element of the first buffer is the step flag. ``op`` is the reduction as sent. A group that scales during
     the reduction multiplies its results by ``scale`` and divides them by ``divisor``. ``order`` is the order in which
-    gradients become ready. ``trained``: which of the optimizer's parameters have a gradient on any rank.
+    gradients become ready.
+
+    Args:
+        trained: which of the optimizer's parameters have a gradient on any rank.
     """
 
     digest: int
@@ -139,11 +142,11 @@ class PlanProposal(NamedTuple):
         anew: 1 if the current step starts over because the parameters have changed, else 0.
         trains: digest of which parameters require a gradient on this rank.
         sparse: number of sparse gradients.
-        rank: of the sender.
-        point: of the comparison.
+        rank: rank of the sender.
+        point: point of the comparison.
         twin: index of the optimizer among those created with equal parameters.
         twins: number of such optimizers that still exist.
-        order: digest of the order in which gradients become ready on this rank; see `order_digest`.
+        order: digest of the order in which gradients become ready on this rank. See `order_digest`.
     """
 
     digest: int
@@ -180,7 +183,7 @@ def vector(proposal: PlanProposal | None, taken: Sequence[int]) -> list[int]:
 
     Args:
         proposal: None for a rank that has joined, which affects no field.
-        taken: from `Plans.taken`.
+        taken: the result of `Plans.taken`.
     """
     if proposal is None:
         return [*[_NOTHING] * (2 * _FIELDS), 1, *taken]
@@ -194,7 +197,7 @@ class PlanVerdict(NamedTuple):
         least: the least value of each field over all ranks with data; meaningless if there are none.
         greatest: the greatest.
         joined: whether any rank has joined.
-        taken: for each number, 1 if it can't be reused on some rank, else 0.
+        taken: for each number, 1 if the number can't be reused on some rank, else 0.
     """
 
     least: PlanProposal
@@ -204,7 +207,7 @@ class PlanVerdict(NamedTuple):
 
     @property
     def source(self) -> int | None:
-        """The lowest rank that has data left, or None."""
+        """Lowest rank with remaining data, or None."""
         return None if self.greatest.rank == _NOTHING else self.least.rank
 
     @property
@@ -219,7 +222,7 @@ class PlanVerdict(NamedTuple):
 
     @property
     def same_order(self) -> bool:
-        """Whether all ranks with data have the same order of gradients, which then need not be sent."""
+        """Whether all ranks with data have the same order of gradients. An equal order need not be sent."""
         return self.alike and self.least.order == self.greatest.order
 
     @property
@@ -274,7 +277,7 @@ class AgreedPlan:
 
 
 class Plans:
-    """Plans that the same ranks have agreed on in one generation."""
+    """Plans of the same ranks in one generation."""
 
     def __init__(self) -> None:
         self.agreed: list[AgreedPlan] = []
@@ -286,7 +289,7 @@ class Plans:
         return CHANNEL if self.agreed else GRADIENTS
 
     def taken(self) -> list[int]:
-        """Return for each number 1 if this rank still uses it, else 0."""
+        """For each number, return 1 if this rank still uses the number, else 0."""
         taken = [int(each.taken) for each in self.agreed[:MAX_PLANS]]
         return taken + [0] * (MAX_PLANS - len(taken))
 
@@ -303,7 +306,7 @@ class Plans:
         """Record an agreed plan.
 
         Args:
-            number: of the plan.
+            number: number of the plan.
             layout: the plan.
             owner: its reducer; None on a rank that has joined, where the reducer of a replaced plan is notified.
         """
@@ -333,7 +336,7 @@ class Plans:
         return None
 
     def adopt(self, owner: Owner, digest: int, version: int) -> AgreedPlan | None:
-        """Adopt a plan that the other ranks agreed on while this rank had joined, if ``owner`` has the same plan.
+        """Adopt a plan of the active ranks for a rank that has joined, if ``owner`` has the same plan.
 
         Does not communicate.
 
@@ -343,7 +346,7 @@ class Plans:
             version: version of the plan that it has.
 
         Returns:
-            The plan; None if the ranks have yet to agree on one.
+            The plan, or None if the ranks have yet to agree on one.
 
         Raises:
             StateMismatch: the owner's parameters were not changed as on the other ranks.
@@ -354,8 +357,8 @@ class Plans:
                 return None
             if agreed.layout.digest != digest:
                 raise StateMismatch(
-                    "the parameters of the other ranks' optimizer changed while this rank had joined: make the same"
-                    " changes on all ranks before the next step"
+                    "the parameters of the optimizer on other ranks changed after this rank called join(): make"
+                    " the same changes on all ranks before the next step"
                 )
             return agreed
         for agreed in self.agreed:

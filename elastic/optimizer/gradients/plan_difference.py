@@ -20,7 +20,9 @@ _NOBODY = -(1 << 31)
 
 
 class PlanDifference(NamedTuple):
-    """Lines of two ranks. ``first`` is the lowest rank with data, ``other`` the lowest whose lines differ, or None."""
+    """Lines of two ranks. ``first`` is the lowest rank with data, and ``other`` is the lowest rank with different
+    lines, or None.
+    """
 
     first: int
     other: int | None
@@ -31,7 +33,7 @@ class PlanDifference(NamedTuple):
 def find(
     group: Collectives, device: torch.device, first: int | None, own: Sequence[str] | None
 ) -> PlanDifference:
-    """Find a rank whose optimizer differs. Collective.
+    """Find a rank with a different optimizer. Collective.
 
     Args:
         group: the ranks to compare.
@@ -77,7 +79,7 @@ def refuse(
 
     Args:
         world: the current world.
-        members: the ranks that average; None for all.
+        members: the ranks that average, or None for all.
         own: lines that describe this rank's optimizer.
         found: the difference.
 
@@ -93,7 +95,7 @@ def refuse(
     holders = 0 if place is None or not world.elastic else place.holders
     joining = found.other is not None and found.first < holders <= found.other
     if joining and list(own) == found.lines:
-        raise CollectiveFailed(f"{message}; workers that differ from rank {found.first} leave")
+        raise CollectiveFailed(f"{message}. Workers that differ from rank {found.first} leave")
     raise StateMismatch(
         f"{message} (this is rank {rank}): pass DistributedOptimizer the same parameters and options on every rank"
     )

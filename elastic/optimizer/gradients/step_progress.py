@@ -41,7 +41,7 @@ class PlanState(enum.Enum):
 
 
 class PassEnd(enum.Enum):
-    """What to do at the end of a backward pass."""
+    """Decision at the end of a backward pass."""
 
     NOTHING = enum.auto()  # another pass follows, or finish() reduces
     LAUNCH = enum.auto()  # it was the last pass: launch the remaining buckets
@@ -60,11 +60,11 @@ class StepProgress:
     """Progress of the steps of one optimizer.
 
     Attributes:
-        phase: of the current step.
+        phase: phase of the current step.
         complete: number of slots with all of their gradients. 0 in IDLE.
         partial: number of slots with some but not all of their gradients. 0 in IDLE.
         ended: number of backward passes that produced gradients in this step. 0 in IDLE.
-        usual: number of such passes in other steps; 0 if unknown. Equal on all ranks once plans were compared, since
+        usual: number of such passes in other steps, or 0 if unknown. Equal on all ranks once plans were compared, since
             all then begin with 0 and count the same steps.
     """
 
@@ -122,8 +122,11 @@ class StepProgress:
         return self._as_last(PassEnd.LAUNCH, last)
 
     def compared(self, last: bool) -> None:
-        """Apply the result of a comparison at the end of a pass. ``last``: whether the pass is the last one on all
-        ranks."""
+        """Apply the result of a comparison at the end of a pass.
+
+        Args:
+            last: whether the pass is the last one on all ranks.
+        """
         self.phase = StepPhase.COMPLETING if last else StepPhase.LATE
 
     def reduced(self) -> None:

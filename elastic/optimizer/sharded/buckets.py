@@ -108,7 +108,7 @@ class ShardBucket:
 
     @property
     def shared(self) -> bool:
-        """Whether it is in memory that the other ranks of the host can access."""
+        """Whether the other ranks of the host can access the memory."""
         mine = arena.mine() if self.device.type == "cpu" else None
         at, size = self.places.data_ptr(), self.places.nbytes
         return mine is not None and mine.offset_of(at, size) is not None
@@ -135,7 +135,7 @@ class ShardBucket:
             merge: the merges that follow its gradient.
             completes: whether it completes a partial, which is then divided by ``divisor``.
             last: whether it is the last of this rank's shards.
-            divisor: of the partial.
+            divisor: divisor of the partial.
         """
         self.missing = len(self.parameters)
         self._merge, self._completes, self._last = merge, completes, last
@@ -201,7 +201,6 @@ class ShardBucket:
         return True
 
     def _leaf(self, position: int) -> torch.Tensor:
-        """Return a parameter's gradient for the present shard in the dtype of the sums; zeros if it has none."""
         gradient = self.parameters[position].grad
         if gradient is None:
             return torch.zeros_like(self._views[0][position])
@@ -246,8 +245,8 @@ class ShardBucket:
         ):
             if parameter.grad is not given or given._version != version:
                 raise Invalid(
-                    f"the gradient of {name_of(parameter)} was changed within the loop over the shards, before it was"
-                    " averaged over all shards: clip and change gradients after the loop, and remove code that"
-                    " changes gradients implicitly, such as DistributedDataParallel or a second optimizer of the"
-                    " same parameters"
+                    f"the gradient of {name_of(parameter)} was changed within the loop over the shards, before"
+                    " the gradients of all shards were averaged: clip and change gradients after the loop."
+                    " DistributedDataParallel, or a second optimizer of the same parameters, may have changed"
+                    " the gradient"
                 )

@@ -23,7 +23,11 @@ PIECE = 16  # elements; the length of a piece is a multiple of this
 def evaluate(
     program: Program, values: Sequence[Sequence[torch.Tensor]], divisor: int
 ) -> torch.Tensor:
-    """Return the sum at the root divided by ``divisor``. ``values``: by rank and place; they are overwritten."""
+    """Return the sum at the root divided by ``divisor``.
+
+    Args:
+        values: values by rank and place; they are overwritten.
+    """
     stack: list[torch.Tensor] = []
     for each in program:
         if each is None:
@@ -45,7 +49,7 @@ class PartialsExchange:
         elements: number of elements to sum; the rest of each buffer is padding.
         program: the evaluation of the tree.
         counts: number of partials of each rank.
-        divisor: of the sum.
+        divisor: divisor of the sum.
     """
 
     def __init__(

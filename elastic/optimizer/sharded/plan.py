@@ -31,7 +31,7 @@ class ShardPlan:
     """Plan of one optimizer.
 
     Attributes:
-        slots: by id of the parameter.
+        slots: slots by id of the parameter.
         order: the agreed order of the parameters, or None.
     """
 
@@ -84,7 +84,11 @@ class ShardPlan:
             torch._foreach_copy_(places[: len(partials)], partials)
 
     def lines(self, name_of: dict[int, str]) -> list[str]:
-        """Return the lines that must be equal on all ranks. ``name_of``: parameter names by id."""
+        """Return the lines that must be equal on all ranks.
+
+        Args:
+            name_of: parameter names by id.
+        """
         described = [
             f"{name_of[id(each)]} {each.dtype} as {self._sent_dtype(each)} {list(each.shape)}"
             for each in self._trained

@@ -101,7 +101,7 @@ class ShardReducer:
     def of(
         cls, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], shards: Shards
     ) -> ShardReducer:
-        """Create a reducer for an optimizer that is not wrapped: average, one backward pass per shard.
+        """Create a reducer for an unwrapped optimizer, with Average and one backward pass per shard.
 
         Raises:
             Invalid: an option is not supported.
@@ -127,7 +127,7 @@ class ShardReducer:
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """The agreed order of the trained parameters; None until the ranks have agreed."""
+        """The agreed order of the trained parameters, or None until the ranks have agreed."""
         return self._plan.order
 
     @property
@@ -247,13 +247,14 @@ class ShardReducer:
         if slot is None or self._shard is None or not self.pending:
             raise Invalid(
                 f"{self._parameters.name(parameter)} received a gradient outside the loop over the shards: call"
-                " backward() within `for batch in shards.over(loader)`, and freeze or add parameters between two"
-                " steps"
+                " backward() within `for batch in shards.over(loader)`, and freeze or add parameters only"
+                " between steps"
             )
         if slot.passes_left == 0:
             raise Invalid(
                 f"{self._parameters.name(parameter)} received more than backward_passes_per_step={self._passes}"
-                f" gradients in shard {self._shard.shard}: set it to the number of backward passes of a shard"
+                f" gradients in shard {self._shard.shard}: set backward_passes_per_step to the number of"
+                " backward passes per shard"
             )
         slot.passes_left -= 1
         if slot.passes_left == 0:
@@ -269,8 +270,8 @@ class ShardReducer:
         if gradient is not None and gradient.is_sparse:
             if not self._sparse_as_dense:
                 raise Invalid(
-                    f"the gradient of {self._parameters.name(parameter)} is sparse, and shards can't sum it in a"
-                    " fixed order: pass sparse_as_dense=True to DistributedOptimizer"
+                    f"the gradient of {self._parameters.name(parameter)} is sparse, but shards support only"
+                    " dense gradients: pass sparse_as_dense=True to DistributedOptimizer"
                 )
             parameter.grad = gradient = gradient.to_dense()
         if gradient is not None and (self._noting or self._checked):
@@ -295,7 +296,7 @@ class ShardReducer:
 
     @torch.no_grad()
     def shard_ends(self, shard: int) -> None:
-        """Process the remaining parameters: those without a gradient or with fewer passes than others."""
+        """Process the remaining parameters. These have no gradient, or fewer passes than other parameters."""
         for slot in self._plan.slots.values():
             if slot.passes_left:
                 slot.passes_left = 0

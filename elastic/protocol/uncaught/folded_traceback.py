@@ -107,9 +107,7 @@ def whole(error: BaseException) -> str:
 
 
 def digest(error: BaseException) -> str:
-    """Return a digest that is equal for exceptions of the same classes raised at the same lines, regardless of their
-    messages.
-    """
+    """Return a digest of the exception classes and the lines at which they were raised. Messages are ignored."""
     names = hashlib.sha256()
     for each in chain(error):
         names.update(f"{type(each).__module__}.{type(each).__qualname__}\n".encode())
@@ -121,7 +119,7 @@ def digest(error: BaseException) -> str:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """Return the exception, followed by those that Python prints with it."""
+    """Return the exception, followed by the exceptions that Python prints with it."""
     found: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:
@@ -135,7 +133,7 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the innermost line of the script, such as ``train.py:12``; empty if there is none."""
+    """Return the innermost line of the script, such as ``train.py:12``, or an empty result if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if library_of(frame.filename) == SCRIPT:

@@ -24,8 +24,12 @@ LIMIT = 64 * 1024  # characters of a traceback that are sent
 class Uncaught(msgspec.Struct, frozen=True, tag=True):
     """An exception that ended a script.
 
-    ``digest`` is equal for exceptions of the same classes raised at the same lines. ``line``: ``train.py:12``, or
-    empty. ``peer``: it was raised because another worker was lost or has failed. ``driver``: because the driver was.
+    ``digest`` is equal for exceptions of the same classes raised at the same lines.
+
+    Args:
+        line: ``train.py:12``, or empty.
+        peer: it was raised because another worker was lost or has failed.
+        driver: because the driver was.
     """
 
     digest: str
@@ -38,7 +42,7 @@ class Uncaught(msgspec.Struct, frozen=True, tag=True):
 
 
 class LostDriver(msgspec.Struct, frozen=True, tag=True):
-    """The worker ends without an exception because it lost its driver."""
+    """The worker ends without an exception because it lost the driver."""
 
 
 class TrainingThread(msgspec.Struct, frozen=True, tag=True):

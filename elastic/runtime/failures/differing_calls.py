@@ -1,4 +1,4 @@
-"""Exchange of the differing calls of the ranks of a group; see `calls`."""
+"""Exchange of the differing calls of the ranks of a group. See `calls`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ TELL_S = 2.0  # timeout of the exchange in seconds; all ranks are in a collectiv
 
 
 def of_all(store: Store | None, group: Differing, mine: Called) -> list[Called]:
-    """Return the calls of all ranks of the group, by rank; only this rank's if the others do not answer in time."""
+    """Return the calls of all ranks of the group, by rank. Contains only this rank if the other ranks do not answer
+    in time.
+    """
     if store is None or not group.key:
         return [mine]
     try:

@@ -46,7 +46,6 @@ def at_fault(error: BaseException) -> bool:
 
 
 def _verdict(error: BaseException | None) -> bool | None:
-    """Return whether the hardware caused the error; None if its type does not determine it."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
             return False

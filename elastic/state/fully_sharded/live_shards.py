@@ -28,8 +28,8 @@ class RowSpec:
     """Description of a tensor that is sharded by rows.
 
     Args:
-        shape: of the whole tensor; its first dimension is divided.
-        dtype: of the tensor.
+        shape: shape of the whole tensor; its first dimension is divided.
+        dtype: dtype of the tensor.
         plain: whether the optimizer keeps a plain tensor of this rank's rows, not a DTensor.
         sizes: if rows are the elements of a flattened tensor, the shape of that tensor.
         on_host: whether it is in host memory even if its parameter is on a GPU.
@@ -75,7 +75,9 @@ class Sharded(Protocol):
 
     @property
     def position(self) -> tuple[int, int] | None:
-        """This rank's shard and the current number of shards, or None if they are those of the trained model."""
+        """Shard of this rank and the current number of shards. The value is None if both are those of the trained
+        model.
+        """
 
     def live_shards(self) -> dict[str, LiveShard]:
         """Return this rank's rows, by name."""
@@ -132,9 +134,9 @@ class FullyShardedHandler(ModelStateHandler):
         for name in {**before, **present}:
             if present.get(name) is not before.get(name):
                 raise NotElastic(
-                    f"{self.what} has replaced or removed the parameter {name} after the state was created, so it"
-                    " can't be resharded when the world changes: change modules and apply fully_shard before you"
-                    " create the optimizer and the state",
+                    f"{self.what} replaced or removed the parameter {name} after the state was created, so the"
+                    " parameter can't be resharded: change modules and apply fully_shard before you create the"
+                    " optimizer and the state",
                     Fixed.PARAMETERS,
                 )
 
@@ -180,7 +182,7 @@ class FullyShardedHandler(ModelStateHandler):
         return {name: each.local for name, each in self.live_shards().items()}
 
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
-        """Do nothing: the rows were received into the parameters."""
+        """Do nothing, because the rows were received into the parameters."""
 
     def abandon_pass(self) -> None:
         fsdp2.abandon(self.model)
@@ -203,9 +205,8 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
         super()._adopt_value()
         if type(self.value).state_dict is not torch.optim.Optimizer.state_dict:
             raise NotElastic(
-                f"{self.what} is a {type(self.value).__name__} that trains fully sharded parameters and overrides"
-                " state_dict(), whose contents can't be assigned to ranks; use an optimizer"
-                " that does not override it",
+                f"{self.what} is a {type(self.value).__name__} that overrides state_dict(), so its state can't"
+                " be resharded: use an optimizer that does not override state_dict()",
                 Fixed.OPTIMIZER,
             )
 
@@ -248,9 +249,9 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
                 found[name] = RowSpec(tuple(parameter.shape), entry.dtype, plain=True)
             elif alike or entry.dim():
                 raise Invalid(
-                    f"{self.what} keeps {key} of shape {list(entry.shape)} for a fully sharded parameter of shape"
-                    f" {list(parameter.shape)}: only entries sharded like the parameter, and single numbers, can be"
-                    " resharded when the world changes; use an optimizer such as SGD, Adam or AdamW"
+                    f"{self.what} keeps {key} of shape {list(entry.shape)} for a fully sharded parameter of"
+                    f" shape {list(parameter.shape)}, but only entries of the parameter's shape and scalars can"
+                    " be resharded: use an optimizer such as SGD, Adam or AdamW"
                 )
         return found
 

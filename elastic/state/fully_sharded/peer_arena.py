@@ -34,7 +34,9 @@ class ArenaOffer:
 
 
 def offer() -> ArenaOffer | None:
-    """Return the handle of this process's arena; None if the system does not permit mapping it or ELASTIC_NATIVE=0."""
+    """Return the handle of this process's arena, or None if the system does not permit mapping it or
+    ELASTIC_NATIVE=0.
+    """
     mine = arena.mine()
     if mine is None:
         return None
@@ -50,7 +52,7 @@ def allocate(size: int, bank: int) -> torch.Tensor:
     Memory in the arena is kept until this bank allocates again or the process exits.
 
     Args:
-        size: in bytes.
+        size: size in bytes.
         bank: a number that is unique among the banks of this process.
 
     Returns:
@@ -80,7 +82,7 @@ def offset_of(buffer: torch.Tensor) -> int:
 
 
 def mark(buffer: torch.Tensor, commit: CommitId | None, shard: int) -> None:
-    """Write the header: which shard of which commit is complete. None marks the contents as incomplete."""
+    """Write the header with the shard and its commit. None marks the contents as incomplete."""
     header = buffer[:HEADER].view(torch.int64)
     header[0] = 0
     if commit is not None:

@@ -67,12 +67,12 @@ class ShardedWorld:
     """The ranks among which the shards are divided.
 
     Args:
-        generation: of the world.
+        generation: generation of the world.
         rank: this rank.
         order: the rank at each place of a mesh of replicas by shards.
         shards: number of shards.
         hosts: the host of each rank.
-        placement: by shard, the ranks that keep a copy.
+        placement: for each shard, the ranks that keep a copy.
         arenas: mapped arenas of other ranks on this host, by rank.
         lasting: whether the memory of this rank outlives it.
     """
@@ -125,7 +125,7 @@ class CommitCost:
 
 @dataclass(frozen=True)
 class Choice:
-    """The commit that all ranks restore. ``bank`` is this rank's bank that holds a shard of it, or None."""
+    """The commit that all ranks restore. ``bank`` is the bank of this rank with a shard of the commit, or None."""
 
     whole: WholeCommit
     hosts: tuple[str, ...]
@@ -151,7 +151,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class WorldInventory:
-    """Inventories, hosts and memory of the ranks of a world, by rank. ``arenas`` and ``lasting``: see `Choice`."""
+    """Inventories, hosts and memory of the ranks of a world, by rank.
+
+    Args:
+        arenas and lasting: see `Choice`.
+    """
 
     inventories: Sequence[Inventory]
     hosts: tuple[str, ...]
@@ -170,12 +174,12 @@ class WorldInventory:
 
     @property
     def whole(self) -> WholeCommit | None:
-        """The newest commit all of whose shards are held, or None."""
+        """Newest commit with a complete set of shards, or None."""
         return newest_whole(self.inventories)
 
     @property
     def lost(self) -> bool:
-        """Whether commits exist but none of them is complete."""
+        """Whether commits exist but no commit is complete."""
         return any(self.inventories) and self.whole is None
 
     def loss(self) -> ShardLost:
@@ -190,7 +194,7 @@ class ShardedCommits:
     Args:
         parts: returns the parts that have sharded tensors.
         copies: number of ranks on other hosts that keep a copy of each shard.
-        least: smallest number of shards of a mesh with replicas; None: one shard per rank.
+        least: smallest number of shards of a mesh with replicas. None means one shard per rank.
         given: ``least_shards`` as the script gave it. Without it, ``least`` is derived from a mesh, which a joining
             worker may have made with another shape.
     """
@@ -331,7 +335,6 @@ class ShardedCommits:
     def _with_rows(
         self, specs: dict[str, RowSpec], live: dict[str, LiveShard]
     ) -> dict[str, LiveShard]:
-        """Return this rank's rows of these tensors; empty rows for tensors that it does not have."""
         if self._everywhere():
             return live
         return {
@@ -351,7 +354,7 @@ class ShardedCommits:
         The sizes of the transfers that follow depend on the tensors being the same.
 
         Args:
-            group: of all ranks.
+            group: group of all ranks.
             world: the current world.
             bank: the bank in progress.
             content: whether to compare the values of replicas of a shard as well.
@@ -599,7 +602,7 @@ class ShardedCommits:
             specs: the tensors to divide, by name.
 
         Returns:
-            By name, the rows of this rank and the tensor to read them into, not yet filled; see `place`.
+            By name, the rows of this rank and the tensor to read them into, not yet filled. See `place`.
         """
         rank, size = rt.place.rank, rt.place.size
         order = tuple(range(size))
@@ -761,7 +764,6 @@ def _merged(gathered: Sequence[dict[str, RowSpec]]) -> dict[str, RowSpec]:
 
 
 def _map_arenas(offers: Sequence[ArenaOffer | None], me: int) -> dict[int, PeerArena]:
-    """Map the arenas of the other ranks on this machine, skipping those that cannot be mapped. By rank."""
     mine, found = offers[me], {}
     for rank, each in enumerate(offers):
         if rank != me and each is not None and mine and each.owner.host == mine.owner.host:

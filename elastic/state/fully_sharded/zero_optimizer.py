@@ -81,8 +81,8 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
         self._partition = partition
         if not zero.steps_shard(optimizer, partition, *self.position):
             raise Invalid(
-                f"{self.what} does not step the parameters that were assigned to this rank: parameters were added or"
-                " replaced since this world began; call add_param_group() before elastic.run"
+                f"{self.what} lacks parameters that were assigned to this rank, because parameters were added or"
+                " replaced after this world began: call add_param_group() before elastic.run"
             )
         found = {}
         for number, parameter in enumerate(zero.parameters(optimizer)):
@@ -90,7 +90,7 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
                 if not _can_be_sent(key, entry):
                     raise Invalid(
                         f"{self.what} keeps {key!r}, which is not a dense tensor on one device, so it can't be"
-                        " redistributed when the world changes; use an optimizer such as SGD, Adam or AdamW"
+                        " redistributed when the world changes: use an optimizer such as SGD, Adam or AdamW"
                     )
                 spec = EntrySpec(
                     (entry.numel(),),
@@ -165,9 +165,10 @@ class DividedOptimizerHandler(ShardedOptimizerHandler):
                 found[name] = RowSpec((elements,), entry.dtype, plain=True, sizes=sizes)
             elif entry.dim():
                 raise Invalid(
-                    f"{self.what} keeps {key} of shape {list(entry.shape)} for its part of"
-                    f" {self.value.parameter_name(parameter)}, which has {elements} elements in all: only elementwise"
-                    " entries and single numbers can be redistributed when the world changes"
+                    f"{self.what} keeps {key} of shape {list(entry.shape)} for"
+                    f" {self.value.parameter_name(parameter)} with {elements} elements, but only elementwise"
+                    " entries and scalars can be redistributed when the world changes: use an optimizer such as"
+                    " SGD, Adam or AdamW"
                 )
         return found
 

@@ -83,8 +83,8 @@ class ReplicasHandler(ModelStateHandler):
             return
         name = next(name for name, each in self.model.named_parameters() if each is late)
         raise NotReduced(
-            f"{self.full_name(name)} is trained now but was not when DistributedDataParallel was built, so its gradient"
-            " is not reduced and ranks would diverge: register, replace or unfreeze parameters before you build"
+            f"{self.full_name(name)} became trainable after DistributedDataParallel was built, so its gradient"
+            " is not reduced, and ranks would diverge: change parameters before you build"
             " DistributedDataParallel, or build a new one and pass it to the state",
             self.full_name(name),
         )
@@ -179,7 +179,7 @@ def _parameters(model: DistributedDataParallel) -> list[torch.Tensor]:
 
 
 def _number_reduced(model: DistributedDataParallel) -> int | None:
-    """Return the number of parameters of the model's reducer; None if torch does not provide it."""
+    """Return the number of parameters of the model's reducer, or None if torch does not provide it."""
     ddp: Any = model
     found: int | None = ddp.logger._get_ddp_logging_data().ints_map.get("num_parameter_tensors")
     return found

@@ -81,7 +81,9 @@ class DiLoCoStateHandler(Part):
             elif name in live and specs[name].fits(live[name]):
                 where[name] = live[name]
             else:
-                raise StateMismatch(f"{self.what} has no tensor {name} of the committed shape")
+                raise StateMismatch(
+                    f"{self.what} has no tensor {name} with the shape in the commit"
+                )
         return where
 
     def place(

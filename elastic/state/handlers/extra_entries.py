@@ -32,7 +32,6 @@ class ExtraEntries:
                 del self._askable[path]
 
     def _inside(self, path: str) -> bool:
-        """Return whether the module is within another one whose state dict already contains its entries."""
         return any(
             not above or path.startswith(f"{above}.")
             for above, module in self._askable.items()
@@ -53,8 +52,8 @@ class ExtraEntries:
             module = self._askable.get(path)
             if module is None:
                 raise StateMismatch(
-                    f"the commit contains {', '.join(added)} of the module {path or 'itself'}, whose state_dict() on"
-                    " this worker has no such entry: all workers need the same model"
+                    f"the commit contains {', '.join(added)} of the module {path or 'itself'}, but the module's"
+                    " state_dict() on this worker lacks these entries: use the same model on all workers"
                 )
             with torch.no_grad():
                 _load(module, _entries(module) | added)
@@ -99,7 +98,7 @@ def _added(module: Module) -> dict[str, Any]:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's memory; 0 if it has no memory."""
+    """Return the address of the tensor's memory, or 0 if it has no memory."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_mkldnn:
         return 0
     return tensor.data_ptr()

@@ -14,9 +14,12 @@ from elastic.state.snapshots.snapshot import Snapshot, SnapshotBuffers
 
 @dataclass(frozen=True)
 class HeldRows:
-    """This rank's rows of a sharded tensor, from row ``begin`` on. ``whole``: the complete tensor on the meta device.
+    """This rank's rows of a sharded tensor, from row ``begin`` on.
 
     ``plain``, ``sizes`` and ``on_host``: see `live_shards.RowSpec`.
+
+    Args:
+        whole: the complete tensor on the meta device.
     """
 
     whole: torch.Tensor
@@ -31,7 +34,9 @@ class HeldRows:
 class HeldPart:
     """Committed structure and tensors of one part of a state. Tensors are on the CPU and must not be modified.
 
-    ``sharded``: tensors whose rows are divided among the ranks; ``tensors``: all other tensors.
+    Args:
+        sharded: tensors whose rows are divided among the ranks.
+        tensors: all other tensors.
     """
 
     part: Part
@@ -68,8 +73,9 @@ class CommitCopy:
 class HeldCommit:
     """One commit.
 
-    ``random``: the states of this rank's generators, if they are part of the state. ``release_shard``: allows this
-    rank's rows to be overwritten.
+    Args:
+        random: the states of this rank's generators, if they are part of the state.
+        release_shard: allows this rank's rows to be overwritten.
     """
 
     layout: str
@@ -94,7 +100,7 @@ class HeldCommit:
                 part.bank.transit.wait()
 
     def referred(self) -> dict[str, object]:
-        """Return objects that values may refer to without owning them, by name."""
+        """Return objects by name to which values may refer without owning them."""
         return {name: each.part.value for name, each in self.parts.items()}
 
     def release(self) -> None:

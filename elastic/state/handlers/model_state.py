@@ -138,7 +138,7 @@ class ModelStateHandler(Part):
         ]  # fmt: skip
         if gone:
             raise StateMismatch(
-                f"{self.full_name(gone[0])} was committed, but the model no longer has a tensor of that name: call"
+                f"the commit contains {self.full_name(gone[0])}, but the model no longer has this tensor: call"
                 " commit() after you change a model, or pass a new model to the state"
             )
         shared = self._newly_shared(live) if restoring else set()
@@ -155,7 +155,6 @@ class ModelStateHandler(Part):
         return where
 
     def _newly_shared(self, live: dict[str, torch.Tensor]) -> set[str]:
-        """Return tensors that share a storage now but did not at the commit; writing in place would corrupt them."""
         copies = self.snapshot.bank.copies
         tensors = {name: tensor for name, tensor in live.items() if plain(tensor)}
         storages = {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
@@ -241,7 +240,11 @@ class ModelStateHandler(Part):
 
 
 def described(structure: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return a commit of a model in the form of its ``state_dict()``. ``structure``: from `ModelStateHandler.live`."""
+    """Return a commit of a model in the form of its ``state_dict()``.
+
+    Args:
+        structure: the result of `ModelStateHandler.live`.
+    """
     names = structure["names"]
     here = {**tensors, **structure["opaque"].tensors}
     found: dict[str, Any] = {
@@ -256,7 +259,9 @@ def described(structure: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any
 
 
 class Opaque:
-    """Tensors that are not strided, and values that contain them. Cloned, as some layouts do not support deepcopy."""
+    """Tensors without strides, and values with such tensors. They are cloned, because some layouts do not support
+    deepcopy.
+    """
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         self.tensors = tensors

@@ -36,7 +36,7 @@ class Entries:
     devices: list[torch.device] = field(default_factory=list)
 
     def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
-        """Return the current tensors by name; None if the entries changed and the structure must be read again."""
+        """Return the current tensors by name, or None if the entries changed and the structure must be read again."""
         if self.traits is None or traits_of(optimizer) != self.traits:
             return None
         found: list[Any] = []
@@ -109,7 +109,7 @@ def described(structure: Any, sizes: Sequence[int], tensors: dict[str, torch.Ten
     """Return a commit of an optimizer in the form of its ``state_dict()``.
 
     Args:
-        structure: from `OptimizerStateHandler.pack`.
+        structure: the result of `OptimizerStateHandler.pack`.
         sizes: the number of parameters of each group.
         tensors: the entries by name, such as ``3.exp_avg``. Entries that only another rank has are not in the
             structure.

@@ -67,7 +67,7 @@ class Part(StateHandler):
         raise NotImplementedError
 
     def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Like `pack`, for a commit: tensors need not be detached."""
+        """Like `pack`, for a commit. Tensors need not be detached."""
         return self.pack()
 
     def check(self) -> None:
@@ -135,7 +135,7 @@ class Part(StateHandler):
         return self.snapshot.bank.buffers()
 
     def equal_everywhere(self, structure: Any) -> set[str] | None:
-        """Return the names of the tensors of a commit that are equal on all workers; None if all are."""
+        """Return the names of the tensors of a commit that are equal on all workers, or None if all are."""
         return None
 
     def differing(self) -> list[str]:
@@ -193,7 +193,7 @@ class Part(StateHandler):
         self.seems_unchanged()
 
     def restore_nothing(self) -> None:
-        """Like `restore` if no complete copy exists: the value is unchanged."""
+        """Like `restore`, for the case without a complete copy. The value is unchanged."""
 
     def before_restore(self, own: Any) -> None:
         """Restore the objects that the committed tensors belong to."""
@@ -252,13 +252,14 @@ class ScalerPart(DictPart):
 class Carried:
     """Base of values that define their own state dict. Subclasses can be put into any state.
 
-    ``own``: whether the value belongs to this worker only: it is committed and restored, but never sent.
+    Args:
+        own: whether the value belongs to this worker only: it is committed and restored, but never sent.
     """
 
     own = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return Python values and tensors. The caller may keep them, so they must not be modified later."""
+        """Return Python values and tensors. The caller may keep them, so the handler must not modify them later."""
         raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -305,10 +306,10 @@ class CarriedPart(DictPart):
 
 
 class ShardsStateHandler(DictPart):
-    """Handler of an `elastic.Shards`: the step number.
+    """Handler of an `elastic.Shards`. The handler saves the number of the step.
 
-    Its layout describes the arithmetic of this process, so that a worker whose results would not be bitwise identical
-    is rejected before it joins.
+    Its layout describes the arithmetic of this process. A worker with results that would not be bitwise identical is
+    therefore rejected before it joins.
     """
 
     def layout(self) -> list[str]:
@@ -347,7 +348,7 @@ class ShardsStateHandler(DictPart):
 
 
 class SamplerStateHandler(DictPart):
-    """Handler of an `ElasticSampler`: its epoch and progress."""
+    """Handler of an `ElasticSampler`. The handler saves its epoch and progress."""
 
     def layout(self) -> list[str]:
         return [f"{self.name} {type(self.value).__name__} of {len(self.value.dataset)}"]

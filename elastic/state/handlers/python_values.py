@@ -43,8 +43,8 @@ def copied(value: Any, what: str, referred: Iterable[object] = ()) -> Any:
         made = _copied(value, memo)
     except Exception as error:
         raise Invalid(
-            f"{what} can't be copied, so it can't be committed ({type(error).__name__}: {error}): remove it from"
-            " the state, or store the values that it is created from instead"
+            f"{what} can't be copied for a commit ({type(error).__name__}: {error}): remove it from the state,"
+            " or store the values from which it is created"
         ) from error
     unsupported_sharding.check_within(what, itertools.islice(memo.values(), given, None))
     return made
@@ -107,8 +107,8 @@ def dumps(value: Any, what: str, referred: dict[str, object]) -> bytes:
         _Pickler(file, referred).dump(value)
     except Exception as error:
         raise Invalid(
-            f"{what} can't be pickled, so it can't be sent to workers that join ({type(error).__name__}: {error}):"
-            " remove it from the state"
+            f"{what} can't be pickled for joining workers ({type(error).__name__}: {error}): remove it from the"
+            " state"
         ) from error
     return file.getvalue()
 

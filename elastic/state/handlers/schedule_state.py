@@ -114,11 +114,11 @@ class SchedulePart(DictPart):
         differs = difference(received, factors(self.value))
         if differs is not None:
             raise StateMismatch(
-                f"{self.what}: {differs.function} of {type(self.value).__name__} returns {_shown(differs.ours)} at"
-                f" step {differs.step} on this worker and {_shown(differs.theirs)} on rank 0, so their learning rates"
-                " would differ. Functions of a schedule are not sent to joining workers: compute them from numbers"
-                " that are the same in every world, not from size() or the length of a loader (with Lightning, pass"
-                " max_steps to Trainer), or create the schedule from a number in the state, in the function under"
+                f"{self.what}: {differs.function} of {type(self.value).__name__} returns {_shown(differs.ours)}"
+                f" at step {differs.step} on this worker and {_shown(differs.theirs)} on rank 0, so learning"
+                " rates would differ. Compute the schedule from numbers that are the same in every world, not"
+                " from size() or the length of a loader (with Lightning, pass max_steps to Trainer)."
+                " Alternatively, create the schedule from a number in the state, in the function under"
                 " elastic.run"
             )
 

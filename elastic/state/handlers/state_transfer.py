@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 
 class TransferData(Protocol):
-    """The data to exchange: see `elastic.state.handlers.part.Part`."""
+    """Data to exchange. See `elastic.state.handlers.part.Part`."""
 
     value: Any
 
@@ -132,7 +132,7 @@ def _receive(
     theirs, specs, content = pickle.loads(header.numpy().tobytes())
     try:
         if theirs != layout:
-            raise StateMismatch(f"{difference(theirs, layout)}; run the same script on all workers")
+            raise StateMismatch(f"{difference(theirs, layout)}: run the same script on all workers")
         values, structures = _unpickled(content, _referred(parts))
         where = _destinations(parts, structures, specs)
     except Interrupted:
@@ -182,8 +182,8 @@ def _destinations(
 ) -> dict[Key, torch.Tensor | Destination]:
     if parts.keys() != structures.keys():
         raise StateMismatch(
-            f"the other workers' state contains {sorted(structures)}, but this worker's contains {sorted(parts)}: run"
-            " the same script on all workers"
+            f"the state of the other workers contains {sorted(structures)}, but the state of this worker"
+            f" contains {sorted(parts)}: run the same script on all workers"
         )
     where: dict[Key, torch.Tensor | Destination] = {}
     for name, part in parts.items():
@@ -242,7 +242,6 @@ def _number_of(device: torch.device, rank: int) -> int:
 
 
 def _gpu(where: dict[Key, torch.Tensor | Destination]) -> torch.device | None:
-    """Return this rank's GPU; None if its tensors are on no GPU or on several."""
     if not torch.cuda.is_available():
         return None
     tensors = [each for each in where.values() if isinstance(each, torch.Tensor)]

@@ -17,7 +17,7 @@ class Destination(enum.Enum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Metadata of a tensor whose content was not received yet."""
+    """Metadata of a tensor before its content is received."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -64,8 +64,9 @@ class VariablesPart(Part):
         for name, tensor in fresh.items():
             if name not in named or list(named[name].shape) != list(tensor.shape):
                 raise StateMismatch(
-                    f"{self.what}.{name} of shape {list(tensor.shape)} was committed, but no longer exists: call"
-                    " commit() after you change a model, or pass a new model to the state"
+                    f"the commit contains {self.what}.{name} of shape {list(tensor.shape)}, but the model no"
+                    " longer has this variable: call commit() after you change a model, or pass a new model to"
+                    " the state"
                 )
         for name, tensor in fresh.items():
             self.assign(named[name], tensor)

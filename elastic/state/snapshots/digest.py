@@ -19,7 +19,7 @@ ROW = 1024  # 8-byte words; shares factors with common widths, but a collision r
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Return a 63-bit digest of names, dtypes, shapes and bits, independent of the order; 0 for no tensors."""
+    """Return a 63-bit digest of names, dtypes, shapes and bits, independent of the order, or 0 for no tensors."""
     lines = sorted(_fold(name, tensor) for name, tensor in tensors)
     if not lines:
         return 0

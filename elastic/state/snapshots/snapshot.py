@@ -236,7 +236,7 @@ class SnapshotBuffers:
         return twin
 
     def adopt(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Record that these tensors were just set to the copies, so that they count as unchanged."""
+        """Record that these tensors were just set to their copies. They count as unchanged."""
         look = TensorSignature(tensors)
         fitting = {
             name: copy
@@ -302,7 +302,7 @@ class Snapshot:
         CPU copies are complete when this returns; CUDA copies may still be in flight.
 
         Args:
-            tensors: by name.
+            tensors: tensors by name.
             extra: kept as it is.
             trust: False: copy everything.
 

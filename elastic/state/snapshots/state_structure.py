@@ -95,7 +95,7 @@ class StateStructure:
             self._places = [(name, place[id(tensor)]) for name, tensor in anatomy.tensors()]
 
     def tensors(self) -> dict[str, torch.Tensor] | None:
-        """Return all tensors of the model by name, as in `ModelTensors.tensors`; None if the model was rebuilt."""
+        """Return all tensors of the model by name, as in `ModelTensors.tensors`, or None if the model was rebuilt."""
         if not self._lasting:
             return None
         traits, registered = self._look()

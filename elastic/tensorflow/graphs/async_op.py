@@ -109,8 +109,6 @@ _tokens = itertools.count(secrets.randbits(62) + 1)
 
 
 class _Callee:
-    """Start function of one operation of a graph; lives as long as the graph."""
-
     def __init__(self, start: Start) -> None:
         self.start = start
 
@@ -123,9 +121,9 @@ def available() -> bool:
 def add(
     start: Start, tensors: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], name: str
 ) -> list[tf.Tensor]:
-    """Add the operation to the graph that is being built; ``start`` is called each time it runs.
+    """Add the operation to the graph under construction. ``start`` is called at each run of the operation.
 
-    Call it only if `available`. The results have no static shapes.
+    Call the method only if `available`. The results have no static shapes.
     """
     graph = tf.compat.v1.get_default_graph()
     held = _Callee(start)
@@ -184,7 +182,7 @@ class AsyncCall:
             if dtype is None:
                 kind = tf.as_dtype(lib.TF_InputDatatype(self._context, number)).name
                 raise UnsupportedType(
-                    f"a tensor of {kind} can't be sent; cast it to a numeric type that torch also has"
+                    f"a tensor of {kind} can't be sent: cast it to a numeric type that torch also has"
                 )
             tensor = _at()
             with lib.status() as status:
@@ -202,14 +200,17 @@ class AsyncCall:
         return found
 
     def succeed(self, results: list[torch.Tensor]) -> None:
-        """Pass the results to TensorFlow: CPU tensors of the expected dtypes; otherwise the operation fails.
+        """Pass the results to TensorFlow. They must be CPU tensors of the expected dtypes, otherwise the operation
+        fails.
 
-        The list is emptied first, because what runs after the operation may reuse memory that is no longer referenced.
+        The list is emptied first, because code after the operation may reuse memory without references.
         """
         try:
             wanted = self._lib.TF_NumOutputs(self._context)
             if len(results) != wanted:
-                raise ValueError(f"the function returned {len(results)} results, not {wanted}")
+                raise ValueError(
+                    f"the function returned {len(results)} results, but {wanted} are expected"
+                )
             for number in range(wanted):
                 self._give(number, results[number].detach().contiguous())
             results.clear()
@@ -222,7 +223,9 @@ class AsyncCall:
         lib, kind = self._lib, _NUMBERS[result.dtype]
         wanted = lib.TF_ExpectedOutputDataType(self._context, number)
         if kind != wanted:
-            raise TypeError(f"result {number} is of {result.dtype}, not {_OF_NUMBER.get(wanted)}")
+            raise TypeError(
+                f"result {number} of the function has type {result.dtype}, but {_OF_NUMBER.get(wanted)} is expected"
+            )
         shape, rank, size = (_i64 * result.dim())(*result.shape), result.dim(), result.nbytes
         dims = ctypes.addressof(shape)
         flag = lib.lent.lend(result)
@@ -313,7 +316,7 @@ class _TensorFlowLibrary:
             self.lent.collect()
             held = _starts.get(token)
             if held is None:
-                raise RuntimeError("this graph was created by another process, or no longer exists")
+                raise RuntimeError("the graph was created by another process, or no longer exists")
             held.start(call)
         except BaseException as error:
             call.fail(tf.errors.INTERNAL, f"{type(error).__name__}: {error}")
@@ -335,7 +338,7 @@ class _CallStatus:
         message = self._lib.TF_Message(self._status).decode(errors="replace")
         self._lib.TF_DeleteStatus(self._status)
         if code and error is None:
-            raise RuntimeError(f"TensorFlow's C API: {message}")
+            raise RuntimeError(f"TensorFlow's C API reported an error: {message}")
 
 
 @functools.cache

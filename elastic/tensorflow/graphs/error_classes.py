@@ -37,7 +37,7 @@ def code_of(error: BaseException) -> int:
 
 
 def for_numpy_function(error: BaseException) -> type[Exception]:
-    """Return the class to raise in ``tf.numpy_function`` to get that class; it does not support FailedPrecondition."""
+    """Return the class to raise in ``tf.numpy_function`` for an error. FailedPrecondition is not supported there."""
     return ValueError if class_of(error) is tf.errors.InvalidArgumentError else RuntimeError
 
 

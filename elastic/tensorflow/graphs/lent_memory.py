@@ -22,7 +22,7 @@ _Flags = ctypes.c_uint8 * _FLAGS
 
 
 class LentMemory:
-    """Lends tensors to TensorFlow and collects them. Thread-safe; one per process."""
+    """Pool of tensors lent to TensorFlow. Thread-safe. Each process has one pool."""
 
     def __init__(self) -> None:
         lib = native_library.load()
@@ -41,7 +41,7 @@ class LentMemory:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def lend(self, tensor: torch.Tensor) -> int | None:
-        """Return the address of the flag for `let_go`; None if this tensor has to be copied."""
+        """Return the address of the flag for `let_go`, or None if this tensor has to be copied."""
         if not self.let_go or tensor.nbytes < LARGE or tensor.data_ptr() % ALIGNED:
             return None
         with self._lock:

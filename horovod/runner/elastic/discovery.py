@@ -55,7 +55,7 @@ class HostDiscoveryScript(HostDiscovery):
 
 
 class FixedHosts(HostDiscovery):
-    """A fixed set of hosts; ``set`` replaces it."""
+    """A fixed set of hosts. ``set`` replaces the set."""
 
     def __init__(self, available_hosts_and_slots: dict[str, int]) -> None:
         self._hosts = dict(available_hosts_and_slots)
@@ -90,8 +90,9 @@ class HostManager:
         return dict(self._hosts)
 
     def update_available_hosts(self) -> HostUpdateResult:
-        """Run the discovery again; return whether hosts or slots were added or removed. Exceptions of the discovery are
-        passed on."""
+        """Run the discovery again and return whether hosts or slots were added or removed. Exceptions of the discovery
+        are passed on.
+        """
         before, self._hosts = self._hosts, dict(self._discovery.find_available_hosts_and_slots())
         result = HostUpdateResult.no_update
         for host in {*before, *self._hosts}:

@@ -28,7 +28,7 @@ class WorkerNotificationManager:
         host_updates.register(listener)
 
     def remove_listener(self, listener: HostUpdateListener) -> None:
-        """Remove a listener; no error if it is not registered."""
+        """Remove a listener. Unknown listeners are ignored."""
         host_updates.remove(listener)
 
     def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:

@@ -62,7 +62,7 @@ class TfDataServiceConfig:
         if self.dispatcher_side not in SIDES:
             raise Invalid(f"dispatcher_side is {self.dispatcher_side!r}: pass {' or '.join(SIDES)}")
         if not self.timeout > 0:
-            raise Invalid(f"timeout is {self.timeout}: pass a number of seconds, more than 0")
+            raise Invalid(f"timeout is {self.timeout}: pass a positive number of seconds")
         if not any(self.addresses.values()):
             raise Invalid("addresses is empty: pass the addresses of the ComputeService")
 
@@ -99,7 +99,7 @@ class TfDataServiceConfig:
                 raise
         except OSError as error:
             raise Invalid(
-                f"{path} can't be written: {error.strerror}; pass a file in a writable folder"
+                f"{path} can't be written: {error.strerror}. Pass a file in a writable folder"
             ) from error
 
     @staticmethod
@@ -163,8 +163,8 @@ def _read(path: Path) -> TfDataServiceConfig:
             fault = f"may be written by others (mode {mode:04o})" if others else ""
     if fault:
         raise Invalid(
-            f"{path} {fault}, so others could supply the training data: start the compute job as this user, with a"
-            " file in a folder that only this user can write"
+            f"{path} {fault}, so other users could supply training data: start the compute job as this user,"
+            " with a file in a folder that only this user can write to"
         )
     try:
         found = msgspec.json.decode(text, type=dict[str, Any])
@@ -188,8 +188,9 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
     one = compute_config.dispatchers == 1
     if not one and not 0 <= rank < compute_config.dispatchers:
         raise Invalid(
-            f"rank {rank} has no dispatcher: there are {compute_config.dispatchers}, one for each rank. Train with as"
-            " many ranks as there are dispatchers, or give the compute job --dispatchers 1, which serves all"
+            f"rank {rank} has no dispatcher, because the service has {compute_config.dispatchers} dispatchers,"
+            f" one per rank: train with {compute_config.dispatchers} ranks, or start the compute job with"
+            " --dispatchers 1, which serves all ranks"
         )
     _bypass_proxies()
     compute = compute_config.compute_client(verbose=2)
@@ -213,7 +214,7 @@ def send_to_data_service(
     reuse_dataset: bool = False,
     round_robin: bool = False,
 ) -> tf.data.Dataset:
-    """Return the same dataset, prepared by the compute job; also a method of ``tf.data.Dataset``.
+    """Return the same dataset, prepared by the compute job. Also available as a method of ``tf.data.Dataset``.
 
     Args:
         size: size of the training; only ``round_robin`` needs it.
@@ -228,8 +229,8 @@ def send_to_data_service(
     """
     if compute_config.dispatcher_side == "training":
         raise Invalid(
-            "dispatchers run in the training job: use `with tf_data_service(...) as address` around the training, and"
-            " dataset.apply(tf.data.experimental.service.distribute(..., service=address))"
+            "the dispatchers run in the training job: use `with tf_data_service(...) as address` around the"
+            " training, and dataset.apply(tf.data.experimental.service.distribute(..., service=address))"
         )
     turns = reuse_dataset and round_robin
     if turns and size is None:
@@ -341,8 +342,8 @@ def _check_reached(address: str, dispatcher_id: int, timeout: float) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout).close()
     except OSError as error:
         raise ConnectionError(
-            f"dispatcher {dispatcher_id} can't be reached from here at {address} ({error}): start the job in which it"
-            " runs with --network-interface, and an interface that this host can reach"
+            f"dispatcher {dispatcher_id} can't be reached at {address} ({error}): start the job of the"
+            " dispatcher with --network-interface and an interface that is reachable from this host"
         ) from error
 
 

@@ -58,7 +58,7 @@ def _make_way(file: Path) -> None:
     try:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise Invalid("not a regular file")
+            raise Invalid("the file is not a regular file")
         if found.st_size:
             TfDataServiceConfig.read(file)
         file.unlink()
@@ -69,7 +69,7 @@ def _make_way(file: Path) -> None:
             f"{file} was not written by a compute job, and is not replaced ({error}): pass another file"
         ) from None
     except OSError as error:
-        raise Invalid(f"{file} can't be replaced: {error.strerror}; pass another file") from error
+        raise Invalid(f"{file} can't be replaced: {error.strerror}. Pass another file") from error
 
 
 def _remove(file: Path, config: TfDataServiceConfig) -> None:
@@ -81,7 +81,7 @@ def _remove(file: Path, config: TfDataServiceConfig) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: pass a whole number, 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
@@ -91,7 +91,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r}: pass a number of seconds, more than 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
     return value
 
 

@@ -284,7 +284,7 @@ def test_a_modified_byte_ends_the_connection_and_is_not_accepted(towards):
     else:
         made.publish(ResponseList(ALL, 0, b"second"))
         passed_on(far, near, True)
-        with pytest.raises(CollectiveFailed, match="seal"):
+        with pytest.raises(CollectiveFailed, match="authentication"):
             peer.receive()
     for each in (peer, made, near, far, middle):
         each.close()

@@ -24,7 +24,7 @@ def leave_path(environ: MutableMapping[str, str]) -> None:
 
 
 def arrange() -> None:
-    """Install a hook that sends uncaught exceptions, and prints them as usual if that fails."""
+    """Install a hook that sends uncaught exceptions. If the hook fails, exceptions are printed as usual."""
     process, before = os.getpid(), sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -43,7 +43,7 @@ def arrange() -> None:
 
 
 def observe_reads() -> None:
-    """Record the script's reads if its job has a checkpoint folder; see `elastic.protocol.read_paths`."""
+    """Record the script's reads if its job has a checkpoint folder. See `elastic.protocol.read_paths`."""
     if os.environ.get("ELASTIC_CHECKPOINT_DIR"):
         try:
             from elastic.protocol import read_paths

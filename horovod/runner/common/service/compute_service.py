@@ -83,18 +83,20 @@ class ComputeClient:
         self._store = Store(self.address, None, timeout, secret=key)
 
     def own_host(self) -> str | None:
-        """Return the numeric address of this host on the route to the service; None if there is no route."""
+        """Return the numeric address of this host on the route to the service, or None if there is no route."""
         return own_address(self.address.host)
 
     def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
-        """Register ``grpc://HOST:PORT``. Raises IndexError; ValueError if it is registered with another address."""
+        """Register ``grpc://HOST:PORT``. Raises IndexError for an unknown dispatcher, and ValueError for a second
+        address.
+        """
         self._known(dispatcher_id)
         mine = dispatcher_address.encode()
         first = self._call(lambda: self._store.announce(_dispatcher(dispatcher_id), 0, mine))
         if first != mine:
             raise Invalid(
                 f"dispatcher {dispatcher_id} is already registered at {first.decode()}, not at"
-                f" {dispatcher_address}: start the compute job again before another training starts dispatchers"
+                f" {dispatcher_address}: restart the compute job before another training job starts dispatchers"
             )
 
     def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
@@ -159,7 +161,7 @@ class ComputeClient:
         dispatchers, _ = self._shape()
         if not 0 <= dispatcher_id < dispatchers:
             raise IndexError(
-                f"dispatcher {dispatcher_id} does not exist: they are numbered from 0 to {dispatchers - 1}"
+                f"dispatcher {dispatcher_id} does not exist: pass a number from 0 to {dispatchers - 1}"
             )
 
     def _hear(self, what: str, timeout: float) -> bytes:
@@ -171,13 +173,13 @@ class ComputeClient:
         except CollectiveFailed as error:
             if expected and isinstance(error.__cause__, TimeoutError):
                 raise TimeoutException(
-                    f"the compute service timed out waiting until {expected}: see the output of its job, or pass"
-                    " horovod.tensorflow.data.compute_worker a longer --timeout"
+                    f"the compute service timed out while it waited until {expected}: see the output of its job,"
+                    " or pass a longer --timeout to horovod.tensorflow.data.compute_worker"
                 ) from error
             raise ConnectionError(
-                f"no compute service answers at {self.address} ({error.__cause__}): its job ended, or is"
-                " unreachable from here: start horovod.tensorflow.data.compute_worker again, on another host with"
-                " --network-interface"
+                f"the compute service at {self.address} does not respond ({error.__cause__}). Its job has ended,"
+                " or its host is unreachable. Start horovod.tensorflow.data.compute_worker again, on another"
+                " host with --network-interface"
             ) from error
 
 

@@ -69,7 +69,7 @@ def test_a_set_that_is_not_registered_has_no_number(world):
     assert (made.process_set_id, made.ranks, made.mpi_comm) == (None, [1, 3], None)
     assert (made.size(), made.rank(), made.included()) == (None, None, True)
     assert repr(made) == "ProcessSet(process_set_id=None, ranks=[1, 3], mpi_comm=None)"
-    with refuses(r"process set \[1, 3\] is not registered; call add_process_set\(\)"):
+    with refuses(r"process set \[1, 3\] is not registered: call add_process_set\(\)"):
         resolve(made)
 
 
@@ -83,7 +83,7 @@ def test_a_registered_set_counts_in_itself(world):
     assert added.included() is False
     for ask in added.rank, lambda: resolve(added):
         with refuses(
-            r"rank 0 is not in process set 1 with ranks \[1, 3\]: call collectives on it only"
+            r"rank 0 is not in process set 1 with ranks \[1, 3\]: check process_set.included"
         ):
             ask()
 
@@ -139,7 +139,7 @@ def test_the_environment_allows_changes_too(world):
         (3, "pass a list of ProcessSet objects"),
         (ProcessSet([0]), "pass a list of ProcessSet objects"),
         ([[0, 1]], r"contains \[0, 1\]: pass ProcessSet objects"),
-        ([global_process_set], "leave out global_process_set"),
+        ([global_process_set], "Omit global_process_set"),
     ],
 )
 def test_init_lists_its_accepted_arguments(world, given, sentence):
@@ -153,7 +153,7 @@ def test_added_and_removed_and_added_again(world):
     assert process_sets.process_sets() == [global_process_set, added]
     assert remove_process_set(added) is True
     assert (added.process_set_id, added.ranks, added.size()) == (None, [0, 1], None)
-    with refuses(r"process set \[0, 1\] was removed: add the process set again"):
+    with refuses(r"process set \[0, 1\] was removed: add it again"):
         resolve(added)
     assert remove_process_set(added) is False
     with refuses("process set ID 1 is not registered"):
@@ -169,7 +169,7 @@ def test_what_can_not_be_added_or_removed(world):
     assert remove_process_set(ProcessSet([0])) is False
     with refuses("pass the ProcessSet that was added"):
         remove_process_set([0])  # type: ignore[arg-type]
-    with refuses("has a rank 4, but the ranks of this job are 0 to 3"):
+    with refuses("contains rank 4, but the ranks of this job are 0 to 3"):
         add_process_set([1, 4])
     add_process_set([0])
     with refuses("already registered"):
@@ -296,10 +296,10 @@ def test_all_ranks_may_be_listed(world):
 @pytest.mark.parametrize(
     ("comm", "sentence"),
     [
-        ([0, 2], r"this job has the ranks \[0, 1, 2, 3\].*start another job \(-np 2\)"),
-        ([3, 2, 1, 0], "this job has the ranks"),
-        (object(), "communicators need MPI"),
-        ([object()], "communicators need MPI"),
+        ([0, 2], r"selects some of the ranks \[0, 1, 2, 3\].*start another job \(-np 2\)"),
+        ([3, 2, 1, 0], "selects some of the ranks"),
+        (object(), "MPI is not used"),
+        ([object()], "MPI is not used"),
     ],
 )
 def test_a_part_of_the_ranks_is_no_job(world, comm, sentence):

@@ -48,7 +48,7 @@ def test_a_call_is_received_and_answered_for_any_division_of_its_bytes():
 )
 def test_messages_with_another_secret_use_generation_or_nonce_are_refused(stranger):
     wire, nonce = caller(**stranger)
-    with pytest.raises(ProtocolError, match="seal"):
+    with pytest.raises(ProtocolError, match="authentication"):
         heard(called(), nonce + text(wire, "let me in"))
 
 
@@ -69,11 +69,11 @@ def test_what_is_changed_repeated_left_out_or_sent_back_ends_the_connection():
         lambda first, second: second[:4] + second[4:-16] + first[-16:],
     ):
         _, server, first, second = talk()
-        with pytest.raises(ProtocolError, match="seal"):
+        with pytest.raises(ProtocolError, match="authentication"):
             heard(server, data(first, second))
     mine, _, _, _ = talk()
     other, _ = caller()
-    with pytest.raises(ProtocolError, match="seal"):
+    with pytest.raises(ProtocolError, match="authentication"):
         heard(mine, text(other, "sent back"))
 
 
@@ -82,7 +82,7 @@ def test_a_reply_to_another_call_is_none_to_this_one():
     other, _ = caller(nonce=b"2" * NONCE_BYTES)
     server = called()
     heard(server, nonce + text(one, "?"))
-    with pytest.raises(ProtocolError, match="seal"):
+    with pytest.raises(ProtocolError, match="authentication"):
         heard(other, text(server, "!"))
 
 
@@ -90,7 +90,7 @@ def test_a_sign_of_life_is_no_message_and_can_not_be_forged():
     mine, nonce = caller()
     server = called()
     assert heard(server, nonce + mine.frame_of(b"") + text(mine, "a") + mine.frame_of(b"")) == ["a"]
-    with pytest.raises(ProtocolError, match="seal"):
+    with pytest.raises(ProtocolError, match="authentication"):
         heard(server, bytes(4 + 16))
 
 

@@ -115,7 +115,7 @@ def test_program_is_a_script_a_module_or_an_executable():
     assert command("-np 1 python3 train.py") == ["python3", "train.py"]
     with pytest.raises(Invalid, match="chmod"):
         command("-np 1 --no-python ./train.py")
-    with pytest.raises(Invalid, match="exclude"):
+    with pytest.raises(Invalid, match="combined"):
         command("-np 1 -m --no-python this")
     with raises(Invalid):
         command("-np 1 missing.py")
